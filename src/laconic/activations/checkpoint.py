@@ -140,7 +140,9 @@ def _laid_out(x: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 
 def _packable(x: Any) -> bool:
-    return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dtype in DTYPES and x.requires_grad
+    if not isinstance(x, Tensor) or isinstance(x, DTensor) or x.layout != torch.strided:
+        return False
+    return x.dtype in DTYPES and x.requires_grad
 
 
 class LayerForward(Replacement):

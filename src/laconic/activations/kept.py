@@ -41,6 +41,7 @@ from laconic.activations.dtensors import Placed, local_of
 from laconic.activations.exact_codes import Layout
 from laconic.activations.offload import offloader_of
 from laconic.activations.rounding import quantized
+from laconic.activations.storages import place_of
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops import BITS
 
@@ -403,7 +404,7 @@ def _producer_holds(x: Tensor) -> bool:
     """Whether the attention that made `x` saves the very same storage for its own backward."""
     output = x._base if x._base is not None else x
     node = output.grad_fn
-    if node is None or _address(output) != _address(x):
+    if node is None or not place_of(x) or place_of(output) != place_of(x):
         return False
     if node.name() in _SAVES_ITS_OUTPUT:
         return True
@@ -413,8 +414,4 @@ def _producer_holds(x: Tensor) -> bool:
     if node.name() != "CompiledFunctionBackward" or hooks is not None:
         return False
     saved: tuple[Tensor | None, ...] = getattr(node, "saved_tensors", ())
-    return any(tensor is not None and _address(tensor) == _address(x) for tensor in saved)
-
-
-def _address(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
+    return any(tensor is not None and place_of(tensor) == place_of(x) for tensor in saved)

@@ -27,6 +27,7 @@ from laconic.activations.exact_codes import Layout, as_mask, mask_of_bits
 from laconic.activations.function_rules import Call
 from laconic.activations.kept import Kept, attach, derive, found, known, pack
 from laconic.activations.masked_relu import masked_relu, may_be_masked
+from laconic.activations.storages import place_of
 from laconic.activations.tracker import own_storages
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
@@ -303,19 +304,19 @@ def _exact(tensor: Tensor) -> tuple[tuple[Tensor, ...], Callable[[tuple[Tensor, 
 
 def _is_large(tensor: Tensor) -> bool:
     warn_exact("hooks", tensor)
-    return tensor.numel() >= _MIN_NUMEL and not isinstance(tensor, DTensor)
+    return tensor.numel() >= _MIN_NUMEL and tensor.layout == torch.strided and not isinstance(tensor, DTensor)
 
 
 def _shaped(value: Tensor, shape: torch.Size) -> Tensor:
     return value if value.shape == shape else value.view(shape)
 
 
-def _state(tensor: Tensor) -> tuple[int, int]:
+def _state(tensor: Tensor) -> tuple[tuple[int, ...], int]:
     """The address and the version of what a tensor holds."""
-    return tensor.untyped_storage()._cdata, tensor._version
+    return place_of(tensor), tensor._version
 
 
-def _unchanged(tensor: Tensor, state: tuple[int, int]) -> Tensor:
+def _unchanged(tensor: Tensor, state: tuple[tuple[int, ...], int]) -> Tensor:
     """The tensor, if nobody changed it in place since it had `state`; torch does not look where hooks are in force.
 
     A copy, which hooks around ours may make, has not been changed.

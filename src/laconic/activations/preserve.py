@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from laconic.formats.shards import local_part
+from laconic.activations.storages import place_of, storages_of
 
 __all__ = ["preserved"]
 
@@ -109,7 +109,7 @@ class _State:
         data, requires_grad, grad = tensor.data, tensor.requires_grad, tensor.grad if tensor.is_leaf else None
 
         def undo() -> None:
-            if local_part(tensor).untyped_storage()._cdata != local_part(data).untyped_storage()._cdata:
+            if place_of(tensor) != place_of(data):
                 tensor.data = data
             if tensor.is_leaf:
                 if tensor.requires_grad != requires_grad:
@@ -153,15 +153,15 @@ class _Writes(TorchDispatchMode):
 
     def watch(self, tensor: Tensor) -> None:
         """Restore this tensor's bytes at the end."""
-        storage = local_part(tensor.detach()).untyped_storage()
-        if storage.device.type != "meta":
-            self._watched[storage._cdata] = storage
+        for storage in storages_of(tensor.detach()):
+            if storage.device.type != "meta":
+                self._watched[storage._cdata] = storage
 
     def copy(self, tensor: Tensor) -> None:
         """Copy a watched tensor now, unless that has been done."""
-        key = local_part(tensor.detach()).untyped_storage()._cdata
-        if key in self._watched and key not in self._copies:
-            self._copies[key] = self._watched[key].clone()
+        for key in place_of(tensor.detach()):
+            if key in self._watched and key not in self._copies:
+                self._copies[key] = self._watched[key].clone()
 
     def put_back(self) -> None:
         """Restore the copied tensors."""

@@ -10,7 +10,8 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from laconic.activations.tracker import SavedTensor, SavedTensorTracker, kind_of
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 
-__all__ = ["Measurement", "Report", "SiteReport", "measure", "saved_nbytes_per_token"]
+__all__ = ["Measurement", "Report", "SiteReport", "measure", "saved_nbytes_per_token", "tensors_in"]
 
 
 _LEAST_FACTOR = 2.0
@@ -233,6 +234,18 @@ def brief(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}".rstrip(": ")
 
 
+def tensors_in(nest: Any) -> Iterator[Tensor]:
+    """The tensors of mappings, lists, tuples and dataclasses in any nest, in their order."""
+    if isinstance(nest, Tensor):
+        yield nest
+    elif isinstance(nest, Mapping):
+        yield from chain.from_iterable(map(tensors_in, nest.values()))
+    elif isinstance(nest, list | tuple):
+        yield from chain.from_iterable(map(tensors_in, nest))
+    elif is_dataclass(nest) and not isinstance(nest, type):
+        yield from chain.from_iterable(tensors_in(getattr(nest, part.name)) for part in fields(nest))
+
+
 def sample_inputs(
     model: nn.Module, example_inputs: Mapping[str, Any] | None, sequence_length: int
 ) -> tuple[Sample, ...]:
@@ -242,7 +255,8 @@ def sample_inputs(
         model: a Hugging Face model that takes tokens and labels (inputs are made up: one token [1,
             sequence_length] times, the same or one class as labels), or any module with `example_inputs`.
         example_inputs: keyword arguments of the model's forward. Tokens are the product of all dimensions but the last
-            of the first floating-point tensor, or of all dimensions of the first integer tensor.
+            of the first floating-point tensor, or of all dimensions of the first integer tensor; either may lie in a
+            nest of mappings, lists, tuples and dataclasses.
 
     Raises:
         ModelError: `example_inputs` is no dict of keyword arguments, or holds no tensor.
@@ -253,8 +267,8 @@ def sample_inputs(
                 f"example_inputs is a {type(example_inputs).__name__}, not a dict of keyword arguments; "
                 f"pass those of a training forward, as {{'input_ids': ids, 'labels': ids}}"
             )
-        for value in example_inputs.values():
-            if isinstance(value, Tensor) and value.dim() > 0:
+        for value in tensors_in(example_inputs):
+            if value.dim() > 0:
                 shape = value.shape[:-1] if value.is_floating_point() else value.shape
                 return ((dict(example_inputs), max(1, shape.numel())),)
         raise ModelError(

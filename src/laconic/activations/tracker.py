@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from laconic.formats.shards import local_part
+from laconic.activations.storages import dense_parts, storages_of
 
 __all__ = ["SavedTensor", "SavedTensorTracker", "kind_of", "observe", "own_storages"]
 
@@ -52,8 +52,8 @@ def own_storages(module: nn.Module) -> Iterator[tuple[int, StorageWeakRef]]:
     """
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None:
-            storage = local_part(tensor).untyped_storage()
-            yield storage._cdata, StorageWeakRef(storage)
+            for storage in storages_of(tensor):
+                yield storage._cdata, StorageWeakRef(storage)
 
 
 def kind_of(module: nn.Module, name: str, root: nn.Module) -> str:
@@ -141,16 +141,17 @@ class SavedTensorTracker:
 
     def count(self, tensor: Tensor) -> None:
         """Book a tensor that is saved for backward, unless its storage has been booked or is a parameter's."""
-        storage = local_part(tensor.detach()).untyped_storage()
-        key = storage._cdata
-        if key not in self._parameters and key not in self._seen:
-            self._seen[key] = storage
-            if tensor.device.type == "cpu" and tensor.is_pinned():
-                self.host_nbytes += storage.nbytes()
-                return
-            module = self._stack[-1] if self._stack else ""
-            self.by_module[module] += storage.nbytes()
-            self.tensors.append(SavedTensor(module, tuple(tensor.shape), tensor.dtype, storage.nbytes()))
+        for part in dense_parts(tensor.detach()):
+            storage = part.untyped_storage()
+            key = storage._cdata
+            if key not in self._parameters and key not in self._seen:
+                self._seen[key] = storage
+                if part.device.type == "cpu" and part.is_pinned():
+                    self.host_nbytes += storage.nbytes()
+                    continue
+                module = self._stack[-1] if self._stack else ""
+                self.by_module[module] += storage.nbytes()
+                self.tensors.append(SavedTensor(module, tuple(part.shape), part.dtype, storage.nbytes()))
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self.count(tensor)

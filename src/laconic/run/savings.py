@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from laconic.activations import compress_activations
 from laconic.activations.attention import attention_core_of
 from laconic.activations.replacement import replacements_of
-from laconic.activations.report import Report
+from laconic.activations.report import Report, tensors_in
 from laconic.errors import LaconicError, ModelError
 from laconic.optim import AdamW8bit
 from laconic.run.tcp import tcp_sent_nbytes
@@ -271,5 +271,5 @@ def _named(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         if kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
             return None
         named.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
-    has_tensor = any(isinstance(value, Tensor) and value.dim() > 0 for value in named.values())
+    has_tensor = any(value.dim() > 0 for value in tensors_in(named))
     return named if has_tensor else None

@@ -1,0 +1,44 @@
+"""The storages that hold a tensor's numbers, of any layout: a sparse tensor has none of its own, but its parts have."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from laconic.formats.shards import local_part
+
+__all__ = ["dense_parts", "place_of", "storages_of"]
+
+_ROWS = (torch.sparse_csr, torch.sparse_bsr)
+_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
+
+
+def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The strided tensors of which a tensor consists, of a DTensor those of the local shard.
+
+    Returns:
+        The tensor itself where it is strided; indices and values of a sparse one; values and offsets of a nested one;
+        nothing for layouts that no one else can read, such as that of oneDNN.
+    """
+    local = local_part(tensor)
+    if local.layout == torch.strided:
+        return (local,)
+    if local.layout == torch.sparse_coo:
+        return local._indices(), local._values()
+    if local.layout in _ROWS:
+        return local.crow_indices(), local.col_indices(), local.values()
+    if local.layout in _COLUMNS:
+        return local.ccol_indices(), local.row_indices(), local.values()
+    if local.layout == torch.jagged:
+        return local.values(), local.offsets()  # type: ignore[attr-defined]
+    return ()
+
+
+def storages_of(tensor: Tensor) -> tuple[torch.UntypedStorage, ...]:
+    """The storages of `dense_parts`."""
+    return tuple(part.untyped_storage() for part in dense_parts(tensor))
+
+
+def place_of(tensor: Tensor) -> tuple[int, ...]:
+    """Addresses of `storages_of`: equal for tensors that share all they hold, as long as one of them lives."""
+    return tuple(storage._cdata for storage in storages_of(tensor))

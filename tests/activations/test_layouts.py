@@ -1,0 +1,151 @@
+"""Tensors of any layout beside compressed sites, and batches in any nest: counted, left alone, and trained with."""
+
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import laconic
+from laconic.activations import SavedTensorTracker
+from laconic.activations.storages import dense_parts, place_of
+
+NUM_NODES = 64
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state:UserWarning")
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "coo": Tensor.to_sparse,
+    "csr": Tensor.to_sparse_csr,
+    "csc": Tensor.to_sparse_csc,
+    "bsr": lambda x: x.to_sparse_bsr((2, 2)),
+    "bsc": lambda x: x.to_sparse_bsc((2, 2)),
+    "strided": Tensor.clone,
+}
+
+
+def adjacency() -> Tensor:
+    torch.manual_seed(1)
+    return (torch.rand(NUM_NODES, NUM_NODES) < 0.1).float() + torch.eye(NUM_NODES)
+
+
+class Graph(nn.Module):
+    """Two layers of a graph network, whose neighbors are a buffer of some layout."""
+
+    def __init__(self, neighbors: Tensor) -> None:
+        super().__init__()
+        self.first, self.second, self.act = nn.Linear(32, 128), nn.Linear(128, 8), nn.GELU()
+        self.register_buffer("neighbors", neighbors)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.act(self.neighbors @ self.first(x)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_parts_of_a_tensor_are_what_holds_its_numbers(layout: str) -> None:
+    x = LAYOUTS[layout](adjacency())
+    parts = dense_parts(x)
+    assert all(part.layout == torch.strided for part in parts)
+    values = {"coo": lambda: x._values(), "strided": lambda: x}.get(layout, lambda: x.values())()
+    assert any(part.data_ptr() == values.data_ptr() for part in parts)
+    assert place_of(x) == place_of(x.detach()) != place_of(x.clone())
+
+
+def test_parts_of_nested_and_opaque_tensors() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    assert [part.numel() for part in dense_parts(nested)] == [20, 3]
+    assert dense_parts(torch.ones(4, 4).to_mkldnn()) == ()
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr", "strided"])
+def test_a_model_with_buffers_of_any_layout_is_compressed_and_trained(layout: str) -> None:
+    model = Graph(LAYOUTS[layout](adjacency()))
+    exact = Graph(model.neighbors)
+    exact.load_state_dict(model.state_dict(), strict=False)
+    x = torch.randn(NUM_NODES, 32)
+    report = laconic.compress_activations(model, bits=8, example_inputs={"x": x})
+    assert report.before is not None
+    assert report.after is not None
+    assert sum(report.after.by_module.values()) < 0.6 * sum(report.before.by_module.values())
+    for one in (exact, model):
+        one(x).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        expected = exact.get_parameter(name).grad
+        assert parameter.grad is not None
+        assert expected is not None
+        assert (parameter.grad - expected).norm() <= 0.05 * expected.norm(), name
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_buffers_of_any_layout_are_not_counted_and_saved_ones_once(layout: str) -> None:
+    model, x = Graph(LAYOUTS[layout](adjacency())), torch.randn(NUM_NODES, 32)
+    dense = Graph(adjacency())
+    with SavedTensorTracker(model) as tracker:
+        model(x)
+    with SavedTensorTracker(dense) as expected:
+        dense(x)
+    assert tracker.nbytes == expected.nbytes
+    made = LAYOUTS[layout](adjacency())
+    weight = torch.randn(NUM_NODES, 8, requires_grad=True)
+    with SavedTensorTracker(nn.Identity()) as tracker:
+        _ = (made @ weight, made @ weight)
+    assert tracker.nbytes == sum(part.untyped_storage().nbytes() for part in dense_parts(made))
+
+
+def test_advice_on_a_model_with_sparse_buffers() -> None:
+    advice = laconic.advise(Graph(adjacency().to_sparse()), torch.randn(NUM_NODES, 32), rounds=1)
+    assert {"exact", "4 bits", "8 bits"} <= {row.name for row in advice.rows}
+
+
+Pair = namedtuple("Pair", "x scale")  # as loaders make them
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    scale: float
+
+
+NESTS: dict[str, Callable[[Tensor], Any]] = {
+    "dict": lambda x: {"scale": 2.0, "x": x},
+    "mapping of its own": lambda x: UserDict(x=x),
+    "list": lambda x: ["name", x],
+    "tuple in a dict": lambda x: {"inner": (1, {"x": x})},
+    "named tuple": lambda x: Pair(x, 1.0),
+    "dataclass": lambda x: Sample(x, 1.0),
+}
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, batch: Any) -> Tensor:
+        while not isinstance(batch, Tensor):
+            if isinstance(batch, Sample):
+                batch = batch.x
+            elif isinstance(batch, dict | UserDict):
+                batch = batch.get("x", batch.get("inner"))
+            else:
+                batch = next(part for part in batch if isinstance(part, Tensor | dict))
+        return self.block(batch)
+
+
+@pytest.mark.parametrize("nest", NESTS)
+def test_batches_in_any_nest_are_measured(nest: str) -> None:
+    x = torch.randn(4, 16, 64)
+    flat = laconic.compress_activations(Nested(), example_inputs={"batch": x})
+    nested = laconic.compress_activations(Nested(), example_inputs={"batch": NESTS[nest](x)})
+    assert nested.before is not None
+    assert nested.after is not None
+    assert flat.before is not None
+    assert flat.after is not None
+    assert nested.before.by_module == flat.before.by_module
+    assert nested.after.by_module == flat.after.by_module
+    assert nested.before.tokens == flat.before.tokens == 64
