@@ -27,6 +27,7 @@ from laconic.moe.huggingface import Parallelized, parallelize
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.pipeline.schedule import MEANWHILE, ChunkedSchedule
 from tests.activations.models import make_ids, make_model
+from tests.distributed.test_moe_huggingface import loss_on
 from tests.moe.huggingface.test_families import families_with_experts
 from tests.moe.worlds import run_world
 
@@ -351,6 +352,50 @@ def an_error_in_between_leaves_the_groups_usable() -> None:
         assert_same_bits(expected, trained(done, tokens(grid)))
 
 
+def fsdp_frozen_parameters_hooks_and_a_second_backward_keep_bits() -> None:
+    grid = Grid(ep=2)
+    for family in (AFTER, BEFORE):
+        results: list[dict[str, Tensor]] = []
+        for overlap in (False, True):
+            result = {}
+            done = made(family, grid, overlap_shared=overlap)
+            done.fully_shard(done.model.model.layers)
+            result |= {f"fsdp {name}": value for name, value in trained(done, tokens(grid)).items()}
+
+            done = made(family, grid, overlap_shared=overlap)
+            for name, parameter in done.model.named_parameters():
+                parameter.requires_grad_("shared" in name or "lm_head" in name)
+            result |= {f"frozen {name}": value for name, value in trained(done, tokens(grid)).items()}
+
+            done = made(family, grid, overlap_shared=overlap)
+            seen: list[Tensor] = []
+            for module in (shared_of(done.model), done.model.model.layers[-1].mlp):
+                module.register_full_backward_hook(lambda *given, seen=seen: seen.append(given[1][0].clone()))
+            loss = loss_on(done.model, tokens(grid))
+            loss.backward(retain_graph=True)
+            loss.backward()
+            assert len(seen) == 4
+            result |= {f"seen {number}": tensor for number, tensor in enumerate(seen)}
+            result |= {name: local_part(p.grad) for name, p in done.model.named_parameters()}
+            results.append(result)
+        assert_same_bits(*results)
+
+
+def loaded_from_files_and_generating() -> None:
+    """On the meta device only the structure of a block is tried."""
+    grid = Grid(ep=2)
+    for family in (AFTER, BEFORE):
+        with torch.device("meta"):
+            on_meta = parallelize(make_model(family), grid)
+        assert all(one.place is not None for one in on_meta.shared.values())
+        written = []
+        for overlap in (False, True):
+            done = made(family, grid, overlap_shared=overlap)
+            model: Any = done.model.eval()
+            written.append(model.generate(tokens(grid), max_new_tokens=4, do_sample=False))
+        assert torch.equal(*written)
+
+
 STRANGERS = [
     *(
         "afmoe",
@@ -438,6 +483,8 @@ def test_two_processes_keep_all_bits_beside_everything_else(tmp_path: Path) -> N
         packed_activations_are_those_of_the_call,
         evaluation_keeps_its_bits,
         shared_experts_over_the_same_group_wait,
+        fsdp_frozen_parameters_hooks_and_a_second_backward_keep_bits,
+        loaded_from_files_and_generating,
     ]
     run_world(scenarios, 2, tmp_path)
 
