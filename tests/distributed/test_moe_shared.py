@@ -386,12 +386,13 @@ def loaded_from_files_and_generating() -> None:
     grid = Grid(ep=2)
     for family in (AFTER, BEFORE):
         with torch.device("meta"):
-            on_meta = parallelize(make_model(family), grid)
+            model: Any = make_model(family)
+        on_meta = parallelize(model, grid)
         assert all(one.place is not None for one in on_meta.shared.values())
         written = []
         for overlap in (False, True):
             done = made(family, grid, overlap_shared=overlap)
-            model: Any = done.model.eval()
+            model = done.model.eval()
             written.append(model.generate(tokens(grid), max_new_tokens=4, do_sample=False))
         assert torch.equal(*written)
 
