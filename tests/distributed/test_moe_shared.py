@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.family_models import inputs_of, model_of, tensors_of
 from laconic.activations import compress_activations
 from laconic.collectives import Lossless
 from laconic.formats.shards import local_part
@@ -24,6 +27,8 @@ from laconic.moe.huggingface import Parallelized, parallelize
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.pipeline.schedule import MEANWHILE, ChunkedSchedule
 from tests.activations.models import make_ids, make_model
+from tests.distributed.test_moe_huggingface import loss_on
+from tests.moe.huggingface.test_families import families_with_experts
 from tests.moe.worlds import run_world
 
 AFTER, BEFORE = "deepseek_v3", "qwen2_moe"
@@ -347,6 +352,114 @@ def an_error_in_between_leaves_the_groups_usable() -> None:
         assert_same_bits(expected, trained(done, tokens(grid)))
 
 
+def fsdp_frozen_parameters_hooks_and_a_second_backward_keep_bits() -> None:
+    grid = Grid(ep=2)
+    for family in (AFTER, BEFORE):
+        results: list[dict[str, Tensor]] = []
+        for overlap in (False, True):
+            result = {}
+            done = made(family, grid, overlap_shared=overlap)
+            done.fully_shard(done.model.model.layers)
+            result |= {f"fsdp {name}": value for name, value in trained(done, tokens(grid)).items()}
+
+            done = made(family, grid, overlap_shared=overlap)
+            for name, parameter in done.model.named_parameters():
+                parameter.requires_grad_("shared" in name or "lm_head" in name)
+            result |= {f"frozen {name}": value for name, value in trained(done, tokens(grid)).items()}
+
+            done = made(family, grid, overlap_shared=overlap)
+            seen: list[Tensor] = []
+            for module in (shared_of(done.model), done.model.model.layers[-1].mlp):
+                module.register_full_backward_hook(lambda *given, seen=seen: seen.append(given[1][0].clone()))
+            loss = loss_on(done.model, tokens(grid))
+            loss.backward(retain_graph=True)
+            loss.backward()
+            assert len(seen) == 4
+            result |= {f"seen {number}": tensor for number, tensor in enumerate(seen)}
+            result |= {name: local_part(p.grad) for name, p in done.model.named_parameters()}
+            results.append(result)
+        assert_same_bits(*results)
+
+
+def loaded_from_files_and_generating() -> None:
+    """On the meta device only the structure of a block is tried."""
+    grid = Grid(ep=2)
+    for family in (AFTER, BEFORE):
+        with torch.device("meta"):
+            model: Any = make_model(family)
+        on_meta = parallelize(model, grid)
+        assert all(one.place is not None for one in on_meta.shared.values())
+        written = []
+        for overlap in (False, True):
+            done = made(family, grid, overlap_shared=overlap)
+            model = done.model.eval()
+            written.append(model.generate(tokens(grid), max_new_tokens=4, do_sample=False))
+        assert torch.equal(*written)
+
+
+STRANGERS = [
+    *(
+        "afmoe",
+        "aria_text",
+        "cohere2_moe",
+        "ernie4_5_moe",
+        "exaone_moe",
+        "glm4_moe",
+        "granitemoeshared",
+        "hunyuan_v1_moe",
+    ),
+    *("hy_v3", "inkling_text", "kimi_linear", "laguna", "minimax_m3_vl_text", "nemotron_h"),
+    *("qwen3_next", "qwen3_moe"),
+]
+NOT_MOVED = {"granitemoeshared", "inkling_text"}
+
+
+def strangers(names: list[str], dtype: torch.dtype) -> None:
+    """Families in training and evaluation, built by their configurations alone: the same bits with the overlap."""
+    found = {family.name: family for family in families_with_experts()}
+    grid = Grid(ep=2)
+    for name in names:
+        results = []
+        original = model_of(found[name]).to(dtype)
+        for overlap in (False, True):
+            model = copy.deepcopy(original)
+            inputs = inputs_of(found[name], model)
+            done = parallelize(model, grid, overlap_shared=overlap)
+            moved = [one.place for one in done.shared.values() if one.place is not None]
+            if overlap:
+                assert bool(moved) == (name not in {*NOT_MOVED, "qwen3_moe"}), name
+            ran = []
+            handle = pytest.MonkeyPatch()
+            start = InFlightExchange.start
+            handle.setattr(
+                InFlightExchange, "start", lambda *given, ran=ran, start=start: ran.append(1) or start(*given)
+            )
+            result = {}
+            for training in (True, False):
+                model.train(training)
+                torch.manual_seed(0)
+                output = model(**inputs)
+                output.loss.backward()
+                result |= {f"{training} {n}": t.detach() for n, t in enumerate(tensors_of(output))}
+                result |= {
+                    f"{training} {n}": local_part(p.grad) for n, p in model.named_parameters() if p.grad is not None
+                }
+                result[f"{training} drawn"] = torch.rand(1)
+                model.zero_grad()
+            handle.undo()
+            # Dropout in training keeps them in place; forward and backward of both modes otherwise.
+            assert len(ran) in (4 * len(moved), 2 * len(moved)), (name, len(ran), len(moved))
+            results.append(result)
+        assert_same_bits(*results)
+
+
+@pytest.mark.slow
+def test_families_that_nobody_built_for_keep_all_bits(tmp_path: Path) -> None:
+    run_world(
+        [partial(strangers, STRANGERS, torch.float32), partial(strangers, STRANGERS[:6], torch.bfloat16)], 2, tmp_path
+    )
+
+
 def test_shared_experts_run_while_rows_travel_and_bits_stay(tmp_path: Path) -> None:
     quick = [shared_experts_run_while_rows_travel, bits_stay, own_layers_overlap_theirs, gradients_of_gradients_travel]
     run_world(quick, 2, tmp_path)
@@ -371,6 +484,8 @@ def test_two_processes_keep_all_bits_beside_everything_else(tmp_path: Path) -> N
         packed_activations_are_those_of_the_call,
         evaluation_keeps_its_bits,
         shared_experts_over_the_same_group_wait,
+        fsdp_frozen_parameters_hooks_and_a_second_backward_keep_bits,
+        loaded_from_files_and_generating,
     ]
     run_world(scenarios, 2, tmp_path)
 

@@ -29,6 +29,7 @@ ROWS = {
         *("all exact ones", "autotune", "autotune, 4-bit activations"),
     ],
     "moe-pipeline-lab": ["1", "6", "at the end", "in slots, all that waits", "in slots, as planned"],
+    "moe-shared": ["after the routed experts, 1 of 128", "before the router, 1 of 128"],
     "infer-split": [
         f"qwen2_moe, M 64, 8 experts of 32, top 2, shared 32, 2 layers, prompts of 64 | 400 Mbit/s | {fit}"
         for fit in (1, 2, 8)

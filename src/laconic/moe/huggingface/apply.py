@@ -217,10 +217,15 @@ def parallelize(
         owner, _, child = name.rpartition(".")
         setattr(model.get_submodule(owner), child, experts)
         if name in shared and (place := shared[name].place) is not None:
+            layer = layers[name]
             moved = SharedCall(
-                model.get_submodule(owner), shared[name].name, place, shared[name].num_nodes, groups_of(made)
+                model.get_submodule(owner),
+                shared[name].name,
+                place,
+                shared[name].num_nodes,
+                groups=lambda layer=layer: groups_of(layer.dispatcher),  # type: ignore[misc]
             )
-            layers[name].shared_call = moved
+            layer.shared_call = moved
             moved.attach()
         # Free the whole experts before the next ones are sharded.
         original._parameters.clear()

@@ -152,8 +152,8 @@ class SharedCall:
     place: Place
     num_nodes: int
     """Nodes of autograd to reserve a place for."""
-    groups: tuple[dist.ProcessGroup, ...] = ()
-    """Groups that rows travel in, where shared experts must not communicate meanwhile."""
+    groups: Callable[[], tuple[dist.ProcessGroup, ...]] = tuple
+    """Returns the groups that rows travel in now, where shared experts must not communicate meanwhile."""
     _pass: _Pass | None = field(default=None, repr=False)
     _is_on: bool = True
 
@@ -246,9 +246,10 @@ class SharedCall:
         if self.block._modules.get(self.child) is not self.module:
             self._turn_off("has been replaced in its block, and what took its place is not computed while rows travel")
             return False
-        return not has_active_dropout(self.module) and not (
-            self.groups and any(group in self.groups for group in _groups_of(self.module))
-        )
+        if has_active_dropout(self.module):
+            return False
+        cut_over = [*_groups_of(self.module)]
+        return not cut_over or not any(group in cut_over for group in self.groups())
 
     def _turn_off(self, reason: str) -> None:
         self._is_on = False
