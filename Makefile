@@ -5,6 +5,7 @@
 # make site    the documentation as a site in build/site
 # make trust   the tests of faults, damage, strangers and bad input, slow ones included: docs/reliability.md
 # make soak    200 faults at random moments of tiny runs, at most 60 minutes (ARGS="--seed 2" for other ones)
+# make hosts   the tests of host packages that cannot be installed beside `make test`'s: torchtitan, litgpt, torchft and others
 # make sbom    dist/laconic.cdx.json, what the environment holds (CycloneDX)
 # make stranger  the wheel in a fresh environment, as a new user would meet it
 # ARGS="..." is handed on, e.g. make demo ARGS="--steps 50" or make test ARGS="-k nf4"
@@ -19,7 +20,7 @@ PARALLEL ?= -n 3 --dist loadgroup --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/kernels/*)
 
-.PHONY: demo test slow trust soak check format wheels sbom stranger site clean
+.PHONY: demo test slow hosts trust soak check format wheels sbom stranger site clean
 
 demo: $(VENV)/.installed-all
 	$(BIN)/laconic train $(ARGS)
@@ -35,6 +36,16 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# An environment that sees the one of `make test` and adds tools/hosts.txt to it, whose requirements exclude each other's.
+HOSTS := build/hosts
+HOST_TESTS := $(addprefix tests/integrations/test_,torchtitan.py torchft.py hand_loops.py transformers_suite.py)
+
+hosts: $(VENV)/.installed-dev tools/hosts.txt
+	$(PYTHON) -m venv --clear $(HOSTS)
+	$(BIN)/python tools/host_environment.py $(HOSTS)
+	$(HOSTS)/bin/python -m pip install --quiet --no-deps -r tools/hosts.txt
+	$(HOSTS)/bin/python -m pytest -m "slow or not slow" $(HOST_TESTS) $(ARGS)
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

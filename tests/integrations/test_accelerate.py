@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from laconic.integrations import LaconicConfig
 from laconic.integrations.accelerate import Attached, attach
 from laconic.integrations.huggingface import LaconicCallback, LaconicTrainer
 from tests.distributed.processes import free_port, rank_environment, run_ranks
-from tests.integrations.test_huggingface import arguments, llama, rows
+from tests.integrations.test_huggingface import arguments, assert_near, llama, rows, words
 
 
 def fresh(**options: object) -> Accelerator:
@@ -187,15 +188,59 @@ def _left_out(rank: int, folder: Path, port: int) -> None:
 
 def sharding() -> Accelerator:
     """One that shards by FSDP2: on CPUs Accelerate leaves a plugin out without a word, so its state is set by hand."""
+    accelerator = fresh(gradient_accumulation_steps=2)
+    shard_by_hand(accelerator)
+    return accelerator
+
+
+def shard_by_hand(accelerator: Accelerator) -> None:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
     )
-    accelerator = fresh(gradient_accumulation_steps=2)
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
-    return accelerator
+
+
+@pytest.mark.slow
+def test_supervised_fine_tuning_sharded_by_fsdp2(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    run_ranks(_tuned, (tmp_path, free_port()), 2)
+
+
+def _tuned(rank: int, folder: Path, port: int) -> None:
+    os.environ.update(rank_environment(rank, 2, port))
+    import trl
+    from datasets import Dataset
+
+    from laconic.integrations.huggingface import LaconicSFTTrainer
+
+    data = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows()])
+
+    def sft(kind: Any, **own: Any) -> Any:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        settings = arguments(folder, trl.SFTConfig, bf16=False, ddp_backend="gloo")
+        trainer = kind(llama(), settings, train_dataset=data, processing_class=words(), **own)
+        shard_by_hand(trainer.accelerator)
+        trainer.is_fsdp_enabled = True
+        trainer.train()
+        assert all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+        return trainer
+
+    alone = sft(trl.SFTTrainer)
+    ours = sft(LaconicSFTTrainer, laconic=LaconicConfig(optimizer="adamw8bit"))
+    states = ours.optimizer.optimizer.state.values()
+    assert any(isinstance(state.get("exp_avg_codes"), DTensor) for state in states)
+    if rank == 0:
+        assert_near(ours, alone)
+        assert ours.state.log_history[0]["laconic/activation_factor"] > 1.5  # SFTConfig checkpoints layers
+    whole = [parameter.full_tensor() for parameter in ours.model.parameters()]
+    for tensor in whole:
+        first = tensor.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, tensor)
 
 
 def test_what_comes_too_late_or_is_not_the_accelerators_is_refused() -> None:
