@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -111,6 +112,27 @@ def test_actions_are_pinned_to_commits_and_jobs_name_their_permissions() -> None
             re.findall(r"^    permissions:", jobs, re.MULTILINE)
         )
         assert text.count("actions/checkout@") == text.count("persist-credentials: false")
+
+
+@pytest.mark.slow
+def test_wheels_without_kernels_have_the_same_bytes_wherever_they_are_built(tool: Tool, tmp_path: Path) -> None:
+    """What `make reproducible` does with compiled ones takes many minutes."""
+    reproducible = tool("reproducible")
+    for name, differing in reproducible.BUILDS.items():
+        reproducible.copy_checkout(tmp_path / name)
+        changed = {"LACONIC_PURE": "1", "SOURCE_DATE_EPOCH": "1700000000", "TZ": differing["TZ"]}
+        done = subprocess.run(
+            [sys.executable, "-m", "pip", "wheel", "--no-cache-dir", "--no-deps", "-w", "dist", "."],
+            **{"cwd": tmp_path / name, "env": os.environ | changed, "capture_output": True, "text": True},
+            timeout=250,
+            check=False,
+        )
+        if "Could not find a version" in done.stderr:
+            pytest.skip("no package index: the build backend cannot be installed")
+        assert done.returncode == 0, done.stderr
+    one, other = (tmp_path / name / "dist" for name in reproducible.BUILDS)
+    assert [path.name.rpartition("-py3-")[2] for path in one.iterdir()] == ["none-any.whl"]
+    assert reproducible.differences(one, other) == []
 
 
 @pytest.mark.slow
