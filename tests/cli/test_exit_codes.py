@@ -1,0 +1,151 @@
+"""Every command with a wrong value and with a file that is not there: exit code 2, one line on stderr, no stdout.
+
+Success of every command is in test_json.py and in the command's own file; Ctrl-C and signals are in test_ending.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+from laconic.cli.arguments import PATH_METAVARS, Parser
+from laconic.cli.main import COMMANDS, main
+from tests.collectives.simulated import made_up_rates
+from tests.cost.infer_models import RATES
+
+SECOND_WORD = {"infer": ["plan"], "bench": ["infer"]}
+SIZES = ["--hidden-size", "64", "--intermediate-size", "128", "--num-layers", "2", "--num-heads", "2"]
+PLAN = [*SIZES, "--vocab-size", "100"]
+INFER = ["qwen3-235b-a22b", "--workers", "16", "--memory", "80GB", "--requests", "64", "--output", "64"]
+TRAIN = [*("--nproc", "1", "--steps", "1", "--batch-size", "2", "--sequence-length", "8", "--eval-every", "0")]
+NEEDED = {
+    "train": [*TRAIN, "--data.paths", "text.txt", "--data.cache-dir", "cache", "--run-dir", "run"],
+    "run": ["script.py"],
+    "advise": ["script.py:build"],
+    "compare": ["run"],
+    "plan": [*PLAN, "--memory", "1GB"],
+    "infer": [*INFER, "--rates", "infer.json"],
+    "explain": ["--record", "rates.json"],
+    "export": ["run", "model"],
+    "generate": ["--model", "nothing", "--prompt", "x"],
+    "serve": ["--model", "nothing"],
+    "bench": ["--model", "nothing"],
+    "zip": ["weights.safetensors"],
+    "unzip": ["weights.safetensors.laconic"],
+    "verify": ["weights.safetensors.laconic"],
+}
+"""What a command needs beside the argument in question, in a folder with the files of `prepared`."""
+READS = {
+    "train": ["--config", "--plan", "--model.path", "--data.paths", "--data.tokenizer", "--moe.rates"],
+    "run": ["script"],
+    "advise": ["target"],
+    "compare": ["run_dirs"],
+    "plan": ["model", "--calibration", "--measured"],
+    "infer": ["--routing", "--rates"],
+    "explain": ["--record"],
+    "export": ["run_dir"],
+    "generate": ["--model"],
+    "serve": ["--model"],
+    "bench": ["--model"],
+    "zip": ["path", "--delta"],
+    "unzip": ["path", "--base"],
+    "verify": ["path", "--base"],
+}
+"""The arguments that name what is read."""
+OTHERS = {
+    "train": ["--run-dir", "--data.cache-dir"],
+    "run": ["--json"],
+    "advise": ["--plot"],
+    "compare": ["--out"],
+    "plan": ["--out", "--chart", "--measure", "--calibrate", "--data"],
+    "profile": ["--out", "--infer-out", "--moe-out"],
+    "infer": ["--gantt"],
+    "export": ["out_dir"],
+    "generate": ["--trace", "--rates", "--prompts"],
+    "serve": ["--rates", "--api-key-file"],
+    "bench": ["--output", "--prompts"],
+    "zip": ["--out"],
+    "unzip": ["--out"],
+}
+"""Those that name what is written, or are read after a model or together with what is written."""
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with a file of every kind that is read."""
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    save_file({"a": torch.zeros(64)}, "weights.safetensors")
+    Path("text.txt").write_text("hello world " * 100)
+    Path("script.py").write_text("print('not reached')\n")
+    made_up_rates().save(tmp_path / "rates.json")
+    RATES.save(tmp_path / "infer.json")
+    assert main(["zip", "weights.safetensors"]) == 0
+    return tmp_path
+
+
+def parser_of(command: str) -> Parser:
+    parser: Parser = importlib.import_module(f"laconic.cli.{command}").make_parser()
+    return parser
+
+
+def wrong_values(command: str) -> Iterator[list[str]]:
+    """Each flag of a command that takes one value of a kind, with one of another kind."""
+    for action in parser_of(command).flags():
+        flag, kind = action.option_strings[-1], getattr(action.type, "__name__", "")
+        numeric = action.choices is None and kind in ("int", "float", "integer")
+        if flag.startswith("--") and action.nargs is None and (action.choices or numeric):
+            yield [f"{flag}=qzwxv"]
+
+
+def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The line on stderr of a command that ends with 2 and prints nothing else."""
+    capsys.readouterr()
+    assert main(args) == 2, args
+    shown = capsys.readouterr()
+    assert shown.out == "", args
+    assert re.fullmatch(r"laconic: error: .+\n", shown.err), (args, shown.err)
+    return shown.err
+
+
+def given(command: str, argument: str, path: str) -> list[str]:
+    """A command whose argument is a path, and which has all else that it needs."""
+    rest = list(NEEDED.get(command, []))
+    if argument == "--measured":  # sizes have no meaning beside it
+        return [command, argument, path]
+    if argument.startswith("--"):
+        if argument in rest:
+            at = rest.index(argument)
+            rest = rest[:at] + rest[at + 2 :]
+        return [command, *SECOND_WORD.get(command, []), *rest, argument, path]
+    if command == "plan":
+        return [command, path]
+    return [command, *SECOND_WORD.get(command, []), path, *rest[1:]]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_wrong_value_ends_with_2_and_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for args in wrong_values(command):
+        said = refused([command, *SECOND_WORD.get(command, []), *args], capsys)
+        assert said.startswith(f"laconic: error: {args[0].partition('=')[0]} is 'qzwxv', but it must be "), said
+
+
+@pytest.mark.parametrize("command", READS)
+def test_a_file_that_is_not_there_ends_with_2_and_one_line(
+    command: str, prepared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for argument in READS[command]:
+        assert "absent" in refused(given(command, argument, str(prepared / "absent")), capsys)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_path_of_a_command_is_known_here(command: str) -> None:
+    actions = parser_of(command)._actions
+    named = {a.option_strings[-1] if a.option_strings else a.dest for a in actions if str(a.metavar) in PATH_METAVARS}
+    assert named <= {*READS.get(command, []), *OTHERS.get(command, [])}
