@@ -7,6 +7,7 @@
 # make trust   the tests of faults, damage, strangers and bad input, slow ones included: docs/reliability.md
 # make soak    200 faults at random moments of tiny runs, at most 60 minutes (ARGS="--seed 2" for other ones)
 # make hosts   the tests of host packages that cannot be installed beside `make test`'s: torchtitan, litgpt, torchft and others
+# make load    what is held for long: 100,000 collectives, 30 minutes of saves, 10,000 requests (ARGS="L1 --minutes 5" for less)
 # make sbom    dist/laconic.cdx.json, what the environment holds (CycloneDX)
 # make audit   workflows, and what constraints.txt pins, against known vulnerabilities
 # make smoke   the wheels in dist/ on every version of Python that is here
@@ -24,7 +25,7 @@ PARALLEL ?= -n 3 --dist loadgroup --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/kernels/*)
 
-.PHONY: demo test slow hosts trust soak check format wheels reproducible sbom audit smoke matrix stranger site clean
+.PHONY: demo test slow hosts trust soak load check format wheels reproducible sbom audit smoke matrix stranger site clean
 
 demo: $(VENV)/.installed-all
 	$(BIN)/laconic train $(ARGS)
@@ -81,6 +82,7 @@ site: $(VENV)/.installed-dev
 
 TRUST := tests/trust tests/fuzz tests/compatibility tests/test_security.py tests/test_shared_secret.py tests/test_json_text.py \
 	$(addprefix tests/distributed/test_,secret_groups.py faults.py collective_faults.py elastic.py meeting.py late_checks.py) \
+	tests/gradients/test_store_machine.py tests/gradients/test_flipped_messages.py tests/distributed/test_group_machine.py \
 	tests/netlab/test_faults.py tests/netlab/test_engine_faults.py tests/formats/test_dcp.py tests/train/test_checkpoint.py \
 	tests/train/test_hostile_values.py tests/infer/test_server_bodies.py tests/infer/test_engine_faults.py tests/infer/test_watch.py
 
@@ -88,7 +90,12 @@ trust: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "slow or not slow" $(PARALLEL) $(TRUST) $(ARGS)
 
 soak: $(VENV)/.installed-dev
+	mkdir -p build
 	$(BIN)/python tools/soak.py --kills 200 --minutes 60 --report build/soak.md $(ARGS)
+
+load: $(VENV)/.installed-dev
+	mkdir -p build
+	$(BIN)/python tools/load.py --report build/load.md $(ARGS)
 
 # The tools have environments of their own, so that what they bring is neither audited nor listed.
 sbom: $(VENV)/.installed-all

@@ -70,6 +70,7 @@ def main() -> int:
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"some of {', '.join(ROWS)}; all without any")
     parser.add_argument("--short", action="store_true", help="some seconds of each")
     parser.add_argument("--minutes", type=float, help="of each row, in place of its own")
+    parser.add_argument("--count", type=int, help="collectives or requests of each row, in place of its own")
     parser.add_argument("--report", type=Path, help="Markdown file for the tables")
     options = parser.parse_args()
     if unknown := [row for row in options.rows if row not in ROWS]:
@@ -85,6 +86,8 @@ def main() -> int:
                 size = sizes.short if options.short else sizes.long
                 if options.minutes is not None:
                     size = replace(size, seconds=60 * options.minutes)
+                if options.count is not None:
+                    size = replace(size, count=options.count)
                 load = do(Path(folder), size)
             except Exception:
                 traceback.print_exc()
