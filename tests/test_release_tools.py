@@ -86,8 +86,8 @@ def test_a_version_gets_its_wheel_and_a_missing_one_is_named(tool: Tool, tmp_pat
 
 def test_cells_of_the_matrix(tool: Tool, tmp_path: Path) -> None:
     matrix = tool("matrix")
-    cell = matrix.Cell.parse("3.13-2.11-5.0")
-    assert cell.requirements() == ["torch==2.11.*", "transformers==5.0.*"]
+    cell = matrix.Cell.parse("3.13-2.11-5.1")
+    assert cell.requirements() == ["torch==2.11.*", "transformers==5.1.*"]
     assert re.fullmatch(r"transformers==\d+\.\d+\.\d+", matrix.Cell("3.13", "2.13", "newest").requirements()[1])
     with pytest.raises(SystemExit, match="PYTHON-TORCH-TRANSFORMERS"):
         matrix.Cell.parse("3.13")

@@ -1,9 +1,9 @@
 """The quick part of the tests with other versions of Python, torch and transformers, a cell each, as a table.
 
     python tools/matrix.py                                      # every cell of an interpreter that is here
-    python tools/matrix.py --cells 3.11-2.11-5.0 3.13-2.13-newest --out docs/compatibility.md
+    python tools/matrix.py --cells 3.11-2.11-5.1 3.13-2.13-newest --out docs/compatibility.md
 
-A cell is PYTHON-TORCH-TRANSFORMERS; `5.0` means the newest 5.0.x, `newest` what constraints.txt pins. Each gets an
+A cell is PYTHON-TORCH-TRANSFORMERS; `5.1` means the newest 5.1.x, `newest` what constraints.txt pins. Each gets an
 environment of its own: laconic from this checkout or --wheel, the others from a package index. torch's default build on
 Linux brings gigabytes of CUDA; before a cell is installed, a dry run says what it would bring, and one with CUDA's
 libraries is left out unless --cuda is given: name an index with CPU builds by PIP_EXTRA_INDEX_URL instead.
@@ -26,7 +26,7 @@ from pathlib import Path
 from interpreters import find_interpreter
 
 ROOT = Path(__file__).resolve().parents[1]
-PYTHONS, TORCHES, TRANSFORMERS = ("3.11", "3.12", "3.13"), ("2.11", "2.12", "2.13"), ("5.0", "newest")
+PYTHONS, TORCHES, TRANSFORMERS = ("3.11", "3.12", "3.13"), ("2.11", "2.12", "2.13"), ("5.1", "newest")
 TESTS = [
     "tests/ops/test_native.py",
     "tests/formats/test_blockwise.py",
@@ -55,7 +55,7 @@ class Cell:
         """Raise SystemExit if `text` is not PYTHON-TORCH-TRANSFORMERS."""
         parts = text.split("-")
         if len(parts) != 3:
-            raise SystemExit(f"--cells has {text!r}, but a cell is PYTHON-TORCH-TRANSFORMERS, e.g. 3.11-2.11-5.0")
+            raise SystemExit(f"--cells has {text!r}, but a cell is PYTHON-TORCH-TRANSFORMERS, e.g. 3.11-2.11-5.1")
         return cls(*parts)
 
     def requirements(self) -> list[str]:

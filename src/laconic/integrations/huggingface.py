@@ -72,7 +72,8 @@ class LaconicTrainerMixin:
                     "eps": arguments.adam_epsilon,
                 },
             )
-        optimizer: torch.optim.Optimizer = super().create_optimizer(model)  # type: ignore[misc]
+        given = () if model is None else (model,)  # transformers 5.1 takes no model
+        optimizer: torch.optim.Optimizer = super().create_optimizer(*given)  # type: ignore[misc]
         return optimizer
 
     def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> nn.Module:
