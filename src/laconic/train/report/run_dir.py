@@ -79,7 +79,8 @@ def claim_run_dir(lock: RunLock, run_dir: Path, resume: bool, world: World, own:
             lock.acquire(run_dir)
             error = None if own else _refusal(run_dir, resume)
             if error is None:
-                for torn in run_dir.glob(".config.toml.*"):
+                # What a killed run left; an own launcher may be writing its record now.
+                for torn in (*run_dir.glob(".config.toml.*"), *([] if own else run_dir.glob(f".{LAUNCH_FILE}.tmp"))):
                     torn.unlink()
         except ConfigError as failure:
             error = str(failure)
