@@ -181,7 +181,7 @@ def parallelize(
         reason = (
             " left, since it is parallelized already"
             if moe_layers(model)
-            else f"; what {', '.join(left[:3])} holds does not follow the ExpertsInterface of transformers 5.8 and later"
+            else f"; what {', '.join(left[:3])} holds follows no ExpertsInterface of transformers 5.8 or later"
             if left
             else "; fused experts are looked for"
         )
