@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch.distributed as dist
+
 from tests.distributed.processes import ROOT
 
 _BLOCK = re.compile(r"(?:^<!-- not run: ([^\n]+) -->\n)?^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -99,6 +101,8 @@ def run_page(page: str) -> None:
                 names |= given
             url = names.get("url", SERVED_AT)
             run_block(replace(block, source=block.source.replace(SERVED_AT, url)), file, names)
+        if dist.is_initialized():  # the first rank takes the store along, by which others may still be meeting
+            dist.barrier()
 
 
 if __name__ == "__main__":
