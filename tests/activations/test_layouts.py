@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.activations import SavedTensorTracker
+from laconic.activations.checkpoint import packed_inputs
 from laconic.activations.storages import dense_parts, place_of
+from laconic.formats import BlockFormat
 
 NUM_NODES = 64
 
@@ -95,6 +97,18 @@ def test_buffers_of_any_layout_are_not_counted_and_saved_ones_once(layout: str) 
     with SavedTensorTracker(nn.Identity()) as tracker:
         _ = (made @ weight, made @ weight)
     assert tracker.nbytes == sum(part.untyped_storage().nbytes() for part in dense_parts(made))
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_blocks_whose_inputs_are_packed_may_save_tensors_of_any_layout(layout: str) -> None:
+    model = Graph(LAYOUTS[layout](adjacency()))
+    x = torch.randn(NUM_NODES, 32, requires_grad=True)
+    (expected,) = torch.autograd.grad(model(x).square().mean(), x)
+    with SavedTensorTracker(model) as tracker, packed_inputs((x,), BlockFormat.from_bits(8)):
+        loss = model(x).square().mean()
+    (found,) = torch.autograd.grad(loss, x)
+    assert (found - expected).norm() <= 0.05 * expected.norm()
+    assert x.numel() in [one.nbytes for one in tracker.tensors]  # a byte each
 
 
 def test_advice_on_a_model_with_sparse_buffers() -> None:

@@ -26,6 +26,7 @@ from laconic.activations.kept import in_range
 from laconic.activations.replacement import Replacement
 from laconic.activations.replay import check_attention, forgets
 from laconic.activations.rounding import quantized
+from laconic.activations.storages import place_of
 from laconic.activations.tracker import observe
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops import DTYPES
@@ -113,10 +114,10 @@ def packed_inputs(inputs: Any, format: BlockFormat | None) -> Iterator[None]:
         yield
         return
     # Held by this frame, so that no address can be reused meanwhile.
-    places = {(x.untyped_storage()._cdata, x.storage_offset(), x.shape) for x in tensors}
+    places = {(place_of(x), x.storage_offset(), x.shape) for x in tensors}
 
     def pack(x: Tensor) -> Tensor | tuple[BlockTensor, tuple[int, ...]]:
-        if (x.untyped_storage()._cdata, x.storage_offset(), x.shape) not in places:
+        if x.layout != torch.strided or (place_of(x), x.storage_offset(), x.shape) not in places:
             observe(x)
             return x.detach()  # with the node that made it, the graph would hold itself
         packed = quantized(x.detach(), format)

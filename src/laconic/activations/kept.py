@@ -404,7 +404,8 @@ def _producer_holds(x: Tensor) -> bool:
     """Whether the attention that made `x` saves the very same storage for its own backward."""
     output = x._base if x._base is not None else x
     node = output.grad_fn
-    if node is None or not place_of(x) or place_of(output) != place_of(x):
+    place = place_of(x)
+    if node is None or not place or place_of(output) != place:
         return False
     if node.name() in _SAVES_ITS_OUTPUT:
         return True
@@ -414,4 +415,4 @@ def _producer_holds(x: Tensor) -> bool:
     if node.name() != "CompiledFunctionBackward" or hooks is not None:
         return False
     saved: tuple[Tensor | None, ...] = getattr(node, "saved_tensors", ())
-    return any(tensor is not None and place_of(tensor) == place_of(x) for tensor in saved)
+    return any(tensor is not None and place_of(tensor) == place for tensor in saved)
