@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
+import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives.codec import Blockwise
@@ -98,7 +99,12 @@ class Started(Protocol):
 
 @runtime_checkable
 class StartsDispatch(Protocol):
-    """Additional method of a dispatcher whose rows may travel while the caller computes."""
+    """What a dispatcher has whose rows may travel while the caller computes."""
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Those that rows travel in now; until `finish`, the caller sends nothing in them."""
+        ...
 
     def start(self, x: Tensor, routing: Routing, order: Order) -> Started:
         """Start what `Dispatcher.dispatch` does, with the same arguments and result."""

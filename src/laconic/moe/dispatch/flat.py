@@ -56,6 +56,11 @@ class FlatDispatcher(StagedDispatcher):
         self.group, self.num_shards, self.codec = group, num_shards, codec
 
     @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """See `StagedDispatcher.groups`."""
+        return (self.group,)
+
+    @property
     def num_places(self) -> int:
         """N_EP: different places for experts."""
         return self.group.size() // self.num_shards

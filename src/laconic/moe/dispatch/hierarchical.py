@@ -128,6 +128,11 @@ class HierarchicalDispatcher(StagedDispatcher):
         groups = [*across, self._groups[len(stages) - 1].within]
         return tuple((stage, group) for stage, group in zip(stages, groups, strict=True) if group is not None)
 
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """See `StagedDispatcher.groups`; those of the current depth."""
+        return tuple(group for _, group in self.stages())
+
     def plan(self, routing: Routing, order: Order, num_slices: int = 1) -> ExchangePlan:
         """See `StagedDispatcher.plan`; cuts tokens, not each expert's rows. Sets `traffic` when all is agreed."""
         return _LevelPlan(self, routing, order, num_slices)

@@ -33,6 +33,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -81,6 +82,11 @@ class BaselineDispatcher(StagedDispatcher):
         self.grid, self.codec = grid, codec
         self.exchange = FlatDispatcher(grid.ep, codec=codec)
         """All-to-all between EP ranks."""
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """See `StagedDispatcher.groups`."""
+        return (*self.exchange.groups, self.grid.esp)
 
     def route(self, gate: Gate, x: Tensor) -> RoutedShare:
         """See `SharesTokens.route`: tokens of the whole ESP group."""
@@ -193,6 +199,11 @@ class S1Dispatcher:
         own = replace(_part(routing, sizes, entries, mp.rank()), weights=weights, num_dropped=routing.num_dropped)
         return RoutedShare(split(x, mp, sizes=sizes, codec=self.codec), own, sizes)
 
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """See `laconic.moe.dispatch.base.StartsDispatch`."""
+        return (*(self.inner.groups if isinstance(self.inner, StartsDispatch) else ()), self.grid.mp)
+
     def start(self, x: Tensor, routing: Routing, order: Order) -> Started:
         """See `laconic.moe.dispatch.base.StartsDispatch`; rows travel before this returns if `inner` cannot start."""
         if isinstance(self.inner, StartsDispatch):
@@ -260,6 +271,11 @@ class S2Dispatcher(StagedDispatcher):
         self.num_steps = num_steps
         self.exchange = FlatDispatcher(grid.joint, num_shards=grid.layout.esp, codec=codec)
         """All-to-all between all ranks that hold the experts."""
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """See `StagedDispatcher.groups`."""
+        return (*self.exchange.groups, self.grid.mp)
 
     def plan(self, routing: Routing, order: Order, num_slices: int = 1) -> ExchangePlan:
         """See `StagedDispatcher.plan`; the routing is alike on all MP ranks."""

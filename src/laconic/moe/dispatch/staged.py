@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from laconic.errors import RoutingError
@@ -30,6 +31,11 @@ class StagedDispatcher(ABC):
 
     `laconic.moe.ChunkedSchedule` runs the same plan in several chunks.
     """
+
+    @property
+    @abstractmethod
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """See `laconic.moe.dispatch.base.StartsDispatch`."""
 
     @abstractmethod
     def plan(self, routing: Routing, order: Order, num_slices: int = 1) -> ExchangePlan:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -24,7 +26,7 @@ from laconic.moe.dispatch.base import Dispatcher, LocalDispatcher, StartsDispatc
 from laconic.moe.dispatch.parm import Path
 from laconic.moe.hooks import Hook
 from laconic.moe.huggingface.blocks import FLAGS, Block, find_blocks, unknown_experts
-from laconic.moe.huggingface.dispatching import choose_dispatcher, groups_of
+from laconic.moe.huggingface.dispatching import choose_dispatcher
 from laconic.moe.huggingface.experts import FusedExperts, check
 from laconic.moe.huggingface.gate import GivenRouting
 from laconic.moe.huggingface.gradients import clip
@@ -223,7 +225,7 @@ def parallelize(
                 shared[name].name,
                 place,
                 shared[name].num_nodes,
-                groups=lambda layer=layer: groups_of(layer.dispatcher),  # type: ignore[misc]
+                groups=partial(_groups_of_rows, layer),
             )
             layer.shared_call = moved
             moved.attach()
@@ -236,6 +238,11 @@ def parallelize(
     if is_cut and hasattr(model, "save_pretrained"):
         model.__dict__["save_pretrained"] = save_gathered(model, grid.stages if grid is not None else 1)
     return Parallelized(model, layers, grid, left, shared)
+
+
+def _groups_of_rows(layer: ExpertsLayer) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups that the layer's dispatcher of now sends rows in while something else is computed."""
+    return layer.dispatcher.groups if isinstance(layer.dispatcher, StartsDispatch) else ()
 
 
 def _shared_experts(

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch.distributed as dist
-
 from laconic.collectives.codec import Codec
 from laconic.errors import ConfigError
 from laconic.moe.dispatch.base import Dispatcher, LocalDispatcher
 from laconic.moe.dispatch.expert_sharded import ShardedDispatcher
 from laconic.moe.dispatch.flat import FlatDispatcher
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
-from laconic.moe.dispatch.parm import BaselineDispatcher, Path, S1Dispatcher, S2Dispatcher, make_dispatcher
+from laconic.moe.dispatch.parm import Path, S1Dispatcher, make_dispatcher
 from laconic.moe.parallel.grid import Grid
 
-__all__ = ["choose_dispatcher", "groups_of"]
+__all__ = ["choose_dispatcher"]
 
 
 def choose_dispatcher(
@@ -45,23 +43,6 @@ def choose_dispatcher(
     made = make_dispatcher(grid, wanted or ("s1" if grid.layout.mp > 1 else "joint"), codec=codec)
     _check(made, grid)
     return made
-
-
-def groups_of(dispatcher: Dispatcher) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups in which a dispatcher of laconic.moe, or a subclass of one, sends rows."""
-    if isinstance(dispatcher, S1Dispatcher):
-        return (*groups_of(dispatcher.inner), dispatcher.grid.mp)
-    if isinstance(dispatcher, FlatDispatcher):
-        return (dispatcher.group,)
-    if isinstance(dispatcher, ShardedDispatcher):
-        return (dispatcher.exchange.group, dispatcher.esp)
-    if isinstance(dispatcher, BaselineDispatcher):
-        return (dispatcher.exchange.group, dispatcher.grid.esp)
-    if isinstance(dispatcher, S2Dispatcher):
-        return (dispatcher.exchange.group, dispatcher.grid.mp)
-    if isinstance(dispatcher, HierarchicalDispatcher):
-        return tuple(group for _, group in dispatcher.stages())
-    return ()
 
 
 def _check(dispatcher: Dispatcher, grid: Grid) -> None:

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from laconic.errors import ModelError
 from laconic.moe.layer import has_active_dropout
@@ -53,7 +54,7 @@ class SharedExperts:
     reason: str = ""
     """Why they are not overlapped."""
     num_nodes: int = 0
-    """Nodes of autograd that they took in the trial."""
+    """Nodes of autograd to reserve a place for: more than they took in the trial."""
 
     def __str__(self) -> str:
         if self.place is None:
@@ -118,19 +119,10 @@ class Promise(Tensor):
                 view._meanwhile, view._views = whole._meanwhile, whole._views
                 whole._views.append(view)
                 return view
-        for one in _promises((args, kwargs)):
-            one._meanwhile.run()
+        for one in tree_leaves((args, kwargs)):
+            if isinstance(one, Promise):
+                one._meanwhile.run()
         return func(*args, **kwargs)
-
-
-def _promises(tree: Any) -> Iterator[Promise]:
-    if isinstance(tree, Promise):
-        yield tree
-    elif isinstance(tree, list | tuple):
-        for one in tree:
-            yield from _promises(one)
-    elif isinstance(tree, dict):
-        yield from _promises([*tree.values()])
 
 
 @dataclass

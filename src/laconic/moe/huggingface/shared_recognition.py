@@ -43,7 +43,7 @@ def find_shared_experts(model: nn.Module, experts: str) -> SharedExperts | None:
             found = [_moved(twin, child, training) for training in (True, False)]
             if found[0] is not None and found[1] is not None and found[0][0:2] == found[1][0:2]:
                 name, place, num_nodes = found[0]
-                return SharedExperts(name, place, num_nodes=max(48, 3 * num_nodes))
+                return SharedExperts(name, place, num_nodes=num_nodes)
             if found != [None, None]:
                 raise _CannotTellError("its block calls it otherwise in training than in evaluation")
         except _CannotTellError as reason:
@@ -201,7 +201,8 @@ def _moved(twin: nn.Module, experts: str, training: bool) -> tuple[str, Place, i
     before = _backward(twin, x, expected)
 
     # 2. With the call moved.
-    moved = SharedCall(twin, call.name, place, max(48, 3 * call.num_nodes))
+    num_nodes = max(48, 3 * call.num_nodes)  # packed activations have other graphs
+    moved = SharedCall(twin, call.name, place, num_nodes)
     moved.attach()
     ran: list[bool] = []
 
@@ -230,7 +231,7 @@ def _moved(twin: nn.Module, experts: str, training: bool) -> tuple[str, Place, i
         same = [torch.equal(a, b) for a, b in zip([expected, *before], [out, *after], strict=True)]
         if not all(same):
             raise _CannotTellError("the block computes something else when the call is moved")
-    return call.name, place, call.num_nodes
+    return call.name, place, num_nodes
 
 
 def _forward(twin: nn.Module, hidden: Tensor) -> Tensor:
