@@ -167,26 +167,23 @@ class Advice:
         axes.set_title(f"{self.model} on {self.device}", fontsize=9)
         axes.set_xlim(left=0)
         axes.margins(x=0.15, y=0.1)
-        for beside in more:
-            self._draw_link(beside)
+        if self.link is not None:
+            _draw_link(more[0], self.link, self.rows[0].seconds)
         try:
             figure.savefig(path, dpi=150)
         except ValueError as error:
             raise ConfigError(f"plot is {str(path)!r}, but {error}") from error
 
-    def _draw_link(self, axes: Axes) -> None:
-        """A bar for each way to average the gradients, in steps of the exact model; those that pay in blue."""
-        assert self.link is not None
-        step = self.rows[0].seconds
-        rows = self.link.rows[::-1]  # the first on top
-        colors = ["tab:blue" if row.pays else "0.5" for row in rows]
-        bars = axes.barh([row.name for row in rows], [row.seconds / step for row in rows], color=colors)
-        axes.bar_label(bars, [f"{row.seconds * 1e3:.1f} ms, {row.sent_nbytes / 1e6:.3g} MB" for row in rows], padding=3)
-        axes.set_xlabel("one average of gradients, in steps of the exact model")
-        axes.set_title(
-            f"{self.link.num_ranks} ranks at {self.link.nbytes_per_second / 1e6:.3g} MB per second and rank", fontsize=9
-        )
-        axes.margins(x=0.6)
+
+def _draw_link(axes: Axes, link: Link, step_seconds: float) -> None:
+    """A bar for each way to average the gradients, in steps of the exact model; those that pay in blue."""
+    rows = link.rows[::-1]  # the first on top
+    colors = ["tab:blue" if row.pays else "0.5" for row in rows]
+    bars = axes.barh([row.name for row in rows], [row.seconds / step_seconds for row in rows], color=colors)
+    axes.bar_label(bars, [f"{row.seconds * 1e3:.1f} ms, {row.sent_nbytes / 1e6:.3g} MB" for row in rows], padding=3)
+    axes.set_xlabel("one average of gradients, in steps of the exact model")
+    axes.set_title(f"{link.num_ranks} ranks at {link.nbytes_per_second / 1e6:.3g} MB per second and rank", fontsize=9)
+    axes.margins(x=0.6)
 
 
 def _percent(value: float) -> str:

@@ -72,8 +72,8 @@ class LaconicTrainerMixin:
                     "eps": arguments.adam_epsilon,
                 },
             )
-        given = () if model is None else (model,)  # transformers 5.1 takes no model
-        optimizer: torch.optim.Optimizer = super().create_optimizer(*given)  # type: ignore[misc]
+        models = () if model is None else (model,)  # transformers 5.1 takes none
+        optimizer: torch.optim.Optimizer = super().create_optimizer(*models)  # type: ignore[misc]
         return optimizer
 
     def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> nn.Module:

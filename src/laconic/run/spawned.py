@@ -70,7 +70,8 @@ class Spawned:
             os.mkdir(self._folder, 0o700)
             self._reach_spawned()
         except BaseException:
-            self._leave_nothing()
+            self._let_go()
+            shutil.rmtree(self._folder, ignore_errors=True)
             raise
         return self
 
@@ -85,13 +86,13 @@ class Spawned:
 
         SpawnProcess.start = start  # type: ignore[method-assign, assignment]
 
-    def _leave_nothing(self) -> None:
+    @staticmethod
+    def _let_go() -> None:
         if "start" in vars(SpawnProcess):
             del SpawnProcess.start  # that of its base again
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def __exit__(self, *_: object) -> None:
-        del SpawnProcess.start  # that of its base again
+        self._let_go()
         if os.getpid() == self._process:  # and not a process that the script forked
             self._found = [json.loads(path.read_text()) for path in sorted(Path(self._folder).glob("*.json"))]
             shutil.rmtree(self._folder, ignore_errors=True)

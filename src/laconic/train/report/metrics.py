@@ -79,12 +79,14 @@ class MetricsWriter:
         row = {"step": step, **{name: json_number(value) for name, value in fields.items()}}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
+        numbers = {
+            name: value for name, value in fields.items() if type(value) is not bool and isinstance(value, int | float)
+        }
         if self._events is not None:
-            for name, value in fields.items():
-                if isinstance(value, int | float) and not isinstance(value, bool):
-                    self._events.add_scalar(name, value, step)
+            for name, number in numbers.items():
+                self._events.add_scalar(name, number, step)
         if self._wandb is not None:
-            self._wandb.write(step, fields)
+            self._wandb.write(step, numbers)
 
     def truncate_after(self, step: int) -> None:
         """Drop rows of steps after `step`, where a resumed run continues, so that no step appears twice."""

@@ -57,15 +57,12 @@ class WandbRun:
         # Not an argument of init: a resumed run may have other steps than wandb's server remembers.
         self._run.config.update(dict(settings), allow_val_change=True)
 
-    def write(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Add what is a number among `fields` to the row of a step."""
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Add numbers to the row of a step."""
         if self._run is None:
             return
-        numbers = {
-            name: value for name, value in fields.items() if isinstance(value, int | float) and type(value) is not bool
-        }
         try:
-            self._run.log(numbers, step=step)
+            self._run.log(dict(numbers), step=step)
         except Exception as error:  # of wandb's process, whatever happened to it: training does not depend on it
             self._leave_out(error)
 
