@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -61,9 +62,14 @@ def stretched_timeout(item: pytest.Item, factor: float) -> float | None:
     return factor * float(quiet) if quiet else None
 
 
-def pytest_configure() -> None:
-    """Measure before anything else runs; processes of the tests take it over."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Set what the processes of the tests take over, before anything else runs."""
     measure()
+    if "TORCH_EXTENSIONS_DIR" not in os.environ:
+        # A build that is killed leaves a lock which all later ones wait for without limit: never one of another run.
+        folder = tempfile.TemporaryDirectory(prefix="laconic-extensions-", ignore_cleanup_errors=True)
+        os.environ["TORCH_EXTENSIONS_DIR"] = folder.name
+        config.add_cleanup(folder.cleanup)
 
 
 @pytest.hookimpl(wrapper=True)

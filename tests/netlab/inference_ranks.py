@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -42,14 +41,9 @@ def main(task: Task) -> None:
     payload = cast(Any, task.payload)
     with Engine(task.model, dtype=task.dtype, payload=payload, launcher="torchrun", start_timeout_seconds=60) as engine:
         engine.generate(task.prompts[:1], task.new_tokens)
-        tokens, seconds = [], []
-        for prompt in task.prompts[1:]:
-            start = time.perf_counter()
-            tokens += engine.generate([prompt], task.new_tokens)
-            seconds.append(time.perf_counter() - start)
+        tokens = [row for prompt in task.prompts[1:] for row in engine.generate([prompt], task.new_tokens)]
         found = {
             "tokens": tokens,
-            "tokens_per_second": [(task.prompt_tokens + task.new_tokens) / each for each in seconds],
             "traffic": [asdict(direction) for direction in engine.traffic],
             "hosts": [worker.host for worker in engine.workers],
         }

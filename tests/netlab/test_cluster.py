@@ -114,6 +114,22 @@ def programs(folder: Path, head: str) -> Path:
     return folder
 
 
+def test_the_slurm_script_takes_the_first_of_more_nodes_than_a_pipe_holds(tmp_path: Path) -> None:
+    """Whoever reads only the first line ends `scontrol` with SIGPIPE, with few nodes now and then as well."""
+    folder = programs(tmp_path / "bin", "")
+    (folder / "scontrol").write_text("#!/bin/bash\nseq -f node%g 30000\n")
+    (folder / "torchrun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    own = {"SLURM_NNODES": "30000", "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node[1-30000]", "SLURM_NODEID": "0"}
+    variables = environment(SLURMD_NODENAME="node1") | own
+    variables["PATH"] = f"{folder}:{variables['PATH']}"
+    command = ["bash", str(FOLDER / "slurm.sbatch"), "run.toml"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    arguments = done.stdout.splitlines()
+    assert arguments[arguments.index("--rdzv-endpoint") + 1] == "node1:29400"
+    assert arguments[-4:] == ["laconic", "train", "--config", "run.toml"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("template", [slurm, kubernetes, pytorchjob])
 def test_two_hosts_train_to_the_end(template: Any, make_lab: MakeLab, tmp_path: Path) -> None:
