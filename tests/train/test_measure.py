@@ -96,16 +96,20 @@ def test_other_batches_and_choices_are_predicted(name: str) -> None:
         plans = [chosen(table, samples, share) for share in (0.2, 0.6)]
     for plan in plans:
         saved, peak = step_of(model, plan, dict(inputs(samples)))
-        # Which choices are best depends on measured times: on a busy machine they are others, with other neighbors.
-        assert plan.saved_nbytes == pytest.approx(saved, rel=0.03), plan.choices
-        # Beside saved tensors each block is taken to need what the last one does: rather too much than too little.
-        assert 0.95 * peak <= plan.nbytes["activations"] <= 1.2 * peak, plan.choices
+        assert plan.saved_nbytes == pytest.approx(saved, rel=0.02), plan.choices
+        # Beside saved tensors each block is taken to need what the last one does: rather too much than too little, and
+        # most so where the first blocks have the largest images.
+        most = 1.15 if name.startswith("ConvNext") else 1.1
+        assert 0.95 * peak <= plan.nbytes["activations"] <= most * peak, plan.choices
 
 
 def chosen(table: MeasuredTable, samples: int, share: float) -> MeasuredPlan:
-    """The plan for a budget between that of 4 bits everywhere and that of the exact model."""
+    """The plan for a budget between that of 4 bits everywhere and that of the exact model, the same in every run.
+
+    Measured times are left out of the choice: they would make it another one on each machine and at each load.
+    """
     packed, exact = (MeasuredPlan.uniform(table, samples, word).total_nbytes for word in ("4", "16"))
-    return choose_measured(table, samples, round(packed + share * (exact - packed)))
+    return choose_measured(table, samples, round(packed + share * (exact - packed)), time_weight=0.0)
 
 
 def test_measuring_changes_nothing_but_gradients() -> None:
