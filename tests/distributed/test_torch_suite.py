@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -32,6 +33,10 @@ FAIL_OVER_GLOO = {
 
 FAIL_OVER_LACONIC: dict[str, str] = {}
 
+RACES_OF_GLOO = {"test_new_subgroups_with_group_param": "Gloo connectFullMesh failed with .*Connection closed by peer"}
+"""Tests that destroy a group at once. A gloo whose peer has already closed when it reads the peer's address, late on a
+busy machine, refuses the group: `ProcessGroupGloo` by itself does so whenever its store answers a second later."""
+
 
 def test_what_torch_asks_of_its_backends_holds_with_every_message_coded(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
@@ -41,6 +46,9 @@ def test_what_torch_asks_of_its_backends_holds_with_every_message_coded(tmp_path
     assert ending.code == 0, ending.err[-5000:]
     found = {line["name"]: line for line in map(json.loads, file.read_text().splitlines())}
     failed = {name: line["reason"] for name, line in found.items() if line["outcome"] == "failed"}
+    for name, message in RACES_OF_GLOO.items():
+        if name in failed and re.search(message, failed[name]):
+            del failed[name]
     unexpected = {name: reason for name, reason in failed.items() if name not in FAIL_OVER_GLOO | FAIL_OVER_LACONIC}
     assert not unexpected, "\n".join(f"{name}: {reason}" for name, reason in unexpected.items())
     assert set(failed) == set(FAIL_OVER_GLOO | FAIL_OVER_LACONIC)
