@@ -95,6 +95,9 @@ def test_threads_side_by_side_do_not_race_under_the_thread_sanitizer(tmp_path: P
         folder.mkdir()
         (folder / f"{name}.cpp").write_text(changed)
         weakened = [folder / source.name if source.stem == name else source for source in sources]
-        found = race(build(folder, THREADS, weakened), "60", "1")
-        assert found.returncode == 66, name
-        assert "data race" in found.stderr
+        program = build(folder, THREADS, weakened)
+        # On a busy machine threads may run one after the other for a whole try.
+        tries = (race(program, "60", str(seed)) for seed in range(20))
+        found = next((each for each in tries if each.returncode == 66), None)
+        assert found is not None, name
+        assert "data race" in found.stderr, name
