@@ -57,6 +57,8 @@ def main(arguments: Sequence[str]) -> int:
     if chosen.part:
         _run_part(chosen)
         return 0
+    if chosen.out is not None and not chosen.out.parent.is_dir():
+        parser.error(f"--out is {chosen.out}, but the folder {chosen.out.parent} does not exist: make it first")
     write = _Report(chosen.out).write
     head = report_head(chosen.name, f"python -m benchmarks.run {' '.join(arguments)}") + "\n"
     for threads in chosen.threads:

@@ -15,7 +15,7 @@ import laconic
 from benchmarks.contenders.training import EXACT, Change, Contender, Training
 from benchmarks.kit.recompute import keeping_products
 
-__all__ = ["checkpointed", "compressed", "contenders"]
+__all__ = ["checkpointed", "compiled", "compressed", "contenders"]
 
 
 def compressed(**how: Any) -> Change:
@@ -59,7 +59,9 @@ def _segments(training: Training, ids: Tensor) -> None:
     inner.layers = nn.ModuleList(_Segment(layers[i : i + 2]) for i in range(0, len(layers), 2))
 
 
-def _compiled(budget: float) -> Change:
+def compiled(budget: float) -> Change:
+    """torch.compile of the model, loss included, with a share of the bytes that it would keep for backward."""
+
     def change(training: Training, ids: Tensor) -> None:
         training.model.compile(backend=_backend(budget))
 
@@ -120,9 +122,9 @@ def contenders() -> list[Contender]:
     ]  # fmt: skip
     if shutil.which("c++"):
         rows += [
-            Contender("torch.compile", [_compiled(1.0)], compiled=True),
-            Contender("torch.compile, memory budget 0.5", [_compiled(0.5)], compiled=True),
-            Contender("torch.compile, memory budget 0.25", [_compiled(0.25)], compiled=True),
-            Contender("torch.compile, laconic, 4 bits", [compressed(bits=4), _compiled(1.0)], compiled=True),
+            Contender("torch.compile", [compiled(1.0)], compiled=True),
+            Contender("torch.compile, memory budget 0.5", [compiled(0.5)], compiled=True),
+            Contender("torch.compile, memory budget 0.25", [compiled(0.25)], compiled=True),
+            Contender("torch.compile, laconic, 4 bits", [compressed(bits=4), compiled(1.0)], compiled=True),
         ]
     return rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.contenders.activations import checkpointed, compressed
+from benchmarks.contenders.activations import checkpointed, compiled, compressed
 from benchmarks.contenders.losses import torch_chunked
 from benchmarks.contenders.optimizers import adamw8bit, coded_gradients, peer_adamw
 from benchmarks.contenders.training import EXACT, Contender
@@ -28,4 +28,9 @@ def contenders() -> list[Contender]:
                   [checkpointed(), *loss, bitsandbytes], package="bitsandbytes"),
         Contender("torch recompute and chunked loss, torchao AdamW4bit",
                   [checkpointed(), *loss, torchao], package="torchao"),
+        Contender("torch.compile, memory budget 0.5", [compiled(0.5)], compiled=True),
+        Contender("torch.compile, memory budget 0.5, torchao AdamWFp8",
+                  [compiled(0.5), peer_adamw("torchao.optim", "AdamWFp8")], package="torchao", compiled=True),
+        Contender("torch.compile, laconic, everything on",
+                  [ours, compiled(1.0), adamw8bit(), coded_gradients(8)], own_weights=True, compiled=True),
     ]  # fmt: skip

@@ -36,6 +36,7 @@ def draw(panels: Mapping[str, Sequence[Point]], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
 
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
@@ -44,11 +45,12 @@ def draw(panels: Mapping[str, Sequence[Point]], path: Path) -> None:
         low, high = min(point.time for point in points), max(point.time for point in points)
         if high > 4 * low:
             axis.set_xscale("log")
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.xaxis.set_major_formatter("{x:g}")
-            axis.xaxis.set_minor_formatter("{x:g}")
+            axis.xaxis.set_minor_formatter("")
         at = _apart([point.memory for point in points], 0.052 * _span(points))
         for point, height in zip(points, at, strict=True):
-            color, marker = _STYLES.get(re.split(r"[ ,.]", point.name)[0], _OTHERS)
+            color, marker = _style(point.name)
             axis.plot(point.time, point.memory, marker, color=color, markersize=11 if marker == "*" else 7)
             axis.annotate(
                 point.name,
@@ -70,9 +72,15 @@ def draw(panels: Mapping[str, Sequence[Point]], path: Path) -> None:
         axis.axis("off")
     line = "\n" if columns == 1 else " "
     figure.suptitle(f"Circles laconic, squares torch, triangles other peers;{line}lower and further left is better")
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.05 / lines))
     figure.savefig(path, dpi=100)
     plt.close(figure)
+
+
+def _style(name: str) -> tuple[str, str]:
+    """Colour and marker; what is laconic's in combination with another counts as laconic's."""
+    words = re.split(r"[ ,.]+", name)
+    return _STYLES.get("laconic" if "laconic" in words else words[0], _OTHERS)
 
 
 def _span(points: Sequence[Point]) -> float:

@@ -163,10 +163,10 @@ def test_packed_layers_and_chunked_loss_work_together_and_come_out_again() -> No
 
 # Dynamo asks the hidden states that enter a layer for their gradient.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("whole", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_compiled_models_compute_their_loss_eagerly_and_alike(whole: bool) -> None:
+@pytest.mark.parametrize(("whole", "bits"), [(True, 4), pytest.param(True, 16, marks=pytest.mark.slow), (False, 16)])
+def test_compiled_models_compute_their_loss_eagerly_and_alike(whole: bool, bits: int) -> None:
     torch._dynamo.reset()
-    model, ids = chunked(make_model("llama"), bits=16), make_ids()
+    model, ids = chunked(make_model("llama"), bits=bits), make_ids()
     twin = copy.deepcopy(model)
     compiled = torch.compile(twin, backend="aot_eager") if whole else twin
     if not whole:
@@ -178,7 +178,9 @@ def test_compiled_models_compute_their_loss_eagerly_and_alike(whole: bool) -> No
     got.backward()
     wanted, found = gradients_of(model), gradients_of(twin)
     assert found.keys() == wanted.keys()
-    assert all(relative_error(found[name], wanted[name]) < 1e-5 for name in wanted)
+    # A graph of the whole model packs what separate layers rebuild from each other.
+    bound = 1e-5 if bits == 16 else 0.15
+    assert all(relative_error(found[name], wanted[name]) < bound for name in wanted)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft asks for it

@@ -6,10 +6,12 @@ import copy
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import laconic
@@ -56,6 +58,13 @@ def step(model: nn.Module, ids: Tensor) -> tuple[Tensor, int, dict[str, Tensor]]
     return loss, tracker.nbytes, gradients_of(model)
 
 
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float = 0.0) -> None:
+    """Raise unless the same parameters have gradients, equal ones or with relative errors below `bound`."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    for name, grad in found.items():
+        assert relative_error(grad, expected[name]) < bound or torch.equal(grad, expected[name]), name
+
+
 def num_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
@@ -68,7 +77,7 @@ def test_compiled_layers_equal_eager_ones_in_values_gradients_and_bytes(backend:
         expected, got = step(model, make_ids(length=length)), step(twin, make_ids(length=length))
         assert torch.equal(got[0], expected[0])
         assert got[1] == expected[1]
-        assert all(torch.equal(grad, expected[2][name]) for name, grad in got[2].items())
+        assert_same(got[2], expected[2])
         assert num_graphs() == graphs  # layers that are alike share one
     assert not torch._dynamo.utils.counters["graph_break"]
 
@@ -79,7 +88,7 @@ def test_compiled_attention_keeps_packed_queries_keys_and_values_too() -> None:
     expected, got = step(model, ids), step(with_compiled_layers(model, "aot_eager"), ids)
     assert torch.equal(got[0], expected[0])
     assert got[1] <= expected[1]
-    assert all(torch.equal(grad, expected[2][name]) for name, grad in got[2].items())
+    assert_same(got[2], expected[2])
 
 
 @pytest.mark.parametrize("kind", ["attention", "mlp"])
@@ -93,7 +102,7 @@ def test_layers_that_differ_do_not_share_a_graph(kind: str) -> None:
     laconic.compress_activations(model, policy=policy)
     expected, got = step(model, ids), step(with_compiled_layers(model, "aot_eager"), ids)
     assert num_graphs() == 2
-    assert all(torch.equal(grad, expected[2][name]) for name, grad in got[2].items())
+    assert_same(got[2], expected[2])
 
 
 @pytest.mark.slow
@@ -101,7 +110,7 @@ def test_a_compiled_mixture_of_experts_equals_the_eager_one() -> None:
     model, ids = compressed("mixtral"), make_ids()
     expected, got = step(model, ids), step(with_compiled_layers(model, "aot_eager"), ids)
     assert torch.equal(got[0], expected[0])
-    assert all(torch.equal(grad, expected[2][name]) for name, grad in got[2].items())
+    assert_same(got[2], expected[2])
     # The order of the tokens by expert, made once for both runs: three indices and a weight for each choice.
     assert got[1] <= expected[1] + 2 * (ids.numel() * 2 * (3 * 8 + 4) + 4 * 4)
 
@@ -115,8 +124,70 @@ def test_every_family_compiles_to_the_same_values_and_gradients(family: str, att
     laconic.compress_activations(model, attention=attention)
     expected, got = step(model, ids), step(with_compiled_layers(model, "aot_eager"), ids)
     assert torch.equal(got[0], expected[0])
-    for name, grad in got[2].items():
-        assert relative_error(grad, expected[2][name]) < bound, name
+    assert_same(got[2], expected[2], bound)
+
+
+_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda t: t,
+    "whole": lambda t: t[:, :],
+    "flat": lambda t: t.view(-1),
+    "part": lambda t: t[:, 1:],
+    "twice": lambda t: t.transpose(0, 1).unsqueeze(0),
+}
+
+
+class Viewed(nn.Module):
+    """Returns views of what its layers return: a graph's outputs that share memory are made again outside of it."""
+
+    def __init__(self, chosen: Sequence[tuple[int, str]]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            [nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32)]
+        )
+        self.chosen = chosen
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        results = []
+        for layer in self.layers:
+            x = layer(x)
+            results.append(x)
+        return tuple(_VIEWS[how](results[number]) for number, how in self.chosen)
+
+
+# Each layer's result in each view, alone and beside itself, and generated choices of several.
+@given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from(sorted(_VIEWS))), min_size=1, max_size=5, unique=True))
+@example([(0, "whole"), (0, "itself")])
+@example([(1, "whole"), (1, "itself")])
+@example([(2, "whole"), (2, "flat")])
+@example([(4, "itself"), (4, "whole"), (4, "part")])
+@settings(max_examples=8, deadline=None)
+def test_views_that_a_graph_returns_keep_their_gradients(chosen: list[tuple[int, str]]) -> None:
+    torch._dynamo.reset()
+    model, x = Viewed(chosen), torch.randn(8, 32)
+    twin = copy.deepcopy(model)
+    laconic.compress_activations(twin, bits=8)
+    expected, got = model(x), torch.compile(twin, backend="aot_eager")(x)
+    assert [y.requires_grad for y in got] == [y.requires_grad for y in expected]
+    found = []
+    for results, of in ((expected, model), (got, twin)):
+        sum((number * y.square()).sum() for number, y in enumerate(results, 1)).backward()
+        found.append(gradients_of(of))
+    assert_same(found[1], found[0], 0.1)
+
+
+@pytest.mark.slow
+def test_hidden_states_of_a_compiled_model_keep_their_gradients(family: str) -> None:
+    model, ids = make_model(family, **({"attn_pdrop": 0.0} if family == "gpt2" else {})), make_ids()
+    twin, found = copy.deepcopy(model), []
+    laconic.compress_activations(twin, bits=8)
+    for each in (model, torch.compile(twin, backend="aot_eager")):
+        torch.manual_seed(0)
+        output = each(input_ids=ids, labels=ids, use_cache=False, output_hidden_states=True)
+        (output.loss + sum(state.square().mean() for state in output.hidden_states)).backward()
+        found.append(gradients_of(each))
+    # Names in the compiled module begin with torch's own prefix.
+    assert_same({name.removeprefix("_orig_mod."): grad for name, grad in found[1].items()}, found[0], 0.05)
 
 
 class Block(nn.Sequential):

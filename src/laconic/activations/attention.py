@@ -41,6 +41,7 @@ from laconic.activations.replacement import OfModule, follow_copies, forget_copi
 from laconic.activations.replay import Replay, forgetting, swapped_parameters
 from laconic.activations.rerun import graft, rebuilt
 from laconic.activations.sites import Site
+from laconic.activations.traceable import as_result
 from laconic.errors import ModelError
 from laconic.ops import DTYPES
 
@@ -285,7 +286,7 @@ class _Attention(torch.autograd.Function):
         ctx.memo, ctx.run = memo, run
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[3:])
-        return tuple(value.detach() for value in values)
+        return tuple(as_result(value) for value in values)
 
     @staticmethod
     @first_derivative

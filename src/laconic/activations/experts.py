@@ -29,6 +29,7 @@ from laconic.activations.kept import Memo, keep
 from laconic.activations.replay import Replay, forgetting, swapped_parameters
 from laconic.activations.rerun import graft, rebuilt
 from laconic.activations.sites import Site
+from laconic.activations.traceable import as_result
 
 __all__ = ["ExpertsForward", "RouterForward"]
 
@@ -169,7 +170,7 @@ class _Experts(torch.autograd.Function):
         run.memo.announce()
         ctx.run = run
         ctx.save_for_backward(*inputs[1:])
-        return value[0].detach()
+        return as_result(value[0])
 
     @staticmethod
     @first_derivative

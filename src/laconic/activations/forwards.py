@@ -84,7 +84,7 @@ class SiteForward(Replacement):
         """The output of the module's own code, where a gradient is wanted, without saving anything for it."""
         with forgetting():
             result: Tensor = self.original(x)
-        return result.detach()
+        return result if torch.compiler.is_compiling() else result.detach()  # see `as_result`
 
     @staticmethod
     def ours(x: Any) -> bool:

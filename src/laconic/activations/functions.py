@@ -22,7 +22,7 @@ from laconic.activations.dtensors import Placed, local_of, on_rows, row_dim
 from laconic.activations.gated import gated_product
 from laconic.activations.kept import Gate, Kept, Memo, Tensors, attach, derive, found, keep, take_all
 from laconic.activations.norms import NormSpec, norm_again, norm_backward
-from laconic.activations.traceable import traceable
+from laconic.activations.traceable import as_result, traceable
 from laconic.ops import GATED_ACTIVATIONS
 
 __all__ = ["ACTIVATIONS", "Activation", "activate", "linear", "norm", "origin_of", "square"]
@@ -115,7 +115,7 @@ class _Norm(torch.autograd.Function):
         ctx.memo, ctx.origin, ctx.spec = kept.memo, kept.origin, spec
         ctx.dtype = x.dtype
         ctx.save_for_backward(weight, bias, *saved)
-        return value[0].detach()
+        return as_result(value[0])
 
     @staticmethod
     @first_derivative
@@ -181,7 +181,7 @@ class _Linear(torch.autograd.Function):
         ctx.dtype = x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(weight, *saved)
-        return value[0].detach()
+        return as_result(value[0])
 
     @staticmethod
     @first_derivative
@@ -265,9 +265,9 @@ class _Activate(torch.autograd.Function):
         ctx.memo, ctx.origin, ctx.activation = kept.memo, kept.origin, ACTIVATIONS[activation]
         ctx.save_for_backward(*saved)
         if not has_edge:
-            return value[0].detach()
+            return as_result(value[0])
         ctx.set_materialize_grads(False)
-        return value[0].detach(), torch.empty_strided(x.shape, [0] * x.dim(), dtype=x.dtype, device=x.device)
+        return as_result(value[0]), torch.empty_strided(x.shape, [0] * x.dim(), dtype=x.dtype, device=x.device)
 
     @staticmethod
     @first_derivative
@@ -322,7 +322,7 @@ class _Square(torch.autograd.Function):
         memo.announce()
         ctx.memo = memo
         ctx.save_for_backward(*saved)
-        return value.detach()
+        return as_result(value)
 
     @staticmethod
     @first_derivative

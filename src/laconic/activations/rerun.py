@@ -17,7 +17,7 @@ from torch import Tensor
 from laconic.activations.choice import Packing
 from laconic.activations.derivatives import first_derivative
 from laconic.activations.kept import Kept, Memo, attach, keep, pack
-from laconic.activations.traceable import traceable
+from laconic.activations.traceable import as_result, traceable
 
 __all__ = ["graft", "rebuilt"]
 
@@ -51,7 +51,7 @@ class _PassOn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: tuple[Tensor]) -> Tensor:
-        return value[0].detach()
+        return as_result(value[0])
 
     @staticmethod
     @first_derivative

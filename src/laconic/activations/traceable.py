@@ -23,9 +23,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
+from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
-__all__ = ["argument_class", "traceable"]
+__all__ = ["argument_class", "as_result", "traceable"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -49,3 +50,13 @@ def argument_class(cls: type) -> None:
         cls: a dataclass whose fields are numbers, strings or dtypes.
     """
     register_dataclass(cls)
+
+
+def as_result(value: Tensor) -> Tensor:
+    """What the forward of an autograd function returns for a value that it was given: the same memory, not a view.
+
+    A view that a compiled graph returns is made again outside of it, by repeating on another of its outputs what led
+    from a tensor inside to the view (AOTAutograd, torch 2.13). A detach among these steps would cut the gradient off;
+    an unsafe view begins them anew.
+    """
+    return torch.ops.aten._unsafe_view(value, value.shape) if torch.compiler.is_compiling() else value.detach()
