@@ -117,12 +117,18 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def both_gradients(model: nn.Module, twin: nn.Module, ids: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Gradients of the next-token loss of two models, by parameter name."""
+    """Gradients of the next-token loss of two models, by parameter name; the same parameters must have some."""
     found = []
     for each in (model, twin):
         loss_of(each, ids).backward()
         found.append(gradients_of(each))
+    assert found[0].keys() == found[1].keys(), found[0].keys() ^ found[1].keys()
     return found[0], found[1]
+
+
+def are_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    """Whether the same names have the same bits."""
+    return found.keys() == expected.keys() and all(torch.equal(grad, expected[name]) for name, grad in found.items())
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:

@@ -18,7 +18,7 @@ from laconic.activations import SavedTensorTracker, attention, find_sites
 from laconic.activations.kept import Kept, Memo
 from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
-from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
+from tests.activations.models import are_equal, gradients_of, loss_of, make_ids, make_model, relative_error
 
 
 @pytest.fixture
@@ -168,12 +168,12 @@ def test_generation_copies_pickles_and_files_work(tmp_path: Path, monkeypatch: p
         )
         copied_loss, got, _ = train_step(copied, ids)
         assert torch.equal(copied_loss, loss)
-        assert all(torch.equal(grad, expected[name]) for name, grad in got.items())
+        assert are_equal(got, expected)
 
     laconic.decompress_activations(twin)
     _, got, _ = train_step(twin, ids)
     _, exact, _ = train_step(model.train(), ids)
-    assert all(torch.equal(grad, exact[name]) for name, grad in got.items())
+    assert are_equal(got, exact)
 
 
 def dense_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from laconic.activations.functions import _TILE, _product
 from laconic.errors import ModelError
 from tests.activations.models import (
     FAMILIES,
+    are_equal,
     both_gradients,
     gradients_of,
     loss_of,
@@ -61,7 +62,7 @@ def test_bits_16_is_the_identity(family: str) -> None:
     twin, ids = copy.deepcopy(model), make_ids()
     report = laconic.compress_activations(twin, bits=16)
     expected, got = both_gradients(model, twin, ids)
-    assert all(torch.equal(grad, expected[name]) for name, grad in got.items())
+    assert are_equal(got, expected)
     assert report.before_nbytes_per_token == report.after_nbytes_per_token
     assert all(row.format == "exact" for row in report.rows)
 
@@ -155,7 +156,7 @@ def test_a_converted_model_can_be_copied_and_pickled() -> None:
         loss_of(twin, ids).backward()
         loss_of(model, ids).backward()
         expected = gradients_of(model)
-        assert all(torch.equal(grad, expected[name]) for name, grad in gradients_of(twin).items())
+        assert are_equal(gradients_of(twin), expected)
 
 
 def test_tied_weights_get_both_gradients() -> None:
@@ -293,7 +294,7 @@ def test_double_precision_stays_exact() -> None:
     model = make_model("llama").double()
     twin, ids = compressed(model, attention="exact"), make_ids()
     expected, got = both_gradients(model, twin, ids)
-    assert all(torch.equal(grad, expected[name]) for name, grad in got.items())
+    assert are_equal(got, expected)
 
 
 def test_an_input_can_be_copied_and_saved_after_it_was_used(tmp_path: Path) -> None:

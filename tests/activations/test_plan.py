@@ -27,7 +27,15 @@ from laconic.activations import (
 from laconic.activations.choice import entry_of
 from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
-from tests.activations.models import both_gradients, gradients_of, loss_of, make_ids, make_model, relative_error
+from tests.activations.models import (
+    are_equal,
+    both_gradients,
+    gradients_of,
+    loss_of,
+    make_ids,
+    make_model,
+    relative_error,
+)
 
 NF4, INT8 = BlockFormat("nf4"), BlockFormat("int8", 32, torch.float32)
 
@@ -155,7 +163,7 @@ def test_recomputed_layers_keep_their_packed_input_only(family: str) -> None:
     assert torch.equal(loss_of(exact, ids), loss)
     assert torch.equal(loss_of(packed, ids), loss)
     expected, got = both_gradients(model, exact, ids)
-    assert all(torch.equal(grad, expected[name]) for name, grad in got.items())
+    assert are_equal(got, expected)
     expected, got = both_gradients(model, packed, ids)
     assert 0 < relative_error(everything(got), everything(expected)) < 0.02
 
@@ -225,7 +233,7 @@ def test_offloading_on_the_host_itself_is_the_identity() -> None:
     report = laconic.compress_activations(twin, policy=lambda site: Offload(INT8))
     assert "8 bit int8 on host" in str(report)
     expected, got = both_gradients(model, twin, ids)
-    assert all(torch.equal(grad, expected[name]) for name, grad in got.items())
+    assert are_equal(got, expected)
 
 
 def test_offloaded_gated_products_differ_by_what_exp_rounds() -> None:
@@ -268,7 +276,7 @@ def test_offloaded_tensors_are_fetched_once_and_before_they_are_needed(monkeypat
     gc.collect()  # a graph watched by hooks, as in measuring, goes with the garbage
     far.log.clear()
     expected, got = both_gradients(model, twin, ids)
-    assert all(torch.equal(grad, expected[name]) for name, grad in got.items())
+    assert are_equal(got, expected)
 
     fetched = [number for what, number in far.log if what == "fetch"]
     waited = [number for what, number in far.log if what == "wait"]

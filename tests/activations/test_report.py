@@ -14,7 +14,7 @@ import laconic
 from laconic.activations import ActivationPlan, SavedTensorTracker, Site, find_sites, saved_nbytes_per_token, uniform
 from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
-from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
+from tests.activations.models import are_equal, gradients_of, loss_of, make_ids, make_model, relative_error
 
 
 def counted(model: nn.Module, batch: int = 1, length: int = 96) -> float:
@@ -105,7 +105,7 @@ def test_a_policy_decides_by_site_and_the_plan_is_data() -> None:
     laconic.decompress_activations(model)
     by_plan = laconic.compress_activations(model, plan=ActivationPlan.from_json(plan.to_json()))
     loss_of(model, ids).backward()
-    assert all(torch.equal(grad, expected[name]) for name, grad in gradients_of(model).items())
+    assert are_equal(gradients_of(model), expected)
     assert by_policy.rows == by_plan.rows
     assert {row.format for row in by_plan.rows if row.name.startswith("model.layers.1.")} == {"exact"}
     assert {row.bits for row in by_plan.rows if row.name == "model.layers.0.mlp"} == {8}
@@ -144,7 +144,7 @@ def test_hooks_work_on_any_module() -> None:
         assert relative_error(grad, expected[name]) < 0.02, name
     laconic.decompress_activations(model)
     model(x).sum().backward()
-    assert all(torch.equal(grad, expected[name]) for name, grad in gradients_of(model).items())
+    assert are_equal(gradients_of(model), expected)
 
 
 def test_hooks_report_what_they_keep() -> None:
