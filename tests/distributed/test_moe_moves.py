@@ -272,7 +272,9 @@ def _lose_a_rank(rank: int, folder: str) -> None:
             os._exit(0)
 
         dist.batch_isend_irecv = vanish
-    with pytest.raises(CollectiveError, match=r"one of ranks \[0, 1\] ended or stopped while experts moved; none has"):
+    with pytest.raises(
+        CollectiveError, match=r"one of ranks \[0, 1\] ended or stopped while experts moved \(.*\); none has"
+    ):
         mover.swap([(int(a), int(b)) for a, b in pairs])
     assert all(torch.equal(mover.placement(number).slots, slots[number]) for number in range(2))
     assert all(torch.equal(x, before[key]) for key, x in belongings(layers, optimizers).items())

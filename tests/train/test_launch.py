@@ -154,6 +154,12 @@ TIMED_OUT = "RuntimeError: gloo/transport/tcp/unbound_buffer.cc:78 Timed out wai
             "rank 0 .* was not there for a collective",
         ),
         ([(0, EXIT_PEER_LOST, LOST), (1, EXIT_PEER_LOST, None)], "rank 0 .* lost contact"),
+        # An error of ours that a peer caused says no more than torch's.
+        (
+            [(0, EXIT_PEER_LOST, f"CollectiveError: rows ({TIMED_OUT})"), (1, EXIT_PEER_LOST, INTERRUPTED + "a.py:7")],
+            r"rank 1 .* was not there for a collective for rank_timeout_seconds, but at a.py:7",
+        ),
+        ([(0, EXIT_PEER_LOST, f"CollectiveError: rows ({LOST})"), (1, -9, None)], "rank 1 .* was killed by SIGKILL"),
     ],
 )
 def test_the_culprit_is_named(

@@ -81,8 +81,8 @@ class Load:
 
 
 # Seconds are few: pools of the allocator that settle look like a slope of this size.
-_SHORT = {"rss_mb": 60.0, "pss_mb": 60.0, "fds": 6.0, "threads": 6.0}
-_LONG = {"rss_mb": 1.0, "pss_mb": 1.0, "fds": 0.2, "threads": 0.2}
+_SHORT = {"rss_mb": 60.0, "own_mb": 60.0, "fds": 6.0, "threads": 6.0}
+_LONG = {"rss_mb": 1.0, "own_mb": 1.0, "fds": 0.2, "threads": 0.2}
 
 
 # --- L1 and L5: collectives ---
@@ -329,9 +329,10 @@ def _num_rows(run_dir: Path) -> int:
 
 def _nbytes(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            total += path.stat().st_size if path.is_file() else 0
+    for parent, _, names in os.walk(folder):  # folders may be gone before they are read: rglob would raise
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.stat(os.path.join(parent, name)).st_size
     return total
 
 

@@ -16,6 +16,7 @@ FAULTS = {
     ],
     "exceptions": [Fault("update", "exit", 1, 5), Fault("forward", "raise", 0, 7), Fault("forward", "memory", 1, 9)],
     "hanging": [Fault("between", "stop", 0, 2, 0.05), Fault("start", "stop", 1, 0), Fault("reduce", "spin", 1, 9)],
+    "spinning": [Fault("forward", "spin", 1, 3)],
     "launcher": [
         Fault("shards", "launcher", 1, 8),
         Fault("update", "kill", 1, 10),
@@ -41,7 +42,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("ddp", "kill"),
         *(pytest.param("ddp", name, marks=pytest.mark.slow) for name in FAULTS if name != "kill"),
-        *(pytest.param(kind, "saving", marks=pytest.mark.slow) for kind in ("fsdp", "pipeline", "ep")),
+        *(
+            pytest.param(kind, name, marks=pytest.mark.slow)
+            for kind in ("fsdp", "pipeline", "ep")
+            for name in ("saving", "spinning")
+        ),
     ],
 )
 def test_the_run_ends_as_if_nothing_had_happened(kind: str, name: str, folder: Path) -> None:

@@ -31,7 +31,7 @@ from laconic.collectives import api
 from laconic.collectives.codec import Codec
 from laconic.collectives.integrations.autograd import all_to_all
 from laconic.collectives.runtime import torch_compat
-from laconic.collectives.runtime.failure_diagnosis import is_own
+from laconic.collectives.runtime.failure_diagnosis import is_own, reason_of
 from laconic.errors import CollectiveError, FormatError
 
 __all__ = [
@@ -94,8 +94,8 @@ def losses_named(group: dist.ProcessGroup) -> Iterator[None]:
             raise
         ranks = dist.get_process_group_ranks(group)
         raise CollectiveError(
-            f"one of ranks {ranks} ended or stopped while they exchanged rows of experts; see what it says, and start"
-            " again from a checkpoint"
+            f"one of ranks {ranks} ended or stopped while they exchanged rows of experts ({reason_of(error)}); see what"
+            " it says, and start again from a checkpoint"
         ) from error
 
 

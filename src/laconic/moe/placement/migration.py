@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from laconic.collectives.runtime.failure_diagnosis import is_own
+from laconic.collectives.runtime.failure_diagnosis import is_own, reason_of
 from laconic.errors import CollectiveError, ConfigError
 from laconic.formats import quantized_gradient
 from laconic.formats.shards import local_part
@@ -284,8 +284,8 @@ class ExpertMover:
             if is_own(error):
                 raise
             raise CollectiveError(
-                f"one of ranks {ranks} ended or stopped while experts moved; none has moved here, go on from the last"
-                " checkpoint"
+                f"one of ranks {ranks} ended or stopped while experts moved ({reason_of(error)}); none has moved here,"
+                " go on from the last checkpoint"
             ) from error
 
     def _unpacked(

@@ -80,7 +80,8 @@ def failure_of(
     def found(what: str, kind: _Kind, error: LaconicError | None = None) -> Failure:
         return Failure(rank, f"{who} {what}", kind, text or f"exit code {failure.exitcode}", error, step)
 
-    error = _laconic_error(text)
+    # What a bystander says is about its peer, whichever class says it.
+    error = None if failure.exitcode == EXIT_PEER_LOST else _laconic_error(text)
     if isinstance(error, _SHARED):  # all processes raise it together; it says whose it is
         named = re.search(r": rank (\d+)(?::| has other bits)", text)
         if named is None:

@@ -58,7 +58,7 @@ def work(
 
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    from laconic.errors import LaconicError
+    from laconic.errors import CollectiveError, LaconicError
     from laconic.train.distributed.world import join_world
     from laconic.train.run import run
 
@@ -72,12 +72,13 @@ def work(
         return WorkerResult(code)
     except LaconicError as error:
         handler.record_exception(error)
+        if isinstance(error, CollectiveError) and error.__cause__ is not None and _is_peer_lost(error.__cause__):
+            return _lost(who, error)
         return WorkerResult(EXIT_BAD_INPUT, f"laconic: error: {who}: {error}")
     except Exception as error:
         handler.record_exception(error)
         if _is_peer_lost(error):
-            text = f"laconic: {who} lost contact with another process: {str(error).splitlines()[0][:200]}"
-            return WorkerResult(EXIT_PEER_LOST, text)
+            return _lost(who, error)
         return WorkerResult(EXIT_FAILED, f"laconic: {who} failed:\n{traceback.format_exc()}")
 
 
@@ -91,7 +92,12 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _is_peer_lost(error: Exception) -> bool:
+def _lost(who: str, error: Exception) -> WorkerResult:
+    text = f"laconic: {who} lost contact with another process: {str(error).splitlines()[0][:200]}"
+    return WorkerResult(EXIT_PEER_LOST, text)
+
+
+def _is_peer_lost(error: BaseException) -> bool:
     """Whether a collective failed because of another process: gloo says so in plain RuntimeErrors."""
     from torch.distributed import DistError
 
