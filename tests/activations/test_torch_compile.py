@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import pytest
 import torch
@@ -191,6 +192,40 @@ def test_hidden_states_of_a_compiled_model_keep_their_gradients(family: str) -> 
         found.append(gradients_of(each))
     # Names in the compiled module begin with torch's own prefix.
     assert_same({name.removeprefix("_orig_mod."): grad for name, grad in found[1].items()}, found[0], 0.05)
+
+
+@pytest.mark.parametrize("mode", ["sites", pytest.param("combined", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_model_may_be_compiled_before_or_after(mode: Literal["sites", "combined"], whole: bool) -> None:
+    model, ids = make_model("llama"), make_ids()
+    expected = step(copy.deepcopy(model), ids)
+    results = []
+    for first in ("compress", "compile", "compile and run"):
+        torch._dynamo.reset()
+        twin = copy.deepcopy(model)
+        compiled = twin
+        if first == "compress":
+            laconic.compress_activations(twin, bits=8, mode=mode)
+        if whole:
+            compiled = torch.compile(twin, backend="aot_eager")  # type: ignore[assignment]
+        else:
+            for layer in layers_of(twin):
+                layer.compile(backend="aot_eager")
+        if first == "compile and run":
+            step(compiled, ids)
+        if first != "compress":
+            assert laconic.compress_activations(compiled, bits=8, mode=mode).unmeasured is None
+        loss, nbytes, _ = step(compiled, ids)
+        assert torch.equal(loss, expected[0])
+        assert nbytes < 0.5 * expected[1]
+        twin.zero_grad()
+        loss_of(compiled, ids).backward()
+        results.append((nbytes, gradients_of(twin)))
+    for nbytes, grads in results:
+        assert nbytes == results[0][0]
+        assert_same(grads, results[0][1], 1e-5)
+        assert_same(grads, expected[2], 0.05)
 
 
 class Block(nn.Sequential):

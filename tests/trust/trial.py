@@ -185,6 +185,7 @@ def _state(run_dir: Path) -> dict[str, str]:
     """SHA-256 of the shards of the last checkpoint."""
     name = latest_name(run_dir)
     # Killed between the new name and `latest`, a run saves the step again beside what nothing points to.
-    assert re.fullmatch(rf"step-{STEPS:08d}(-\d+)?", name or ""), name
+    assert name is not None
+    assert re.fullmatch(rf"step-{STEPS:08d}(-\d+)?", name), name
     manifest = json.loads((run_dir / "checkpoints" / name / "manifest.json").read_text())
     return {file: record["sha256"] for file, record in manifest["files"].items() if file.startswith("__")}

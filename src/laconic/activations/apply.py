@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 
 from laconic.activations.attention import AttentionCore, attention_core_of
 from laconic.activations.causal_loss import CausalLossForward, has_causal_loss
@@ -70,7 +71,7 @@ def compress_activations(
     of the linear layers behind it are rebuilt; the packed gate and up projections, from which the activation product
     and the input of the down projection are rebuilt; the attention output once. Forward values, parameters, names and
     state dict stay exactly as they were. After an error the model is unchanged. Call it before the model is wrapped in
-    DDP or FSDP2 and before torch.compile.
+    DDP or FSDP2. A model may be given to torch.compile before or after.
 
     Args:
         model: changed in place. Any Hugging Face model or convolutional network; with `mode="hooks"` or "combined" any
@@ -114,6 +115,8 @@ def compress_activations(
             loss is not one that can be chunked, or the model is no module.
     """
     check_module(model)
+    if isinstance(model, OptimizedModule):  # what it compiles at its next call
+        model = model._orig_mod
     check_whole(model)
     if mode not in ("sites", "hooks", "combined"):
         raise ModelError(f"mode is {mode!r}, but it must be 'sites', 'hooks' or 'combined'")

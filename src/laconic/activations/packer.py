@@ -102,6 +102,10 @@ class Packer(TorchFunctionMode):
         # Hooks around these see what these make of a tensor: save_on_cpu gets codes.
         self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self.leave_out(module)
+        for part in module.modules():
+            if part._compiled_call_impl is not None:  # its graph takes the parameters of all inside, and runs no hook
+                for inside in part.modules():
+                    self.leave_out(inside)
         before, _RUNNING.packer = _RUNNING.packer, self
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, _Saved.restore), self:
@@ -120,6 +124,9 @@ class Packer(TorchFunctionMode):
 
     def leave_out(self, module: nn.Module, args: object = None) -> None:
         """Exclude the parameters and buffers that a module holds now from packing."""
+        # A graph that is being traced has none yet; `active` looks at them.
+        if torch.compiler.is_compiling():
+            return
         self._own.update(own_storages(module))
 
     def run_one(self, call: Call, module: nn.Module, function: Callable[..., Any], x: Tensor) -> Any:

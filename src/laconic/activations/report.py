@@ -198,7 +198,8 @@ class Report:
 
 def measure(model: nn.Module, inputs: Mapping[str, Any], tokens: int) -> Measurement:
     """Run one forward and count the bytes that it saves for backward. Everything in the model stays as it was."""
-    with seeds_restored(), preserved(model, inputs), torch.enable_grad(), SavedTensorTracker(model) as tracker:
+    eagerly = torch.compiler.set_stance("force_eager")  # a compiled part has hooks of its own
+    with seeds_restored(), preserved(model, inputs), torch.enable_grad(), eagerly, SavedTensorTracker(model) as tracker:
         model(**inputs)
     largest = sorted(tracker.tensors, key=lambda tensor: tensor.nbytes, reverse=True)[:3]
     return Measurement(tokens, dict(tracker.by_module), tuple(largest))
