@@ -142,7 +142,9 @@ class Trial:
 
     def _check_named(self, happened: Sequence[tuple[Fault, float]], ending: Ending) -> None:
         """Each fault is one restart whose reason names the rank and what happened."""
-        said = [line for line in ending.err.splitlines() if "; restart " in line and line.startswith("laconic: ")]
+        # A process that is killed while it writes leaves half a line in front.
+        lines = [line for line in ending.err.splitlines() if "; restart " in line and "laconic: " in line]
+        said = [line[line.index("laconic: ") :] for line in lines]
         by_launcher = [(fault, at) for fault, at in happened if fault.action != "launcher"]
         assert len(said) == len(by_launcher), (by_launcher, ending.err)
         file = self._run_dir / "launch.json"
