@@ -95,7 +95,7 @@ def failure_of(
         return found(f"was stopped for {stopped[rank]:.1f} s and was killed", "hung")
     if failure.exitcode in _BYSTANDER_CODES:
         if not waited or rank not in silent:
-            return found(f"lost contact with another process: {text[:200]}", "lost")
+            return found(f"lost contact with another process: {text[:600]}", "lost")
         where = text.removeprefix(INTERRUPTED)
         return found(f"was not there for a collective for {timeout}" + (f", but at {where}" if where else ""), "hung")
     if failure.exitcode == -signal.SIGKILL and waited:

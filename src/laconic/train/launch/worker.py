@@ -93,7 +93,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _lost(who: str, error: Exception) -> WorkerResult:
-    text = f"laconic: {who} lost contact with another process: {str(error).splitlines()[0][:200]}"
+    text = f"laconic: {who} lost contact with another process: {str(error).splitlines()[0][:600]}"
     return WorkerResult(EXIT_PEER_LOST, text)
 
 
