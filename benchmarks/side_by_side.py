@@ -83,9 +83,6 @@ def side_by_side(options: Options) -> Iterator[Table | Text]:
                 points[f"{group}, {dtype_name(dtype)}"] = _points(rows)
                 if options.out is not None:  # after each group, so that a run that is stopped leaves what it has
                     draw(points, options.out.with_suffix(".png"))
-                    if group == "everything":  # what a reader of the README sees
-                        alone = {title: found for title, found in points.items() if title.startswith(group)}
-                        draw(alone, options.out.with_name(f"{options.out.stem}_{group}.png"))
         else:
             tables = _apart(_TABLES[group], options)
             yield from (
