@@ -43,8 +43,11 @@ def test_every_page_is_in_the_menu_and_found_by_the_search(site: Path) -> None:
 
 def test_links_to_the_repository_lead_to_copies_in_the_site(site: Path) -> None:
     overview = (site / "overview.html").read_text()
-    assert 'src="files/benchmarks/results/quality_attention_xeon_202611.png"' in overview
-    assert (site / "files/benchmarks/results/quality_attention_xeon_202611.png").stat().st_size > 10_000
+    pictures = re.findall(r"\((benchmarks/results/[^)]+\.png)\)", (ROOT / "README.md").read_text())
+    assert pictures
+    for picture in pictures:
+        assert f'src="files/{picture}"' in overview
+        assert (site / "files" / picture).stat().st_size > 10_000
     for page in site.rglob("*.html"):
         for target in re.findall(r'href="([^"#:]+\.(?:html|png))', page.read_text()):
             assert (page.parent / target).exists() or page.name == "404.html", f"{target} in {page.name}"

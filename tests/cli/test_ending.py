@@ -127,6 +127,36 @@ def test_child_processes_are_gone_after_a_signal(tmp_path: Path) -> None:
     assert not [one for one in children if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("started", [1, 2])
+def test_a_signal_while_a_child_process_starts_ends_it_too(number: signal.Signals, started: int, tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    child.write_text("#!/bin/sh\nexec sleep 300\n")
+    child.chmod(0o755)
+    script = f"""
+import os, signal, subprocess
+signal.signal(signal.SIGINT, signal.default_int_handler)
+started = []
+def start(self, *args, _start=subprocess.Popen._execute_child, **named):
+    _start(self, *args, **named)  # has forked; the new object is not yet the caller's
+    started.append(self.pid)
+    print(self.pid, flush=True)
+    if len(started) == {started}:
+        os.kill(os.getpid(), {int(number)})
+subprocess.Popen._execute_child = start
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script + PROFILE, str(child)],
+        capture_output=True,
+        text=True,
+        timeout=patient(60),  # a child that is left would hold the pipes for longer
+    )
+    assert done.returncode == 128 + number, done.stderr
+    ready, *pids = done.stdout.split()
+    assert (ready, len(pids)) == ("ready", started)
+    assert not [pid for pid in map(int, pids) if psutil.pid_exists(pid)]
+
+
 def test_a_reader_that_leaves_ends_a_command_with_0() -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from laconic.train.config.toml import save_config
+from laconic.train.signals import EXIT_PEER_LOST
 from netlab import finish
 from tests.distributed.processes import ROOT, environment, num_steps, wait_until
 from tests.netlab.conftest import MakeLab
@@ -25,7 +26,8 @@ def test_a_host_that_dies_in_training_is_named_by_all_others(make_lab: MakeLab, 
     wait_until(lambda: num_steps(config.run_dir) >= 3 or any(rank.code is not None for rank in ranks))
     ranks.pop(1).signal(signal.SIGKILL)
     for ending in finish(ranks, timeout_seconds=25):
-        assert ending.code == 2, ending.err
+        assert ending.code == EXIT_PEER_LOST, ending.err
         last = ending.err.strip().splitlines()[-1]
-        assert last.startswith("laconic: error: rank "), ending.err
+        assert last.startswith("laconic: rank "), ending.err
+        assert " lost contact with another process: " in last
         assert "; rank 1 ended, stopped, raised an error" in last

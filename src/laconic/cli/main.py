@@ -8,24 +8,18 @@ the script.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import io
 import json
 import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from types import FrameType
-from typing import NoReturn
+from collections.abc import Sequence
 
 import laconic
+from laconic.cli.interrupts import ending_in_order_at_sigterm, interrupted_between_imports
 from laconic.errors import ConfigError, LaconicError
 
 __all__ = ["COMMANDS", "main"]
-
-_LOOK_AGAIN_SECONDS = 0.05
 
 COMMANDS = {
     "train": "train a model; without arguments, a small demo",
@@ -56,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # names of files may hold bytes that are not UTF-8
             stream.reconfigure(errors="backslashreplace")
     try:
-        with _ending_in_order_at_sigterm(), _interrupted_between_imports():
+        with ending_in_order_at_sigterm(), interrupted_between_imports():
             return _dispatch(args)
     except LaconicError as error:
         print(f"laconic: error: {error}", file=sys.stderr)
@@ -93,68 +87,6 @@ def _dispatch(args: list[str]) -> int:
         raise ConfigError(f"unknown command {name}{nearest(name, COMMANDS) or '; see laconic --help'}")
     code: int = importlib.import_module(f"laconic.cli.{name}").run(rest)
     return code
-
-
-@contextlib.contextmanager
-def _ending_in_order_at_sigterm() -> Iterator[None]:
-    """Let SIGTERM end a command as Ctrl-C does, so that it ends its child processes and removes temporary files.
-
-    A rank dies at once, as it may be waiting in a collective that never returns to Python.
-    """
-    alone = "RANK" not in os.environ and threading.current_thread() is threading.main_thread()
-    if not alone or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, _exit_at_sigterm)
-    try:
-        yield
-    finally:
-        if signal.getsignal(signal.SIGTERM) in (_exit_at_sigterm, signal.SIG_IGN):
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _exit_at_sigterm(number: int, _: object) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)  # the end is on its way
-    sys.exit(128 + number)
-
-
-@contextlib.contextmanager
-def _interrupted_between_imports() -> Iterator[None]:
-    """Let the first Ctrl-C wait for the end of an import.
-
-    An exception that comes while torch's C++ part initializes itself aborts the process, and some modules swallow one
-    that comes while they are imported: the command would go on as if nobody had pressed a key.
-    """
-    alone = threading.current_thread() is threading.main_thread()
-    if not alone or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, _interrupt)
-    try:
-        yield
-    finally:
-        if signal.getsignal(signal.SIGINT) is _interrupt:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, as Python does at SIGINT; within an import look again soon, at a second SIGINT raise."""
-    waits = number == signal.SIGALRM or signal.getsignal(signal.SIGALRM) is not _interrupt
-    if waits and _imports(frame):
-        signal.signal(signal.SIGALRM, _interrupt)
-        signal.setitimer(signal.ITIMER_REAL, _LOOK_AGAIN_SECONDS)
-        return
-    signal.setitimer(signal.ITIMER_REAL, 0.0)
-    raise KeyboardInterrupt
-
-
-def _imports(frame: FrameType | None) -> bool:
-    """Whether a module's code is being run in a frame or in one that has called it."""
-    while frame is not None:
-        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _usage() -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laconic.cli.arguments import Parser, add_json
+from laconic.cli.interrupts import interrupts_wait
 from laconic.cli.layer_flags import add_layer, layer_shape
 from laconic.cli.output import json_only, print_json
 from laconic.cli.progress import working
@@ -129,17 +130,17 @@ def _start(num_processes: int, args: Sequence[str]) -> int:
     fixed = {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
     fixed |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with tempfile.TemporaryDirectory(prefix="laconic-") as scratch, local_rendezvous(Path(scratch)):
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "laconic", "profile", *args],
-                env=os.environ | fixed | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
-            for rank in range(num_processes)
-        ]
+        processes: list[subprocess.Popen[bytes]] = []
         try:
+            for rank in range(num_processes):
+                variables = os.environ | fixed | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                with interrupts_wait():
+                    command = [sys.executable, "-m", "laconic", "profile", *args]
+                    processes.append(subprocess.Popen(command, env=variables))
             codes = [process.wait() for process in processes]
         except BaseException:
-            _end(processes)
+            with interrupts_wait():
+                _end(processes)
             raise
     return next((code for code in codes if code), 0)
 
