@@ -344,7 +344,7 @@ def requests(folder: Path, size: Size) -> Load:
     load = Load("L6", "2 attention and 2 expert workers, requests at random times, every tenth client goes away")
     save_demo_model(folder / "model", hidden_size=32, layers=2, experts=4)
     with serving(folder / "model", "--attention", "2", "--experts", "2") as (url, pid):
-        asyncio.run(_ask(url, replace(size, count=30)))  # caches and pools grow to what 64 at once need
+        asyncio.run(_ask(url, replace(size, count=600)))  # caches and pools grow to what 64 at once need
         with watched(lambda: family_of(pid), size_interval(size)) as sampler:
             seconds, gone = asyncio.run(_ask(url, size))
         metrics = httpx.get(f"{url.removesuffix('/v1')}/metrics").text
@@ -440,6 +440,6 @@ ROWS: dict[str, tuple[Callable[[Path, Size], Load], Sizes]] = {
     "L3": (experts, Sizes(Size(8, 0, _SHORT), Size(6 * _MINUTE, 0, _LONG))),
     "L4": (saving, Sizes(Size(8, 0, _SHORT), Size(30 * _MINUTE, 0, _LONG))),
     "L5": (oversubscribed, Sizes(Size(8, 10**6, _SHORT), Size(10 * _MINUTE, 10**6, _LONG))),
-    "L6": (requests, Sizes(Size(8, 200, _SHORT), Size(15 * _MINUTE, 10**4, _LONG))),
+    "L6": (requests, Sizes(Size(8, 600, _SHORT), Size(15 * _MINUTE, 10**4, _LONG))),
 }
 """Each row and its sizes."""
