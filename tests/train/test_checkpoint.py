@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from laconic.errors import CheckpointError
 from laconic.train.checkpoint import save_load
 from laconic.train.checkpoint.manifest import manifest_sha256
 from laconic.train.checkpoint.save_load import find_checkpoint, load_checkpoint, load_weights, save_checkpoint
+from laconic.train.distributed.world import World
 from laconic.train.report.run_dir import latest_name
 from tests.distributed.processes import run_ranks
 from tests.train.runs import ALONE
@@ -296,6 +297,21 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         load_checkpoint(find_checkpoint(tmp_path, ALONE), ALONE, other, torch.optim.AdamW(other.parameters()))
     with pytest.raises(CheckpointError, match="step-00000001"):
         load_weights(find_checkpoint(tmp_path, ALONE), other)
+
+
+def test_a_rank_that_cannot_tell_the_others_says_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot_gather(self: World, value: object) -> NoReturn:
+        raise RuntimeError("[gloo] Timed out waiting for send")
+
+    monkeypatch.setattr(World, "gather", cannot_gather)
+    two = World(rank=1, size=2, local_rank=1, device=torch.device("cpu"))
+    with (
+        pytest.raises(CheckpointError, match=r"checkpoint .*: rank 1: can't allocate memory$"),
+        save_load._shared_outcome(two, tmp_path),
+    ):
+        raise RuntimeError("can't allocate memory\nand more")
+    with pytest.raises(RuntimeError, match="Timed out"), save_load._shared_outcome(two, tmp_path):
+        pass
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
