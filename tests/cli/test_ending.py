@@ -129,7 +129,9 @@ def test_child_processes_are_gone_after_a_signal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("started", [1, 2])
-def test_a_signal_while_a_child_process_starts_ends_it_too(number: signal.Signals, started: int, tmp_path: Path) -> None:
+def test_a_signal_while_a_child_process_starts_ends_it_too(
+    number: signal.Signals, started: int, tmp_path: Path
+) -> None:
     child = tmp_path / "child"
     child.write_text("#!/bin/sh\nexec sleep 300\n")
     child.chmod(0o755)

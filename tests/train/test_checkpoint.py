@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import signal
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +17,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.api import CheckpointException
 
 from laconic.errors import CheckpointError
 from laconic.train.checkpoint import save_load
 from laconic.train.checkpoint.manifest import manifest_sha256
 from laconic.train.checkpoint.save_load import find_checkpoint, load_checkpoint, load_weights, save_checkpoint
+from laconic.train.distributed.peer_loss import is_peer_lost
 from laconic.train.distributed.world import World
 from laconic.train.report.run_dir import latest_name
 from tests.distributed.processes import run_ranks
@@ -312,6 +315,27 @@ def test_a_rank_that_cannot_tell_the_others_says_its_own_error(tmp_path: Path, m
         raise RuntimeError("can't allocate memory\nand more")
     with pytest.raises(RuntimeError, match="Timed out"), save_load._shared_outcome(two, tmp_path):
         pass
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_rank_that_loses_a_peer_in_a_save_does_not_blame_itself(
+    wrapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot_gather(self: World, value: object) -> NoReturn:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer, again")
+
+    monkeypatch.setattr(World, "gather", cannot_gather)
+    two = World(rank=0, size=2, local_rank=0, device=torch.device("cpu"))
+    lost: BaseException = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    if wrapped:
+        lost = CheckpointException("write", {0: (lost, traceback.extract_stack())})
+    with (
+        pytest.raises(RuntimeError, match="again") as raised,
+        save_load._shared_outcome(two, tmp_path),
+    ):
+        raise lost
+    assert is_peer_lost(raised.value)
+    assert is_peer_lost(lost)
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:

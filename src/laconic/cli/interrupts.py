@@ -99,5 +99,5 @@ def interrupts_wait() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in came:
-            signal.raise_signal(number)
+        for held in came:
+            signal.raise_signal(held)

@@ -34,7 +34,7 @@ from laconic.collectives.engine.transport import WIRE_VERSION, Outgoing, Wire, h
 from laconic.collectives.policy.selector import choose, learn, needs_sync, note, observe, sent_by_one
 from laconic.collectives.runtime import torch_compat
 from laconic.collectives.runtime.background import Groups, Work, done, run_here, run_in_background
-from laconic.collectives.runtime.failure_diagnosis import is_own, reason_of
+from laconic.collectives.runtime.failure_diagnosis import losses_named
 from laconic.collectives.runtime.late_checks import leave, settle
 from laconic.cost.comm.seconds import RAW, AlgorithmChoice
 from laconic.errors import CollectiveError
@@ -210,15 +210,8 @@ class Exchange:
             self._run_chunks(chunk, longest, wire, self._find_route(most), checks_late=self.is_all)
         elif isinstance(self.codec, Raw):
             # Bytes as they are, and nothing else: every two ranks know what travels between them.
-            try:
+            with losses_named(self.ranks, f"during {self.function}"):
                 raw().wait()
-            except RuntimeError as error:
-                if is_own(error):
-                    raise
-                raise CollectiveError(
-                    f"one of ranks {list(self.ranks)} ended or stopped during {self.function} ({reason_of(error)}); see"
-                    " what it says, and start again from a checkpoint"
-                ) from error
             audit.record(self.function, self.dtype, nbytes, nbytes, RAW, "asked for", 0.0)
         else:
             most, longest = max(map(sum, table)), max(map(max, table))

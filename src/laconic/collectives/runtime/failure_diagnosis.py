@@ -13,8 +13,8 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from laconic.errors import CollectiveError, ConfigError
 from laconic.shared_secret import seal, unseal
 
-__all__ = ["absent", "broke_off", "is_own", "reason_of"]
+__all__ = ["absent", "broke_off", "is_own", "losses_named", "reason_of"]
 
 _GRACE_SECONDS = 2.0
 """Time to wait for entries of other ranks. Ranks that waited for each other give up at about the same time."""
@@ -85,6 +85,32 @@ def _follow(group: dist.ProcessGroup, peer: int, wake: bool) -> list[int]:
     thread.start()
     thread.join(_GRACE_SECONDS + 1.0)
     return list(chain)
+
+
+@contextmanager
+def losses_named(
+    ranks: Sequence[int], during: str, remedy: str = "see what it says, and start again from a checkpoint"
+) -> Iterator[None]:
+    """Turn torch's error about a lost rank into a CollectiveError that names the loss.
+
+    For calls that do not tell which peer was waited for; `broke_off` names the rank where they do.
+
+    Args:
+        ranks: the global ranks of the group.
+        during: what was going on, "during all_gather" or "while experts moved".
+        remedy: what to do, for the message.
+
+    Raises:
+        CollectiveError: a rank was lost.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if is_own(error):
+            raise
+        raise CollectiveError(
+            f"one of ranks {list(ranks)} ended or stopped {during} ({reason_of(error)}); {remedy}"
+        ) from error
 
 
 def is_own(error: Exception) -> bool:

@@ -19,8 +19,8 @@ values and gradients inexact. Gradients of gradients use the same collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,9 +30,8 @@ from torch import Tensor, nn
 from laconic.collectives import api
 from laconic.collectives.codec import Codec
 from laconic.collectives.integrations.autograd import all_to_all
-from laconic.collectives.runtime import torch_compat
-from laconic.collectives.runtime.failure_diagnosis import is_own, reason_of
-from laconic.errors import CollectiveError, FormatError
+from laconic.collectives.runtime import failure_diagnosis, torch_compat
+from laconic.errors import FormatError
 
 __all__ = [
     "all_gather",
@@ -84,19 +83,10 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received
 
 
-@contextmanager
-def losses_named(group: dist.ProcessGroup) -> Iterator[None]:
+def losses_named(group: dist.ProcessGroup) -> AbstractContextManager[None]:
     """Turn an error inside that is due to a lost rank of `group` into a CollectiveError that names the loss."""
-    try:
-        yield
-    except RuntimeError as error:
-        if is_own(error):
-            raise
-        ranks = dist.get_process_group_ranks(group)
-        raise CollectiveError(
-            f"one of ranks {ranks} ended or stopped while they exchanged rows of experts ({reason_of(error)}); see what"
-            " it says, and start again from a checkpoint"
-        ) from error
+    during = "while they exchanged rows of experts"
+    return failure_diagnosis.losses_named(dist.get_process_group_ranks(group), during)
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, *, codec: AnyCodec = "auto") -> Tensor:

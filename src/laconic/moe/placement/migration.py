@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from laconic.collectives.runtime.failure_diagnosis import is_own, reason_of
-from laconic.errors import CollectiveError, ConfigError
+from laconic.collectives.runtime.failure_diagnosis import losses_named
+from laconic.errors import ConfigError
 from laconic.formats import quantized_gradient
 from laconic.formats.shards import local_part
 from laconic.moe.dispatch.staged import experts_of, experts_per_rank
@@ -275,18 +275,12 @@ class ExpertMover:
             for peer, buffer in buffers.items()
             if peer != self._rank
         ]
-        try:
+        remedy = "none has moved here, go on from the last checkpoint"
+        with losses_named(ranks, "while experts moved", remedy):
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
             received: list[bool] = [False] * self._world
             dist.all_gather_object(received, True, group=self.group)
-        except RuntimeError as error:
-            if is_own(error):
-                raise
-            raise CollectiveError(
-                f"one of ranks {ranks} ended or stopped while experts moved ({reason_of(error)}); none has moved here,"
-                " go on from the last checkpoint"
-            ) from error
 
     def _unpacked(
         self, routes: Sequence[list[tuple[int, int]]], incoming: dict[int, Tensor]

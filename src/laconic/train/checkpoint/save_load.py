@@ -42,6 +42,7 @@ from laconic.formats.durable import fsync_directory, fsync_file, sha256_of
 from laconic.formats.shards import local_part
 from laconic.train.checkpoint.manifest import MANIFEST, VERSION, check_file, manifest_sha256, read_manifest
 from laconic.train.checkpoint.zipped_storage import CheckpointReader, ZippedWriter
+from laconic.train.distributed.peer_loss import is_peer_lost
 from laconic.train.distributed.world import World
 from laconic.train.pipeline import LocalChunks
 from laconic.train.report.run_dir import CHECKPOINT_NAME, checkpoint_age, checkpoint_names, latest_name
@@ -361,7 +362,12 @@ def _shared_outcome(world: World, path: Path) -> Iterator[None]:
     except (Exception, CheckpointException) as failure:  # CheckpointException is no Exception
         cause = failure
         error = f"rank {world.rank}: {_reason(failure)}" if world.size > 1 else _reason(failure)
-    error = world.first_error(error)
+    try:
+        error = world.first_error(error)
+    except (RuntimeError, MemoryError):
+        # A rank without memory for a message cannot tell the others; it says its own error then.
+        if cause is None or is_peer_lost(cause):
+            raise
     if error is not None:
         raise CheckpointError(f"checkpoint {path}: {error}") from cause
 

@@ -128,16 +128,8 @@ class World:
         return [json.loads(row[: int(length)].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
     def first_error(self, error: str | None) -> str | None:
-        """The error of the lowest rank that passed one, on every process; None when none did. Also a barrier.
-
-        Its own, where a process cannot tell the others, such as one without memory for a message.
-        """
-        try:
-            return next((other for other in self.gather(error) if other is not None), None)
-        except (RuntimeError, MemoryError):
-            if error is None:
-                raise
-            return error
+        """The error of the lowest rank that passed one, on every process; None when none did. Also a barrier."""
+        return next((other for other in self.gather(error) if other is not None), None)
 
     def leave(self) -> None:
         """Destroy the process group, all processes together."""

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["leave", "main", "work"]
 
 # What gloo and NCCL say; the last one is gloo's of a group in which something has timed out before.
-_PEER_LOST_SIGNS = ("gloo/transport", "NCCL", "Application timeout caused pair closure")
-
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 
@@ -59,6 +57,7 @@ def work(
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     from laconic.errors import CollectiveError, LaconicError
+    from laconic.train.distributed.peer_loss import is_peer_lost
     from laconic.train.distributed.world import join_world
     from laconic.train.run import run
 
@@ -72,12 +71,12 @@ def work(
         return WorkerResult(code)
     except LaconicError as error:
         handler.record_exception(error)
-        if isinstance(error, CollectiveError) and error.__cause__ is not None and _is_peer_lost(error.__cause__):
+        if isinstance(error, CollectiveError) and error.__cause__ is not None and is_peer_lost(error.__cause__):
             return _lost(who, error)
         return WorkerResult(EXIT_BAD_INPUT, f"laconic: error: {who}: {error}")
     except Exception as error:
         handler.record_exception(error)
-        if _is_peer_lost(error):
+        if is_peer_lost(error):
             return _lost(who, error)
         return WorkerResult(EXIT_FAILED, f"laconic: {who} failed:\n{traceback.format_exc()}")
 
@@ -95,15 +94,6 @@ def leave(code: int) -> NoReturn:
 def _lost(who: str, error: Exception) -> WorkerResult:
     text = f"laconic: {who} lost contact with another process: {str(error).splitlines()[0][:600]}"
     return WorkerResult(EXIT_PEER_LOST, text)
-
-
-def _is_peer_lost(error: BaseException) -> bool:
-    """Whether a collective failed because of another process: gloo says so in plain RuntimeErrors."""
-    from torch.distributed import DistError
-
-    if isinstance(error, DistError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_LOST_SIGNS)
 
 
 def main() -> None:
