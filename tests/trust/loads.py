@@ -299,7 +299,7 @@ def saving(folder: Path, size: Size) -> Load:
             steps = _num_rows(folder / "run")
             _until_steps(folder / "run", steps + 12, command)
             resting = False
-            end, looks = time.monotonic() + max(4.0, size.seconds / 60), sampler.num_looks + 12
+            end, looks = time.monotonic() + max(4.0, size.seconds / 10), sampler.num_looks + 12
             while time.monotonic() < end or sampler.num_looks < looks:
                 disk.append(_nbytes(root))
                 time.sleep(0.2)
