@@ -194,16 +194,22 @@ def test_ctrl_c_within_an_import_waits_for_its_end_and_a_second_does_not(times: 
 
 
 @pytest.mark.slow
-def test_ctrl_c_at_a_script_of_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGINT, 130, "laconic: interrupted\n"), (signal.SIGTERM, -15, ""), (signal.SIGKILL, -9, "")],
+)
+def test_a_signal_at_a_script_of_run_leaves_nothing(
+    number: signal.Signals, code: int, said: str, tmp_path: Path
+) -> None:
     (tmp_path / "script.py").write_text(
         "import time\nprint('ready', flush=True)\nfor _ in range(6000):\n    time.sleep(0.05)\n"
     )
     process = start_as_a_shell_does(["run", "script.py"], tmp_path)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, number)
     out, err = process.communicate(timeout=100)
-    assert (process.returncode, out, err) == (130, "", "laconic: interrupted\n")
+    assert (process.returncode, out, err) == (code, "", said)  # those of a script without laconic, but for Ctrl-C
     assert not left_in(tmp_path)
 
 

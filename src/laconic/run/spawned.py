@@ -64,14 +64,12 @@ class Spawned:
 
     def __enter__(self) -> Spawned:
         self._process = os.getpid()
-        # Named before it is made: Ctrl-C may come as soon as it is there.
+        # Made when a process is spawned: nothing is left of a script that spawns none, whatever kills it.
         self._folder = os.path.join(tempfile.gettempdir(), f"laconic-run-{secrets.token_hex(8)}")
         try:
-            os.mkdir(self._folder, 0o700)
             self._reach_spawned()
         except BaseException:
             self._let_go()
-            shutil.rmtree(self._folder, ignore_errors=True)
             raise
         return self
 
@@ -81,6 +79,7 @@ class Spawned:
         def start(process: Any) -> None:
             target = process._target
             if target is not None and not getattr(target, "__module__", "").startswith("torch.utils.data"):
+                os.makedirs(spawned._folder, 0o700, exist_ok=True)
                 process._target = _Reached(target, spawned._wishes, spawned._zip, spawned._folder)
             BaseProcess.start(process)
 
