@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
@@ -49,6 +49,7 @@ def allowed(logits: list[float], sampling: Sampling) -> set[int]:
 
 
 @given(LOGITS, SAMPLINGS, st.integers(0, 1000))
+@example([1.0, -1e-85, 0.0], Sampling(temperature=1.0, top_k=2, seed=0), 1)
 def test_tokens_are_among_the_allowed(logits: list[float], sampling: Sampling, position: int) -> None:
     assert sample(torch.tensor(logits, dtype=torch.float64), sampling, position).token in allowed(logits, sampling)
 

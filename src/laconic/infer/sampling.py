@@ -136,7 +136,7 @@ def sample(logits: Tensor, sampling: Sampling, position: int) -> ChosenToken:
             f"the logits at position {position} hold {what}, so no token can be chosen; load the model in a wider dtype"
             " or check its weights"
         )
-    token = int(logits.argmax()) if sampling.is_greedy else _draw(logits.double() - best, sampling, position)
+    token = int(logits.argmax()) if sampling.is_greedy else _draw(logits.double(), best, sampling, position)
     if sampling.logprobs is None:
         return ChosenToken(token)
     logprobs = logits.double().log_softmax(0)
@@ -144,13 +144,16 @@ def sample(logits: Tensor, sampling: Sampling, position: int) -> ChosenToken:
     return ChosenToken(token, float(logprobs[token]), tuple((each, float(logprobs[each])) for each in order))
 
 
-def _draw(scores: Tensor, sampling: Sampling, position: int) -> int:
-    """Return a token at random; the greatest of `scores`, float64 [vocabulary], is 0."""
+def _draw(scores: Tensor, greatest: float, sampling: Sampling, position: int) -> int:
+    """Return a token at random from `scores`, float64 [vocabulary], of which `greatest` is the greatest.
+
+    They are put in order as they are: with `greatest` subtracted, two that differ may be equal.
+    """
     order: Tensor | None = None
     if sampling.top_k:
         order = _most_probable(scores, sampling.top_k)
         scores = scores[order]
-    weights = (scores / sampling.temperature).exp()
+    weights = ((scores - greatest) / sampling.temperature).exp()
     if sampling.top_p < 1:
         # By the scores and not by the weights: those of different scores may be equal, at high temperatures.
         needed, count = sampling.top_p * weights.sum(), _FIRST_TRY
