@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from laconic.infer.bench.demo_model import save_demo_model
 from tests.patience import patient
 
 SLEEPING = """
@@ -41,6 +42,20 @@ sys.modules["laconic.train.distributed.world"] = world
 sys.executable = sys.argv[1]
 from laconic.cli.main import main
 sys.exit(main(["profile", "--nproc", "2"]))
+"""
+
+SIGNALLED = """
+import os, signal, subprocess
+signal.signal(signal.SIGINT, signal.default_int_handler)
+started = []
+def start(self, args, *more, _start=subprocess.Popen._execute_child, **named):
+    _start(self, args, *more, **named)  # has forked; the new object is not yet the caller's
+    if any(each.endswith("{program}") for each in args):
+        started.append(self.pid)
+        print(self.pid, flush=True)
+        if len(started) == {started}:
+            os.kill(os.getpid(), {number})
+subprocess.Popen._execute_child = start
 """
 
 IMPORTING = """
@@ -135,18 +150,7 @@ def test_a_signal_while_a_child_process_starts_ends_it_too(
     child = tmp_path / "child"
     child.write_text("#!/bin/sh\nexec sleep 300\n")
     child.chmod(0o755)
-    script = f"""
-import os, signal, subprocess
-signal.signal(signal.SIGINT, signal.default_int_handler)
-started = []
-def start(self, *args, _start=subprocess.Popen._execute_child, **named):
-    _start(self, *args, **named)  # has forked; the new object is not yet the caller's
-    started.append(self.pid)
-    print(self.pid, flush=True)
-    if len(started) == {started}:
-        os.kill(os.getpid(), {int(number)})
-subprocess.Popen._execute_child = start
-"""
+    script = SIGNALLED.format(program="child", started=started, number=int(number))
     done = subprocess.run(
         [sys.executable, "-c", script + PROFILE, str(child)],
         capture_output=True,
@@ -156,6 +160,26 @@ subprocess.Popen._execute_child = start
     assert done.returncode == 128 + number, done.stderr
     ready, *pids = done.stdout.split()
     assert (ready, len(pids)) == ("ready", started)
+    assert not [pid for pid in map(int, pids) if psutil.pid_exists(pid)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("started", [1, 2])
+def test_a_signal_while_an_engine_starts_a_worker_ends_it_too(
+    number: signal.Signals, started: int, tmp_path: Path
+) -> None:
+    save_demo_model(tmp_path, hidden_size=32, layers=2, experts=4)
+    script = SIGNALLED.format(program="laconic.infer.worker", started=started, number=int(number))
+    script += "import sys\nfrom laconic.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "generate", "--model", str(tmp_path), "--prompt", "a"],
+        capture_output=True,
+        text=True,
+        timeout=patient(100),
+    )
+    assert done.returncode == 128 + number, done.stderr
+    pids = done.stdout.split()
+    assert len(pids) == started
     assert not [pid for pid in map(int, pids) if psutil.pid_exists(pid)]
 
 

@@ -1,4 +1,4 @@
-"""When Ctrl-C and SIGTERM may interrupt a command: not within an import, and not while a child process starts."""
+"""How Ctrl-C and SIGTERM end a command: in order, and not within an import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["ending_in_order_at_sigterm", "interrupted_between_imports", "interrupts_wait"]
+__all__ = ["ending_in_order_at_sigterm", "interrupted_between_imports"]
 
 _LOOK_AGAIN_SECONDS = 0.05
 
@@ -76,28 +76,3 @@ def _imports(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-@contextlib.contextmanager
-def interrupts_wait() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM wait for the end of the block, such as the start of a child process.
-
-    An exception within `subprocess.Popen` leaves a child that nobody knows, and whose own signal was lost if it came
-    between fork and exec.
-    """
-    if threading.current_thread() is not threading.main_thread():  # where handlers do not run
-        yield
-        return
-    came: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _: came.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)  # the last: of an interrupt that waits already
-        if callable(signal.getsignal(number))
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for held in came:
-            signal.raise_signal(held)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laconic.cli.arguments import Parser, add_json
-from laconic.cli.interrupts import interrupts_wait
 from laconic.cli.layer_flags import add_layer, layer_shape
 from laconic.cli.output import json_only, print_json
 from laconic.cli.progress import working
@@ -22,6 +21,7 @@ from laconic.cost.comm.table import rates_text
 from laconic.cost.infer.rates import InferenceRates, default_infer_path
 from laconic.cost.moe.rates import MoERates, default_moe_path
 from laconic.errors import ConfigError
+from laconic.interrupts import interrupts_wait
 
 if TYPE_CHECKING:
     from laconic.collectives.codec import Codec

@@ -13,6 +13,7 @@ from laconic.errors import ConfigError
 from laconic.infer.control import LocalWorker, RankConnections, Worker, check_world, master_store
 from laconic.infer.settings import WorkerSettings
 from laconic.infer.split import Split
+from laconic.interrupts import interrupts_wait
 from laconic.train.distributed.world import RankInfo, read_environment
 
 __all__ = ["Launcher", "WorkerLauncher", "torchrun_info"]
@@ -95,10 +96,12 @@ def _start(settings: Sequence[WorkerSettings], interface: str | None) -> list[Wo
     started: list[Worker] = []
     try:
         for each in settings:
-            started.append(LocalWorker(each, interface))
+            with interrupts_wait():
+                started.append(LocalWorker(each, interface))
     except BaseException:
-        for worker in started:
-            _end(worker)
+        with interrupts_wait():
+            for worker in started:
+                _end(worker)
         raise
     return started
 
