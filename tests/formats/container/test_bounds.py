@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,15 +47,18 @@ class Work:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.decoded = self.largest = self.calls = 0
         empty, decode = torch.empty, container.decode_chunk
+        lock = threading.Lock()  # chunks are decoded by several threads
 
         def counting_empty(*args: Any, **kwargs: Any) -> Tensor:
             made = empty(*args, **kwargs)
-            self.largest = max(self.largest, made.nbytes)
+            with lock:
+                self.largest = max(self.largest, made.nbytes)
             return made
 
         def counting_decode(message: Tensor, element: Any, out: Tensor, where: str) -> Any:
-            self.calls += 1
-            self.decoded += len(out)
+            with lock:
+                self.calls += 1
+                self.decoded += len(out)
             return decode(message, element, out, where)
 
         monkeypatch.setattr(torch, "empty", counting_empty)
