@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from laconic.train.launch import launcher as launch_module
 from laconic.train.launch.failure import Failure, failure_of, was_asked_for, why_no_restart
 from laconic.train.launch.launcher import _give_up, launch
 from laconic.train.signals import EXIT_PEER_LOST, INTERRUPTED, STOP_SIGNAL
-from tests.distributed.processes import run_ranks
+from tests.distributed.processes import environment, run_ranks
+from tests.patience import patient
 from tests.train.runs import tiny_config
 
 GOOD = {
@@ -270,3 +273,15 @@ def _join_with_threads(rank: int, local_world_size: int, variable: str | None, w
 @pytest.mark.parametrize(("local", "variable", "wanted"), [(2, None, 3), (2, "1", 5), (1, None, 5)])
 def test_threads_are_shared_by_the_processes_of_a_machine(local: int, variable: str | None, wanted: int) -> None:
     run_ranks(_join_with_threads, (local, variable, wanted), 1)
+
+
+def test_a_worker_whose_launcher_has_removed_its_files_leaves_without_a_word(tmp_path: Path) -> None:
+    # As after Ctrl-C while torch's agent starts the processes: one may be nobody's.
+    done = subprocess.run(
+        [sys.executable, "-m", "laconic.train.launch.worker", str(tmp_path / "gone")],
+        env=environment(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0"),
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (EXIT_PEER_LOST, "", "")

@@ -103,16 +103,21 @@ def main() -> None:
     from laconic.train.launch.workers import step_file
 
     folder = Path(sys.argv[1])
-    steps = step_file(folder, int(os.environ["RANK"]))
-    steps.write(None)
-    from laconic.train.config.toml import load_config
-    from laconic.train.distributed.world import read_environment
-    from laconic.train.launch_record import Launch
+    try:
+        steps = step_file(folder, int(os.environ["RANK"]))
+        steps.write(None)
+        from laconic.train.config.toml import load_config
+        from laconic.train.distributed.world import read_environment
+        from laconic.train.launch_record import Launch
 
-    info = read_environment(os.environ)
-    assert info is not None, "started by hand: use laconic train"
-    config = load_config(folder / "config.toml")
-    result = work(config, info, stop, Launch.load(folder), steps.write)
+        info = read_environment(os.environ)
+        assert info is not None, "started by hand: use laconic train"
+        config, launch = load_config(folder / "config.toml"), Launch.load(folder)
+    except Exception:
+        if folder.exists():
+            raise
+        leave(EXIT_PEER_LOST)  # the launcher was interrupted, and has removed its files
+    result = work(config, info, stop, launch, steps.write)
     if result.code == EXIT_FAILED:  # the launcher prints rank and error; the traceback is printed here
         print(result.message, file=sys.stderr)
     leave(result.code)
