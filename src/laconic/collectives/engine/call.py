@@ -210,7 +210,7 @@ class Exchange:
             self._run_chunks(chunk, longest, wire, self._find_route(most), checks_late=self.is_all)
         elif isinstance(self.codec, Raw):
             # Bytes as they are, and nothing else: every two ranks know what travels between them.
-            with losses_named(self.ranks, f"during {self.function}"):
+            with losses_named(lambda: self.ranks, f"during {self.function}"):
                 raw().wait()
             audit.record(self.function, self.dtype, nbytes, nbytes, RAW, "asked for", 0.0)
         else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -89,14 +89,14 @@ def _follow(group: dist.ProcessGroup, peer: int, wake: bool) -> list[int]:
 
 @contextmanager
 def losses_named(
-    ranks: Sequence[int], during: str, remedy: str = "see what it says, and start again from a checkpoint"
+    ranks: Callable[[], Sequence[int]], during: str, remedy: str = "see what it says, and start again from a checkpoint"
 ) -> Iterator[None]:
     """Turn torch's error about a lost rank into a CollectiveError that names the loss.
 
     For calls that do not tell which peer was waited for; `broke_off` names the rank where they do.
 
     Args:
-        ranks: the global ranks of the group.
+        ranks: gives the global ranks of the group; asked when one is lost.
         during: what was going on, "during all_gather" or "while experts moved".
         remedy: what to do, for the message.
 
@@ -109,7 +109,7 @@ def losses_named(
         if is_own(error):
             raise
         raise CollectiveError(
-            f"one of ranks {list(ranks)} ended or stopped {during} ({reason_of(error)}); {remedy}"
+            f"one of ranks {list(ranks())} ended or stopped {during} ({reason_of(error)}); {remedy}"
         ) from error
 
 

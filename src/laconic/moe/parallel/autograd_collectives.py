@@ -86,7 +86,7 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
 def losses_named(group: dist.ProcessGroup) -> AbstractContextManager[None]:
     """Turn an error inside that is due to a lost rank of `group` into a CollectiveError that names the loss."""
     during = "while they exchanged rows of experts"
-    return failure_diagnosis.losses_named(dist.get_process_group_ranks(group), during)
+    return failure_diagnosis.losses_named(lambda: dist.get_process_group_ranks(group), during)
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, *, codec: AnyCodec = "auto") -> Tensor:

@@ -276,7 +276,7 @@ class ExpertMover:
             if peer != self._rank
         ]
         remedy = "none has moved here, go on from the last checkpoint"
-        with losses_named(ranks, "while experts moved", remedy):
+        with losses_named(lambda: ranks, "while experts moved", remedy):
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
             received: list[bool] = [False] * self._world

@@ -7,6 +7,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 __all__ = ["is_peer_lost"]
 
+# What gloo and NCCL say; the last one is gloo's of a group in which something has timed out before.
 _SIGNS = ("gloo/transport", "NCCL", "Application timeout caused pair closure")
 
 

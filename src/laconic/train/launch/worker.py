@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["leave", "main", "work"]
 
-# What gloo and NCCL say; the last one is gloo's of a group in which something has timed out before.
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 
