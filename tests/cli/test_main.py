@@ -1,5 +1,7 @@
 """The command itself: dispatch, exit codes, messages."""
 
+import os
+import socket
 import subprocess
 import sys
 
@@ -73,3 +75,18 @@ def test_reader_that_leaves_early_is_no_error() -> None:
     script = f"{sys.executable} -m laconic train --print-config | head -1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", script], capture_output=True, text=True, timeout=patient(60))
     assert done.stderr == ""
+
+
+def test_a_line_is_one_write_although_python_is_unbuffered() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # one datagram per write
+    with ours, theirs:
+        variables = os.environ | {"PYTHONUNBUFFERED": "1"}
+        command = [sys.executable, "-m", "laconic", "trian"]
+        done = subprocess.run(command, env=variables, stderr=theirs, check=False)
+        assert done.returncode == 2
+        ours.setblocking(False)
+        line = ours.recv(65536)
+        assert line.startswith(b"laconic: error: ")
+        assert line.endswith(b"\n")
+        with pytest.raises(BlockingIOError):
+            ours.recv(65536)

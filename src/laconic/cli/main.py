@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ending_in_order_at_sigterm(), interrupted_between_imports():
             return _dispatch(args)
     except LaconicError as error:
-        print(f"laconic: error: {error}", file=sys.stderr)
+        _say(f"error: {error}")
         return 2
     except BrokenPipeError:
         # The reader of stdout has gone (`laconic ... | head`); the interpreter's last flush must not fail on the pipe.
@@ -62,13 +62,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno is None or error.filename is None:
             raise
-        print(f"laconic: error: cannot use {error.filename}: {error.strerror}", file=sys.stderr)
+        _say(f"error: cannot use {error.filename}: {error.strerror}")
         return 2
     except KeyboardInterrupt:
-        print("laconic: interrupted", file=sys.stderr)
+        if "RANK" not in os.environ:  # who has started the ranks says it, once
+            _say("interrupted")
         return 130
     except SystemExit as stop:  # --help has printed, or SIGTERM has come
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
+
+
+def _say(text: str) -> None:
+    """Write a whole line to stderr: in unbuffered Python `print` writes its end apart, amid lines of other ranks."""
+    sys.stderr.write(f"laconic: {text}\n")
 
 
 def _dispatch(args: list[str]) -> int:

@@ -124,7 +124,8 @@ class _Ticker:
 
 
 def _line(stream: TextIO, text: str) -> None:
-    print(f"laconic: {text}", file=stream, flush=True)
+    stream.write(f"laconic: {text}\n")  # whole, beside lines of other processes
+    stream.flush()
 
 
 @contextlib.contextmanager

@@ -65,7 +65,7 @@ def launch(config: TrainConfig) -> int:
             print(f"laconic: {_exposure(os.environ)}", file=sys.stderr)
         ending = work(config, info, StopRequest(), launch_of_torchrun(os.environ))
         if ending.message is not None:
-            print(ending.message, file=sys.stderr)
+            sys.stderr.write(f"{ending.message}\n")  # whole, as other ranks write at the same time
         leave(ending.code)
     if torch.cuda.is_available() and config.nproc > torch.cuda.device_count() > 0:
         print(f"laconic: one process per GPU: {torch.cuda.device_count()} instead of {config.nproc}", file=sys.stderr)

@@ -118,7 +118,7 @@ def main() -> None:
         leave(EXIT_PEER_LOST)  # the launcher was interrupted, and has removed its files
     result = work(config, info, stop, launch, steps.write)
     if result.code == EXIT_FAILED:  # the launcher prints rank and error; the traceback is printed here
-        print(result.message, file=sys.stderr)
+        sys.stderr.write(f"{result.message}\n")  # whole, as other ranks write at the same time
     leave(result.code)
 
 
