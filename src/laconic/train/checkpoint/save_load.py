@@ -136,9 +136,10 @@ def save_checkpoint(
         try:
             # 2. Every process writes and hashes its own shard.
             records: dict[str, Any] = {}
-            with _shared_outcome(world, final):
+            with _outcome_of_dcp(world, final):
                 writer = ZippedWriter(temporary) if zipped else FileSystemWriter(temporary)
                 save(state, storage_writer=writer, no_dist=world.size == 1)
+            with _shared_outcome(world, final):
                 own = [temporary / ".metadata"] if world.is_main else []
                 for path in (*own, *temporary.glob(f"__{world.rank}_*")):
                     records[path.name] = {"nbytes": path.stat().st_size, "sha256": sha256_of(path).hex()}
@@ -291,6 +292,7 @@ def load_checkpoint(checkpoint: Checkpoint, world: World, model: nn.Module, opti
         with _shared_outcome(world, checkpoint.path):
             reader = CheckpointReader(checkpoint.path, checkpoint.files)
             _leave_out_unmoved(state["optimizer"], reader.read_metadata().state_dict_metadata)
+        with _outcome_of_dcp(world, checkpoint.path):
             load(state, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=world.size == 1)
         set_state_dict(model, optimizer, model_state_dict=full["model"], optim_state_dict=full["optimizer"])
 
@@ -354,29 +356,56 @@ def _nbytes(state: Any) -> int:
 
 @contextmanager
 def _shared_outcome(world: World, path: Path) -> Iterator[None]:
-    """Run the block on every process; when it fails on any, raises the same CheckpointError on all."""
+    """Run the block, without collectives, on every process; if it fails on any, raise the same error on all.
+
+    Raises:
+        CheckpointError: with the failure of the lowest rank that has one.
+    """
     error: str | None = None
     cause: BaseException | None = None
     try:
         yield
-    except (Exception, CheckpointException) as failure:  # CheckpointException is no Exception
+    except Exception as failure:
         cause = failure
-        error = f"rank {world.rank}: {_reason(failure)}" if world.size > 1 else _reason(failure)
+        error = f"{_prefix(world, world.rank)}{_reason(failure)}"
     try:
         error = world.first_error(error)
     except (RuntimeError, MemoryError):
-        # A rank without memory for a message cannot tell the others; it says its own error then.
-        if cause is None or is_peer_lost(cause):
+        if cause is None:
             raise
+        # A rank without memory for a message cannot tell the others; it says its own error then.
     if error is not None:
         raise CheckpointError(f"checkpoint {path}: {error}") from cause
+
+
+@contextmanager
+def _outcome_of_dcp(world: World, path: Path) -> Iterator[None]:
+    """Run a collective call of DCP, which itself tells all processes what has failed on one of them.
+
+    What fails between its steps is known here only: the others wait in DCP's collectives, where no message of ours
+    reaches them, and learn of it as soon as this process ends.
+
+    Raises:
+        CheckpointError: a failure of this process, or one that all have been told.
+    """
+    try:
+        yield
+    except (Exception, CheckpointException) as failure:  # CheckpointException is no Exception
+        if is_peer_lost(failure):
+            raise
+        told = failure.failures if isinstance(failure, CheckpointException) else {}
+        reason = f"{_prefix(world, min(told, default=world.rank))}{_reason(failure)}"
+        raise CheckpointError(f"checkpoint {path}: {reason}") from failure
+
+
+def _prefix(world: World, rank: int) -> str:
+    return f"rank {rank}: " if world.size > 1 else ""
 
 
 def _reason(error: BaseException) -> str:
     """The innermost readable cause of a failure inside DCP."""
     if isinstance(error, CheckpointException):
-        causes = [failure[0] for failure in error.failures.values()]
-        return _reason(causes[0]) if causes else str(error)
+        return _reason(error.failures[min(error.failures)][0]) if error.failures else str(error)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     for earlier in (error.__cause__, error.__context__):
