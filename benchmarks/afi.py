@@ -178,7 +178,7 @@ def load(path: Path, setup: Setup) -> list[Training]:
     """
     if not path.exists():
         return []
-    found = json.loads(path.read_text())
+    found = json.loads(path.read_text(encoding="utf-8"))
     if found["setup"] != asdict(setup):
         raise DataError(f"{path} holds trainings with {found['setup']}, but these have {asdict(setup)}; name another")
     return [Training(**each) for each in found["trainings"]]

@@ -406,11 +406,11 @@ class _Others:
         return max(used - mine, 0.0) / total
 
     def _read(self) -> tuple[int, int, int]:
-        ticks = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        ticks = [int(text) for text in Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()[1:9]]
         user, nice, system, _, _, _, _, steal = ticks
         mine = 0
         for pid in self._pids:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
             mine += int(fields[11]) + int(fields[12])  # utime, stime
         return user + nice + system + steal, mine, sum(ticks)
 

@@ -44,7 +44,7 @@ def run(path: Path) -> dict[str, Any]:
     import matplotlib
 
     matplotlib.use("Agg")
-    notebook: dict[str, Any] = json.loads(path.read_text())
+    notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     names: dict[str, Any] = {"__name__": "__main__"}
     count = 0
     for cell in notebook["cells"]:

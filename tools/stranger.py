@@ -97,7 +97,7 @@ def report_start(seconds: float, limit_seconds: float, what: str) -> None:
 def first_step_seconds(laconic: Path, cwd: Path) -> float:
     """From the start of `laconic train` to its first step, as metrics.jsonl appears."""
     flags = ["--steps", "2", "--log-every", "1", "--eval-every", "0", "--nproc", "1", "--run-dir", "first"]
-    with open(cwd / "train.log", "w") as log:
+    with open(cwd / "train.log", "w", encoding="utf-8") as log:
         began = time.monotonic()
         process = subprocess.Popen([str(laconic), "train", *flags], cwd=cwd, env=outside(), stdout=log, stderr=log)
         metrics, seconds = cwd / "first" / "metrics.jsonl", None
@@ -112,7 +112,7 @@ def first_step_seconds(laconic: Path, cwd: Path) -> float:
 
 def blocks(page: Path) -> str:
     """The Python of a page, as one program."""
-    return "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE))
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE))
 
 
 def main(wheel: Path | None) -> None:

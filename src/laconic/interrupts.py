@@ -1,4 +1,4 @@
-"""Code that Ctrl-C and SIGTERM do not interrupt, because a child process would be lost."""
+"""The signals that ask a program to end, and code that they do not interrupt. No torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ import signal
 import threading
 from collections.abc import Iterator
 
-__all__ = ["interrupts_wait"]
+__all__ = ["ending_signals", "interrupts_wait"]
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """SIGINT, SIGTERM, and SIGHUP, which comes when a terminal is closed, unless it is ignored as nohup has it."""
+    always = (signal.SIGINT, signal.SIGTERM)
+    return always if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (*always, signal.SIGHUP)
 
 
 @contextlib.contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM wait for the end of the block, such as the start of a child process.
+    """Let the signals that ask for an end wait for that of the block, such as the start of a child process.
 
     An exception within `subprocess.Popen` leaves a child that nobody knows, and whose own signal was lost if it came
     between fork and exec.
@@ -23,7 +29,7 @@ def interrupts_wait() -> Iterator[None]:
     came: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: came.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)  # the last: of an interrupt that waits already
+        for number in (*ending_signals(), signal.SIGALRM)  # the last: of an interrupt that waits already
         if callable(signal.getsignal(number))
     }
     try:

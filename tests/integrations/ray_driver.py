@@ -1,7 +1,7 @@
-"""Ray's TorchTrainer on two nodes: `python ray_driver.py FOLDER gloo|laconic [ADDRESS]`.
+"""Ray's TorchTrainer on two nodes: `python ray_driver.py FOLDER [ADDRESS]`.
 
 Without the address of a cluster both nodes are of this machine. Each worker writes its losses, what it sent and where
-it began to FOLDER. With laconic the second worker fails once, after a checkpoint.
+it began to FOLDER. The second worker fails once, after a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,25 +13,49 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+STEPS = 6
+
+
+def make_model() -> Any:
+    """The model of each worker before it is wrapped."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import laconic
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape))
+    laconic.compress_activations(model)
+    return model
+
+
+def train_step(model: Any, optimizer: Any, step: int, rank: int) -> float:
+    """Train on the batch of a step and a rank; the loss."""
+    import torch
+
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    ids = torch.randint(0, 256, (4, 32), generator=generator)
+    loss = model(input_ids=ids, labels=ids).loss
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return float(loss.item())
+
 
 def train(config: dict[str, Any]) -> None:
+    """What a worker does."""
     import ray.train
     import ray.train.torch
     import ray.util
     import torch
     import torch.distributed as dist
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    import laconic
     from laconic.collectives import audit
 
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
     rank = ray.train.get_context().get_world_rank()
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape))
-    laconic.compress_activations(model)
-    model = ray.train.torch.prepare_model(model)
+    model = ray.train.torch.prepare_model(make_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     first, folder = 0, Path(config["folder"])
     checkpoint = ray.train.get_checkpoint()
@@ -42,22 +66,16 @@ def train(config: dict[str, Any]) -> None:
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
     losses = []
-    for step in range(first, 6):
-        if step == 4 and config["fails"] and checkpoint is None and rank == 1:
+    for step in range(first, STEPS):
+        if step == 4 and checkpoint is None and rank == 1:
             raise RuntimeError("this worker fails")
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        ids = torch.randint(0, 256, (4, 32), generator=generator)
-        loss = model(input_ids=ids, labels=ids).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(train_step(model, optimizer, step, rank))
         if step == 2:
             with tempfile.TemporaryDirectory() as saved:
                 state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
                 torch.save(state, Path(saved) / "state.pt")
                 kept = ray.train.Checkpoint.from_directory(saved) if rank == 0 else None
-                ray.train.report({"loss": loss.item()}, checkpoint=kept)
+                ray.train.report({"loss": losses[-1]}, checkpoint=kept)
     sent = audit.snapshot()
     found = {
         "losses": losses,
@@ -73,11 +91,12 @@ def train(config: dict[str, Any]) -> None:
     ray.train.report({"loss": losses[-1]})
 
 
-def main(folder: str, backend: str, address: str | None = None) -> None:
+def main(folder: str, address: str | None = None) -> None:
+    """Train on a cluster."""
     import ray
     from ray.cluster_utils import Cluster
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchTrainer
 
     from laconic.collectives import Lossless
     from laconic.integrations.ray import LaconicTorchConfig
@@ -89,12 +108,11 @@ def main(folder: str, backend: str, address: str | None = None) -> None:
         cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
         address = cluster.address
     ray.init(address=address, log_to_driver=False)
-    ours = backend == "laconic"
     trainer = TorchTrainer(
         train,
-        train_loop_config={"folder": folder, "fails": ours},
+        train_loop_config={"folder": folder},
         scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
-        torch_config=LaconicTorchConfig(codec=Lossless(), min_nbytes=1024) if ours else TorchConfig(backend="gloo"),
+        torch_config=LaconicTorchConfig(codec=Lossless(), min_nbytes=1024),
         run_config=RunConfig(
             storage_path=str(Path(folder) / "ray"), name="run", failure_config=FailureConfig(max_failures=1)
         ),

@@ -54,7 +54,7 @@ def test_workers_on_two_hosts_train_over_the_link_and_bear_a_failure(
     for host in range(2):
         start_node(lab, host, sessions)
     before = lab.traffic()
-    driver = [sys.executable, "tests/integrations/ray_driver.py", str(tmp_path), "laconic", f"{lab.address(0)}:{PORT}"]
+    driver = [sys.executable, "tests/integrations/ray_driver.py", str(tmp_path), f"{lab.address(0)}:{PORT}"]
     (ending,) = finish([lab.start(0, driver, variables(), cwd=ROOT, name="driver")], 590)
     assert ending.code == 0, ending.out + ending.err
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM at random moments of commands: a known exit code, and no process or temporary file is left."""
+"""Ctrl-C, SIGTERM and SIGHUP at random moments: a known exit code, and no process or temporary file is left."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.patience import patient
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-_ENDLESS = {130, 143}
-_SHORT = {130, 143, -2, -15}  # the last two: while the interpreter ends itself, which no longer listens
+_ENDLESS = {129, 130, 143}
+_SHORT = {*_ENDLESS, -1, -2, -15}  # the last three: while the interpreter ends itself, which no longer listens
 COMMANDS: Mapping[str, tuple[list[str], set[int]]] = {
     "train": (["train", "--steps", "100000", "--nproc", "2", "--run-dir", "run"], _ENDLESS),
     "profile": (["profile", "--out", "rates.json"], _ENDLESS),
@@ -29,8 +29,8 @@ COMMANDS: Mapping[str, tuple[list[str], set[int]]] = {
     "advise": (["advise", "model"], _SHORT),
     "generate": (["generate", "--model", "model", "--prompt", "a", "--max-new-tokens", "1500"], _SHORT),
     "bench": (["bench", "infer", "--model", "model"], _SHORT),
-    "serve": (["serve", "--model", "model", "--port", "0"], {0, *_ENDLESS}),  # 0: SIGTERM while it serves
-    "run": (["run", "script.py"], {-15, *_ENDLESS}),  # -15: as `python script.py` would
+    "serve": (["serve", "--model", "model", "--port", "0"], {0, *_ENDLESS}),  # 0: SIGTERM or SIGHUP while it serves
+    "run": (["run", "script.py"], {-1, -15, *_ENDLESS}),  # negative: as `python script.py` would
     "zip": (["zip", "model", "--out", "zipped"], _SHORT),
 }
 """Arguments of each, and the exit codes it may end with, beside 0 when it was done before the signal."""
@@ -60,7 +60,7 @@ def processes_with(mark: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_signal_at_any_moment_leaves_nothing(name: str, number: signal.Signals, tmp_path: Path) -> None:
     arguments, codes = COMMANDS[name]

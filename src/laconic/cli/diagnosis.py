@@ -172,7 +172,7 @@ def _cuda_versions() -> dict[str, str | None]:
 def _driver_version(file: Path) -> str | None:
     """The version that the kernel module states in its file, e.g. "NVRM version: ... x86_64  560.35.03  Release"."""
     try:
-        found = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", file.read_text().partition("\n")[0])
+        found = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", file.read_text(encoding="utf-8").partition("\n")[0])
     except OSError:
         return None
     return found.group() if found else None
@@ -191,7 +191,7 @@ def _machine() -> dict[str, Any]:
 
 def _cpu_name() -> str:
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     except OSError:

@@ -178,7 +178,7 @@ def _loopback_bytes_per_second() -> float | None:
 
 def _huge_pages(file: Path) -> str | None:
     try:
-        found = re.search(r"\[(\w+)\]", file.read_text())
+        found = re.search(r"\[(\w+)\]", file.read_text(encoding="utf-8"))
     except OSError:
         return None
     return found[1] if found else None

@@ -1,4 +1,4 @@
-"""How Ctrl-C and SIGTERM end a command: in order, and not within an import."""
+"""How Ctrl-C, SIGTERM and SIGHUP end a command: in order, and Ctrl-C not within an import."""
 
 from __future__ import annotations
 
@@ -11,31 +11,34 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["ending_in_order_at_sigterm", "interrupted_between_imports"]
+__all__ = ["ending_in_order", "interrupted_between_imports"]
 
 _LOOK_AGAIN_SECONDS = 0.05
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
-def ending_in_order_at_sigterm() -> Iterator[None]:
-    """Let SIGTERM end a command as Ctrl-C does, so that it ends its child processes and removes temporary files.
+def ending_in_order() -> Iterator[None]:
+    """Let SIGTERM, and SIGHUP of a closed terminal, end a command as Ctrl-C does: children and temporary files go, too.
 
-    A rank dies at once, as it may be waiting in a collective that never returns to Python.
+    A rank dies at once, as it may be waiting in a collective that never returns to Python. What nohup has ignored stays
+    ignored.
     """
     alone = "RANK" not in os.environ and threading.current_thread() is threading.main_thread()
-    if not alone or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, _exit_at_sigterm)
+    ours = [number for number in _ENDING if alone and signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, _exit_in_order)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGTERM) in (_exit_at_sigterm, signal.SIG_IGN):
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            if signal.getsignal(number) in (_exit_in_order, signal.SIG_IGN):
+                signal.signal(number, signal.SIG_DFL)
 
 
-def _exit_at_sigterm(number: int, _: object) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)  # the end is on its way
+def _exit_in_order(number: int, _: object) -> NoReturn:
+    for other in _ENDING:  # the end is on its way
+        signal.signal(other, signal.SIG_IGN)
     sys.exit(128 + number)
 
 

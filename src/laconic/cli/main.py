@@ -1,9 +1,9 @@
 """The command `laconic`: runs a subcommand, and turns laconic's errors into one line and an exit code.
 
 Subcommands are imported when they are called, so that `laconic --help` needs neither torch nor transformers.
-Exit codes: 0 done, 1 the command's answer is no (a self test fails, a plan does not fit), 2 bad input, 130
-interrupted with Ctrl-C, 143 ended by SIGTERM; `train` returns the exit code of the training processes, `run` that of
-the script.
+Exit codes: 0 done, 1 the command's answer is no (a self test fails, a plan does not fit), 2 bad input, 129 ended by
+SIGHUP (its terminal was closed), 130 interrupted with Ctrl-C, 143 ended by SIGTERM; `train` returns the exit code of
+the training processes, `run` that of the script.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import sys
 from collections.abc import Sequence
 
 import laconic
-from laconic.cli.interrupts import ending_in_order_at_sigterm, interrupted_between_imports
+from laconic.cli.interrupts import ending_in_order, interrupted_between_imports
 from laconic.errors import ConfigError, LaconicError
+from laconic.output_lines import say
 
 __all__ = ["COMMANDS", "main"]
 
@@ -46,14 +47,15 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `laconic` with `argv` (None: the process's own arguments) and return the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
+    _open_what_is_closed()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names of files may hold bytes that are not UTF-8
             stream.reconfigure(errors="backslashreplace")
     try:
-        with ending_in_order_at_sigterm(), interrupted_between_imports():
+        with ending_in_order(), interrupted_between_imports():
             return _dispatch(args)
     except LaconicError as error:
-        _say(f"error: {error}")
+        say(f"laconic: error: {error}")
         return 2
     except BrokenPipeError:
         # The reader of stdout has gone (`laconic ... | head`); the interpreter's last flush must not fail on the pipe.
@@ -62,19 +64,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno is None or error.filename is None:
             raise
-        _say(f"error: cannot use {error.filename}: {error.strerror}")
+        say(f"laconic: error: cannot use {error.filename}: {error.strerror}")
         return 2
     except KeyboardInterrupt:
         if "RANK" not in os.environ:  # who has started the ranks says it, once
-            _say("interrupted")
+            say("laconic: interrupted")
         return 130
-    except SystemExit as stop:  # --help has printed, or SIGTERM has come
+    except SystemExit as stop:  # --help has printed, or a signal has come
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
 
 
-def _say(text: str) -> None:
-    """Write a whole line to stderr: in unbuffered Python `print` writes its end apart, amid lines of other ranks."""
-    sys.stderr.write(f"laconic: {text}\n")
+def _open_what_is_closed() -> None:
+    """Let stdin, stdout and stderr lead nowhere where they are closed.
+
+    The next file that is opened would get the number of one of them, and with it what C code writes there.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # has the lowest number that is free
+            os.set_inheritable(nowhere, True)
+            setattr(sys, name, os.fdopen(nowhere, mode))
 
 
 def _dispatch(args: list[str]) -> int:

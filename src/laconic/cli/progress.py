@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from laconic.cost.sizes import format_nbytes
+from laconic.output_lines import say
 
 __all__ = ["progress_bar", "working"]
 
@@ -65,10 +66,10 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
         ended = threading.Event()
         if tqdm is None:
             show: Callable[[], None] = _Ticker(what, stream).tick
-            say, close = (lambda text: _line(stream, text)), (lambda: None)
+            tell, close = (lambda text: say(f"laconic: {text}", stream)), (lambda: None)
         else:
             bar = tqdm(total=1, desc=what, bar_format="{desc}, {elapsed}", leave=False, file=stream, dynamic_ncols=True)
-            show, say, close = bar.refresh, bar.set_description_str, bar.close
+            show, tell, close = bar.refresh, bar.set_description_str, bar.close
 
         def run() -> None:
             while not ended.wait(_SECONDS_PER_REFRESH):
@@ -77,7 +78,7 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
         thread = threading.Thread(target=run, name="laconic-progress", daemon=True)
         thread.start()
         try:
-            yield say
+            yield tell
         finally:
             ended.set()
             thread.join()
@@ -104,7 +105,7 @@ class _Lines:
             if self._total is None:
                 self._total = self._total_nbytes()
             share = f" ({self._done / self._total:.0%})" if self._total else ""
-            _line(sys.stderr, f"{self._what}: {format_nbytes(self._done)} of {format_nbytes(self._total)}{share}")
+            say(f"laconic: {self._what}: {format_nbytes(self._done)} of {format_nbytes(self._total)}{share}")
 
 
 class _Ticker:
@@ -119,13 +120,9 @@ class _Ticker:
         passed = time.monotonic() - self._started
         if passed < self._next:
             return
-        _line(self._stream, self._what if self._next == _SILENT_SECONDS else f"{self._what}, {passed:.0f} s")
+        what = self._what if self._next == _SILENT_SECONDS else f"{self._what}, {passed:.0f} s"
+        say(f"laconic: {what}", self._stream)
         self._next = passed + _SECONDS_PER_LINE
-
-
-def _line(stream: TextIO, text: str) -> None:
-    stream.write(f"laconic: {text}\n")  # whole, beside lines of other processes
-    stream.flush()
 
 
 @contextlib.contextmanager

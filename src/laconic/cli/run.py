@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from laconic.cli.arguments import Parser
 from laconic.cli.output import json_text
 from laconic.errors import ConfigError
+from laconic.output_lines import say
 
 __all__ = ["make_parser", "run"]
 
@@ -31,7 +31,8 @@ def run(args: Sequence[str]) -> int:
     script = Script(options.script, options.arguments, is_module=options.is_module)
     savings = Savings(Wishes(options.activations, options.attention, options.loss, options.optimizer))
     groups = None if options.zip == "off" else ZippedGroups(options.zip)
-    for number, fresh in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    default, interrupt = signal.SIG_DFL, signal.default_int_handler
+    for number, fresh in ((signal.SIGHUP, default), (signal.SIGTERM, default), (signal.SIGINT, interrupt)):
         if "laconic.cli" in getattr(signal.getsignal(number), "__module__", ""):
             signal.signal(number, fresh)  # a script finds the signals of a fresh interpreter
     spawned = Spawned(savings.wishes, options.zip)
@@ -42,7 +43,7 @@ def run(args: Sequence[str]) -> int:
         trains_in_children = bool(children) and not savings.models and not savings.optimizers
         summary = children[0] if trains_in_children else summarize(savings, groups)
         summary |= {"spawned": len(children), "own": not trains_in_children}
-        print(render(summary), file=sys.stderr)
+        say(render(summary))
         if options.json is not None:
             _write(options.json, summary)
     return code
@@ -66,7 +67,7 @@ def _write(file: str, summary: dict[str, Any]) -> None:
     try:
         Path(file).write_text(json_text(summary) + "\n", encoding="utf-8")
     except OSError as error:  # the script's exit code says more than this
-        print(f"laconic run: cannot write {file}: {error.strerror}", file=sys.stderr)
+        say(f"laconic run: cannot write {file}: {error.strerror}")
 
 
 def make_parser() -> Parser:

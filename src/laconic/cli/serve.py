@@ -36,6 +36,8 @@ def run(args: Sequence[str]) -> int:
     serve_if_not_first(options)
     # The server drains at SIGTERM, then raises it again: the engine's workers are to be ended, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # a closed terminal; nohup has it ignored
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     listening = _listen(options.host, options.port)
     try:
         _serve(options, api_key, listening)

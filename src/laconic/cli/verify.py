@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 
 from laconic.cli.arguments import Parser, add_json
 from laconic.cli.progress import progress_bar
 from laconic.cli.zip import add_jobs, path_of, print_json
+from laconic.output_lines import say
 
 __all__ = ["add_zipped", "note_unlisted", "make_parser", "run"]
 
@@ -28,10 +28,7 @@ def run(args: Sequence[str]) -> int:
     seconds = time.perf_counter() - started
     note_unlisted(seen.unlisted)
     if seen.unchecked is not None:
-        print(
-            f"laconic: note: the differences are sound; give --base {seen.unchecked} to verify the tensors too",
-            file=sys.stderr,
-        )
+        say(f"laconic: note: the differences are sound; give --base {seen.unchecked} to verify the tensors too")
     if options.json:
         print_json(seen, seconds)
         return 0
@@ -66,4 +63,4 @@ def note_unlisted(names: Sequence[str]) -> None:
     """Note on stderr the files of a zipped directory that its manifest does not list, if there are any."""
     if names:
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-        print(f"laconic: note: left alone, because the manifest does not list them: {shown}", file=sys.stderr)
+        say(f"laconic: note: left alone, because the manifest does not list them: {shown}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from laconic.cli import output
 from laconic.cli.arguments import Parser, add_json
 from laconic.cli.progress import progress_bar
+from laconic.output_lines import say
 
 if TYPE_CHECKING:
     from laconic.formats.archive import Summary
@@ -49,7 +49,7 @@ def run(args: Sequence[str]) -> int:
         f"{made.num_tensors} tensors, {seconds:.1f} s"
     )
     if not made.num_tensors:
-        print(f"laconic: note: {options.path} holds no tensors, so nothing was shortened", file=sys.stderr)
+        say(f"laconic: note: {options.path} holds no tensors, so nothing was shortened")
     return 0
 
 

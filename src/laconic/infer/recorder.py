@@ -170,6 +170,6 @@ class Recorder:
 def clock_name() -> str:
     """Return a name that processes share if they read the same monotonic clock: that of the machine's boot."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return socket.gethostname()

@@ -136,7 +136,7 @@ def _settings(config: Mapping[str, Any] | str | PathLike[str]) -> dict[str, Any]
             f"config is a {type(config).__name__}, but it must be DeepSpeed's configuration or a JSON file of it"
         )
     try:
-        found = json.loads(Path(config).read_text())
+        found = json.loads(Path(config).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"config is {str(config)!r}, but it must be a JSON file: {error}") from None
     if not isinstance(found, dict):

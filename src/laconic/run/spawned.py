@@ -46,7 +46,7 @@ class _Reached:
         finally:
             if not savings.is_forked and (savings.models or savings.optimizers):
                 path = Path(self.folder) / f"{time.time_ns()}-{os.getpid()}"
-                path.write_text(json.dumps(summarize(savings, groups)))
+                path.write_text(json.dumps(summarize(savings, groups)), encoding="utf-8")
                 path.rename(path.with_suffix(".json"))  # whole, or not there
 
 
@@ -93,7 +93,7 @@ class Spawned:
     def __exit__(self, *_: object) -> None:
         self._let_go()
         if os.getpid() == self._process:  # and not a process that the script forked
-            self._found = [json.loads(path.read_text()) for path in sorted(Path(self._folder).glob("*.json"))]
+            self._found = [json.loads(path.read_text("utf-8")) for path in sorted(Path(self._folder).glob("*.json"))]
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def summaries(self) -> list[dict[str, Any]]:

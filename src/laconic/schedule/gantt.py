@@ -47,7 +47,7 @@ def save_gantt(timelines: Timeline | Mapping[str, Timeline], path: str | Path, t
     path = Path(path)
     try:
         if path.suffix.lower() in (".html", ".htm"):
-            path.write_text(gantt_html(timelines, title))
+            path.write_text(gantt_html(timelines, title), encoding="utf-8")
         else:
             _save_figure(timelines, path, title)
     except (ValueError, OSError) as error:

@@ -58,7 +58,7 @@ def save_trace(timelines: Timeline | Mapping[str, Timeline], path: str | Path) -
         ScheduleError: the file cannot be written.
     """
     try:
-        Path(path).write_text(json.dumps(chrome_trace(timelines)))
+        Path(path).write_text(json.dumps(chrome_trace(timelines)), encoding="utf-8")
     except OSError as error:
         raise ScheduleError(f"trace is {str(path)!r}, but it cannot be written: {error}") from error
 

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,6 +27,7 @@ import laconic
 from laconic.activations import Report, saved_nbytes_per_token
 from laconic.activations.loss import TILES
 from laconic.errors import CheckpointError, ConfigError, DataError, TrainingError
+from laconic.output_lines import say
 from laconic.train.checkpoint.save_load import (
     Checkpoint,
     find_checkpoint,
@@ -161,7 +163,7 @@ def _run(
             summary["restarts"] = [asdict(restart) for restart in _restarts(launch, run_dir)]
             _write_summary(summary, config, world, run_dir, training, data)
         elif world.is_main:
-            print(f"{run_dir} has done {first_step} of {config.steps} steps; raise steps to train it further")
+            say(f"{run_dir} has done {first_step} of {config.steps} steps; raise steps to train it further", sys.stdout)
         return 0
     if not config.resume:
         claim_run_dir(lock, run_dir, False, world)
@@ -654,7 +656,7 @@ def _write_summary(
         # Losses of runs with other tokenizers are compared per byte of text.
         summary["bytes_per_token"] = None if isinstance(data, ImageCorpus) else _bytes_per_token(config, data.corpus)
         write_json(run_dir / "summary.json", summary)
-        print(closing_words(summary, run_dir, config), flush=True)
+        say(closing_words(summary, run_dir, config), sys.stdout)
 
 
 def _check_batch(config: TrainConfig, parallel_state: ParallelState) -> None:

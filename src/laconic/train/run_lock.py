@@ -209,7 +209,7 @@ def _machine() -> str:
     """Identity of this machine as processes see it: the kernel's boot and the process namespace."""
     parts = []
     for read in (
-        lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        lambda: Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(),
         lambda: os.readlink("/proc/self/ns/pid"),
     ):
         with contextlib.suppress(OSError):
@@ -220,7 +220,7 @@ def _machine() -> str:
 def _started(pid: int) -> str | None:
     """When process `pid` began, as its kernel counts; None if there is none, or only its remains."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
     except (OSError, IndexError):
         pass

@@ -1,8 +1,9 @@
 """Requests to stop a run: finish the step, save, leave. Every way of starting a run has its own signals.
 
-Alone or under torchrun, SIGINT (Ctrl-C) and SIGTERM ask for it, and a second SIGINT leaves at once. Under our launcher
-the processes get SIGUSR1 from it for the same request, while SIGTERM means that another process has died and this one
-has seconds to go. A process waiting inside a collective runs no Python signal handlers, so there a thread listens.
+Alone or under torchrun, SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) ask for it, and a second SIGINT leaves
+at once. Under our launcher the processes get SIGUSR1 from it for the same request, while SIGTERM means that another
+process has died and this one has seconds to go. A process waiting inside a collective runs no Python signal handlers,
+so there a thread listens.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from laconic.interrupts import ending_signals
+
 __all__ = [
     "EXIT_INTERRUPTED",
     "EXIT_PEER_LOST",
-    "EXIT_TERMINATED",
     "INTERRUPTED",
     "STOP_SIGNAL",
     "StopRequest",
@@ -33,9 +35,7 @@ __all__ = [
 ]
 
 EXIT_INTERRUPTED = 130
-"""Exit code after SIGINT, by the shell's convention of 128 + signal number: stopped early, and saved."""
-EXIT_TERMINATED = 143
-"""The same after SIGTERM."""
+"""Exit code after SIGINT, by the shell's convention of 128 + signal number: stopped early, and saved. So for others."""
 EXIT_PEER_LOST = 75
 """Exit code of a process that had to stop because another one did."""
 STOP_SIGNAL = signal.SIGUSR1
@@ -73,7 +73,7 @@ class StopRequest:
 
     @contextmanager
     def on_signals(self, announce: Callable[[str], None]) -> Iterator[None]:
-        """While the block runs, SIGINT and SIGTERM of this process request a stop; a second SIGINT leaves at once.
+        """While the block runs, SIGINT, SIGTERM and SIGHUP request a stop; a second SIGINT leaves at once.
 
         `announce` is called with a message for the user. Outside the main thread, where Python allows no handlers,
         signals keep their meaning.
@@ -85,12 +85,10 @@ class StopRequest:
         def interrupt(number: int, frame: FrameType | None) -> None:
             if self.requested and number == signal.SIGINT:
                 raise KeyboardInterrupt
-            self.request(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED)
+            self.request(128 + number)
             announce("stopping after this step, then saving; Ctrl-C again leaves at once without saving")
 
-        before: dict[int, Any] = {
-            number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        before: dict[int, Any] = {number: signal.signal(number, interrupt) for number in ending_signals()}
         try:
             yield
         finally:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from laconic.cache_folder import cache_folder, is_homeless
 from laconic.errors import ConfigError
 from laconic.json_text import parse_json
 
@@ -23,12 +24,18 @@ def cached_path(variable: str, name: str) -> Path:
     chosen = os.environ.get(variable)
     if chosen:
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laconic" / name
+    return cache_folder() / name
 
 
 def save_json(values: Any, path: str | Path) -> None:
-    """Write values as JSON, whole or not at all."""
+    """Write values as JSON, whole or not at all.
+
+    Raises:
+        ConfigError: the path is the default, but this user has no home directory.
+    """
     path = Path(path)
+    if is_homeless(path):
+        raise ConfigError(f"cannot write {path}: this user has no home directory; set HOME, or name a file")
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     scratch.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

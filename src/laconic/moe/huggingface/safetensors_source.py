@@ -230,7 +230,7 @@ def _index(directory: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        files = json.loads(path.read_text())["weight_map"]
+        files = json.loads(path.read_text("utf-8"))["weight_map"]
         for name in files.values():
             if not _PLAIN_FILE.fullmatch(name):
                 raise ValueError(f"{name} is no file of the directory")

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from laconic.cache_folder import cache_folder, is_homeless
 from laconic.errors import DataError
 from laconic.train.config.schema import DataConfig
 from laconic.train.data.sampler import global_indices, sample_id
@@ -305,8 +306,10 @@ def _source_fingerprint(files: Sequence[Path], tokenizer: Tokenizer, text_key: s
 def _cache_dir(config: DataConfig) -> Path:
     if config.cache_dir is not None:
         return Path(config.cache_dir).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "laconic"
+    folder = cache_folder()
+    if is_homeless(folder):
+        raise DataError("no place for the token file: this user has no home directory; set data.cache_dir, or HOME")
+    return folder
 
 
 @contextmanager

@@ -28,6 +28,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from laconic.errors import CheckpointError, ConfigError
+from laconic.interrupts import ending_signals
+from laconic.output_lines import say
 from laconic.train.config.schema import TrainConfig
 from laconic.train.config.toml import save_config
 from laconic.train.distributed.parallel_state import check_division
@@ -39,7 +41,7 @@ from laconic.train.launch.worker import leave, work
 from laconic.train.launch.workers import WORKER, Workers
 from laconic.train.launch_record import Launch, Restart, launch_of_torchrun, now
 from laconic.train.report.run_dir import checkpoint_names, latest_name, new_run_dir
-from laconic.train.signals import EXIT_INTERRUPTED, EXIT_TERMINATED, STOP_SIGNAL, StopRequest
+from laconic.train.signals import EXIT_INTERRUPTED, STOP_SIGNAL, StopRequest
 
 __all__ = ["launch"]
 
@@ -50,10 +52,10 @@ _PROCESS_NBYTES = 1 << 28
 def launch(config: TrainConfig) -> int:
     """Train as `config` says and return the exit code.
 
-    0: done. 130 or 143: stopped early by SIGINT or SIGTERM, and saved. 1: a process died or failed, more often than
-    `config.restarts` allows; the message, on stderr, names its rank. Under torchrun this process is one of the run's,
-    and it ends here with that code; otherwise `config.nproc` processes are started, one of them right here if it is
-    only one that is not to be restarted.
+    0: done. 129, 130 or 143: stopped early by SIGHUP, SIGINT or SIGTERM, and saved. 1: a process died or failed, more
+    often than `config.restarts` allows; the message, on stderr, names its rank. Under torchrun this process is one of
+    the run's, and it ends here with that code; otherwise `config.nproc` processes are started, one of them right here
+    if it is only one that is not to be restarted.
 
     Raises:
         ConfigError: the environment cannot be used.
@@ -62,13 +64,13 @@ def launch(config: TrainConfig) -> int:
     info = read_environment(os.environ)
     if info is not None and info.world_size > 1:
         if info.rank == 0:
-            print(f"laconic: {_exposure(os.environ)}", file=sys.stderr)
+            say(f"laconic: {_exposure(os.environ)}")
         ending = work(config, info, StopRequest(), launch_of_torchrun(os.environ))
         if ending.message is not None:
-            sys.stderr.write(f"{ending.message}\n")  # whole, as other ranks write at the same time
+            say(ending.message)
         leave(ending.code)
     if torch.cuda.is_available() and config.nproc > torch.cuda.device_count() > 0:
-        print(f"laconic: one process per GPU: {torch.cuda.device_count()} instead of {config.nproc}", file=sys.stderr)
+        say(f"laconic: one process per GPU: {torch.cuda.device_count()} instead of {config.nproc}")
         config = replace(config, nproc=torch.cuda.device_count())
     if info is not None or (config.nproc == 1 and config.restarts == 0):
         from laconic.train.run import run  # slow to load, and a launcher does without
@@ -94,7 +96,7 @@ def _check_machine(config: TrainConfig) -> None:
             f"{memory.total // _PROCESS_NBYTES}"
         )
     if config.nproc > cores:
-        print(f"laconic: {config.nproc} processes share {cores} cores, and will wait for each other", file=sys.stderr)
+        say(f"laconic: {config.nproc} processes share {cores} cores, and will wait for each other")
 
 
 def _launch_workers(config: TrainConfig) -> int:
@@ -117,11 +119,7 @@ def _launch_workers(config: TrainConfig) -> int:
             if reason is not None:
                 return _give_up(ending, reason, config, run_dir)
             failures.append(ending)
-            print(
-                f"laconic: {ending.what}; restart {len(failures)} of {config.restarts} {_going_on(run_dir)}",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"laconic: {ending.what}; restart {len(failures)} of {config.restarts} {_going_on(run_dir)}")
             restart = Restart(launch.id, now(), ending.what, ending.rank, ending.step)
             launch = replace(launch, restarts=(*launch.restarts, restart))
 
@@ -141,7 +139,7 @@ def _attempt(config: TrainConfig, folder: Path, requests: _StopRequests) -> int 
         local_addr=LOOPBACK,
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
-        signals_to_handle="SIGHUP,SIGQUIT",  # those that this process does not handle
+        signals_to_handle="SIGQUIT",  # this process handles the others, and nohup's ignored SIGHUP stays ignored
     )
     try:
         # A quarter of the time after which the others give up on it, and lose what they know about it.
@@ -150,7 +148,7 @@ def _attempt(config: TrainConfig, folder: Path, requests: _StopRequests) -> int 
     except ChildFailedError as error:
         if requests.codes and was_asked_for(error.failures):
             if EXIT_INTERRUPTED not in {failure.exitcode for failure in error.failures.values()}:
-                print("laconic: stopped; nothing was saved", file=sys.stderr)
+                say("laconic: stopped; nothing was saved")
             return requests.codes[0]
         return failure_of(error.failures, workers.steps(), workers.stopped, config.rank_timeout_seconds)
     except SignalException as error:
@@ -165,18 +163,15 @@ def _give_up(failure: Failure, reason: str, config: TrainConfig, run_dir: Path) 
     tried = f"; no {'further ' if reason.startswith('that is') else ''}restart: {reason}" if config.restarts else ""
     if failure.error is not None:
         if tried:
-            print(f"laconic: {failure.what.partition(' failed (')[0]} failed{tried}", file=sys.stderr)
+            say(f"laconic: {failure.what.partition(' failed (')[0]} failed{tried}")
         raise failure.error
-    print(f"laconic: {failure.what}; the other processes were stopped{tried}", file=sys.stderr)
+    say(f"laconic: {failure.what}; the other processes were stopped{tried}")
     checkpoint = _newest(run_dir)
     if checkpoint is None:
         again = f" with: laconic train --resume --run-dir {run_dir}" if (run_dir / "config.toml").is_file() else ""
-        print(
-            f"laconic: no checkpoint had been saved (see checkpoint.every); begin anew{again}",
-            file=sys.stderr,
-        )
+        say(f"laconic: no checkpoint had been saved (see checkpoint.every); begin anew{again}")
     else:
-        print(f"laconic: continue after {checkpoint} with: laconic train --resume --run-dir {run_dir}", file=sys.stderr)
+        say(f"laconic: continue after {checkpoint} with: laconic train --resume --run-dir {run_dir}")
     return 1
 
 
@@ -204,7 +199,7 @@ class _StopRequests:
 
 @contextmanager
 def _pass_on_signals() -> Iterator[_StopRequests]:
-    """Pass SIGINT and SIGTERM on to the workers as a request to stop, the second SIGINT as SIGKILL.
+    """Pass SIGINT, SIGTERM and SIGHUP on to the workers as a request to stop, the second SIGINT as SIGKILL.
 
     A signal that comes before the workers run interrupts the launch.
     """
@@ -221,13 +216,10 @@ def _pass_on_signals() -> Iterator[_StopRequests]:
         if not reached:
             raise KeyboardInterrupt
         if not requests.codes:
-            requests.codes.append(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED)
-            print(
-                "laconic: stopping after this step, then saving; Ctrl-C again leaves at once without saving",
-                file=sys.stderr,
-            )
+            requests.codes.append(128 + number)
+            say("laconic: stopping after this step, then saving; Ctrl-C again leaves at once without saving")
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, pass_on) for number in ending_signals()}
     try:
         yield requests
     finally:

@@ -9,6 +9,7 @@ thread starts.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from laconic.output_lines import say
 from laconic.train.signals import EXIT_PEER_LOST, StopRequest, listen_to_launcher
 
 if TYPE_CHECKING:
@@ -85,8 +87,9 @@ def leave(code: int) -> NoReturn:
 
     Those of a process group abort or hang when a member is lost, and sometimes when none is.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
     os._exit(code)
 
 
@@ -117,8 +120,9 @@ def main() -> None:
             raise
         leave(EXIT_PEER_LOST)  # the launcher was interrupted, and has removed its files
     result = work(config, info, stop, launch, steps.write)
-    if result.code == EXIT_FAILED:  # the launcher prints rank and error; the traceback is printed here
-        sys.stderr.write(f"{result.message}\n")  # whole, as other ranks write at the same time
+    if result.code == EXIT_FAILED and result.message is not None:
+        # The launcher prints rank and error; the traceback is printed here.
+        say(result.message)
     leave(result.code)
 
 

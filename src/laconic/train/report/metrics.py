@@ -14,13 +14,14 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from laconic.cost.sizes import format_nbytes
 from laconic.errors import ConfigError, DataError
 from laconic.json_text import parse_json
+from laconic.output_lines import say
 from laconic.train.report.wandb_run import WandbRun
 
 __all__ = [
@@ -173,7 +174,8 @@ def memory_nbytes() -> int:
 class Progress:
     """Shows a run's progress on stderr: a live bar on a terminal, a line every `log_every` steps elsewhere.
 
-    Only rank 0 shows anything. Use it as a context manager, or call `close`.
+    Only rank 0 shows anything. When the terminal is closed or the reader has left, the run goes on: metrics.jsonl has
+    every step. Use it as a context manager, or call `close`.
     """
 
     def __init__(self, steps: int, first_step: int = 0, *, rank: int = 0, log_every: int = 10) -> None:
@@ -188,7 +190,8 @@ class Progress:
             with contextlib.suppress(ImportError):  # tqdm is an extra; lines do without it
                 from tqdm import tqdm
 
-                self._bar = tqdm(total=steps, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stderr)
+                with self._while_it_can_be_seen():
+                    self._bar = tqdm(total=steps, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stderr)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show that `step` steps are done, with loss, tokens_per_second and saved_nbytes from `metrics` if present."""
@@ -196,8 +199,9 @@ class Progress:
             return
         parts = _summary(metrics)
         if self._bar is not None:
-            self._bar.set_postfix_str(", ".join(parts), refresh=False)
-            self._bar.update(step - self._bar.n)
+            with self._while_it_can_be_seen():
+                self._bar.set_postfix_str(", ".join(parts), refresh=False)
+                self._bar.update(step - self._bar.n)
         elif step % self._log_every == 0 or step == self._steps:
             done = max(1, step - self._first_step)
             left = (time.monotonic() - self._started) / done * (self._steps - step)
@@ -208,14 +212,23 @@ class Progress:
         if not self._shows:
             return
         if self._bar is not None:
-            self._bar.write(text, file=sys.stderr)
+            with self._while_it_can_be_seen():
+                self._bar.write(text, file=sys.stderr)
         else:
-            print(text, file=sys.stderr, flush=True)
+            say(text)
 
     def close(self) -> None:
         """Leave the bar as it stands; more than once is fine."""
         if self._bar is not None:
-            self._bar.close()
+            with self._while_it_can_be_seen():
+                self._bar.close()
+
+    @contextlib.contextmanager
+    def _while_it_can_be_seen(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:  # tqdm's; its bar would try again at exit
+            self._shows, self._bar = False, None
 
     def __enter__(self) -> Progress:
         return self

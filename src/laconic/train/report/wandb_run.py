@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import sys
 import time
 from collections.abc import Mapping
 from datetime import datetime
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from laconic.errors import ConfigError
+from laconic.output_lines import say
 
 __all__ = ["WandbRun", "check_wandb"]
 
@@ -78,11 +78,9 @@ class WandbRun:
 
     def _leave_out(self, error: Exception) -> None:
         self._run = None
-        print(
+        say(
             f"wandb has failed ({type(error).__name__}: {error}); the run goes on without it, and metrics.jsonl has "
-            "all steps",
-            file=sys.stderr,
-            flush=True,
+            "all steps"
         )
 
 
