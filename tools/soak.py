@@ -2,6 +2,7 @@
 
     python tools/soak.py --kills 200 --seed 1 --minutes 40
     python tools/soak.py --kills 10 --kinds ddp ep --report soak.md
+    python tools/soak.py --kills 20 --actions raise memory --moments shards
 
 DDP, FSDP2, pipelines and experts take turns, two processes each, with up to six faults a run. Each run has to end by
 itself with the bits of an undisturbed run, name the culprit of every fault, and leave no process, port, file or shared
@@ -57,12 +58,12 @@ class Seen:
     seconds: float | None
 
 
-def faults(rng: random.Random, number: int) -> list[Fault]:
+def faults(rng: random.Random, number: int, actions: Sequence[str], moments: Sequence[str]) -> list[Fault]:
     """Up to `number` faults of one run, in the order of their steps."""
     chosen = []
     for step in sorted(rng.sample(range(1, STEPS + 1), number)):
-        action = rng.choices(list(_ACTIONS), list(_ACTIONS.values()))[0]
-        moment = rng.choices(list(_MOMENTS), list(_MOMENTS.values()))[0]
+        action = rng.choices(actions, [_ACTIONS[name] for name in actions])[0]
+        moment = rng.choices(moments, [_MOMENTS[name] for name in moments])[0]
         if moment == "between" and action not in (*_OUTSIDE, "exit"):
             moment = "forward"
         if rng.random() < 0.1 and action in _OUTSIDE:
@@ -83,13 +84,15 @@ def ordered(chosen: Sequence[Fault]) -> list[Fault]:
     return kept
 
 
-def trials(seed: int, kinds: Sequence[str]) -> Iterator[tuple[int, str, list[Fault]]]:
+def trials(
+    seed: int, kinds: Sequence[str], actions: Sequence[str], moments: Sequence[str]
+) -> Iterator[tuple[int, str, list[Fault]]]:
     """The number of each run, its kind and its faults, without end."""
     rng = random.Random(seed)
     number = 0
     while True:
         for kind in kinds:
-            yield number, kind, faults(rng, rng.randint(3, 6))
+            yield number, kind, faults(rng, rng.randint(3, 6), actions, moments)
             number += 1
 
 
@@ -123,6 +126,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=40.0, help="time after which to stop")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--actions", nargs="+", choices=list(_ACTIONS), default=list(_ACTIONS))
+    parser.add_argument("--moments", nargs="+", choices=list(_MOMENTS), default=list(_MOMENTS))
     parser.add_argument("--report", type=Path, help="Markdown file for the table")
     options = parser.parse_args()
     seen: list[Seen] = []
@@ -130,7 +135,7 @@ def main() -> int:
     num_runs = 0
     with tempfile.TemporaryDirectory(prefix="laconic-soak-") as name:
         folder = Path(name)
-        for number, kind, given in trials(options.seed, options.kinds):
+        for number, kind, given in trials(options.seed, options.kinds, options.actions, options.moments):
             if len(seen) >= options.kills or time.monotonic() - began > 60 * options.minutes:
                 break
             trial = Trial(folder, trial_config(folder, f"run-{number}", kind), given)
