@@ -183,12 +183,13 @@ def test_a_rank_that_did_not_run_is_the_culprit_whatever_the_others_did(tmp_path
 
 
 def test_the_last_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "latest").write_text("step-00000040\n")
+    run_dir = tmp_path / "my run"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "checkpoints" / "latest").write_text("step-00000040\n")
     killed = failure_of({0: failure(tmp_path, 0, -9)})
-    assert _give_up(killed, "", tiny_config(tmp_path, "run"), tmp_path) == 1
+    assert _give_up(killed, "", tiny_config(tmp_path, "run"), run_dir) == 1
     said = capsys.readouterr().err
-    assert f"continue after step-00000040 with: laconic train --resume --run-dir {tmp_path}" in said
+    assert f"continue after step-00000040 with: laconic train --resume --run-dir '{run_dir}'\n" in said
 
 
 @pytest.mark.parametrize("cls", [DataError, TrainingError, ConfigError, CorruptionError])

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import shlex
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -32,9 +33,9 @@ ROUNDING = 4e-5
 
 
 def test_a_run_leaves_everything_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tiny_config(tmp_path, "run", {"checkpoint.every": 2, "checkpoint.keep": 1})
+    config = tiny_config(tmp_path, "my run", {"checkpoint.every": 2, "checkpoint.keep": 1})
     assert train_alone(config) == 0
-    run_dir = tmp_path / "run"
+    run_dir = tmp_path / "my run"
     assert sorted(path.name for path in run_dir.iterdir()) == [
         "activations.json",
         "checkpoints",
@@ -65,6 +66,8 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path, capsys: pytest.Capt
     words = capsys.readouterr().out
     for part in ("6 of 6 steps", "validation loss", "tokens/s", "bytes per token", "peak memory", str(run_dir)):
         assert part in words
+    next_command = words.partition("next:\n")[2].splitlines()[0]
+    assert shlex.split(next_command) == ["laconic", "train", "--resume", "--run-dir", str(run_dir), "--steps", "12"]
     assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["latest", "step-00000006"]
 
 

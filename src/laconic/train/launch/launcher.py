@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -167,11 +168,12 @@ def _give_up(failure: Failure, reason: str, config: TrainConfig, run_dir: Path) 
         raise failure.error
     say(f"laconic: {failure.what}; the other processes were stopped{tried}")
     checkpoint = _newest(run_dir)
+    command = f"laconic train --resume --run-dir {shlex.quote(str(run_dir))}"
     if checkpoint is None:
-        again = f" with: laconic train --resume --run-dir {run_dir}" if (run_dir / "config.toml").is_file() else ""
+        again = f" with: {command}" if (run_dir / "config.toml").is_file() else ""
         say(f"laconic: no checkpoint had been saved (see checkpoint.every); begin anew{again}")
     else:
-        say(f"laconic: continue after {checkpoint} with: laconic train --resume --run-dir {run_dir}")
+        say(f"laconic: continue after {checkpoint} with: {command}")
     return 1
 
 

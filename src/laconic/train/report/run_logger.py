@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -233,10 +234,11 @@ def closing_words(summary: dict[str, Any], run_dir: Path, config: TrainConfig) -
         "next:",
     ]
     further = "" if done < steps else f" --steps {2 * steps}"
+    folder = shlex.quote(str(run_dir))
     lines += [
-        f"  laconic train --resume --run-dir {run_dir}{further}",
-        f"  laconic compare {run_dir} OTHER_RUN",
-        f"  laconic export {run_dir} DIRECTORY",
+        f"  laconic train --resume --run-dir {folder}{further}",
+        f"  laconic compare {folder} OTHER_RUN",
+        f"  laconic export {folder} DIRECTORY",
     ]
     return "\n".join(lines)
 
