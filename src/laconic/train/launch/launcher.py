@@ -106,12 +106,11 @@ def _launch_workers(config: TrainConfig) -> int:
     run_dir = Path(config.run_dir)
     launch = Launch(uuid.uuid4().hex)
     failures: list[Failure] = []
-    with scratch_folder() as scratch, _quiet_elastic(), _pass_on_signals() as requests:
+    with _quiet_elastic(), _pass_on_signals() as requests:
         while True:
-            folder = scratch / str(len(failures))
-            folder.mkdir(mode=0o700)
-            launch.save(folder)
-            ending = _attempt(config, folder, requests)
+            with scratch_folder() as folder:  # a new one, as what cleans up temporary files may have removed the last
+                launch.save(folder)
+                ending = _attempt(config, folder, requests)
             if isinstance(ending, int):
                 return ending
             reason = why_no_restart(ending, failures, config.restarts)

@@ -22,6 +22,8 @@ from laconic.output_lines import say
 from laconic.train.signals import EXIT_PEER_LOST, StopRequest, listen_to_launcher
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
     from laconic.train.config.schema import TrainConfig
     from laconic.train.distributed.world import RankInfo
     from laconic.train.launch_record import Launch
@@ -71,15 +73,23 @@ def work(
         world.leave()
         return WorkerResult(code)
     except LaconicError as error:
-        handler.record_exception(error)
+        _record(handler, error)
         if isinstance(error, CollectiveError) and error.__cause__ is not None and is_peer_lost(error.__cause__):
             return _lost(who, error)
         return WorkerResult(EXIT_BAD_INPUT, f"laconic: error: {who}: {error}")
     except Exception as error:
-        handler.record_exception(error)
+        _record(handler, error)
         if is_peer_lost(error):
             return _lost(who, error)
         return WorkerResult(EXIT_FAILED, f"laconic: {who} failed:\n{traceback.format_exc()}")
+
+
+def _record(handler: ErrorHandler, error: Exception) -> None:
+    """Write the error file; where something has removed the launcher's temporary files, say the error here."""
+    try:
+        handler.record_exception(error)
+    except OSError:
+        say(f"laconic: {type(error).__name__}: {error}")
 
 
 def leave(code: int) -> NoReturn:
