@@ -43,6 +43,7 @@ for _ in range(6000):
 """
 _START = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "signal.signal(signal.SIGHUP, signal.SIG_DFL); "  # the suite itself may run under nohup
     "from laconic.cli.main import main; sys.exit(main(sys.argv[1:]))"
 )
 

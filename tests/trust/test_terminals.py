@@ -22,10 +22,17 @@ from tests.train.runs import ALONE
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def train(*more: str) -> list[str]:
+# The suite itself may run under nohup.
+_HEEDING = (
+    "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+    "from laconic.cli.main import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
+def train(*more: str, program: tuple[str, ...] = ("-m", "laconic")) -> list[str]:
     small = ["--sequence-length", "32", "--eval-sequences", "4", "--model.num-hidden-layers", "1", "--log-every", "2"]
     unsaved = ["--checkpoint.every", "100000"]
-    return [sys.executable, "-m", "laconic", "train", "--run-dir", "run", *small, *unsaved, *more]
+    return [sys.executable, *program, "train", "--run-dir", "run", *small, *unsaved, *more]
 
 
 def first_steps(folder: Path) -> Callable[[], bool]:
@@ -36,7 +43,7 @@ def first_steps(folder: Path) -> Callable[[], bool]:
 def test_a_run_whose_terminal_is_closed_saves_and_leaves(nproc: int, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        ["setsid", "--ctty", "--wait", *train("--steps", "100000", "--nproc", str(nproc))],
+        ["setsid", "--ctty", "--wait", *train("--steps", "100000", "--nproc", str(nproc), program=("-c", _HEEDING))],
         cwd=tmp_path, env=environment(), stdin=theirs, stdout=theirs, stderr=theirs,
     )  # fmt: skip
     os.close(theirs)
