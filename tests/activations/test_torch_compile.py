@@ -193,8 +193,16 @@ def test_hidden_states_of_a_compiled_model_keep_their_gradients(family: str) -> 
     assert_same(found[1], found[0], 0.05)
 
 
-@pytest.mark.parametrize("mode", ["sites", pytest.param("combined", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    ("mode", "whole"),
+    [
+        ("sites", False),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("sites", True), ("combined", True), ("combined", False))
+        ),
+    ],
+)
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_a_model_may_be_compiled_before_or_after(mode: Literal["sites", "combined"], whole: bool) -> None:
     model, ids = make_model("llama"), make_ids()

@@ -163,8 +163,14 @@ def test_a_signal_while_a_child_process_starts_ends_it_too(
     assert not [pid for pid in map(int, pids) if psutil.pid_exists(pid)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("started", [1, 2])
+@pytest.mark.parametrize(
+    ("started", "number"),
+    [
+        (2, signal.SIGTERM),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, signal.SIGTERM), (1, signal.SIGINT))),
+        pytest.param(2, signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_while_an_engine_starts_a_worker_ends_it_too(
     number: signal.Signals, started: int, tmp_path: Path
 ) -> None:

@@ -21,7 +21,9 @@ _HAS_NO_LOCK = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 _IMPORT_TRITON = ("train", "hugging face")  # through torch; it switches the lock on unless PYTHON_GIL says otherwise
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize(
+    "job", [pytest.param(name, marks=pytest.mark.slow) if name in _IMPORT_TRITON else name for name in JOBS]
+)
 def test_threads_that_begin_together_get_the_bits_of_one_alone(job: str) -> None:
     if job in _NEEDS:
         pytest.importorskip(_NEEDS[job])
