@@ -14,6 +14,13 @@ from pathlib import Path
 from typing import Any
 
 STEPS = 6
+VARIABLES = {
+    "PYTHONWARNINGS": "ignore",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_raylet_start_wait_time_s": "150",
+    "RAY_worker_niceness": "0",  # 15 by default: workers would wait for every other test
+}
+"""Environment of Ray's processes."""
 
 
 def make_model() -> Any:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.processes import environment, finish, run_ranks, start
-from tests.integrations.ray_driver import STEPS, make_model, train_step
+from tests.integrations.ray_driver import STEPS, VARIABLES, make_model, train_step
 
 pytestmark = [
     pytest.mark.slow,
@@ -66,8 +66,7 @@ def test_two_nodes_have_the_losses_of_gloo_in_fewer_bytes_also_after_a_worker_ha
     gloo.mkdir()
     ray.mkdir()
     run_ranks(_over_gloo, (gloo,), 2)
-    quiet = {"PYTHONWARNINGS": "ignore", "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "150"}
-    variables = environment(**quiet, GLOO_SOCKET_IFNAME="lo")
+    variables = environment(**VARIABLES, GLOO_SOCKET_IFNAME="lo")
     ending = finish(start(["tests/integrations/ray_driver.py", str(ray)], variables), 590)
     assert ending.code == 0, ending.out + ending.err
     ranks = [json.loads((ray / f"{rank}.json").read_text()) for rank in range(2)]

@@ -13,6 +13,7 @@ import pytest
 
 from netlab import Lab, finish
 from tests.distributed.processes import ROOT, environment
+from tests.integrations.ray_driver import VARIABLES
 from tests.netlab.conftest import MakeLab
 
 pytestmark = [
@@ -22,12 +23,11 @@ pytestmark = [
 ]
 
 PORT = 6379
-QUIET = {"PYTHONWARNINGS": "ignore", "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "150"}
 
 
 def variables() -> dict[str, str]:
     """Of a process of Ray; all of a cluster need the same token."""
-    return environment(**QUIET, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="f" * 64, GLOO_SOCKET_IFNAME="eth0")
+    return environment(**VARIABLES, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="f" * 64, GLOO_SOCKET_IFNAME="eth0")
 
 
 def start_node(lab: Lab, host: int, folder: Path) -> None:
