@@ -24,6 +24,7 @@ from laconic.train import trainer as trainer_module
 from laconic.train.checkpoint import save_load
 from laconic.train.checkpoint.manifest import MANIFEST
 from laconic.train.distributed.world import World
+from laconic.train.launch_record import Launch
 
 __all__ = ["ACTIONS", "MOMENTS", "SAVING", "Fault", "dump", "install"]
 
@@ -57,8 +58,7 @@ def install(text: str) -> None:
     """Let this process, a worker of our launcher, do the fault of its attempt if it is its own."""
     given = json.loads(text)
     log = Path(given["log"])
-    # The launcher's folder of the attempt is named by its number; LACONIC_STORE is in it.
-    attempt = int(Path(os.environ["LACONIC_STORE"]).parent.name)
+    attempt = len(Launch.load(Path(os.environ["LACONIC_STORE"]).parent).restarts)
     _write(log, {"pid": os.getpid(), "attempt": attempt})
     if attempt >= len(given["faults"]):
         return
