@@ -38,8 +38,9 @@ def test_a_run_bears_the_loss_of_its_temporary_files(
         ["-m", "laconic", "train", "--config", str(tmp_path / "config.toml")], environment(TMPDIR=str(temporary))
     )
     wait_until(lambda: num_steps(run_dir) > 25)
-    for path in temporary.iterdir():
-        shutil.rmtree(path)
+    while left := [path for path in temporary.iterdir() if path.name.startswith("laconic-")]:
+        for path in left:
+            shutil.rmtree(path, ignore_errors=True)  # a rank may just be writing
     if number == signal.SIGKILL:
         workers_of(launcher)[1].send_signal(number)
     else:
@@ -52,4 +53,4 @@ def test_a_run_bears_the_loss_of_its_temporary_files(
         assert latest_name(run_dir) == f"step-{STEPS:08d}"
     elif code == 143:
         assert latest_name(run_dir) == f"step-{num_steps(run_dir):08d}"
-    assert not list(temporary.iterdir())
+    assert not [path for path in temporary.iterdir() if path.name.startswith("laconic-")]
