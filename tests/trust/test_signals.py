@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from laconic.infer.bench.demo_model import save_demo_model
-from tests.distributed.processes import environment
+from tests.distributed.processes import environment, wait_until
 from tests.patience import patient
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -44,7 +44,7 @@ for _ in range(6000):
 _START = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     "signal.signal(signal.SIGHUP, signal.SIG_DFL); "  # the suite itself may run under nohup
-    "from laconic.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    "from laconic.cli.main import main; open('begun', 'x').close(); sys.exit(main(sys.argv[1:]))"
 )
 
 
@@ -81,7 +81,8 @@ def test_a_signal_at_any_moment_leaves_nothing(name: str, number: signal.Signals
         start_new_session=True,
     )
     try:
-        time.sleep(rng.uniform(0.2, patient(4.0)))
+        wait_until((tmp_path / "begun").exists)
+        time.sleep(rng.uniform(0.0, patient(4.0)))
         was_done = process.poll() is not None
         if rng.random() < 0.5:
             process.send_signal(number)  # as `kill` does
@@ -93,7 +94,8 @@ def test_a_signal_at_any_moment_leaves_nothing(name: str, number: signal.Signals
         process.communicate()
         raise
     assert process.returncode in (codes | {0} if was_done or codes is _SHORT else codes), error
-    assert "Traceback" not in error
+    # The interpreter that ends itself may say where it was; no code of ours runs then.
+    assert "Traceback" not in error or (codes is _SHORT and "/laconic/" not in error), error
     deadline = time.monotonic() + patient(10)  # workers see that their parent has gone
     while (left := processes_with(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
