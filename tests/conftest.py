@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
+from zlib import crc32
 
 import pytest
 import torch
@@ -31,9 +32,18 @@ _FIRST = (
 """Groups that take longest, in the slow suite minutes each: one that begins last keeps two of three workers waiting."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--one-of-each`: what CI runs of the slow suite."""
+    parser.addoption("--one-of-each", action="store_true", help="of every slow test one case, which its name chooses")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that share an expensive fixture, or the machine's network, run in the same worker of pytest-xdist."""
+    if config.getoption("one_of_each"):
+        kept = one_of_each(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
     groups = {}
     for item in items:
         file = item.nodeid.partition("::")[0]
@@ -50,6 +60,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if (seconds := stretched_timeout(item, factor)) is not None:
             item.add_marker(pytest.mark.timeout(seconds), append=False)
     items.sort(key=lambda item: _FIRST.index(groups[item]) if groups[item] in _FIRST else len(_FIRST))
+
+
+def one_of_each(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Of every slow test one case, the same in each run whatever else is collected; all cases that are not slow."""
+    kept: dict[str, pytest.Item] = {}
+    for item in items:
+        is_slow = item.get_closest_marker("slow") is not None
+        name = item.nodeid.partition("[")[0] if is_slow else item.nodeid
+        if name not in kept or crc32(item.nodeid.encode()) < crc32(kept[name].nodeid.encode()):
+            kept[name] = item
+    return set(kept.values())
 
 
 def stretched_timeout(item: pytest.Item, factor: float) -> float | None:
