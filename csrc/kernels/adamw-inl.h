@@ -18,6 +18,8 @@ namespace {
 constexpr int64_t kGradientBlock = 128;
 // How many blocks ahead of the one at hand memory is fetched.
 constexpr int64_t kPrefetchBlocks = 2;
+// 2^62: LARGEST_GRADIENT of src/laconic/ops/adamw_scalars.py.
+constexpr uint32_t kLargestGradientBits = 0x5E800000;
 
 inline int64_t blocks_of(int64_t n, int64_t block_size) {
   return (n + block_size - 1) / block_size;
@@ -74,6 +76,12 @@ inline void load_gradient(const AdamW& a, int64_t first, int64_t n, float* out) 
   }
   if (a.maximize) {
     for (int64_t i = 0; i < n; ++i) out[i] = -out[i];
+  }
+  // A finite gradient makes no infinite square; infinity and NaN go on to where they are seen.
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t bits = bits_of(out[i]), magnitude = bits & 0x7FFFFFFF;
+    const bool is_huge = (magnitude > kLargestGradientBits) & (magnitude < kInfinityBits);
+    out[i] = float_of(is_huge ? kLargestGradientBits | (bits & 0x80000000) : bits);
   }
 }
 

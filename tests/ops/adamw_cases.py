@@ -100,6 +100,15 @@ def awkward_gradients() -> Iterator[tuple[str, Tensor]]:
     broken = torch.randn(4, 300)
     broken[0, 3], broken[1, 299], broken[2, 0], broken[3, 255] = float("nan"), float("inf"), -float("inf"), 1e30
     yield "broken", broken
+    yield "all magnitudes", all_magnitudes(3, 600)
+
+
+def all_magnitudes(rows: int, length: int) -> Tensor:
+    """Finite gradients [rows, length], fp32, from 1e-45 to 3.4e38 in both signs; ordinary ones between huge ones."""
+    x = torch.empty(rows, length).uniform_(-149, 127.99).exp2() * torch.randn(rows, length).sign()
+    x[:, 1::7] = torch.randn(rows, length)[:, 1::7]
+    x[0, 0], x[0, 3], x[-1, -1] = 2e19, torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max
+    return x
 
 
 def follow(op: Any, case: Case, num_steps: int, **options: Any) -> list[dict[str, Tensor]]:

@@ -293,6 +293,66 @@ def test_exact_adam_reaches_the_bound() -> None:
     assert abs(p.item() - before) > 5.7
 
 
+def extreme(shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator, share: float) -> Tensor:
+    """Finite gradients: ordinary ones, and a share of all magnitudes that the dtype has, its largest included."""
+    x = torch.randn(shape, generator=generator)
+    largest = torch.finfo(dtype).max
+    magnitudes = torch.rand(shape, generator=generator).mul(149 + 128).sub(149).clamp(max=127.9).exp2()
+    magnitudes = magnitudes.clamp(max=largest)
+    magnitudes[torch.rand(shape, generator=generator) < 0.2] = largest
+    is_extreme = torch.rand(shape, generator=generator) < share
+    return torch.where(is_extreme, magnitudes * x.sign(), x).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gradient", ["dense", "8 bits", "12 bits"])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.0), (0.95, 0.8)])
+def test_finite_gradients_of_any_size_leave_finite_weights(
+    dtype: torch.dtype, gradient: str, betas: tuple[float, float]
+) -> None:
+    # Squares of what is beyond 2**64 overflow fp32, and one block's scale is that of 256 weights.
+    generator = torch.Generator().manual_seed(0)
+    for shape, share in (((16, 300), 1 / 256), ((3, 5000), 0.3), ((64, 256), 0.0)):
+        p = parameter(*shape, dtype=dtype)
+        optimizer = AdamW8bit([p], lr=1e-3, betas=betas, weight_decay=0.0)
+        for step in range(1, 7):
+            before = p.detach().float().clone()
+            values = extreme(
+                shape, dtype if gradient == "dense" else torch.float32, generator, share if step < 5 else 0
+            )
+            if share == 0 and step == 2:
+                values[0, 0] = min(2e19, torch.finfo(values.dtype).max)  # one element
+            if gradient == "dense":
+                p.grad = values
+            else:
+                # The largest number of all rounds up to infinity when it is read from codes.
+                values = values.clamp(-3.4e38, 3.4e38)
+                set_quantized_gradient(p, quantized(values, int(gradient.split()[0])))
+            optimizer.step()
+            assert p.isfinite().all(), (shape, step)
+            assert all(value.isfinite().all() for value in optimizer.state[p].values()), (shape, step)
+            rounding = torch.finfo(dtype).eps * torch.maximum(before.abs(), p.float().abs()) + torch.finfo(dtype).tiny
+            assert ((p.float() - before).abs() <= 1e-3 * largest_step(*betas, step) * 1.001 + rounding).all()
+
+
+def test_a_huge_element_moves_as_in_adam_and_its_neighbours_in_other_blocks_as_if_it_were_not_there() -> None:
+    for huge in (4e18, 2e19, 1e20, 5e20, 3.4e38):
+        ours, exact, without = parameter(32, 512), parameter(32, 512), parameter(32, 512)
+        optimizers = [AdamW8bit([ours]), torch.optim.AdamW([exact]), AdamW8bit([without])]
+        for step in range(3):
+            gradient = torch.randn(32, 512, generator=torch.Generator().manual_seed(step))
+            without.grad = gradient.clone()
+            if step == 0:
+                gradient[5, 7] = huge
+            ours.grad, exact.grad = gradient, gradient.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+        if huge < 1e21:  # torch has stopped that weight for good
+            torch.testing.assert_close(ours[5, 7], exact[5, 7], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(ours[5, 256:], without[5, 256:], rtol=0, atol=0)
+        torch.testing.assert_close(ours[6:], without[6:], rtol=0, atol=0)
+
+
 def test_an_element_without_gradient_does_not_move_and_a_late_one_moves_as_in_adam() -> None:
     ours, exact = parameter(16, 256), parameter(16, 256)
     mine, theirs = AdamW8bit([ours], weight_decay=0.0), torch.optim.AdamW([exact], weight_decay=0.0)

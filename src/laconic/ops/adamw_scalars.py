@@ -20,7 +20,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["adamw_scalars", "largest_step"]
+__all__ = ["LARGEST_GRADIENT", "adamw_scalars", "largest_step"]
+
+LARGEST_GRADIENT = 2.0**62
+"""A finite gradient counts as no larger than this: the square of a larger one overflows fp32 (beyond 2**64), and the
+reciprocal of a block's scale made of such squares underflows (beyond 2**126). Adam with gradients that are limited is
+still Adam, so the bound above holds."""
 
 # The limit lies this much above K_t, so that the roundings of fp32 alone never reach it.
 _MARGIN = 1 + 2.0**-16

@@ -107,9 +107,12 @@ def _adamw(
         for seed in (1, 2)
         for part in (_bytes(n, seed).view(shape), _random(rows, -(-shape[1] // STATE_BLOCK_SIZE), seed=seed).abs())
     )
-    gradient: Choices = (_random(*shape, seed=5).to(gradient_dtype), None, None, None)
     if is_quantized:
-        gradient = _store(n, has_residual)
+        gradient: Choices = _store(n, has_residual)
+    else:
+        dense = _random(*shape, seed=5).to(gradient_dtype)
+        dense[0, 0] = min(2e19, torch.finfo(gradient_dtype).max)  # whose square is not finite
+        gradient = (dense, None, None, None)
     factor = torch.tensor(0.75, dtype=torch.float32, device="cpu") if has_factor else None
     scalars = (1e-3, 0.9, 0.999, 1e-8, 0.1, 3, maximizes)
     return _random(*shape, seed=6).to(dtype), *moments, *gradient, factor, *scalars

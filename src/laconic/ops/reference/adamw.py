@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from laconic.ops.adamw_scalars import adamw_scalars
+from laconic.ops.adamw_scalars import LARGEST_GRADIENT, adamw_scalars
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE, MIN_SCALE
 from laconic.ops.dynamic_map import STATE_BLOCK_SIZE, ZERO_CODE, dynamic_map_tensor
 from laconic.ops.reference.blockwise import dequantize_blockwise
@@ -62,6 +62,8 @@ def adamw8bit_(
         g = g * gradient_factor
     if maximize:
         g = -g
+    # A finite gradient makes no infinite square; infinity and NaN go on to where they are seen.
+    g = torch.where(g.isinf(), g, g.clamp(-LARGEST_GRADIENT, LARGEST_GRADIENT))
 
     # 2. The moments, in this order of operations.
     m = dequantize_dynamic(exp_avg_codes.view(rows, length), exp_avg_scales, signed=True)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from laconic.ops.adamw_scalars import adamw_scalars
+from laconic.ops.adamw_scalars import LARGEST_GRADIENT, adamw_scalars
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
 from laconic.ops.dynamic_map import STATE_BLOCK_SIZE, dynamic_map_tensor
 from laconic.ops.schemas import check_adamw8bit, check_adamw8bit_multi, check_separate, tensors_of_each
@@ -28,6 +28,7 @@ _BLOCKS = 4
 _BLOCK_SIZE = tl.constexpr(STATE_BLOCK_SIZE)
 _GRADIENT_BLOCK = tl.constexpr(GRADIENT_BLOCK_SIZE)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
+_LARGEST_GRADIENT = tl.constexpr(LARGEST_GRADIENT)
 _SMALLEST_NORMAL_BITS = tl.constexpr(0x00800000)
 
 # Where each table starts in a map.
@@ -125,6 +126,10 @@ def _update(
         g = g * tl.load(factor_ptr)
     if MAXIMIZE:
         g = g * -1.0
+    # A finite gradient makes no infinite square; infinity and NaN go on to where they are seen.
+    magnitude = tl.abs(g)
+    is_huge = (magnitude > _LARGEST_GRADIENT) & (magnitude < float("inf"))
+    g = tl.where(is_huge, tl.where(g > 0, _LARGEST_GRADIENT, -_LARGEST_GRADIENT), g)
 
     # 2. The moments.
     m = _dequantize(exp_avg_codes_ptr, exp_avg_scales_ptr, signed_map_ptr, at, exists, block, block_exists, 127)
