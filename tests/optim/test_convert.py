@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -319,3 +320,165 @@ def test_state_dicts_of_distributed_checkpoints_convert() -> None:
             "exp_avg_sq"
         ].norm()
         assert all(torch.equal(value, again.state[p][key]) for key, value in ours.state[p].items())
+
+
+def named(ps: list[nn.Parameter], order: list[int]) -> list[tuple[str, nn.Parameter]]:
+    return [(f"layer.{index}", ps[index]) for index in order]
+
+
+@pytest.mark.parametrize("kind", ["own", "AdamW", "from_adamw_state"])
+@pytest.mark.parametrize("seed", range(4))
+def test_named_parameters_are_matched_by_name(kind: str, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(32, 512), (32, 512), (9,), (9,), (70, 100), (70, 100), (32, 512)]
+    ps = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    qs = [nn.Parameter(p.detach().clone()) for p in ps]
+    orders = [torch.randperm(len(ps), generator=generator).tolist() for _ in range(2)]
+    cuts = (2, 5)
+
+    def groups(of: list[nn.Parameter], order: list[int]) -> list[dict[str, Any]]:
+        pairs = [named(of, order[: cuts[0]]), named(of, order[cuts[0] : cuts[1]]), named(of, order[cuts[1] :])]
+        return [{"params": pair, "lr": 0.1 * (number + 1)} for number, pair in enumerate(pairs)]
+
+    source = AdamW8bit(groups(ps, orders[0])) if kind == "own" else torch.optim.AdamW(groups(ps, orders[0]))
+    train(ps, source, 2, seed)
+    target = AdamW8bit(groups(qs, orders[1]))
+    if kind == "from_adamw_state":
+        from_adamw_state(target, source.state_dict())
+    else:
+        target.load_state_dict(source.state_dict())
+    for group, fresh in zip(target.param_groups, groups(qs, orders[1]), strict=True):
+        assert group["param_names"] == [name for name, _ in fresh["params"]]
+        assert group["lr"] == fresh["lr"]
+    for p, q in zip(ps, qs, strict=True):
+        for moment in MOMENTS:
+            expected, found = moment_of(source.state[p], moment), moment_of(target.state[q], moment)
+            assert (found - expected).norm() <= (0 if kind == "own" else 0.03) * expected.norm()
+
+
+def test_other_names_are_refused_and_states_without_names_keep_their_order() -> None:
+    ps, qs = parameters(), parameters()
+    source = AdamW8bit(named(ps, [0, 1, 2]))
+    train(ps, source, 1)
+    others = AdamW8bit([(f"module.{name}", q) for name, q in named(qs, [0, 1, 2])])
+    with pytest.raises(FormatError, match=r"no module\.layer\.0, .* but layer\.0, .* delete them to match"):
+        others.load_state_dict(source.state_dict())
+    assert not others.state
+    state = source.state_dict()
+    for group in state["param_groups"]:
+        del group["param_names"]
+    for target in (others, AdamW8bit(qs)):
+        target.load_state_dict(state)
+        assert all(
+            torch.equal(value, target.state[q][key])
+            for p, q in zip(ps, qs, strict=True)
+            for key, value in source.state[p].items()
+        )
+
+
+def test_distributed_checkpoints_that_have_matched_names_are_not_matched_again() -> None:
+    model = nn.ModuleDict({name: nn.Linear(64, 64, bias=False) for name in "abc"})
+    reversed_names = list(reversed([*model.named_parameters()]))
+    source, target = AdamW8bit(model.named_parameters()), AdamW8bit(reversed_names)
+    train([p for _, p in model.named_parameters()], source, 1)
+    for p in model.parameters():
+        p.grad = None
+    set_optimizer_state_dict(model, target, get_optimizer_state_dict(model, source))
+    assert target.param_groups[0]["param_names"] == [name for name, _ in reversed_names]
+    for p in model.parameters():
+        assert all(torch.equal(value, target.state[p][key]) for key, value in source.state[p].items())
+
+
+def optimizers_of_torch() -> list[type[torch.optim.Optimizer]]:
+    found = (getattr(torch.optim, name) for name in torch.optim.__all__)
+    return [one for one in found if isinstance(one, type) and one is not torch.optim.Optimizer]
+
+
+@pytest.mark.parametrize("kind", optimizers_of_torch(), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("steps", [0, 3])
+def test_states_of_torchs_optimizers_continue_alike_or_are_refused(
+    kind: type[torch.optim.Optimizer], steps: int
+) -> None:
+    p, q = (nn.Parameter(torch.full((16, 256), 0.5)) for _ in range(2))
+    source = kind([p], lr=0.01)  # type: ignore[call-arg]
+
+    def step(one: nn.Parameter, optimizer: torch.optim.Optimizer, number: int) -> None:
+        gradient = torch.randn(16, 256, generator=torch.Generator().manual_seed(number)) + 0.5
+        one.grad = gradient.to_sparse() if kind is torch.optim.SparseAdam and optimizer is source else gradient
+        optimizer.step(lambda: 0.0) if kind is torch.optim.LBFGS else optimizer.step()  # type: ignore[arg-type]
+
+    for number in range(steps):
+        step(p, source, number)
+    target = AdamW8bit([q], lr=7.0)
+    if kind not in (torch.optim.Adam, torch.optim.AdamW):
+        with pytest.raises(FormatError, match="the state"):
+            target.load_state_dict(source.state_dict())
+        assert not target.state
+        assert target.param_groups[0]["lr"] == 7.0
+        return
+    target.load_state_dict(source.state_dict())
+    before = p.detach().clone()
+    q.data.copy_(before)
+    step(p, source, steps)
+    step(q, target, steps)
+    assert (p - q).norm() < 0.02 * (p - before).norm()
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"caution": True}, "has caution True"),
+        ({"nesterov": True, "bias_correction": False}, "has nesterov True and bias_correction False"),
+        ({"caution": False, "bias_correction": True}, None),
+        ({"initial_lr": 0.5, "name": "layers"}, None),
+    ],
+)
+def test_other_packages_adams_are_told_apart_by_their_options(group: dict[str, Any], message: str | None) -> None:
+    source = torch.optim.AdamW(ps := parameters())
+    train(ps, source, 1)
+    state = source.state_dict()
+    state["param_groups"][0] |= group
+    target = AdamW8bit(parameters())
+    with nullcontext() if message is None else pytest.raises(FormatError, match=message):
+        target.load_state_dict(state)
+    assert bool(target.state) == (message is None)
+
+
+def bitsandbytes_state(ps: list[nn.Parameter], **others: Any) -> dict[str, Any]:
+    """As a 32-bit optimizer of bitsandbytes leaves it."""
+    states = {
+        index: {"step": 1, "state1": torch.ones_like(p), "state2": torch.ones_like(p), **others}
+        for index, p in enumerate(ps)
+    }
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "alpha": 0.0, "t_alpha": None}
+    return {"state": states, "param_groups": [group | {"t_beta3": None, "params": list(range(len(ps)))}]}
+
+
+def test_other_optimizers_of_bitsandbytes_are_refused() -> None:
+    ps = parameters()
+    target = AdamW8bit(ps)
+    for state, message in [
+        (bitsandbytes_state(ps, unorm_vec=torch.zeros(1)), "has unorm_vec.*LAMB and LARS"),
+        (bitsandbytes_state(ps, gnorm_vec=torch.zeros(100)), "has gnorm_vec.*percentile_clipping"),
+        (bitsandbytes_state(ps), None),
+    ]:
+        with nullcontext() if message is None else pytest.raises(FormatError, match=message):
+            target.load_state_dict(state)
+    ademamix = bitsandbytes_state(ps)
+    ademamix["param_groups"][0]["alpha"] = 5.0
+    with pytest.raises(FormatError, match="AdEMAMix"):
+        target.load_state_dict(ademamix)
+
+
+def test_a_second_moment_that_overflowed_in_torch_stops_no_other_weight_for_good() -> None:
+    p, q = nn.Parameter(torch.ones(16, 256)), nn.Parameter(torch.ones(16, 256))
+    source = torch.optim.AdamW([p])
+    p.grad = torch.randn(16, 256)
+    p.grad[3, 3] = 1e25
+    source.step()
+    assert source.state[p]["exp_avg_sq"].isinf().any()
+    target = AdamW8bit([q])
+    target.load_state_dict(source.state_dict())
+    train([q], target, 2)
+    assert q.isfinite().all()
+    assert ((q - 1).abs()[torch.arange(16) != 3] > 1e-4).float().mean() > 0.8

@@ -154,7 +154,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
         States of torch.optim.AdamW (or Adam without weight decay) and of bitsandbytes are converted, as
         laconic.optim.from_adamw_state and from_bitsandbytes_state do: moments larger than `min_8bit_numel` are rounded
-        to 8 bits.
+        to 8 bits. Where the state and this optimizer name parameters (`param_names`), these are matched by name.
 
         Raises:
             FormatError: the state does not fit, or belongs to another optimizer; nothing has changed then.
@@ -167,9 +167,9 @@ class AdamW8bit(torch.optim.Optimizer):
         checked: dict[Tensor, dict[str, Any]] = {}
 
         def check(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            from laconic.optim.convert import converted  # converters know this class
+            from laconic.optim.convert import converted, matched_by_name  # converters know this class
 
-            loaded = converted(self, loaded)
+            loaded = converted(self, matched_by_name(self, loaded))
             for group, saved in zip(self.param_groups, loaded["param_groups"], strict=False):
                 _check_refused(saved, FormatError)
                 _check_group({**self.defaults, **saved})

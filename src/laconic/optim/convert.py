@@ -21,11 +21,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from laconic.errors import FormatError
 from laconic.formats.shards import local_part, sharded_like
 from laconic.ops import STATE_BLOCK_SIZE, dequantize_dynamic, quantize_dynamic
+from laconic.ops.adamw_scalars import LARGEST_GRADIENT
 from laconic.ops.dynamic_map import dynamic_map
 from laconic.optim.adamw import AdamW8bit
 from laconic.optim.moments import (
     MOMENTS,
     dequantize_moment,
+    has_own_blocks,
     is_8bit,
     new_state,
     parameter_name,
@@ -33,13 +35,26 @@ from laconic.optim.moments import (
     rows_of,
 )
 
-__all__ = ["converted", "from_adamw_state", "from_bitsandbytes_state", "to_adamw_state", "to_bitsandbytes_state"]
+__all__ = [
+    "converted",
+    "from_adamw_state",
+    "from_bitsandbytes_state",
+    "matched_by_name",
+    "to_adamw_state",
+    "to_bitsandbytes_state",
+]
 
 _BNB_NUMBERS = {"exp_avg": "1", "exp_avg_sq": "2"}
 # Newer versions of bitsandbytes put tensors one level down in a state dict.
 _BNB_NESTED = "__bnb_optimizer_quant_state__"
 _BNB_GROUP: dict[str, Any] = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}
 _TORCH_GROUP = ("amsgrad", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
+_ADAMS_RULE = {"caution": False, "corrected_weight_decay": False, "nesterov": False, "bias_correction": True}
+"""Options of other packages' Adams, and with which value the update is that of AdamW."""
+_BNB_OTHER_RULES = {
+    "unorm_vec": "LAMB and LARS scale updates by norms",
+    "gnorm_vec": "percentile_clipping limits gradients",
+}
 _TORCH_DEFAULTS: dict[str, Any] = {
     "amsgrad": False,
     "capturable": False,
@@ -54,13 +69,14 @@ Moments = Mapping[str, Tensor | tuple[Tensor, Tensor]]
 def from_adamw_state(optimizer: AdamW8bit, state_dict: Mapping[str, Any]) -> None:
     """Load the state dict of a torch.optim.AdamW (or Adam without weight decay), its moments rounded to 8 bits.
 
-    `optimizer` has the same parameters in the same groups and order. The moments of a DTensor are DTensors placed as it
-    is, or plain tensors of its global shape, then the same on every process. Options of the groups are copied too.
+    `optimizer` has the same parameters in the same groups, and in the same order where the two do not name them. The
+    moments of a DTensor are DTensors placed as it is, or plain tensors of its global shape, then the same on every
+    process. Options of the groups are copied too.
 
     Raises:
         FormatError: the state does not fit, or has amsgrad; nothing has changed then.
     """
-    optimizer.load_state_dict(_from_adamw(optimizer, state_dict))
+    optimizer.load_state_dict(_from_adamw(optimizer, matched_by_name(optimizer, state_dict)))
 
 
 def _from_adamw(optimizer: AdamW8bit, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,24 +96,52 @@ def _from_adamw(optimizer: AdamW8bit, state_dict: Mapping[str, Any]) -> dict[str
             )
         return {moment: state[moment] for moment in MOMENTS}
 
-    return _convert(optimizer, state_dict, moments_of, ignored=_TORCH_GROUP)
+    found = _convert(optimizer, state_dict, moments_of, ignored=_TORCH_GROUP)
+    for group in state_dict["param_groups"]:
+        _refuse_other_rules(group)
+    return found
+
+
+def _refuse_other_rules(group: Mapping[str, Any]) -> None:
+    """Refuse the state of an optimizer that keeps Adam's moments and makes other updates of them.
+
+    RAdam's and SparseAdam's states have the same keys; only the groups of torch's Adam and AdamW have amsgrad.
+    """
+    missing = [name for name in ("amsgrad", "weight_decay") if name not in group]
+    others = [f"{name} {group[name]}" for name, value in _ADAMS_RULE.items() if group.get(name, value) != value]
+    if missing or others:
+        found = f"no {' and no '.join(missing)}" if missing else " and ".join(others)
+        raise FormatError(
+            f"the state is not that of an AdamW: a parameter group has {found}. AdamW8bit makes other updates of the"
+            " same moments than the optimizer of this state (RAdam, SparseAdam, ...); start with fresh moments"
+        )
 
 
 def from_bitsandbytes_state(optimizer: AdamW8bit, state_dict: Mapping[str, Any]) -> None:
     """Load the state dict of a bitsandbytes AdamW8bit, Adam8bit or their 32-bit forms.
 
-    `optimizer` has the same parameters in the same groups and order. For DTensors every process is given the same state
-    dict, and takes its part. Options of the groups are copied too.
+    `optimizer` has the same parameters in the same groups, and in the same order where the two do not name them. For
+    DTensors every process is given the same state dict, and takes its part. Options of the groups are copied too.
 
     Raises:
         FormatError: the state does not fit; nothing has changed then.
     """
-    optimizer.load_state_dict(_from_bitsandbytes(optimizer, state_dict))
+    optimizer.load_state_dict(_from_bitsandbytes(optimizer, matched_by_name(optimizer, state_dict)))
 
 
 def _from_bitsandbytes(optimizer: AdamW8bit, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    for group in state_dict["param_groups"]:
+        if group.get("alpha"):
+            raise FormatError(
+                f"the state has alpha {group['alpha']}, that of an AdEMAMix, which adds a slower moment, but AdamW8bit"
+                " has none"
+            )
+
     def moments_of(name: str, state: Mapping[str, Any]) -> Moments:
         flat = {**state, **state.get(_BNB_NESTED, {})}
+        for key, why in _BNB_OTHER_RULES.items():
+            if key in flat:
+                raise FormatError(f"the state of {name} has {key}, but AdamW8bit has nothing like it: {why}")
         moments: dict[str, Tensor | tuple[Tensor, Tensor]] = {}
         for moment, signed in MOMENTS.items():
             number = _BNB_NUMBERS[moment]
@@ -144,6 +188,40 @@ def converted(optimizer: AdamW8bit, state_dict: dict[str, Any]) -> dict[str, Any
             " torch.optim.AdamW and bitsandbytes can be loaded"
         )
     return _from_adamw(optimizer, state_dict)
+
+
+def matched_by_name(optimizer: AdamW8bit, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict with its parameters in the optimizer's order, where both name them; otherwise unchanged.
+
+    torch's own optimizers match by place also where there are names. Functions of torch.distributed.checkpoint have
+    matched already, by the names that are their keys.
+
+    Raises:
+        FormatError: both have names, but not the same ones.
+    """
+    groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
+    if not all("param_names" in group for group in (*groups, *saved_groups)) or len(groups) != len(saved_groups):
+        return dict(state_dict)
+    saved_keys = [key for group in saved_groups for key in group["params"]]
+    saved_names = [name for group in saved_groups for name in group["param_names"]]
+    if any(isinstance(key, str) for key in saved_keys):
+        keys_of_groups = [group["params"] for group in saved_groups]
+    else:
+        names = [name for group in groups for name in group["param_names"]]
+        if sorted(names) != sorted(saved_names) or len(saved_keys) != len(saved_names):
+            missing, unknown = sorted({*names} - {*saved_names}), sorted({*saved_names} - {*names})
+            raise FormatError(
+                f"the state has no {', '.join(missing[:3]) or 'parameter twice'}, but"
+                f" {', '.join(unknown[:3]) or 'another number of parameters'}, which the optimizer does not have;"
+                " rename param_names in the state's groups, or delete them to match parameters by their order"
+            )
+        key_of = dict(zip(saved_names, saved_keys, strict=True))
+        keys_of_groups = [[key_of[name] for name in group["param_names"]] for group in groups]
+    matched = [
+        {**saved, "params": keys, "param_names": list(group["param_names"])}
+        for group, saved, keys in zip(groups, saved_groups, keys_of_groups, strict=True)
+    ]
+    return {**state_dict, "param_groups": matched}
 
 
 def to_adamw_state(optimizer: AdamW8bit) -> dict[str, Any]:
@@ -193,16 +271,22 @@ def to_bitsandbytes_state(optimizer: AdamW8bit) -> dict[str, Any]:
         options = {name: packed[name] for name in ("lr", "betas", "eps", "weight_decay", "params")}
         groups.append(options | _BNB_GROUP)
         for parameter, key in zip(group["params"], packed["params"], strict=True):
-            state = {name: _full(value) for name, value in optimizer.state.get(parameter, {}).items()}
+            state = optimizer.state.get(parameter, {})
             if not state:
                 continue
             tensors = {}
             for moment, signed in MOMENTS.items():
                 number = _BNB_NUMBERS[moment]
                 if not is_8bit(state):
-                    tensors[f"state{number}"] = state[moment].clone()
+                    tensors[f"state{number}"] = _full(state[moment]).clone()
                     continue
-                codes, scales = _in_flat_blocks(state[f"{moment}_codes"], state[f"{moment}_scales"], signed)
+                if has_own_blocks(parameter):
+                    exact = _full(_exact(state, moment)).reshape(1, -1)
+                    codes, scales = quantize_dynamic(exact, signed=signed)
+                    codes, scales = codes.view(parameter.shape), scales.flatten()
+                else:
+                    parts = (_full(state[f"{moment}_{part}"]) for part in ("codes", "scales"))
+                    codes, scales = _in_flat_blocks(*parts, signed)
                 tensors[f"state{number}"] = codes
                 tensors[f"absmax{number}"] = scales
                 tensors[f"qmap{number}"] = torch.tensor(dynamic_map(signed).levels, device=codes.device)
@@ -264,6 +348,7 @@ def _fill(
         )
     if isinstance(found, DTensor) and (not isinstance(parameter, DTensor) or found.placements != parameter.placements):
         raise FormatError(f"{moment} of {name} is a DTensor, but not placed as the parameter is; redistribute it")
+    whole = not isinstance(found, DTensor)
 
     # 1. Codes and scales as they are, or the moment in fp32: of this process if it is a DTensor, else of all.
     codes = scales = exact = None
@@ -276,6 +361,15 @@ def _fill(
             scales = scales.view(rows, -1)
         else:
             exact = dequantize_dynamic(codes.reshape(1, -1), scales, signed=signed).view(parameter.shape)
+    if is_8bit(fresh) and whole and has_own_blocks(parameter):
+        if exact is None:
+            assert codes is not None
+            assert scales is not None
+            exact = dequantize_moment(codes, scales, signed=signed)
+        exact, whole = _part(exact.to(parameter.device), parameter), False
+    if is_8bit(fresh) and exact is not None and not signed:
+        # Of a weight that torch's AdamW has stopped for good; in a block it would stop 256.
+        exact = exact.clamp(max=LARGEST_GRADIENT**2)
 
     # 2. The new state's form.
     if not is_8bit(fresh):
@@ -286,7 +380,7 @@ def _fill(
         parts = {f"{moment}_codes": codes, f"{moment}_scales": scales}
     for key, part in parts.items():
         assert part is not None
-        _write(fresh[key], part, whole=not isinstance(found, DTensor))
+        _write(fresh[key], part, whole=whole)
 
 
 def _quantize_again(exact: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
@@ -317,9 +411,14 @@ def _quantize_again(exact: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
 def _write(target: Tensor, value: Tensor, whole: bool) -> None:
     """Copy a plain tensor into a state's: all of it, or what belongs to this process."""
     value = value.to(target.device)
-    if whole and isinstance(target, DTensor):
-        value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None).to_local()
-    local_part(target).copy_(value)
+    local_part(target).copy_(_part(value, target) if whole else value)
+
+
+def _part(value: Tensor, like: Tensor) -> Tensor:
+    """What belongs to this process of a plain tensor with the global shape of `like`."""
+    if not isinstance(like, DTensor):
+        return value
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
 def _full(value: Tensor) -> Tensor:

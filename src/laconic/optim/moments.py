@@ -3,7 +3,8 @@
 Blocks of 256 run along rows, where a row holds the elements that share an index of the first dimension. FSDP2 cuts that
 dimension only, so every block lies on one process whatever the world size, and codes and scales are DTensors with the
 parameter's own placements: a checkpoint of theirs can be loaded by any number of processes, bit for bit. Where rows are
-multiples of 256 long, as in language models, this is the flat order of bitsandbytes.
+multiples of 256 long, as in language models, this is the flat order of bitsandbytes. Tensor parallelism that cuts rows
+within a block makes blocks of its own, filled up at each cut; only the same cut can continue those.
 
 What depends on the shape alone is decided by the parameter's global shape, so that all layouts agree on it.
 """
@@ -25,8 +26,10 @@ from laconic.ops.dynamic_map import ZERO_CODE
 
 __all__ = [
     "MOMENTS",
+    "blocks_per_row",
     "check_state",
     "dequantize_moment",
+    "has_own_blocks",
     "is_8bit",
     "new_state",
     "parameter_name",
@@ -123,13 +126,13 @@ def check_state(name: str, parameter: Tensor, state: Mapping[str, Any], min_8bit
             " torch.optim.AdamW with laconic.optim.from_adamw_state, or set min_8bit_numel above"
             f" {parameter.numel()} to go on in fp32"
         )
-    rows, length = rows_of(parameter.shape)
+    rows = rows_of(parameter.shape)[0]
     for key, value in state.items():
         if key == "step":
             continue
         shape, dtype = tuple(parameter.shape), torch.uint8 if key.endswith("_codes") else torch.float32
         if key.endswith("_scales"):
-            shape = (rows, -(-length // STATE_BLOCK_SIZE))
+            shape = (rows, blocks_per_row(parameter))
         if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
             found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise FormatError(f"{key} of {name} is {found}, but it must be {dtype} {shape}")
@@ -142,38 +145,86 @@ def check_state(name: str, parameter: Tensor, state: Mapping[str, Any], min_8bit
             )
 
 
+def blocks_per_row(parameter: Tensor) -> int:
+    """Blocks of one row, on all processes together.
+
+    Tensor parallelism may cut rows within a block. Each process then fills its last block up, as the last one of a row
+    always is, so there are more blocks than in an uncut row, and others.
+    """
+    return sum(-(-length // STATE_BLOCK_SIZE) for length in _parts_of_row(parameter))
+
+
+def has_own_blocks(parameter: Tensor) -> bool:
+    """Whether the blocks of a parameter are those of this way to cut it, and not those of its global shape."""
+    lengths = _parts_of_row(parameter)
+    return len(lengths) > 1 and any(length % STATE_BLOCK_SIZE for length in lengths[:-1])
+
+
+def _parts_of_row(parameter: Tensor) -> list[int]:
+    """Lengths of the parts of a row on the processes that share it, in order; a row that is not cut is one part."""
+    length = rows_of(parameter.shape)[1]
+    dim = _along_rows(parameter)
+    cuts = [size for placement, size in _placements(parameter) if placement.is_shard(dim)]
+    if not cuts:
+        return [length]
+    num_parts, size = math.prod(cuts), parameter.shape[dim]
+    each = -(-size // num_parts)
+    sizes = [max(0, min(each, size - each * part)) for part in range(num_parts)]
+    return [length // max(size, 1) * part for part in sizes]
+
+
+def _along_rows(parameter: Tensor) -> int:
+    """The dimension whose cuts are cuts of rows; a vector is one row."""
+    return 0 if parameter.dim() < 2 else 1
+
+
+def _placements(parameter: Tensor) -> list[tuple[Placement, int]]:
+    """Placement and number of processes for each dimension of a DTensor's mesh."""
+    if not isinstance(parameter, DTensor):
+        return []
+    return list(zip(parameter.placements, parameter.device_mesh.shape, strict=True))
+
+
 def _placed_like(parameter: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of the local part as DTensors, if the parameter is one."""
     if not isinstance(parameter, DTensor):
         return codes, scales
-    rows, length = rows_of(parameter.shape)
-    # A vector is one row, so what cuts its dimension 0 cuts dimension 1 of its scales.
-    along_rows = 0 if parameter.dim() < 2 else 1
-    num_cuts, followed = 1, True
+    along_rows = _along_rows(parameter)
+    followed = True
     placements: list[Placement] = []
-    for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
+    for placement, _ in _placements(parameter):
         if placement.is_shard(along_rows):
-            num_cuts *= size
             placements.append(Shard(1))
         else:
             # FSDP2 over tensor parallelism makes a placement that has a dimension, but does not count as Shard.
             between_rows = along_rows == 1 and getattr(placement, "dim", None) == 0
             followed = followed and (placement.is_replicate() or between_rows)
             placements.append(placement)
-    if not followed or (num_cuts > 1 and length % (num_cuts * STATE_BLOCK_SIZE)):
+    if not followed or not _are_chunks(parameter):
         raise FormatError(
             f"a parameter of shape {tuple(parameter.shape)} is placed as {parameter.placements} on a mesh of shape"
-            f" {tuple(parameter.device_mesh.shape)}, but 8-bit moments need whole blocks of {STATE_BLOCK_SIZE} elements"
-            " on each process; shard dimension 0, or put the parameter into a group with a larger min_8bit_numel to"
-            " keep its moments in fp32"
+            f" {tuple(parameter.device_mesh.shape)}, but 8-bit moments follow shards of dimension 0, and those of"
+            " dimension 1 that are equal or cut once; shard dimension 0, or put the parameter into a group with a"
+            " larger min_8bit_numel to keep its moments in fp32"
         )
-    mesh, shape = parameter.device_mesh, torch.Size((rows, -(-length // STATE_BLOCK_SIZE)))
+    mesh, shape = parameter.device_mesh, torch.Size((rows_of(parameter.shape)[0], blocks_per_row(parameter)))
     return (
         DTensor.from_local(
             codes, mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=_strides(parameter.shape)
         ),
         DTensor.from_local(scales, mesh, placements, run_check=False, shape=shape, stride=_strides(shape)),
     )
+
+
+def _are_chunks(parameter: Tensor) -> bool:
+    """Whether the parts of a row are what torch makes of it, and so are their blocks: equal, but for the last ones."""
+    lengths = _parts_of_row(parameter)
+    num_cuts = sum(placement.is_shard(_along_rows(parameter)) for placement, _ in _placements(parameter))
+    if num_cuts > 1 and len(set(lengths)) > 1:  # torch cuts the parts of one dimension of the mesh again
+        return False
+    blocks = [-(-length // STATE_BLOCK_SIZE) for length in lengths]
+    each = -(-sum(blocks) // len(blocks))
+    return blocks == [max(0, min(each, sum(blocks) - each * part)) for part in range(len(blocks))]
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:
