@@ -96,10 +96,12 @@ def test_what_the_script_compresses_is_left_to_it(tmp_path: Path) -> None:
     """
     code, _, _ = laconic_run(tmp_path, script, "--json", "summary.json")
     assert code == 0
-    assert summary_of(tmp_path)["models"][0]["left_exact"] == "the script compresses it itself"
+    [model] = summary_of(tmp_path)["models"]
+    assert model["by_script"]
+    assert model["left_exact"] is None
 
 
-def test_parts_called_before_the_whole_are_what_is_compressed(tmp_path: Path) -> None:
+def test_the_whole_is_compressed_though_a_part_is_called_before_it(tmp_path: Path) -> None:
     script = """
         class Two(nn.Sequential):
             pass
@@ -110,8 +112,8 @@ def test_parts_called_before_the_whole_are_what_is_compressed(tmp_path: Path) ->
     """
     code, _, err = laconic_run(tmp_path, script, "--activations", "4")
     assert code == 0, err
-    assert "Net keeps" in err
-    assert "Two left exact: parts of it were called, and compressed, before it" in err
+    assert "Two keeps" in err
+    assert "exact" not in err
 
 
 @pytest.mark.parametrize(
@@ -129,6 +131,76 @@ def test_what_was_asked_for_and_cannot_be_done_ends_before_the_first_step(
     assert (code, out) == (2, "")
     assert said in err
     assert "Traceback" not in err
+
+
+PARTS = """
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.body = nn.Embedding(16, 64), Net()
+        def forward(self, ids):
+            return self.body(self.embedding(ids))
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+"""
+
+
+@pytest.mark.parametrize("flags", [(), ("--activations", "4"), ("--activations", "16")])
+def test_a_script_that_calls_its_embedding_first(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    script = f"""{PARTS}
+    print(model.embedding(torch.zeros(1, dtype=torch.int64)).shape)
+    for step in range(3):
+        model(torch.randint(16, (4, 16))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+    code, _, err = laconic_run(tmp_path, script, *flags)
+    assert code == 0, err
+    if "16" in flags:
+        assert "activations are exact, as --activations 16 asks for" in err
+        assert "no module" not in err
+    else:
+        assert "Model keeps" in err
+        assert "left exact" not in err
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        ("torch.func.functional_call(model, {n: p * 1 for n, p in model.named_parameters()}, ids)", "no module with"),
+        ("model.embedding.weight[ids]", "no module with its parameters was called with gradients"),
+    ],
+)
+def test_what_no_call_of_a_module_shows_is_refused_and_said(tmp_path: Path, call: str, why: str) -> None:
+    script = f"""{PARTS}
+    for step in range(3):
+        ids = torch.randint(16, (4, 16))
+        {call}.square().mean().backward()
+        optimizer.step()
+    print("trained")
+    """
+    code, out, err = laconic_run(tmp_path, script, "--activations", "4")
+    assert (code, out) == (2, "")
+    assert why in err
+    code, out, err = laconic_run(tmp_path, script)
+    assert (code, out) == (0, "trained\n")
+    assert "Model left exact: no module with its parameters was called" in err
+
+
+@pytest.mark.parametrize("ending", ["pass", "sys.exit(3)", "raise ValueError"])
+def test_a_refusal_that_the_script_catches_is_one_all_the_same(tmp_path: Path, ending: str) -> None:
+    script = f"""
+        net = Net()
+        for step in range(3):
+            try:
+                train(net, torch.optim.AdamW(net.parameters()))
+            except Exception as error:
+                print("caught")
+        {ending}
+    """
+    code, out, err = laconic_run(tmp_path, script, "--loss", "chunked")
+    assert (code, out) == (2, "caught\n" * 3)
+    assert "--loss chunked" in err
 
 
 def test_a_model_without_sites_is_left_exact_unless_asked_for(tmp_path: Path) -> None:

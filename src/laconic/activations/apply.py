@@ -153,7 +153,7 @@ def compress_activations(
         raise ModelError("mode='hooks' packs all saved tensors alike; policy=, plan= and attention= need mode='sites'")
 
     head = find_head(model) if loss == "chunked" else None
-    before, inputs, unmeasured = measure_first(model, sample_inputs(model, example_inputs, sequence_length))
+    before, call, unmeasured = measure_first(model, sample_inputs(model, example_inputs, sequence_length))
     try:
         if mode != "hooks":
             assert plan is not None
@@ -164,9 +164,9 @@ def compress_activations(
         if mode != "sites" and block_format is not None:
             HooksForward(model, block_format).install()
         after = None
-        if before is not None:
+        if call is not None:
             try:
-                after = measure(model, inputs, before.tokens)
+                after = measure(model, call)
             except Exception as error:
                 raise ModelError(
                     f"{type(model).__name__} runs on the inputs of the measuring forward, but not with compressed "
@@ -262,9 +262,15 @@ def _report(
         if head is not None and site.name == head.projection:
             choice = None  # with labels, which is how it is measured
         rows.append((site, choice, origins.get(id(modules[site.name]))))
-    checkpointed = {id(f.module): f.format for f in found if isinstance(f, LayerForward) and f.is_checkpointed}
+    in_training = [f for f in found if isinstance(f, LayerForward) and (f.recompute or _is_checkpointed(f.module))]
+    checkpointed = {id(f.module): f.format for f in in_training}
     layers = {name: checkpointed[id(module)] for name, module in modules.items() if id(module) in checkpointed}
     return make_report(model, mode, rows, layers, *measured, unmeasured, packed_bits)
+
+
+def _is_checkpointed(layer: nn.Module) -> bool:
+    """Whether Hugging Face's checkpointing is on, which takes effect in training mode."""
+    return bool(getattr(layer, "gradient_checkpointing", False))
 
 
 def decompress_activations(model: nn.Module) -> nn.Module:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,7 +28,19 @@ from laconic.activations.tracker import SavedTensor, SavedTensorTracker, kind_of
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 
-__all__ = ["Measurement", "Report", "SiteReport", "measure", "saved_nbytes_per_token", "tensors_in"]
+__all__ = [
+    "UNMEASURED",
+    "Call",
+    "Measurement",
+    "Report",
+    "SiteReport",
+    "measure",
+    "saved_nbytes_per_token",
+    "tensors_in",
+]
+
+UNMEASURED: Mapping[str, Any] = MappingProxyType({})
+"""As `example_inputs`: a conversion that runs nothing, because its caller is going to measure a call of the script."""
 
 
 _LEAST_FACTOR = 2.0
@@ -45,6 +58,55 @@ class Measurement:
     by_module: Mapping[str, int]
     largest: tuple[SavedTensor, ...] = ()
 
+    @property
+    def nbytes(self) -> int:
+        """Of all modules."""
+        return sum(self.by_module.values())
+
+    def __add__(self, other: Measurement) -> Measurement:
+        """Of both forwards."""
+        largest = sorted((*self.largest, *other.largest), key=lambda tensor: tensor.nbytes, reverse=True)[:3]
+        by_module = dict(Counter(self.by_module) + Counter(other.by_module))
+        return Measurement(self.tokens + other.tokens, by_module, tuple(largest))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A training call of `module`, which is a model or lies in it, that measuring makes once more.
+
+    `is_hosts` says that a host is about to make it, in the modes that its modules have; other calls are made in
+    training mode, as models are loaded in evaluation mode.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    is_hosts: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Positions of the main input: all dimensions of one of integers, all but the last of a floating-point one.
+
+        The main input is the one that a Hugging Face model names, else the first tensor; 1 if there is none.
+        """
+        value = self._main_input
+        if value is None:
+            return 1
+        return max(1, (value.shape[:-1] if value.is_floating_point() else value.shape).numel())
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether the main input is of integers, as tokens are."""
+        value = self._main_input
+        return value is not None and not value.is_floating_point() and not value.is_complex()
+
+    @property
+    def _main_input(self) -> Tensor | None:
+        given = {**dict(enumerate(self.args)), **self.kwargs}
+        name = getattr(self.module, "main_input_name", None)
+        first = [given[name]] if name in given else []
+        return next((value for value in tensors_in([*first, *given.values()]) if value.dim() > 0), None)
+
 
 @dataclass(frozen=True)
 class SiteReport:
@@ -59,6 +121,7 @@ class SiteReport:
             "offsets"); or "exact", "recompute", or "hooks" for what is packed without a site.
         origin: the kind of site whose saved tensors rebuild this one's; None if it saves its own.
         before_nbytes_per_token, after_nbytes_per_token: None if the model could not be measured.
+        is_site: whether the conversion decided about it, rather than that something of it was measured.
     """
 
     name: str
@@ -67,8 +130,9 @@ class SiteReport:
     bits: int
     format: str
     origin: str | None
-    before_nbytes_per_token: float | None
-    after_nbytes_per_token: float | None
+    before_nbytes_per_token: float | None = None
+    after_nbytes_per_token: float | None = None
+    is_site: bool = True
 
 
 @dataclass(frozen=True)
@@ -82,6 +146,7 @@ class Report:
         before, after: the measured forwards; None if the model could not be run, and then `unmeasured` says why.
         kinds: kind of each module.
         unmeasured: see `before`.
+        packed_bits: the width at which hooks pack what no site covers; None without hooks.
     """
 
     mode: str
@@ -91,16 +156,49 @@ class Report:
     after: Measurement | None = None
     kinds: Mapping[str, str] = field(default_factory=dict)
     unmeasured: str | None = None
+    packed_bits: int | None = None
+
+    def measured(self, before: Measurement | None, after: Measurement | None, unmeasured: str | None = None) -> Report:
+        """The same conversion with other measured forwards."""
+        sites = {row.name: row.kind for row in self.rows if row.is_site}
+        before, after = _booked(before, sites), _booked(after, sites)
+
+        def per_token(measurement: Measurement | None, name: str) -> float | None:
+            return None if measurement is None else measurement.by_module.get(name, 0) / measurement.tokens
+
+        def kept_by_other(name: str) -> tuple[int, str]:
+            saved = [0 if m is None else m.by_module.get(name, 0) for m in (before, after)]
+            is_packed = self.packed_bits is not None and saved[1] < saved[0]
+            return (self.packed_bits or 16, "hooks") if is_packed else (16, "exact")
+
+        rows = [
+            replace(
+                row,
+                before_nbytes_per_token=per_token(before, row.name),
+                after_nbytes_per_token=per_token(after, row.name),
+            )
+            for row in self.rows
+            if row.is_site
+        ]
+        saving = {name for m in (before, after) if m is not None for name, nbytes in m.by_module.items() if nbytes}
+        rows += [
+            SiteReport(
+                name, kind, (), *kept_by_other(name), None, per_token(before, name), per_token(after, name), False
+            )
+            for name, kind in self.kinds.items()
+            if name in saving and name not in sites
+        ]
+        return replace(self, rows=tuple(rows), before=before, after=after, unmeasured=unmeasured)
 
     @property
     def before_nbytes_per_token(self) -> float | None:
         """Bytes that the unmodified model keeps for backward per token."""
-        return None if self.before is None else sum(self.before.by_module.values()) / self.before.tokens
+        return None if self.before is None else self.before.nbytes / self.before.tokens
 
     @property
     def after_nbytes_per_token(self) -> float | None:
         """Bytes that the converted model keeps for backward per token."""
-        return None if self.after is None else sum(self.after.by_module.values()) / self.after.tokens
+        return None if self.after is None else self.after.nbytes / self.after.tokens
 
     @property
     def warning(self) -> str | None:
@@ -196,37 +294,46 @@ class Report:
         return "\n".join(lines)
 
 
-def measure(model: nn.Module, inputs: Mapping[str, Any], tokens: int) -> Measurement:
-    """Run one forward and count the bytes that it saves for backward. Everything in the model stays as it was."""
+def measure(model: nn.Module, call: Call) -> Measurement:
+    """Make a call as training does, and count the bytes that it saves for backward. Everything stays as it was.
+
+    So with dropout, and with the gradient checkpointing that is switched on, which are without effect in evaluation.
+    """
     eagerly = torch.compiler.set_stance("force_eager")  # a compiled part has hooks of its own
+    inputs = (call.args, call.kwargs)
     with seeds_restored(), preserved(model, inputs), torch.enable_grad(), eagerly, SavedTensorTracker(model) as tracker:
-        model(**inputs)
+        if not (call.is_hosts or model.training):
+            model.train()
+        call.module(*call.args, **call.kwargs)
     largest = sorted(tracker.tensors, key=lambda tensor: tensor.nbytes, reverse=True)[:3]
-    return Measurement(tokens, dict(tracker.by_module), tuple(largest))
+    return Measurement(call.tokens, dict(tracker.by_module), tuple(largest))
 
 
-Sample = tuple[dict[str, Any], int]
-"""Keyword arguments of a forward, and how many tokens they hold."""
-
-
-def measure_first(model: nn.Module, samples: Sequence[Sample]) -> tuple[Measurement | None, dict[str, Any], str | None]:
-    """The measurement of the first sample that the model runs on, and its inputs; or why there is none."""
-    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
-        return None, {}, "the model has parameters that get their shape in its first forward; run it once before"
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        # Its first forward sets up groups of parameters, which cannot be undone.
-        return None, {}, "the model is in FSDP2 already; count a step of yours with SavedTensorTracker"
+def measure_first(model: nn.Module, samples: Sequence[Call]) -> tuple[Measurement | None, Call | None, str | None]:
+    """The measurement of the first call that can be made, and the call; or why there is none."""
+    if (reason := unmeasurable(model)) is not None:
+        return None, None, reason
     if not samples:
-        return None, {}, f"inputs of {type(model).__name__} cannot be made up; pass example_inputs="
+        return None, None, f"inputs of {type(model).__name__} cannot be made up; pass example_inputs="
     reasons = []
-    for inputs, tokens in samples:
+    for call in samples:
         try:
-            return measure(model, inputs, tokens), inputs, None
+            return measure(model, call), call, None
         except Exception as error:  # a model may ask for anything
             reasons.append(brief(error))
     where = {p.device.type for p in model.parameters()}
     remedy = "its parameters hold no values" if where == {"meta"} else "pass example_inputs= that its forward takes"
-    return None, {}, f"the measuring forward failed ({reasons[0]}); {remedy}"
+    return None, None, f"the measuring forward failed ({reasons[0]}); {remedy}"
+
+
+def unmeasurable(model: nn.Module) -> str | None:
+    """Why no forward of the model can be made for measuring; None if one can."""
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
+        return "the model has parameters that get their shape in its first forward; run it once before"
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        # Its first forward sets up groups of parameters, which cannot be undone.
+        return "the model is in FSDP2 already; count a step of yours with SavedTensorTracker"
+    return None
 
 
 def brief(error: Exception) -> str:
@@ -247,14 +354,12 @@ def tensors_in(nest: Any) -> Iterator[Tensor]:
         yield from chain.from_iterable(tensors_in(getattr(nest, part.name)) for part in fields(nest))
 
 
-def sample_inputs(
-    model: nn.Module, example_inputs: Mapping[str, Any] | None, sequence_length: int
-) -> tuple[Sample, ...]:
-    """Inputs for a measuring forward, the likeliest to be taken first; none if they cannot be made up.
+def sample_inputs(model: nn.Module, example_inputs: Mapping[str, Any] | None, sequence_length: int) -> tuple[Call, ...]:
+    """Calls for a measuring forward, the likeliest to be taken first; none if they cannot be made up.
 
     Args:
-        model: a Hugging Face model that takes tokens and labels (inputs are made up: one token [1,
-            sequence_length] times, the same or one class as labels), or any module with `example_inputs`.
+        model: a Hugging Face model that takes tokens (inputs are made up: one token [1, sequence_length] times, and
+            what the usual heads take as labels), or any module with `example_inputs`.
         example_inputs: keyword arguments of the model's forward. Tokens are the product of all dimensions but the last
             of the first floating-point tensor, or of all dimensions of the first integer tensor; either may lie in a
             nest of mappings, lists, tuples and dataclasses.
@@ -262,16 +367,16 @@ def sample_inputs(
     Raises:
         ModelError: `example_inputs` is no dict of keyword arguments, or holds no tensor.
     """
+    if example_inputs is UNMEASURED:
+        return ()
     if example_inputs is not None:
         if not isinstance(example_inputs, Mapping):
             raise ModelError(
                 f"example_inputs is a {type(example_inputs).__name__}, not a dict of keyword arguments; "
                 f"pass those of a training forward, as {{'input_ids': ids, 'labels': ids}}"
             )
-        for value in tensors_in(example_inputs):
-            if value.dim() > 0:
-                shape = value.shape[:-1] if value.is_floating_point() else value.shape
-                return ((dict(example_inputs), max(1, shape.numel())),)
+        if any(value.dim() > 0 for value in tensors_in(example_inputs)):
+            return (Call(model, (), dict(example_inputs)),)
         raise ModelError(
             "example_inputs holds no tensor of one dimension or more, so tokens cannot be counted; "
             "pass the keyword arguments of a training forward"
@@ -279,22 +384,33 @@ def sample_inputs(
     # Adapters hand everything on to the model they wrap.
     get_base_model = getattr(model, "get_base_model", None)
     inner = model if get_base_model is None else get_base_model()
-    accepted = inspect.signature(type(inner).forward).parameters
+    accepted = set(inspect.signature(type(inner).forward).parameters)
     device = next((p.device for p in model.parameters()), None)
-    if not hasattr(inner, "config") or not {"input_ids", "labels"} <= set(accepted) or device is None:
+    if not hasattr(inner, "config") or "input_ids" not in accepted or device is None:
         return ()
     length = min(sequence_length, _num_positions(inner.config) or sequence_length)
-    samples = []
+    calls = []
     for tokens in dict.fromkeys((length, max(1, length // 2))):  # some positions may be reserved
         ids = torch.full((1, tokens), _usual_token(inner.config), dtype=torch.int64, device=device)
-        classes = torch.zeros(1, dtype=torch.int64, device=device)
-        # Of the next token or of each token, of one class for the sequence, of one number for it.
-        for labels in (ids, classes, classes.float()):
-            inputs: dict[str, Any] = {"input_ids": ids, "labels": labels}
-            if "use_cache" in accepted:
-                inputs["use_cache"] = False
-            samples.append((inputs, tokens))
-    return tuple(samples)
+        for given in _with_labels(ids, accepted, getattr(inner.config, "num_labels", None) or 1):
+            calls.append(Call(model, (), {**given, "use_cache": False} if "use_cache" in accepted else given))
+    return tuple(calls)
+
+
+def _with_labels(ids: Tensor, accepted: Collection[str], num_labels: int) -> Iterator[dict[str, Tensor]]:
+    """Arguments with tokens [1, T] and what a head may want beside them, the likeliest first."""
+    one = torch.zeros(1, dtype=torch.int64, device=ids.device)
+    if "labels" in accepted:
+        # Of the next token or of each token, of a class of each token, of one class for the sequence, of one number
+        # for it, of several classes for it; of one of two choices.
+        several = torch.zeros(1, num_labels, device=ids.device)
+        for labels in (ids, torch.zeros_like(ids), one, one.float(), several):
+            yield {"input_ids": ids, "labels": labels}
+        yield {"input_ids": ids.unsqueeze(1).repeat(1, 2, 1), "labels": one}
+    elif {"start_positions", "end_positions"} <= set(accepted):  # of an answer
+        yield {"input_ids": ids, "start_positions": one, "end_positions": one}
+    else:
+        yield {"input_ids": ids}  # a model without a loss
 
 
 def _usual_token(config: Any) -> int:
@@ -367,51 +483,20 @@ def make_report(
     """
     kinds = {name: kind_of(module, name, model) for name, module in model.named_modules()}
     kinds |= {site.name: site.kind for site, _, _ in sites}
-
-    def per_token(measurement: Measurement | None, name: str) -> float | None:
-        return None if measurement is None else measurement.by_module.get(name, 0) / measurement.tokens
-
-    # What a child of a site keeps without being a site itself (the activation in an MLP) belongs to the site.
-    owners = {site.name: site for site, _, _ in sites}
-    before, after = (_booked(m, owners) for m in (before, after))
     rows = [
         SiteReport(
-            name=site.name,
-            kind=site.kind,
-            shape=site.features,
-            bits=_described(choice, site)[0],
-            format=_described(choice, site)[1],
-            origin=origin if origin not in (site.kind, "recompute") else None,
-            before_nbytes_per_token=per_token(before, site.name),
-            after_nbytes_per_token=per_token(after, site.name),
+            site.name,
+            site.kind,
+            site.features,
+            *_described(choice, site),
+            origin if origin not in (site.kind, "recompute") else None,
         )
         for site, choice, origin in sites
     ]
-    rows += [
-        SiteReport(name, "layer", (), *_described(format), None, per_token(before, name), per_token(after, name))
-        for name, format in layers.items()
-    ]
-    others = {name for m in (before, after) if m is not None for name, nbytes in m.by_module.items() if nbytes}
-
-    def kept_by_other(name: str) -> tuple[int, str]:
-        saved = [0 if m is None else m.by_module.get(name, 0) for m in (before, after)]
-        return (packed_bits, "hooks") if packed_bits is not None and saved[1] < saved[0] else (16, "exact")
-
-    rows += [
-        SiteReport(
-            name,
-            kinds.get(name, "other"),
-            (),
-            *kept_by_other(name),
-            None,
-            per_token(before, name),
-            per_token(after, name),
-        )
-        for name in kinds
-        if name in others and name not in owners and name not in layers
-    ]
+    rows += [SiteReport(name, "layer", (), *_described(format), None) for name, format in layers.items()]
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
-    return Report(mode, dtype, tuple(rows), before, after, kinds, unmeasured)
+    report = Report(mode, dtype, tuple(rows), kinds=kinds, packed_bits=packed_bits)
+    return report.measured(before, after, unmeasured)
 
 
 def _described(choice: Choice, site: Site | None = None) -> tuple[int, str]:
@@ -429,12 +514,16 @@ def _described(choice: Choice, site: Site | None = None) -> tuple[int, str]:
             return choice.bits, choice.code
 
 
-def _booked(measurement: Measurement | None, owners: Mapping[str, Site]) -> Measurement | None:
+def _booked(measurement: Measurement | None, sites: Mapping[str, str]) -> Measurement | None:
+    """What a child of a site keeps without being a site itself (the activation in an MLP) belongs to the site.
+
+    `sites` has the kind of each.
+    """
     if measurement is None:
         return None
     booked: Counter[str] = Counter()
     for name, nbytes in measurement.by_module.items():
         parent = name.rpartition(".")[0]
-        owned = name not in owners and parent in owners and owners[parent].kind in ("mlp", "experts")
+        owned = name not in sites and sites.get(parent) in ("mlp", "experts")
         booked[parent if owned else name] += nbytes
     return replace(measurement, by_module=dict(booked))

@@ -22,7 +22,8 @@ def run(args: Sequence[str]) -> int:
     """Run `laconic run` with `args`; return the script's exit code, 2 if what was asked for cannot be done."""
     options = make_parser().parse_args(args)
     _check_json(options.json)
-    from laconic.run.savings import Refusal, Savings, Wishes
+    from laconic.run.models import Refusal, Wishes
+    from laconic.run.savings import Savings
     from laconic.run.script import Script
     from laconic.run.spawned import Spawned
     from laconic.run.summary import render, summarize
@@ -38,6 +39,8 @@ def run(args: Sequence[str]) -> int:
     spawned = Spawned(savings.wishes, options.zip)
     with savings, groups or nullcontext(), spawned:
         code = script.run(passed=Refusal)
+    if savings.refusal is not None and not savings.is_forked:  # which the script, or a thread of it, has caught
+        raise savings.refusal
     if not savings.is_forked and os.environ.get("RANK", "0") == "0":
         children = spawned.summaries()
         trains_in_children = bool(children) and not savings.models and not savings.optimizers

@@ -1,74 +1,41 @@
 """Switches savings on in a script that knows nothing of them.
 
 Optimizers say which parameters are trained: `Optimizer.add_param_group`, which every optimizer calls for every group,
-is watched. While some of those parameters have not been met in a model, `nn.Module.__call__` is watched too: the first
-training call of a module that holds some is the call of a root model, which is converted before it runs. When all have
-been met, `nn.Module.__call__` is torch's own again, so that neither torch.compile nor later steps see anything of it.
+is watched. While some of those parameters have been met in no model, `nn.Module.__call__` is watched too.
+
+1. A training call of a module that holds some of them shows a model (models.py), which is converted before the call
+   runs. This call and those that follow until an optimizer has made two steps are measured: one of the model as a
+   whole, or one of each module in it that the script calls by itself.
+2. Where a model turns out to lie in a larger one that trains, to have got new modules, or to be trained in evaluation
+   mode, it is converted (again) before the next step, when no backward of its calls is left.
+3. Before the first step of an optimizer, its parameters that have a gradient and lie in no model yet are looked for
+   once more, and what flags asked for is held against what was done.
+
+When all parameters have been met and all models are measured, `nn.Module.__call__` is torch's own again, so that
+neither torch.compile nor later steps see anything of it.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
+import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from laconic.activations import compress_activations
-from laconic.activations.attention import attention_core_of
-from laconic.activations.replacement import replacements_of
-from laconic.activations.report import Report, tensors_in
-from laconic.errors import LaconicError, ModelError
 from laconic.optim import AdamW8bit
+from laconic.run.models import Model, Refusal, Wishes, holders_of, model_of, unwrapped
 from laconic.run.tcp import tcp_sent_nbytes
 
-__all__ = ["ModelOutcome", "Refusal", "Savings", "Wishes"]
-
-
-class Refusal(LaconicError):
-    """Something that was asked for by name cannot be done in this script."""
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """What to switch on. None is what `laconic run` does without the flag; anything else was asked for by name.
-
-    Attributes:
-        activations: bits of saved activations; None is 4 wherever a model allows it, 16 leaves all exact.
-        attention: as in `compress_activations`.
-        loss: "exact" or "chunked", as in `compress_activations`; None is "exact".
-        optimizer: "adamw8bit" makes every `torch.optim.AdamW` an `AdamW8bit`.
-    """
-
-    activations: int | None = None
-    attention: str | None = None
-    loss: Literal["exact", "chunked"] | None = None
-    optimizer: Literal["adamw8bit"] | None = None
-
-    @property
-    def of_models(self) -> bool:
-        """Whether something was asked for that a model may refuse."""
-        return self.activations not in (None, 16) or self.attention is not None or self.loss == "chunked"
-
-
-@dataclass(frozen=True)
-class ModelOutcome:
-    """What became of one root model: a report, or the reason why it was left as it was."""
-
-    model: str
-    report: Report | None
-    left_exact: str | None
+__all__ = ["Savings"]
 
 
 @dataclass
@@ -77,24 +44,32 @@ class Savings:
 
     Attributes:
         wishes: what to switch on.
-        models: outcomes, in the order in which models were first called.
+        models: in the order in which they were met.
         optimizers: names of the classes of optimizers that made steps -> number of steps.
         step_seconds: between the ends of two steps of the same optimizer, wall clock.
         step_nbytes: that TCP sent for this process meanwhile, where it is in a process group of torch.distributed.
+        outside: how many values of parameters get gradients and lie in no module.
+        refusal: what ended the script, or should have, if it has caught it.
     """
 
     wishes: Wishes
-    models: list[ModelOutcome] = field(default_factory=list)
+    models: list[Model] = field(default_factory=list)
     optimizers: dict[str, int] = field(default_factory=dict)
     step_seconds: list[float] = field(default_factory=list)
     step_nbytes: list[int] = field(default_factory=list)
+    outside: int = 0
+    refusal: Refusal | None = None
 
     def __post_init__(self) -> None:
         self._process = os.getpid()
-        self._pending: dict[int, weakref.ref[Tensor]] = {}
+        self._busy = threading.Lock()
+        self._trained: dict[int, weakref.ref[Tensor]] = {}
+        self._pending: set[int] = set()
         self._checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._converting = False
+        self._in_evaluation: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._due: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._ends: weakref.WeakKeyDictionary[Optimizer, float] = weakref.WeakKeyDictionary()
         self._sent: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._add_param_group = Optimizer.add_param_group
@@ -107,7 +82,7 @@ class Savings:
 
         def add_param_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
             original(optimizer, param_group)
-            savings._expect(optimizer.param_groups[-1]["params"])
+            savings._expect(optimizer, optimizer.param_groups[-1]["params"])
 
         Optimizer.add_param_group = add_param_group  # type: ignore[method-assign, assignment]
         if self.wishes.optimizer is not None:
@@ -136,16 +111,26 @@ class Savings:
         for holder in (torch.optim, import_module("torch.optim.adamw")):
             holder.AdamW = optimizer  # type: ignore[attr-defined]
 
-    def _expect(self, parameters: list[Tensor]) -> None:
+    # Calls of modules
+
+    def _expect(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
         """Look for the model of these parameters from now on."""
-        if self.wishes.activations == 16 and self.wishes.loss != "chunked":
+        if not self.wishes.converts:
             return
-        self._pending.update((id(parameter), weakref.ref(parameter)) for parameter in parameters)
+        self._trained = {key: ref for key, ref in self._trained.items() if ref() is not None}
+        self._trained.update((id(parameter), weakref.ref(parameter)) for parameter in parameters)
+        self._pending = self._pending & self._trained.keys() | {id(parameter) for parameter in parameters}
+        for model in self.models:
+            self._pending -= model.known_parameters()
+        self._judged.discard(optimizer)
+        self._watch()
+
+    def _watch(self) -> None:
         self._checked.clear()
         savings, original = self, self._call
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not savings._converting and module.training and torch.is_grad_enabled():
+            if not torch.compiler.is_compiling() and torch.is_grad_enabled():
                 savings._meet(module, args, kwargs)
             return original(module, *args, **kwargs)
 
@@ -154,59 +139,171 @@ class Savings:
     def _unwatch(self) -> None:
         nn.Module.__call__ = self._call  # type: ignore[method-assign]
 
-    @torch.compiler.disable
-    def _meet(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Convert a module that is called in training, if it holds parameters that were not met before."""
-        if module in self._checked:
-            return
-        self._checked.update(module.modules())
-        held = {id(parameter) for parameter in module.parameters()}
-        if not any(self._pending[key]() is not None for key in held & self._pending.keys()):
-            return
-        self._converting = True
-        try:
-            self._convert(module, args, kwargs)
-        finally:
-            self._converting = False
-        self._pending = {key: ref for key, ref in self._pending.items() if key not in held and ref() is not None}
-        if not self._pending:
+    def _unwatch_if_all_is_met(self) -> None:
+        if not self._pending and all(model.is_measured for model in self.models):
             self._unwatch()
 
-    def _convert(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        model, reason = _unwrap(module), None
-        name, report = type(model).__name__, None
-        if _is_compressed(model):
-            ours = any(part in self._converted for part in model.modules())
-            reason = "parts of it were called, and compressed, before it" if ours else "the script compresses it itself"
-        else:
-            reason = _unsupported(model)
-            try:
-                if reason is None:
-                    with _interpreted(model):
-                        report = compress_activations(
-                            model,
-                            4 if self.wishes.activations is None else self.wishes.activations,
-                            attention=self.wishes.attention,
-                            loss=self.wishes.loss or "exact",
-                            example_inputs=_named(model, args, kwargs),
-                        )
-            except ModelError as error:
-                reason = str(error)
-            if reason is not None and self.wishes.of_models:
-                raise Refusal(
-                    f"{name} cannot be trained with what the flags ask for: {reason}; without --activations, "
-                    f"--attention and --loss the model is left exact"
-                )
-        if report is not None:
-            self._converted.add(model)
-        self.models.append(ModelOutcome(name, report, reason))
+    @torch.compiler.disable
+    def _meet(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take note of a module that is called with gradients, the outermost first."""
+        if module in self._checked or torch._C._current_graph_task_id() != -1:  # a second run of a checkpoint
+            return
+        if not self._busy.acquire(blocking=False):  # called by ourselves, or while another thread's call is noted
+            return
+        try:
+            self._take_note(module, args, kwargs)
+        finally:
+            self._busy.release()
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _take_note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        called = unwrapped(module)
+        model = self._model_with(called)
+        if not {id(parameter) for parameter in called.parameters()}.isdisjoint(self._pending):
+            if model is None and not module.training:
+                self._in_evaluation.update(module.modules())
+                return  # a training call may follow
+            if model is None:
+                model = self._found(called)
+            else:
+                self._due.update(found for found in [model.module()] if found is not None)
+        self._checked.update(module.modules())
+        if model is not None:
+            model.note(called, args, kwargs)
+        self._unwatch_if_all_is_met()
+
+    def _model_with(self, module: nn.Module) -> Model | None:
+        return next((model for model in self.models if model.holds(module)), None)
+
+    def _found(self, called: nn.Module) -> Model | None:
+        """The model that a call shows, converted; None if it is to be converted before the next step."""
+        module = model_of(called, self._trained.keys())
+        parts = set(module.modules())
+        if any(model.module() in parts for model in self.models):
+            self._due.add(module)
+            return None
+        return self._add(module, since_step=1 + max(self._steps.values(), default=0))
+
+    def _add(self, module: nn.Module, since_step: int) -> Model:
+        model = Model.of(module, self.wishes, since_step)
+        self.models.append(model)
+        self._pending -= {id(parameter) for parameter in module.parameters()}
+        return model
+
+    # Steps of optimizers
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.refusal is not None:  # which the script has caught
+            raise self.refusal
         if self.wishes.optimizer is not None and not self.optimizers and not isinstance(optimizer, AdamW8bit):
-            raise Refusal(
+            self._refuse(
                 f"--optimizer is adamw8bit, but the script's first step is of {type(optimizer).__name__}; only "
                 f"torch.optim.AdamW is replaced: use it in the script, or leave out --optimizer"
             )
+        if not self.wishes.converts:
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            self._judge(optimizer)
+            return None
+
+        def judged() -> Any:  # the model is called in here
+            loss = closure()
+            self._judge(optimizer)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], judged, *args[2:]), kwargs
+        return args, {**kwargs, "closure": judged}
+
+    def _judge(self, optimizer: Optimizer) -> None:
+        """Before a step: find what trains and is in no model yet, convert what is due, and see to the flags."""
+        is_first = optimizer not in self._judged
+        if not (is_first or self._due):
+            return
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not trained or not self._busy.acquire(blocking=False):
+            return
+        try:
+            self._judged.add(optimizer)
+            step = self._steps.get(optimizer, 0) + 2
+            if is_first:
+                self._look_for([parameter for parameter in trained if id(parameter) in self._pending], step)
+            for module in list(self._due):
+                self._extend(module, step)
+            if self._due:
+                self._due.clear()
+                self._watch()
+        finally:
+            self._busy.release()
+        if is_first and self.wishes.of_models:
+            self._check_flags(optimizer, {id(parameter) for parameter in trained})
+
+    def _look_for(self, parameters: list[Tensor], step: int) -> None:
+        """Find the models of parameters that train, though no training call has shown them."""
+        holders = holders_of(parameters)
+        in_modules = {id(p) for holder in holders for p in holder._parameters.values()}
+        outside = [parameter for parameter in parameters if id(parameter) not in in_modules]
+        self.outside += sum(parameter.numel() for parameter in outside)
+        self._pending -= {id(parameter) for parameter in outside}
+        for holder in holders:
+            if self._model_with(holder) is not None:
+                continue
+            module = model_of(holder, self._trained.keys())
+            parts = set(module.modules())
+            if any(model.module() in parts for model in self.models) or not parts.isdisjoint(self._in_evaluation):
+                self._due.add(module)
+            elif module not in self._due:
+                self.models.append(Model.left(module, self.wishes, _UNCALLED))
+                self._pending -= {id(parameter) for parameter in module.parameters()}
+
+    def _extend(self, module: nn.Module, step: int) -> None:
+        """Convert a model in which other models lie that were converted before, or that has grown."""
+        parts = set(module.modules())
+        inside = [model for model in self.models if model.module() in parts]
+        for model in inside:
+            model.undo()
+        found = Model.of(module, self.wishes, step)
+        self._pending -= {id(parameter) for parameter in module.parameters()}
+        if found.left_exact is None and not found.is_scripts:
+            self.models = [model for model in self.models if model not in inside] + [found]
+            return
+        for model in inside:
+            model.redo()
+        self.models = [model for model in self.models if model.module() is not module] + [found]
+
+    def _check_flags(self, optimizer: Optimizer, trained: set[int]) -> None:
+        """Hold what the flags ask for against what was done with the models that an optimizer trains.
+
+        Raises:
+            Refusal: it was not done, or not in most of what it was asked for.
+        """
+        models = [model for model in self.models if model.has_any(trained)]
+        done = [model for model in models if model.left_exact is None]
+        left = [model for model in models if model.left_exact is not None]
+        why = "; ".join(f"{model.name}: {model.left_exact}" for model in left)
+        name = type(optimizer).__name__
+        if not done or _share(left, done) > 0.5:
+            what = why or "its parameters lie in no module that was called with gradients before the first step"
+            self._refuse(
+                f"what {name} trains cannot be trained with what the flags ask for: {what}; without --activations, "
+                f"--attention and --loss it is left exact"
+            )
+        ours = [model for model in done if not model.is_scripts]
+        names = ", ".join(model.name for model in ours)
+        if not ours:
+            return
+        if self.wishes.attention not in (None, "exact") and not any(model.has_attention() for model in ours):
+            self._refuse(
+                f"--attention is {self.wishes.attention}, but no attention is recognized in {names}; leave --attention "
+                f"out"
+            )
+        if self.wishes.loss == "chunked" and not any(model.is_chunked() for model in ours):
+            reasons = "; ".join(f"{model.name}: {model.unchunked}" for model in ours)
+            self._refuse(f"what {name} trains cannot be trained with --loss chunked: {reasons}; leave --loss out")
+
+    def _refuse(self, message: str) -> None:
+        self.refusal = Refusal(message)
+        raise self.refusal
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         now, before = time.perf_counter(), self._ends.get(optimizer)
@@ -219,57 +316,23 @@ class Savings:
             self._sent[optimizer] = sent
         name = type(optimizer).__name__
         self.optimizers[name] = self.optimizers.get(name, 0) + 1
+        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if self._steps[optimizer] > 1 and not all(model.is_measured for model in self.models):
+            for model in self.models:
+                model.is_measured |= model.was_called
+            self._unwatch_if_all_is_met()
 
 
-def _unwrap(module: nn.Module) -> nn.Module:
-    """The model inside of DDP and torch.compile."""
-    while True:
-        if isinstance(module, DistributedDataParallel):
-            module = module.module
-        elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
-            module = inner
-        else:
-            return module
+_UNCALLED = (
+    "no module with its parameters was called with gradients before the first step, but other code computes with them "
+    "(torch.func.functional_call, a reentrant checkpoint, weights that are used by themselves)"
+)
 
 
-@contextmanager
-def _interpreted(model: nn.Module) -> Iterator[None]:
-    """Measure what `nn.Module.compile` compiled in place as it is written; it is compiled when the script calls it."""
-    compiled = {module: call for module in model.modules() if (call := module._compiled_call_impl) is not None}
-    try:
-        for module in compiled:
-            module._compiled_call_impl = None
-        yield
-    finally:
-        for module, call in compiled.items():
-            module._compiled_call_impl = call
-
-
-def _is_compressed(model: nn.Module) -> bool:
-    return any([*replacements_of(module)] or attention_core_of(module) is not None for module in model.modules())
-
-
-def _unsupported(model: nn.Module) -> str | None:
-    """Why a model must not be converted at its first call; None if it may be."""
-    if isinstance(model, DataParallel):
-        return "DataParallel copies modules in every step; use DistributedDataParallel"
-    if type(model).__name__ == "FullyShardedDataParallel":
-        return "it is in FSDP1, which flattens parameters; use FSDP2, or compress_activations before it is wrapped"
-    return None
-
-
-def _named(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A call's arguments by name; None if some have none, or no tensor is among them."""
-    try:
-        signature = inspect.signature(model.forward)
-        bound = signature.bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        return None
-    named: dict[str, Any] = {}
-    for name, value in bound.items():
-        kind = signature.parameters[name].kind
-        if kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
-            return None
-        named.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
-    has_tensor = any(value.dim() > 0 for value in tensors_in(named))
-    return named if has_tensor else None
+def _share(left: list[Model], done: list[Model]) -> float:
+    """How much of what the models keep is of those that are left exact; of their parameters where that is not known."""
+    kept = [(model.exact_nbytes, model in left) for model in (*left, *done)]
+    if any(nbytes is None for nbytes, _ in kept):
+        kept = [(model.num_values, model in left) for model in (*left, *done)]
+    total = sum(count or 0 for count, _ in kept)
+    return sum(count or 0 for count, is_left in kept if is_left) / max(1, total)

@@ -21,7 +21,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from laconic.run.savings import Savings, Wishes
+from laconic.run.models import Wishes
+from laconic.run.savings import Savings
 from laconic.run.summary import summarize
 from laconic.run.zipped_groups import ZippedGroups
 

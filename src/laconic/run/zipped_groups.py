@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from laconic.collectives import audit
 from laconic.collectives.codec import Lossless
-from laconic.run.savings import Refusal
+from laconic.run.models import Refusal
 
 __all__ = ["Sent", "ZippedGroups", "laconic_backend"]
 
