@@ -51,12 +51,13 @@ _LEAST_FACTOR = 2.0
 class Measurement:
     """Bytes saved for backward by one forward: of how many `tokens`, `by_module` name (the root is ""), the `largest`.
 
-    `largest` are the three tensors that cost most.
+    `largest` are the three tensors that cost most; `is_of_tokens` says whether the main input is of integers.
     """
 
     tokens: int
     by_module: Mapping[str, int]
     largest: tuple[SavedTensor, ...] = ()
+    is_of_tokens: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +68,8 @@ class Measurement:
         """Of both forwards."""
         largest = sorted((*self.largest, *other.largest), key=lambda tensor: tensor.nbytes, reverse=True)[:3]
         by_module = dict(Counter(self.by_module) + Counter(other.by_module))
-        return Measurement(self.tokens + other.tokens, by_module, tuple(largest))
+        of_tokens = self.is_of_tokens and other.is_of_tokens
+        return Measurement(self.tokens + other.tokens, by_module, tuple(largest), of_tokens)
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,24 @@ class Call:
         """Whether the main input is of integers, as tokens are."""
         value = self._main_input
         return value is not None and not value.is_floating_point() and not value.is_complex()
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of the batch, the first dimension of the main input; None if there is none."""
+        return None if self._main_input is None else len(self._main_input)
+
+    def first_rows(self, count: int) -> Call:
+        """The call with the first rows of all tensors that have as many as the batch."""
+        rows = self.num_rows
+
+        def cut(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value[:count] if value.dim() > 0 and len(value) == rows else value
+            if type(value) is dict:
+                return {key: cut(item) for key, item in value.items()}
+            return type(value)(map(cut, value)) if type(value) in (list, tuple) else value
+
+        return replace(self, args=cut(tuple(self.args)), kwargs=cut(dict(self.kwargs)))
 
     @property
     def _main_input(self) -> Tensor | None:
@@ -306,7 +326,7 @@ def measure(model: nn.Module, call: Call) -> Measurement:
             model.train()
         call.module(*call.args, **call.kwargs)
     largest = sorted(tracker.tensors, key=lambda tensor: tensor.nbytes, reverse=True)[:3]
-    return Measurement(call.tokens, dict(tracker.by_module), tuple(largest))
+    return Measurement(call.tokens, dict(tracker.by_module), tuple(largest), call.is_of_tokens)
 
 
 def measure_first(model: nn.Module, samples: Sequence[Call]) -> tuple[Measurement | None, Call | None, str | None]:
@@ -333,6 +353,10 @@ def unmeasurable(model: nn.Module) -> str | None:
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         # Its first forward sets up groups of parameters, which cannot be undone.
         return "the model is in FSDP2 already; count a step of yours with SavedTensorTracker"
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        return "the model is in FSDP1"
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        return "DeepSpeed's ZeRO 3 has its parameters"
     return None
 
 

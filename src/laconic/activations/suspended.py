@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from laconic.activations.attention import attention_core_of
@@ -14,7 +16,7 @@ from laconic.activations.replacement import ModelReplacement, Replacement, repla
 from laconic.activations.report import Call, Measurement, brief, measure, unmeasurable
 from laconic.errors import ModelError
 
-__all__ = ["is_compressed", "measure_both", "suspended"]
+__all__ = ["fitting", "is_compressed", "measure_both", "suspended"]
 
 
 def is_compressed(model: nn.Module) -> bool:
@@ -98,3 +100,48 @@ def measure_both(model: nn.Module, call: Call) -> tuple[Measurement | None, Meas
             f"{type(model).__name__} runs on the inputs of the measuring forward, but not with compressed "
             f"activations ({brief(error)})"
         ) from error
+
+
+def fitting(model: nn.Module, call: Call) -> Call:
+    """The call, or as many rows of its batch as an exact forward has memory for.
+
+    What two rows keep says what all keep. A call that cannot be cut into rows stays as it is.
+
+    Args:
+        model: converted.
+        call: of the model, or of a module in it.
+    """
+    rows = call.num_rows
+    if rows is None or rows <= _PROBED or unmeasurable(model) is not None:
+        return call
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    try:
+        with suspended(model):
+            of_few = measure(model, call.first_rows(_PROBED)).nbytes
+    except Exception:  # a model may ask for anything, such as a batch of this very size
+        return call
+    free = _free_nbytes(device)
+    if free is None or of_few * rows <= _PROBED * _SHARE * free:
+        return call
+    return call.first_rows(max(_PROBED, int(_PROBED * _SHARE * free) // max(1, of_few)))
+
+
+_PROBED = 2
+"""Rows: normalization over the batch refuses a single one."""
+
+_SHARE = 0.5
+"""Of the free memory that the kept bytes may take: a forward has other tensors, too."""
+
+
+def _free_nbytes(device: torch.device) -> int | None:
+    """Memory that is free; None where that is not known."""
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + reserved
+    try:
+        for line in Path("/proc/meminfo").read_text("ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return None

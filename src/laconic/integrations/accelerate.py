@@ -19,7 +19,7 @@ from laconic.collectives.runtime.torch_compat import sent_in_background_nbytes
 from laconic.errors import ConfigError
 from laconic.gradients import CompressedGradients
 from laconic.gradients.replicas import check_same_settings
-from laconic.integrations.config import LaconicConfig, compress, given, hold_gradients, release_gradients
+from laconic.integrations.config import LaconicConfig, compress, given, hold_gradients, release_gradients, report_of
 
 __all__ = ["Attached", "LaconicConfig", "attach", "attach_anew", "check_fsdp_not_dropped"]
 
@@ -31,14 +31,19 @@ class Attached:
     """What `attach` did.
 
     Attributes:
-        report: of the compressed activations; None where they are left exact.
+        model: that was converted.
         gradients: those in codes; None where the host holds them.
         sent_nbytes: bytes this process sent when gradients were last averaged in codes; 0 in one process.
     """
 
-    report: Report | None
-    gradients: CompressedGradients | None
+    model: nn.Module
+    gradients: CompressedGradients | None = None
     sent_nbytes: int = 0
+
+    @property
+    def report(self) -> Report | None:
+        """Of the compressed activations; None where they are left exact."""
+        return report_of(self.model)
 
 
 def attach(accelerator: Accelerator, model: nn.Module, config: LaconicConfig | None = None) -> Attached:
@@ -106,8 +111,10 @@ def attach_anew(accelerator: Accelerator, model: nn.Module, config: LaconicConfi
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         from laconic.integrations import deepspeed
 
-        return Attached(deepspeed.attach(model, accelerator.state.deepspeed_plugin.deepspeed_config, config), None)
-    attached = Attached(compress(model, config), None)
+        deepspeed.attach(model, accelerator.state.deepspeed_plugin.deepspeed_config, config)
+        return Attached(model)
+    compress(model, config)
+    attached = Attached(model)
     if config.gradients == 32:
         release_gradients(model)
         return attached

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
 from torch import nn
 
 from laconic.activations import compress_activations
-from laconic.activations.attention import attention_core_of
-from laconic.activations.replacement import replacements_of
-from laconic.activations.report import Report
+from laconic.activations.report import Measurement, Report
+from laconic.activations.suspended import is_compressed
 from laconic.errors import ConfigError
 from laconic.gradients import CompressedGradients, compress_gradients
 from laconic.gradients.turns import owner_of
+from laconic.integrations.figures import logged, measure_first_call
 from laconic.ops import BITS
 
-__all__ = ["LaconicConfig", "compress", "given", "hold_gradients", "logged", "release_gradients"]
+__all__ = ["LaconicConfig", "compress", "given", "hold_gradients", "logged", "release_gradients", "report_of"]
 
 _ACTIVATION_BITS = (2, 4, 5, 6, 8, 16)
 _ATTENTIONS = ("exact", "recompute", *BITS)
@@ -115,14 +115,16 @@ _held: WeakSet[CompressedGradients] = WeakSet()
 def compress(model: nn.Module, config: LaconicConfig) -> Report | None:
     """Convert a model as the configuration says; None if that leaves it as it is.
 
-    A model that an earlier trainer converted in the same way stays as it is, and the result is that trainer's.
+    A model that an earlier trainer converted in the same way stays as it is, and the result is that trainer's. The
+    report has what tokens that are made up keep; once the model has been called in training, `report_of` has what
+    that call keeps.
 
     Raises:
         ConfigError: an earlier trainer converted the model in another way.
         ModelError: as `compress_activations`.
     """
     wished: dict[str, Any] = {name: getattr(config, name) for name in ("activations", "attention", "mode", "loss")}
-    if model in _converted and _is_compressed(model):
+    if model in _converted and is_compressed(model):
         earlier, report = _converted[model]
         for name, value in wished.items():
             if value != earlier[name]:
@@ -130,18 +132,27 @@ def compress(model: nn.Module, config: LaconicConfig) -> Report | None:
                     f"{name} is {value!r}, but the model was converted for an earlier trainer, where {name} is "
                     f"{earlier[name]!r}; give the same, or call laconic.decompress_activations(model) first"
                 )
-        return report
-    if not config.changes_model:
+    elif not config.changes_model:
         return None
-    report = compress_activations(
-        model, wished["activations"], attention=wished["attention"], mode=wished["mode"], loss=wished["loss"]
-    )
+    else:
+        report = compress_activations(
+            model, wished["activations"], attention=wished["attention"], mode=wished["mode"], loss=wished["loss"]
+        )
     _converted[model] = wished, report
+    found = ref(model)
+
+    def measured(before: Measurement, after: Measurement) -> None:
+        if (model := found()) in _converted:
+            assert model is not None
+            _converted[model] = wished, report.measured(before, after)
+
+    measure_first_call(model, measured)
     return report
 
 
-def _is_compressed(model: nn.Module) -> bool:
-    return any([*replacements_of(module)] or attention_core_of(module) is not None for module in model.modules())
+def report_of(model: nn.Module | None) -> Report | None:
+    """The report of a model that a host has converted, of its first training call once that was made."""
+    return None if model is None or model not in _converted else _converted[model][1]
 
 
 def hold_gradients(model: nn.Module, group: dist.ProcessGroup | None, bits: int) -> CompressedGradients:
@@ -160,13 +171,3 @@ def release_gradients(model: nn.Module) -> None:
             for parameter in owner.parameters.values():
                 parameter.grad = None
             owner.remove()
-
-
-def logged(report: Report | None) -> dict[str, float]:
-    """What a host logs of a conversion: bytes per token that a forward keeps for backward, and how much less it is."""
-    if report is None:
-        return {}
-    before, after = report.before_nbytes_per_token, report.after_nbytes_per_token
-    if before is None or after is None:
-        return {}
-    return {"laconic/activation_nbytes_per_token": after, "laconic/activation_factor": before / max(1.0, after)}

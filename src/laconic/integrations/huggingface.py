@@ -14,7 +14,7 @@ from transformers.training_args import OptimizerNames
 from laconic.activations.report import Report
 from laconic.errors import ConfigError
 from laconic.integrations.accelerate import Attached, attach_anew, check_fsdp_not_dropped
-from laconic.integrations.config import LaconicConfig, compress, given, logged
+from laconic.integrations.config import LaconicConfig, compress, given, logged, report_of
 from laconic.optim import AdamW8bit
 
 if TYPE_CHECKING:
@@ -29,9 +29,10 @@ class LaconicTrainerMixin:
     """Switches laconic on in a subclass of transformers' Trainer: `class Mine(LaconicTrainerMixin, Trainer)`.
 
     The model is converted when training begins: after PEFT has wrapped it, before DDP, FSDP2 or torch.compile do. What
-    is saved has no trace of it and loads with `from_pretrained`. Logs of training gain
-    "laconic/activation_nbytes_per_token", "laconic/activation_factor" and, with gradients in codes,
-    "laconic/gradient_nbytes" (held) and "laconic/gradient_sent_nbytes" (by this process, for one step).
+    is saved has no trace of it and loads with `from_pretrained`. Logs of training gain "laconic/activation_factor" and
+    "laconic/activation_nbytes_per_token" (models of images and sounds have none), measured on the first micro-batch as
+    the host trains it, and, with gradients in codes, "laconic/gradient_nbytes" (held) and
+    "laconic/gradient_sent_nbytes" (by this process, for one step).
 
     With `gradients` of 8 or 12 bits the model is not wrapped in DDP: gradients are averaged in codes in the last
     micro-batch of a step, and clipping, `grad_norm` and the optimizer read the codes. With `optimizer="adamw8bit"` the
@@ -50,13 +51,17 @@ class LaconicTrainerMixin:
 
     def __init__(self, *args: Any, laconic: LaconicConfig | None = None, **kwargs: Any) -> None:
         self.laconic = given(laconic)
-        self.laconic_report: Report | None = None
         self._laconic_model: nn.Module | None = None
         self._laconic_attached: Attached | None = None
         self._laconic_accelerator: Accelerator | None = None
         self._laconic_gradient_nbytes = 0
         super().__init__(*args, **kwargs)
         _check(self, self.laconic)
+
+    @property
+    def laconic_report(self) -> Report | None:
+        """Of the compressed activations, once training has begun."""
+        return None if self._laconic_attached is None else self._laconic_attached.report
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Convert the model, which has neither been wrapped nor prepared, and make the optimizer."""
@@ -113,7 +118,7 @@ class LaconicTrainerMixin:
             return
         attached = attach_anew(trainer.accelerator, trainer.model, self.laconic)
         self._laconic_model, self._laconic_accelerator = trainer.model, trainer.accelerator
-        self._laconic_attached, self.laconic_report = attached, attached.report
+        self._laconic_attached = attached
 
 
 class LaconicTrainer(LaconicTrainerMixin, Trainer):
@@ -130,9 +135,6 @@ class LaconicCallback(TrainerCallback):
     Args:
         laconic: what to switch on; None is 4-bit activations.
 
-    Attributes:
-        report: of the model, once training has begun.
-
     Raises:
         ConfigError: the configuration asks for a chunked loss, gradients in codes or an optimizer; or, when training
             begins, the model is sharded, or was to be and is not.
@@ -146,8 +148,12 @@ class LaconicCallback(TrainerCallback):
                     f"{name} is {getattr(self.laconic, name)!r}, but a callback sees neither how the trainer makes its "
                     "optimizer and loss nor how it wraps the model; make class Mine(LaconicTrainerMixin, Trainer)"
                 )
-        self.report: Report | None = None
         self._model: nn.Module | None = None
+
+    @property
+    def report(self) -> Report | None:
+        """Of the model, once training has begun."""
+        return report_of(self._model)
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Convert the model."""
@@ -158,7 +164,8 @@ class LaconicCallback(TrainerCallback):
             raise ConfigError("the model is sharded already; make class Mine(LaconicTrainerMixin, Trainer)")
         _check_arguments(args, self.laconic)
         check_fsdp_not_dropped(PartialState())
-        self.report, self._model = compress(model, self.laconic), model
+        compress(model, self.laconic)
+        self._model = model
 
     def on_log(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Add what was saved to the logs of training."""

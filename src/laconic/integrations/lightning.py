@@ -19,7 +19,7 @@ from laconic.activations.report import Report
 from laconic.collectives.runtime.torch_compat import sent_in_background_nbytes
 from laconic.errors import ConfigError, ModelError
 from laconic.gradients import CompressedGradients
-from laconic.integrations.config import LaconicConfig, compress, given, hold_gradients, logged
+from laconic.integrations.config import LaconicConfig, compress, given, hold_gradients, logged, report_of
 
 __all__ = ["LaconicCallback", "LaconicConfig", "LaconicStrategy"]
 
@@ -92,17 +92,15 @@ class LaconicCallback(Callback):
     """Converts the module when fitting begins, before a strategy wraps it.
 
     A module without parameters, whose `configure_model` makes the model, is converted after that.
-    All loggers of the trainer get "laconic/activation_nbytes_per_token" and "laconic/activation_factor" when fitting
-    begins and, under `LaconicStrategy`, "laconic/gradient_nbytes" (held) and "laconic/gradient_sent_nbytes" (by this
-    process, for one step) with the module's own figures, every `log_every_n_steps`.
+    All loggers of the trainer get "laconic/activation_factor" and "laconic/activation_nbytes_per_token" (models of
+    images and sounds have none) once, of the first micro-batch, and, under `LaconicStrategy`, "laconic/gradient_nbytes"
+    (held) and "laconic/gradient_sent_nbytes" (by this process, for one step) with the module's own figures, every
+    `log_every_n_steps`.
 
     Args:
         laconic: what to switch on; None is 4-bit activations. Gradients are `LaconicStrategy`'s, and the optimizer is
             what `configure_optimizers` returns.
         submodule: name of the part to convert; None is the only Hugging Face model in the module, or all of it.
-
-    Attributes:
-        report: of the model, once fitting has begun.
 
     Raises:
         ConfigError: the configuration asks for gradients or an optimizer.
@@ -122,8 +120,14 @@ class LaconicCallback(Callback):
                 "laconic.AdamW8bit there and leave optimizer out"
             )
         self._submodule = submodule
-        self.report: Report | None = None
+        self._model: nn.Module | None = None
+        self._is_logged = False
         self._gradient_nbytes = 0
+
+    @property
+    def report(self) -> Report | None:
+        """Of the model, once fitting has begun."""
+        return report_of(self._model)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Convert, when stage is "fit"."""
@@ -141,7 +145,8 @@ class LaconicCallback(Callback):
                 f"{type(model).__name__} is sharded already; call laconic.compress_activations in configure_model, "
                 "before fully_shard, and leave the callback out"
             )
-        self.report = compress(model, self.laconic)
+        compress(model, self.laconic)
+        self._model = model
 
     def _convert_when_made(self, pl_module: LightningModule) -> None:
         make = pl_module.configure_model
@@ -155,10 +160,8 @@ class LaconicCallback(Callback):
         pl_module.configure_model = made  # type: ignore[method-assign]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log what was saved."""
-        if found := logged(self.report):
-            for logger in trainer.loggers:
-                logger.log_metrics(found, step=trainer.global_step)
+        """Log anew."""
+        self._is_logged = False
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Note what is held: modules with an optimization of their own may drop it before the batch ends."""
@@ -167,7 +170,11 @@ class LaconicCallback(Callback):
             self._gradient_nbytes = strategy.compressed.nbytes
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Log what gradients in codes take, once there was a step."""
+        """Log what was saved and, once there was a step, what gradients in codes take."""
+        if not self._is_logged and (saved := logged(self.report)):
+            for logger in trainer.loggers:
+                logger.log_metrics(saved, step=trainer.global_step)
+        self._is_logged = True
         strategy = trainer.strategy
         if not isinstance(strategy, LaconicStrategy) or not self._gradient_nbytes:
             return
