@@ -258,3 +258,49 @@ def _fit_together(rank: int, folder: Path, port: int) -> None:
 
 def test_two_processes_agree_with_ddp_stay_alike_and_fit_again(tmp_path: Path) -> None:
     run_ranks(_fit_together, (tmp_path, free_port()), 2)
+
+
+class Validated(Module):
+    """Validates before, while and after it trains, and sends from there."""
+
+    def validation_step(self, ids: Tensor, number: int) -> None:
+        with torch.inference_mode():  # Lightning's own mode on other devices; on CPUs it takes no_grad
+            loss = self.model(input_ids=ids, labels=ids).loss
+            large = torch.full((50_000,), float(dist.get_rank()))
+            dist.all_reduce(large)
+            assert large.eq(1.0).all()
+            self.losses.append(self.all_gather(loss).sum().item())
+        self.log("validation_loss", loss.clone(), sync_dist=True)
+
+    def val_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader([torch.arange(number, number + 32) for number in range(8)], batch_size=2)
+
+
+class Zipping(lightning.Callback):
+    def on_sanity_check_start(self, trainer: Any, module: Any) -> None:
+        laconic.zip_collectives(trainer.strategy.model, codec=laconic.collectives.Lossless())
+
+
+def _validate_and_train(rank: int, folder: Path, port: int) -> None:
+    os.environ.update(rank_environment(rank, 2, port))
+    import warnings
+
+    from laconic.collectives.process_group import group
+
+    warnings.simplefilter("ignore")
+    options: dict[str, Any] = {"devices": 2, "enable_checkpointing": False, "val_check_interval": 1}
+    losses = []
+    codec = laconic.collectives.Lossless()
+    group.set_default_options(group.ProcessGroupOptions(codec=codec, min_nbytes=0))
+    for backend, callbacks in (("gloo", []), ("gloo", [Zipping()]), ("laconic", []), ("laconic", [Zipping()])):
+        module = Validated()
+        strategy = lightning.strategies.DDPStrategy(process_group_backend=backend)
+        fit(module, callbacks, folder, strategy=strategy, **options)
+        losses.append(module.losses)
+        assert len(module.losses) > 8
+        dist.destroy_process_group()
+    assert losses == [losses[0]] * 4
+
+
+def test_validation_in_inference_mode_sends_like_training(tmp_path: Path) -> None:
+    run_ranks(_validate_and_train, (tmp_path, free_port()), 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from unittest import mock
 
 import pytest
@@ -73,3 +75,15 @@ def test_what_a_captured_graph_makes_is_not_kept() -> None:
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
             assert make() is found  # what was there before may be used
     assert made == 3
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_what_is_made_in_any_mode_can_be_used_by_autograd(mode: Callable[[], AbstractContextManager[object]]) -> None:
+    @constant_tensor
+    def make() -> Tensor:
+        return torch.ones(3)
+
+    with mode():
+        found = make()
+    assert make() is found
+    (torch.ones(3, requires_grad=True) * found).sum().backward()  # which keeps it for backward

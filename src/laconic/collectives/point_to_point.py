@@ -24,6 +24,7 @@ from laconic.collectives.engine.transport import WIRE_VERSION, Incoming, InFligh
 from laconic.collectives.policy.raw_calls import known_way
 from laconic.collectives.policy.selector import leaves_raw, remember_raw
 from laconic.collectives.runtime.background import Work, done, future_of, run_in_background
+from laconic.collectives.runtime.thread_state import as_here
 from laconic.errors import ConfigError
 
 __all__ = ["recv", "send"]
@@ -85,13 +86,13 @@ def _start(
 
     def begin(group: dist.ProcessGroup) -> Callable[[], Tensor]:
         message = _ChunkedMessage(tensor, group, peer, sends, codec)
-        return lambda: message.finish(tensor)
+        return as_here(lambda: message.finish(tensor), (tensor,))
 
     if tensor.device.type == "cpu" and async_op:
         with torch.no_grad():
             return _LateWork(begin(groups[0]))
     if async_op:
-        return run_in_background(lambda groups: begin(groups[0])(), groups, tensor.device)
+        return run_in_background(lambda groups: begin(groups[0])(), groups, tensor.device, (tensor,))
     with torch.no_grad():
         return done(begin(groups[0])())
 
@@ -159,6 +160,7 @@ class _LateWork(Work[T]):
         return future_of(self._result)
 
     def map(self, change: Callable[[T], S]) -> Work[S]:
+        change = as_here(change)
         return _LateWork(lambda: change(self.wait()))
 
     def _claim(self) -> Callable[[], T] | None:
@@ -173,7 +175,6 @@ class _LateWork(Work[T]):
 
     def _run(self, finish: Callable[[], T]) -> None:
         try:
-            with torch.no_grad():
-                self._result.set_result(finish())
+            self._result.set_result(finish())
         except BaseException as error:
             self._result.set_exception(error)

@@ -32,7 +32,11 @@ def constant_tensor(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
         key = (args, *kwargs.items())
         found = kept.get(key)
         if found is None:
-            found = make(*args, **kwargs)
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False):  # or autograd could not use it outside
+                    found = make(*args, **kwargs)
+            else:
+                found = make(*args, **kwargs)
             if type(found) is Tensor and not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
                 while len(kept) >= _MAX_KEPT:
                     kept.pop(next(iter(kept)))

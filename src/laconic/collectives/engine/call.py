@@ -36,6 +36,7 @@ from laconic.collectives.runtime import torch_compat
 from laconic.collectives.runtime.background import Groups, Work, done, run_here, run_in_background
 from laconic.collectives.runtime.failure_diagnosis import losses_named
 from laconic.collectives.runtime.late_checks import leave, settle
+from laconic.collectives.runtime.thread_state import may_write
 from laconic.cost.comm.seconds import RAW, AlgorithmChoice
 from laconic.errors import CollectiveError
 
@@ -99,7 +100,7 @@ class Call:
             on_two: runs the call on two levels: inside the node, where nothing is coded, and between nodes.
         """
         if all(group.size() == 1 for group in self.groups):
-            with torch.no_grad():
+            with may_write((result,)):
                 alone()
             return done(result)
 
@@ -110,7 +111,9 @@ class Call:
                 on_one(replace(self.on(groups[0]), is_all=True))
             return result
 
-        return run_in_background(job, self.groups, self.device) if async_op else done(run_here(job, self.groups))
+        if async_op:
+            return run_in_background(job, self.groups, self.device, (result,))
+        return done(run_here(job, self.groups, (result,)))
 
 
 @dataclass(frozen=True)

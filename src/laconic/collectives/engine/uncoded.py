@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import (
 from laconic.collectives.runtime.background import Work, done
 from laconic.collectives.runtime.callbacks import follow, queue_of
 from laconic.collectives.runtime.failure_diagnosis import absent, is_own
+from laconic.collectives.runtime.thread_state import as_here
 from laconic.collectives.runtime.torch_compat import method_of
 from laconic.errors import CollectiveError
 
@@ -115,7 +116,7 @@ class _ChangedWork(Work[S]):
 
     def __init__(self, work: _BackendWork[T], change: Callable[[T], S]) -> None:
         self._work: _BackendWork[Any] = work
-        self._change: Callable[[Any], S] = change
+        self._change: Callable[[Any], S] = as_here(change)
         self._lock = threading.Lock()
         self._found: list[S] = []
 
@@ -135,7 +136,7 @@ class _ChangedWork(Work[S]):
         return _ChangedWork(self._work, lambda result: change(self._changed(result)))
 
     def _changed(self, result: Any) -> S:
-        with self._lock, torch.no_grad():
+        with self._lock:
             if not self._found:
                 self._found.append(self._change(result))
             return self._found[0]

@@ -107,9 +107,8 @@ class _Copies:
         back = self._back
 
         def write() -> None:
-            with torch.no_grad():
-                for x, found in back:
-                    x.copy_(found)
+            for x, found in back:
+                x.copy_(found)
 
         return after(work, write, self._written)
 

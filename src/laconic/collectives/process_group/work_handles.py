@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from laconic.collectives.runtime.background import BackgroundWork, Groups, TensorsWork, run_in_background
 from laconic.collectives.runtime.callbacks import CallbackQueue, follow, queue_of
+from laconic.collectives.runtime.thread_state import as_here
 
 __all__ = ["AfterWork", "BackgroundWork", "Ordered", "PeerWork", "RawWork", "WorkGroup", "after", "outlive_python"]
 
@@ -85,7 +86,7 @@ class AfterWork(TensorsWork):
     def __init__(self, work: dist.Work, tensors: Sequence[Tensor], then: Callable[[], object]) -> None:
         super().__init__(tensors)
         self._work = work
-        self._then: Callable[[], object] | None = then
+        self._then: Callable[[], object] | None = as_here(then, tensors)
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:

@@ -35,6 +35,7 @@ from laconic.collectives.runtime.device_streams import Ready
 from laconic.collectives.runtime.failure_diagnosis import broke_off
 from laconic.collectives.runtime.group_failures import raise_if_failed
 from laconic.collectives.runtime.late_checks import LateCheck, left_on, settle
+from laconic.collectives.runtime.thread_state import as_here, may_write
 from laconic.collectives.runtime.torch_compat import in_background
 
 __all__ = [
@@ -83,9 +84,9 @@ class Work(ABC, Generic[T]):
         """This work with `change` applied to its result in the background."""
 
 
-def run_here(job: Job[T], groups: Groups) -> T:
-    """Run a job in the calling thread, on the current stream, on the caller's own groups."""
-    with torch.no_grad():
+def run_here(job: Job[T], groups: Groups, written: Sequence[object] = ()) -> T:
+    """Run a job, which writes to `written`, in the calling thread, on the current stream, on the caller's groups."""
+    with may_write(written):
         return _run_and_check(job, groups)
 
 
@@ -100,10 +101,14 @@ def done(result: T) -> Work[T]:
     return _FinishedWork(result)
 
 
-def run_in_background(job: Job[T], groups: Groups, device: torch.device) -> Work[T]:
-    """Run a job in the background executor of its groups. Every rank of the groups must do so in the same order."""
+def run_in_background(job: Job[T], groups: Groups, device: torch.device, written: Sequence[object] = ()) -> Work[T]:
+    """Run a job, which writes to `written`, in the background executor of its groups, with the caller's settings.
+
+    Every rank of the groups must do so in the same order.
+    """
     if all(group.size() == 1 for group in groups):
-        return done(run_here(job, groups))
+        return done(run_here(job, groups, written))
+    job = as_here(job, written)
     if device.type == "cuda":
         return _run_on_stream(job, groups, device)
     return _executor_of(groups).submit(job)
@@ -140,7 +145,7 @@ class BackgroundWork(TensorsWork):
 
     def then(self, do: Callable[[], object], tensors: Sequence[Tensor]) -> BackgroundWork:
         """A work that runs `do` in the background once this one is done, with `tensors` as the result."""
-        return BackgroundWork(self._work.map(lambda _: do()), tensors)
+        return BackgroundWork(self._work.map(as_here(lambda _: do(), tensors)), tensors)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait for the collective, or raise its error.
@@ -188,7 +193,7 @@ class _FinishedWork(Work[T]):
 
     def map(self, change: Callable[[T], S]) -> Work[S]:
         mapped: _ThreadWork[S] = _ThreadWork()
-        _pass_on(change, mapped.result, self._as_future())
+        _pass_on(as_here(change), mapped.result, self._as_future())
         return mapped
 
     def _as_future(self) -> Future[T]:
@@ -215,14 +220,13 @@ class _ThreadWork(Work[T]):
 
     def map(self, change: Callable[[T], S]) -> Work[S]:
         mapped: _ThreadWork[S] = _ThreadWork(self._callbacks)
-        self.result.add_done_callback(partial(_pass_on, change, mapped.result))
+        self.result.add_done_callback(partial(_pass_on, as_here(change), mapped.result))
         return mapped
 
 
 def _pass_on(change: Callable[[T], S], mapped: Future[S], done: Future[T]) -> None:
     try:
-        with torch.no_grad():
-            mapped.set_result(change(done.result()))
+        mapped.set_result(change(done.result()))
     except BaseException as error:
         mapped.set_exception(error)
 
@@ -450,6 +454,7 @@ class _StreamWork(Work[T]):
         return self._result
 
     def map(self, change: Callable[[T], S]) -> Work[S]:
+        change = as_here(change)
         return _LateWork(lambda: self._map(change), self.is_completed) if self.checks else self._map(change)
 
     def _map(self, change: Callable[[T], S]) -> Work[S]:
@@ -474,6 +479,7 @@ class _LateWork(Work[T]):
         return self._now().get_future()
 
     def map(self, change: Callable[[T], S]) -> Work[S]:
+        change = as_here(change)
         return _LateWork(lambda: self._now().map(change), self.is_completed)
 
     def _now(self) -> Work[T]:
@@ -527,7 +533,7 @@ class _StreamExecutor:
             self._in_flight.popleft()[1].release(done=True)
         result: torch.futures.Future[T] = torch.futures.Future(devices=[self._device])
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream), torch.no_grad():
+        with torch.cuda.stream(self._stream):
             try:
                 result.set_result(action())
             finally:  # what was issued before an error runs, too

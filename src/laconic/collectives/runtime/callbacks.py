@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic.collectives.runtime.thread_state import as_here
+
 __all__ = ["CallbackFuture", "CallbackQueue", "depth", "follow", "here", "queue_of"]
 
 T = TypeVar("T")
@@ -165,9 +167,9 @@ class CallbackFuture(torch.futures.Future[T]):
             result.add_done_callback(lambda done: _threads.run(partial(self._complete, done)))
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
-        """Add a callback as torch does; it may wait, and sees the caller's grad mode."""
+        """Add a callback as torch does; it may wait, and sees the caller's grad mode, inference mode and autocast."""
         result: Future[S] = Future()
-        self._queue.add(partial(_call, callback, self, result, torch.is_grad_enabled()))
+        self._queue.add(partial(_call, as_here(callback, grad=None), self, result))
         return CallbackFuture(result, self._queue)
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
@@ -216,13 +218,11 @@ def _call(
     callback: Callable[[torch.futures.Future[T]], S],
     source: torch.futures.Future[T],
     result: Future[S],
-    with_grad: bool,
 ) -> None:
     with suppress(Exception):
         source.wait()
     try:
-        with torch.set_grad_enabled(with_grad):
-            result.set_result(callback(source))
+        result.set_result(callback(source))
     except BaseException as error:
         result.set_exception(error)
 

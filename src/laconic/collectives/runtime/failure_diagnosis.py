@@ -33,6 +33,9 @@ _POLL_SECONDS = 0.05
 
 _TAG = (1 << 25) - 1  # nobody sends with it
 
+_OWN = ("DefaultCPUAllocator", "InferenceMode")
+"""Texts of torch's errors that are no backend's: no memory, and a tensor of inference mode written to outside of it."""
+
 
 def broke_off(
     what: str,
@@ -115,7 +118,7 @@ def losses_named(
 
 def is_own(error: Exception) -> bool:
     """Whether an error that came up in a collective is this rank's own, which says nothing about its peers."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _OWN)
 
 
 def reason_of(error: Exception) -> str:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives.runtime.device_streams import Ready
+from laconic.collectives.runtime.thread_state import as_here
 
 __all__ = ["LateCheck", "leave", "left_on", "settle"]
 
@@ -38,7 +39,7 @@ class LateCheck:
     """
 
     def __init__(self, found: Sequence[Tensor], check: Callable[[list[int]], bool], device: torch.device) -> None:
-        self._check: Callable[[list[int]], bool] | None = check
+        self._check: Callable[[list[int]], bool] | None = as_here(check)
         self._device = device
         self._error: BaseException | None = None
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -67,7 +68,7 @@ class LateCheck:
             try:
                 if not self._ready.is_over:
                     self._ready.synchronize()
-                with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                     if check(self._numbers.tolist()):
                         # Rare. Afterwards no stream has anything to wait for, and no memory is in use.
                         Ready(self._device).synchronize()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from laconic.collectives.runtime.thread_state import ThreadState, thread_state
 from laconic.collectives.runtime.torch_compat import in_background
 from laconic.moe.parallel.cuda_streams import CudaStream
 from laconic.schedule.execute import InlineStream, Stream, ThreadStream
@@ -14,6 +16,17 @@ from laconic.schedule.moe_pipeline import COMPUTE, INTER, INTRA
 __all__ = ["pipeline_streams"]
 
 _wires: dict[torch.device, dict[str, Stream]] = {}
+
+
+@contextmanager
+def _in_background(state: ThreadState) -> Iterator[None]:
+    with in_background(), state.entered():
+        yield
+
+
+def _as_caller() -> AbstractContextManager[None]:
+    """Give a task of another thread the settings that its caller has."""
+    return _in_background(thread_state())
 
 
 def pipeline_streams(device: torch.device) -> Mapping[str, Stream]:
@@ -25,7 +38,7 @@ def pipeline_streams(device: torch.device) -> Mapping[str, Stream]:
     if device not in _wires:
 
         def wire(name: str) -> Stream:
-            return CudaStream(torch.cuda.Stream(device)) if cuda else ThreadStream(f"laconic-{name}", in_background)
+            return CudaStream(torch.cuda.Stream(device)) if cuda else ThreadStream(f"laconic-{name}", _as_caller)
 
         _wires[device] = {name: wire(name) for name in (INTER, INTRA)}
     return {**_wires[device], COMPUTE: CudaStream(torch.cuda.current_stream(device)) if cuda else InlineStream()}
