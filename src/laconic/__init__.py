@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from laconic.activations import compress_activations, decompress_activations, linear_cross_entropy
     from laconic.advice import advise
+    from laconic.auditing import audit
     from laconic.collectives.integrations.zip import zip_collectives
     from laconic.formats import BlockFormat, BlockTensor, Expect, decode, encode, load_zipped
     from laconic.gradients import compress_gradients
@@ -27,6 +28,7 @@ __all__ = [
     "zip_collectives",
     "verify_replicas",
     "advise",
+    "audit",
     "AdamW8bit",
     "BlockFormat",
     "BlockTensor",
@@ -45,6 +47,7 @@ _HOME = {
     "zip_collectives": "laconic.collectives.integrations.zip",
     "verify_replicas": "laconic.replicas",
     "advise": "laconic.advice",
+    "audit": "laconic.auditing",
     "AdamW8bit": "laconic.optim",
     "BlockFormat": "laconic.formats",
     "BlockTensor": "laconic.formats",

@@ -6,6 +6,7 @@ Every message names the field, the value it had, the rule it broke and what to d
 from __future__ import annotations
 
 __all__ = [
+    "AuditError",
     "CheckpointError",
     "CollectiveError",
     "ConfigError",
@@ -68,6 +69,10 @@ class CorruptionError(LaconicError, RuntimeError):
 
 class CheckpointError(LaconicError, RuntimeError):
     """A checkpoint cannot be written, verified or loaded."""
+
+
+class AuditError(LaconicError, RuntimeError):
+    """The first step does not compute what the exact one does."""
 
 
 class TrainingError(LaconicError, RuntimeError):

@@ -19,7 +19,7 @@ from laconic.activations.choice import Offload
 from laconic.advice import Advice, Row
 from laconic.advice.link import measure_link
 from laconic.advice.methods import offload_all
-from laconic.advice.training_call import find_loss
+from laconic.auditing.training_call import find_loss
 from laconic.errors import ConfigError, ModelError
 from tests.activations.models import make_ids, make_model
 from tests.distributed.processes import run_ranks

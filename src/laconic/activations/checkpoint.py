@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from laconic.activations.audited import AUDITED
 from laconic.activations.cuda_graph import is_captured, without_draws
 from laconic.activations.derivatives import is_transformed
 from laconic.activations.kept import in_range
@@ -120,6 +121,8 @@ def packed_inputs(inputs: Any, format: BlockFormat | None) -> Iterator[None]:
         if x.layout != torch.strided or (place_of(x), x.storage_offset(), x.shape) not in places:
             observe(x)
             return x.detach()  # with the node that made it, the graph would hold itself
+        if AUDITED.values is not None:
+            return _laid_out(AUDITED.values(x.detach(), format, None), x.stride())
         packed = quantized(x.detach(), format)
         observe(packed.codes, packed.scales)
         return packed, x.stride()

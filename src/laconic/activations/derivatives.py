@@ -13,6 +13,7 @@ from functools import cache
 import torch
 from torch.autograd import forward_ad
 
+from laconic.activations.audited import AUDITED
 from laconic.errors import ModelError
 from laconic.ops.derivatives import first_derivatives
 
@@ -20,9 +21,14 @@ __all__ = ["first_derivative", "is_transformed"]
 
 
 def is_transformed() -> bool:
-    """Whether torch.func transforms or forward-mode AD differentiate the running code; warns at the first time."""
+    """Whether torch.func transforms or forward-mode AD differentiate the running code; warns at the first time.
+
+    Also in the exact run of an audit, which runs the original forwards likewise.
+    """
     if torch.compiler.is_compiling():
         return False
+    if AUDITED.originals:
+        return True
     # torch has no public name for either; both are numbers of levels.
     if forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None:
         return False

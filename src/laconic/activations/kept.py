@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from laconic.activations.audited import AUDITED, StandIn
 from laconic.activations.choice import Offload, Packing
 from laconic.activations.dtensors import Placed, local_of
 from laconic.activations.exact_codes import Layout
@@ -308,6 +309,8 @@ def pack(x: Tensor, format: Packing, origin: str, center: Tensor | None = None, 
         layout: of the tensor to rebuild, whose values in memory order x holds; None for x itself.
     """
     block_format = format.format if isinstance(format, Offload) else format
+    if AUDITED.values is not None:
+        return _stood_in(AUDITED.values, x, block_format, origin, center, layout)
     packed = quantized(x.detach(), block_format, center)
     dtype, shape = x.dtype, x.shape
     saved: Tensors = (packed.codes, packed.scales)
@@ -330,6 +333,18 @@ def pack(x: Tensor, format: Packing, origin: str, center: Tensor | None = None, 
     is_plain = fetch is None and center is None and not block_format.is_stochastic
     gated_format = block_format if is_plain else None
     return Kept(saved, Memo(dequantize), origin, _bits(format), gated_format)
+
+
+def _stood_in(
+    values: StandIn, x: Tensor, format: BlockFormat, origin: str, center: Tensor | None, layout: Layout | None
+) -> Kept:
+    """What `pack` returns in an audit that keeps values in the place of codes, and of scales a zero."""
+
+    def rebuild(tensors: Tensors, after: Tensor | None) -> Tensor:
+        value = tensors[0].clone()  # readers may change what they take
+        return value if layout is None else layout.unflatten(value)
+
+    return Kept((values(x.detach(), format, center), x.new_zeros(1)), Memo(rebuild), origin, BITS[format.code])
 
 
 def derive(

@@ -28,7 +28,7 @@ from laconic.activations.rounding import seeds_restored
 from laconic.advice.link import measure_link
 from laconic.advice.methods import EXACT, METHODS, Method, compiled
 from laconic.advice.table import Advice, Row
-from laconic.advice.training_call import LossOf, TrainingCall
+from laconic.auditing.training_call import LossOf, TrainingCall
 from laconic.errors import LaconicError, ModelError
 from laconic.train.memory.step_peak import peak_nbytes
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from laconic.advice import Advice
-    from laconic.advice.training_call import LossOf
+    from laconic.auditing.training_call import LossOf
 
 __all__ = ["make_parser", "run"]
 

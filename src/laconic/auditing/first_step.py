@@ -1,0 +1,420 @@
+"""`laconic.audit`: one batch computed exactly and compressed, and what differs refused by name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from laconic.activations.attention import attention_core_of
+from laconic.activations.head import CausalForward
+from laconic.activations.replacement import check_module, replacements_of
+from laconic.auditing.batch import first_rows, num_rows
+from laconic.auditing.comparison import TOLERANCE, Difference, compare, relative_error, same_bits
+from laconic.auditing.experts_alone import watching_experts
+from laconic.auditing.gradient_store import check_store
+from laconic.auditing.optimizer_update import check_updates
+from laconic.auditing.runs import Outcome, Runs
+from laconic.auditing.state import ModelState
+from laconic.auditing.training_call import LossOf, TrainingCall
+from laconic.errors import AuditError, LaconicError, ModelError
+from laconic.gradients import CompressedGradients
+from laconic.gradients.turns import owner_of
+from laconic.optim import AdamW8bit
+from laconic.replicas import verify_replicas
+
+__all__ = ["AuditReport", "audit", "audit_loss"]
+
+_ROWS = 2  # norms over the batch need two
+_TOKENS = 512
+_MAX_NAMES = 4
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """What an audit compared, all of which was as it has to be; `str` is one line of it.
+
+    Attributes:
+        num_parameters: whose gradients were compared.
+        loss_bits: whether the losses had the same bits; None where they cannot (a chunked loss, a model that does not
+            repeat itself).
+        median_error: of a compressed gradient against the exact one, relative; None if nothing was compressed.
+        num_updates: parameters whose first updates by AdamW8bit were compared.
+        num_stored: parameters whose gradients in codes were.
+        num_layers_of_experts: that were compared with every token on its own.
+        num_replicas: tensors that were compared with those of other ranks.
+        seconds: it took.
+        left_out: why something, or all, was not compared.
+    """
+
+    num_parameters: int = 0
+    loss_bits: bool | None = None
+    median_error: float | None = None
+    num_updates: int = 0
+    num_stored: int = 0
+    num_layers_of_experts: int = 0
+    num_replicas: int = 0
+    seconds: float = 0.0
+    left_out: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        found = []
+        if self.num_parameters:
+            bits = {True: "loss bit for bit, ", False: "", None: "loss, "}[self.loss_bits]
+            off = "" if self.median_error is None else f" (rounding moves them by {100 * self.median_error:.1f} %)"
+            found.append(f"{bits}gradients of {self.num_parameters} parameters{off}")
+        for number, what in (
+            (self.num_stored, "gradients in codes"),
+            (self.num_updates, "first updates of AdamW8bit"),
+            (self.num_layers_of_experts, "layers of experts"),
+            (self.num_replicas, "replicated tensors"),
+        ):
+            if number:
+                found.append(f"{number} {what}")
+        said = f"as in the exact computation: {', '.join(found)}" if found else "nothing was compared"
+        left_out = f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
+        return f"audit: {said}{left_out} [{self.seconds:.1f} s]"
+
+
+def audit(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss_of: LossOf | None = None,
+    optimizer: Optimizer | None = None,
+    autocast: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> AuditReport:
+    """Compare a first step with the exact computation; nothing is changed by it.
+
+    A few rows of the batch run exactly and compressed, from the same random state. Compared are the loss, bit for bit;
+    each parameter's gradient, of which docs/reliability.md has the bound, and whether it has one; where gradients are
+    held in codes, what the store makes of two micro-batches on all its ranks; two updates of an AdamW8bit; layers of
+    experts with every token on its own; weights of the ranks of a process group. Weights, buffers, gradients, random
+    states, hooks and training modes are as before, bit for bit. It takes four forwards and backwards of those rows,
+    and memory for the gradients three times. What torch.compile compiled runs as it is written.
+
+    Args:
+        model: in training mode, compressed or with gradients in codes; DDP and FSDP2 are served. All ranks call it.
+        batch: as in `laconic.advise`: a dict of keyword arguments of the forward, a tuple or list of positional ones,
+            or a tensor; on the model's device.
+        loss_of: the loss of what the model returns. None takes `output.loss`, or the number that the model returns, or
+            its outputs times fixed random numbers.
+        optimizer: of the model.
+        autocast: dtype of torch.autocast around forward and loss.
+        group: the ranks that take one decision; None is the default group, if there is one.
+
+    Returns:
+        What was compared; `print` it.
+
+    Raises:
+        AuditError: on all ranks: something differs. The message names parameters and likely causes.
+        ModelError: the model is no module, or does not run on the batch.
+    """
+    check_module(model)
+    inner = _unwrapped(model)
+
+    def loss(rows: int | None) -> Tensor:
+        part = TrainingCall(inner, batch if rows is None else first_rows(batch, rows, _TOKENS), loss_of, autocast)
+        return part.loss(inner, part.arguments())
+
+    size = num_rows(batch)
+    cuts: list[int | None] = [None] if size is None or size <= _ROWS else [_ROWS, None]
+    return audit_loss(inner, [lambda rows=rows: loss(rows) for rows in cuts], optimizer=optimizer, group=group)
+
+
+def audit_loss(
+    model: nn.Module,
+    losses: Sequence[Callable[[], Tensor]],
+    *,
+    optimizer: Optimizer | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> AuditReport:
+    """`audit` of a loss that the caller computes.
+
+    Args:
+        model: whose parameters have the gradients.
+        losses: each runs the forward of a batch in training mode; the first that runs, and is finite, counts.
+        optimizer, group: as in `audit`.
+
+    Raises:
+        AuditError: as `audit`.
+    """
+    begun = time.perf_counter()
+    state = ModelState(model)
+    try:
+        return _Audit(model, losses, optimizer, group).report(begun)
+    finally:
+        state.restore()
+
+
+class _Audit:
+    def __init__(
+        self,
+        model: nn.Module,
+        losses: Sequence[Callable[[], Tensor]],
+        optimizer: Optimizer | None,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._model, self._losses, self._optimizer, self._group = model, losses, optimizer, group
+        self._loss = losses[-1]
+        self._left_out: list[str] = []
+        self._found: dict[str, Any] = {}
+
+    def report(self, begun: float) -> AuditReport:
+        """Run and compare; ranks agree before each part in which they meet.
+
+        Raises:
+            AuditError: something differs.
+        """
+        is_compressed, made = _is_compressed(self._model), None
+        with self._agreeing():
+            first = self._first_run()
+            if first is not None:
+                made = self._compare_gradients(*first) if is_compressed else first[1]
+        if not self._is_whole(made is not None):
+            return self._report(begun)
+        assert made is not None
+        with self._agreeing():
+            self._compare_store(made)
+        with self._agreeing():
+            self._compare_updates(made)
+            if self._num_ranks > 1:
+                self._found["num_replicas"] = self._compare_replicas()
+        return self._report(begun)
+
+    def _report(self, begun: float) -> AuditReport:
+        return AuditReport(**self._found, seconds=time.perf_counter() - begun, left_out=tuple(self._left_out))
+
+    @property
+    def _num_ranks(self) -> int:
+        return dist.get_world_size(self._group) if dist.is_available() and dist.is_initialized() else 1
+
+    @contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        """Raise on all ranks when the block raises on one: none of them goes on alone."""
+        error = None
+        try:
+            yield
+        except AuditError as found:
+            error = found
+        failed = self._ranks_that(error is not None)
+        if error is not None:
+            raise error
+        if failed:
+            ranks = f"ranks {', '.join(map(str, failed))}" if len(failed) > 1 else f"rank {failed[0]}"
+            raise AuditError(f"the first step of {ranks} differs from the exact one; the error there says where")
+
+    def _is_whole(self, here: bool) -> bool:
+        """Whether all ranks have something to compare."""
+        lacking = self._ranks_that(not here)
+        if lacking and here:
+            self._left_out.append(f"what ranks compare together, as rank {lacking[0]} could not run")
+        return not lacking
+
+    def _ranks_that(self, holds: bool) -> list[int]:
+        """The ranks on which something holds; one small all-reduce."""
+        if self._num_ranks == 1:
+            return [0] if holds else []
+        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
+        found = torch.zeros(self._num_ranks, device=device)
+        found[dist.get_rank(self._group)] = float(holds)
+        dist.all_reduce(found, group=self._group)
+        return list(found.nonzero().flatten().tolist())
+
+    def _first_run(self) -> tuple[Runs, Outcome] | None:
+        """The exact run of the first batch that runs and has a finite loss."""
+        for number, loss in enumerate(self._losses):
+            runs = Runs(self._model, loss)
+            try:
+                with watching_experts(self._model) as experts:
+                    exact = runs.run("exact")
+            except torch.OutOfMemoryError:
+                self._left_out.append("all, as the exact run does not fit in memory")
+                return None
+            except (ModelError, RuntimeError, ValueError, IndexError, TypeError) as error:
+                if isinstance(error, AuditError) or number == len(self._losses) - 1:
+                    raise
+                continue
+            if bool(exact.loss.isfinite().all()):
+                self._loss = loss
+                self._found["num_layers_of_experts"] = experts.compared
+                return runs, exact
+        self._left_out.append("all, as the exact loss is not finite")
+        return None
+
+    def _compare_gradients(self, runs: Runs, exact: Outcome) -> Outcome:
+        """Compare the runs along the chain of comparison.py; returns the compressed one."""
+        tolerance = _tolerance(self._model, exact)
+        faults: list[AuditError] = []  # raised when all runs are through: in a sharded model ranks meet in each
+
+        def check(refuse: Callable[..., None], *args: Any) -> None:
+            try:
+                refuse(*args)
+            except AuditError as error:
+                faults.append(error)
+
+        outcome = runs.run("unrounded")
+        bits: bool | None = True
+        allowed: dict[str, float] = {}
+        if _is_chunked(self._model):
+            bits = None
+            check(_check_near, outcome.loss, exact.loss, tolerance)
+        elif not same_bits(outcome.loss, exact.loss):
+            again = runs.run("exact")
+            if same_bits(again.loss, exact.loss):
+                check(_refuse_bits, outcome.loss, exact.loss)
+            else:
+                bits, allowed = None, _own_errors(again, exact)
+                self._left_out.append("loss bits, as the exact run does not repeat its own")
+        check(_refuse, compare(outcome.gradients, exact.gradients, tolerance, allowed), _IN_BACKWARD)
+        if bits:
+            check(_refuse_buffers, outcome.buffers, exact.buffers)
+        try:
+            outcome = runs.run("rounded")
+        except AuditError as error:
+            raise faults[0] if faults else error from None
+        errors = _errors(outcome, exact)
+        rounded, outcome = outcome, runs.run("compressed")
+        if bits:
+            check(_refuse_bits, outcome.loss, exact.loss)
+        check(_refuse, compare(outcome.gradients, rounded.gradients, tolerance, allowed), _IN_CODES)
+        if faults:
+            raise faults[0]
+        median = errors[len(errors) // 2] if errors else None
+        self._found |= {"num_parameters": len(errors), "loss_bits": bits, "median_error": median}
+        return outcome
+
+    def _compare_store(self, made: Outcome) -> None:
+        owners = {id(o): o for o in map(owner_of, self._model.parameters()) if isinstance(o, CompressedGradients)}
+        for store in owners.values():
+            if store.state != "empty":
+                self._left_out.append("gradients in codes, as there are some already")
+                continue
+            names = {id(p): name for name, p in self._model.named_parameters()}
+            gradients = {name: made.gradients.get(names.get(id(p), "")) for name, p in store.parameters.items()}
+            state = ModelState(self._model)
+
+            def backward(state: ModelState = state) -> None:
+                self._loss().backward()
+                state.restore()
+
+            _refuse(check_store(store, gradients, backward), _IN_STORE)
+            self._found["num_stored"] = self._found.get("num_stored", 0) + len(gradients)
+
+    def _compare_updates(self, made: Outcome) -> None:
+        optimizer = getattr(self._optimizer, "optimizer", self._optimizer)  # Accelerate's wrapper
+        if not isinstance(optimizer, AdamW8bit):
+            return
+        parameters = dict(self._model.named_parameters())
+        gradients = {parameters[name]: one for name, one in made.gradients.items() if one is not None}
+        names: Mapping[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
+        self._found["num_updates"] = check_updates(optimizer, gradients, names)
+
+    def _compare_replicas(self) -> int:
+        try:
+            return verify_replicas(self._model, group=self._group).num_tensors
+        except LaconicError as error:
+            raise AuditError(str(error)) from error
+
+
+_IN_BACKWARD = (
+    "a forward of laconic, or its backward, does not compute what the module's own code does; likely causes: a note of "
+    "another tensor on an input, a module changed or replaced after compress_activations, a hook or wrapper that runs "
+    "in one of the two only, a loss scaled for one of the two only"
+)
+_IN_CODES = (
+    "what backward rebuilds from codes is not what was packed; likely causes: a kernel that is wrong on this device, "
+    "scales or codes of another tensor, a buffer that was written to before backward"
+)
+_IN_STORE = (
+    "gradients in codes are not the mean over the ranks of what backward made; likely causes: a bucket that was not "
+    "reduced, a factor of the number of ranks, a micro-batch left out, a hook lost when parameters were replaced"
+)
+
+
+def _refuse(differing: Sequence[Difference], cause: str) -> None:
+    if not differing:
+        return
+    named = "; ".join(f"{one.name} {one.what}" for one in differing[:_MAX_NAMES])
+    more = f"; and {len(differing) - _MAX_NAMES} more parameters" if len(differing) > _MAX_NAMES else ""
+    raise AuditError(f"the first step differs from the exact one: {named}{more}; {cause}")
+
+
+def _refuse_bits(got: Tensor, exact: Tensor) -> None:
+    if not same_bits(got, exact):
+        raise AuditError(
+            f"the loss is {got.item()!r} compressed and {exact.item()!r} exactly, but forward has to give the same "
+            "bits; likely causes: a forward of laconic in the place of another one, a random draw that is not "
+            "repeated, a dtype that a wrapper changed, packing that has written to what forward computes with"
+        )
+
+
+def _refuse_buffers(got: Mapping[str, int], exact: Mapping[str, int]) -> None:
+    differing = [name for name, digest in exact.items() if got.get(name) != digest]
+    if differing:
+        raise AuditError(
+            f"a forward leaves other bits in {', '.join(differing[:_MAX_NAMES])} compressed than exactly; "
+            "likely causes: statistics or counters that are updated twice, or not at all"
+        )
+
+
+def _check_near(got: Tensor, expected: Tensor, tolerance: float) -> None:
+    if not bool((got - expected).abs() <= tolerance * expected.abs() + 1e-6):
+        raise AuditError(
+            f"the chunked loss is {got.item():.6g} and the model's own {expected.item():.6g}; likely causes: labels "
+            "that are shifted or ignored otherwise, a number of items in the batch that only one of the two divides by"
+        )
+
+
+def _errors(outcome: Outcome, exact: Outcome) -> list[float]:
+    """Relative errors of the gradients that are not zero, sorted."""
+    return sorted(
+        relative_error(one, wanted, 0.0)[0]
+        for name, wanted in exact.gradients.items()
+        if wanted is not None and (one := outcome.gradients[name]) is not None and bool(wanted.any())
+    )
+
+
+def _is_chunked(model: nn.Module) -> bool:
+    return any(isinstance(forward, CausalForward) for part in model.modules() for forward in replacements_of(part))
+
+
+def _own_errors(again: Outcome, exact: Outcome) -> dict[str, float]:
+    """Twice what the exact run differs by from itself."""
+    return {
+        name: 2 * relative_error(one, wanted, 0.0)[0]
+        for name, one in again.gradients.items()
+        if one is not None and (wanted := exact.gradients[name]) is not None
+    }
+
+
+def _tolerance(model: nn.Module, exact: Outcome) -> float:
+    """That of the coarsest dtype that computes."""
+    dtypes = {p.dtype for p in model.parameters() if p.dtype in TOLERANCE} | {exact.loss.dtype}
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            dtypes.add(torch.get_autocast_dtype(kind))
+    return max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
+
+
+def _is_compressed(model: nn.Module) -> bool:
+    return any([*replacements_of(module)] or attention_core_of(module) is not None for module in model.modules())
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model

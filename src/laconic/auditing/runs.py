@@ -1,0 +1,112 @@
+"""Loss and gradients of one batch, computed in one of the ways that an audit compares."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from laconic.activations.audited import keeping_values, running_originals
+from laconic.auditing.rounding_bound import Rounding, unrounded
+from laconic.auditing.state import ModelState
+from laconic.errors import AuditError
+from laconic.formats.digest import digest
+from laconic.formats.shards import local_part
+
+__all__ = ["Outcome", "Runs", "Way"]
+
+Way = Literal["exact", "unrounded", "rounded", "compressed"]
+"""Ways to compute that comparison.py tells apart."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run computed: the loss, by name the gradients (None: the parameter got none), and hashes of buffers."""
+
+    loss: Tensor
+    gradients: Mapping[str, Tensor | None]
+    buffers: Mapping[str, int]
+
+
+class Runs:
+    """Runs a loss and its backward, each time from the same state, and leaves that state as it was.
+
+    Args:
+        model: whose parameters' gradients are wanted; a wrapper of DDP is looked through.
+        loss: forward of the batch.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[[], Tensor]) -> None:
+        self._model = model
+        self._loss = loss
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # FSDP2 computes with parameters of its own and reduces their gradients into those of the model.
+        self._through_leaves = any(isinstance(p, DTensor) for p in self._parameters.values())
+
+    def run(self, way: Way) -> Outcome:
+        """Loss and gradients in one of the ways; the model's state and gradients stay as they were.
+
+        Raises:
+            AuditError: a tensor that is rounded is further off than its format allows.
+        """
+        rounding = Rounding()
+        switch: AbstractContextManager[None] = nullcontext()
+        if way == "exact":
+            switch = running_originals()
+        elif way != "compressed":
+            switch = keeping_values(unrounded if way == "unrounded" else rounding)
+        state = ModelState(self._model)
+        try:
+            with torch.enable_grad(), _interpreted(), switch:
+                loss = self._loss()
+                gradients = self._backward(loss)
+            buffers = {name: int(digest(local_part(x))) for name, x in self._model.named_buffers() if not x.is_meta}
+        finally:
+            state.restore()
+        if rounding.fault is not None:
+            raise AuditError(rounding.fault)
+        return Outcome(loss.detach().clone(), gradients, buffers)
+
+    def _backward(self, loss: Tensor) -> dict[str, Tensor | None]:
+        if not self._through_leaves:
+            try:
+                found = torch.autograd.grad(loss, list(self._parameters.values()), allow_unused=True)
+                return dict(zip(self._parameters, found, strict=True))
+            except RuntimeError as error:
+                if "use_reentrant" not in str(error):
+                    raise
+                self._through_leaves = True
+                return self._backward(self._loss())  # the graph of the first is gone
+        with self._gradients_aside():
+            loss.backward()
+            return {name: None if p.grad is None else local_part(p.grad) for name, p in self._parameters.items()}
+
+    @contextmanager
+    def _gradients_aside(self) -> Iterator[None]:
+        """Let parameters have no gradient and no hook that takes it away, while the block runs."""
+        with ExitStack() as stack:
+            for parameter in self._parameters.values():
+                hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+                stack.callback(setattr, parameter, "grad", parameter.grad)
+                if hooks:
+                    stack.callback(hooks.update, dict(hooks))
+                    hooks.clear()
+                parameter.grad = None
+            yield
+
+
+@contextmanager
+def _interpreted() -> Iterator[None]:
+    """Run what torch.compile has compiled, or would, as it is written: graphs have bits of their own."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    dynamo = sys.modules.get("torch._dynamo")
+    with nullcontext() if dynamo is None else torch.compiler.set_stance("force_eager"):
+        yield

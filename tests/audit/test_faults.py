@@ -1,0 +1,20 @@
+"""Faults planted one at a time: the audit alone has to refuse each in the first step, and nothing without it."""
+
+from __future__ import annotations
+
+import pytest
+
+from laconic.errors import AuditError
+from tests.audit.faults import FAULTS, Fault
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_is_refused(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault.plant(monkeypatch)
+    with pytest.raises(AuditError):
+        fault.host()
+
+
+@pytest.mark.parametrize("fault", {repr(fault.host): fault for fault in FAULTS}.values(), ids=lambda fault: fault.name)
+def test_without_the_fault_its_training_passes(fault: Fault) -> None:
+    assert fault.host().num_parameters or fault.host().num_layers_of_experts
