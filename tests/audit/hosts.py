@@ -14,34 +14,33 @@ from laconic.auditing import AuditReport
 from laconic.moe import GatedExperts, MoELayer, SoftmaxGate
 from tests.activations.models import make_ids, make_model
 
+Plant = Callable[[], None]
+"""Called when all is set up, just before the audit."""
+
 
 def language(
-    family: str = "llama", *, gradients: int = 0, model: dict[str, Any] | None = None, **options: Any
+    plant: Plant, family: str = "llama", *, gradients: int = 0, model: dict[str, Any] | None = None, **options: Any
 ) -> AuditReport:
     """A model of transformers' with AdamW8bit."""
     made = make_model(family, **(model or {})).train()
     laconic.compress_activations(made, **options)
     if gradients:
         laconic.compress_gradients(made, bits=gradients)
-    # Large enough for moments in 8 bits.
     optimizer = laconic.AdamW8bit(made.parameters(), lr=1e-2, weight_decay=0.5, eps=1e-6)
     ids = make_ids(4, 24)
+    plant()
     return laconic.audit(made, {"input_ids": ids, "labels": ids}, optimizer=optimizer)
 
 
 class Moving(nn.Module):
-    """A norm whose output is changed in place before a linear reads it, and a shared input."""
+    """A norm whose output is changed in place before a linear reads it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.first, self.second = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
+        self.norm, self.linear = nn.LayerNorm(64), nn.Linear(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        z = self.first(y)
-        y.data.mul_(1.0)
-        y = y.mul_(2)
-        result: Tensor = self.second(y) + z
+        result: Tensor = self.linear(self.norm(x).mul_(2))
         return result
 
 
@@ -74,19 +73,21 @@ class Perceptron(nn.Module):
         return result
 
 
-def plain(model: Callable[[], nn.Module], shape: tuple[int, ...], **options: Any) -> AuditReport:
+def plain(plant: Plant, model: Callable[[], nn.Module], shape: tuple[int, ...], **options: Any) -> AuditReport:
     """A model of torch's own layers under a cross entropy."""
     torch.manual_seed(0)
     made, x = model().train(), torch.randn(shape, generator=torch.Generator().manual_seed(1))
     laconic.compress_activations(made, example_inputs={"x": x}, **options)
     labels = torch.arange(len(x)) % 5
+    plant()
     return laconic.audit(
         made, x, loss_of=lambda y: F.cross_entropy(y[..., :8].reshape(-1, 8)[: len(y)], labels[: len(y)])
     )
 
 
-def experts() -> AuditReport:
+def experts(plant: Plant) -> AuditReport:
     """A layer of experts of laconic.moe, exact."""
     torch.manual_seed(0)
     layer = MoELayer(SoftmaxGate(4, 16, 2), GatedExperts(4, 16, 24))
+    plant()
     return laconic.audit(layer, torch.randn(12, 16))

@@ -3,8 +3,8 @@
 Backward runs twice into the store, as with two micro-batches, and `reduce()` averages. What comes out has to be the
 mean over the ranks of twice the gradient. The bound is derived: each of at most four roundings (two additions, two of a
 reduction) is off by half a step of its block, the block's largest magnitude over 127, of which no rank's is larger than
-the sum over the ranks; twelve bits code the rest of that in seven steps more. A sample of whole blocks of each
-parameter is compared, so that ranks add up little.
+the sum over the ranks; twelve bits code what is left in fourteen steps, of which half are allowed. A sample of whole
+blocks of each parameter is compared, so that ranks add up little.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def check_store(
             if size > 0:
                 differing.append(Difference(name, math.inf, 0.0, "has no gradient in codes"))
             continue
-        bound = largest[name] * (_ROUNDINGS / 127 if store.bits == 8 else _ROUNDINGS / (127 * 7)) + 1e-30
+        bound = largest[name] * (_ROUNDINGS / 254 if store.bits == 8 else _ROUNDINGS / (254 * 7)) + 1e-30
         excess = (_sample(got) - expected).abs() > bound.repeat_interleave(_BLOCK)[: len(expected)]
         if bool(excess.any()):
             slope = float(_sample(got) @ expected) / size**2 if size else math.inf
