@@ -28,11 +28,11 @@ class Run:
         self.kept.append({})
 
     @contextmanager
-    def counts(self, *modules: nn.Module, name: str) -> Iterator[None]:
+    def counts(self, *modules: nn.Module, name: str, step: int = -1) -> Iterator[None]:
         """Count what modules that are called inside keep for the model `name`; what the script itself does is not."""
         with SavedTensorTracker(nn.ModuleList(modules)) as tracker:
             yield
-        self.kept[-1][name] = self.kept[-1].get(name, 0) + tracker.nbytes - tracker.by_module[""]
+        self.kept[step][name] = self.kept[step].get(name, 0) + tracker.nbytes - tracker.by_module[""]
 
 
 @dataclass(frozen=True)
@@ -272,6 +272,22 @@ def critic_and_generator(run: Run) -> None:
         of_critic.zero_grad()
         of_generator.zero_grad()
         run.losses.append(real.mean().detach())
+
+
+@script({"Critic": 1, "Generator": 1})
+def one_model_after_the_other(run: Run) -> None:
+    for model in (Critic(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 1)), Generator(Net(), Net())):
+        optimizer = adamw(model)
+        for step in range(STEPS):
+            if isinstance(model, Critic):
+                run.begin_step()
+            with run.counts(model, name=type(model).__name__, step=step):
+                loss = model(batch()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if isinstance(model, Critic):
+                run.losses.append(loss.detach())
 
 
 @script({"Net": 1})

@@ -181,13 +181,22 @@ class Savings:
         if any(model.module() in parts for model in self.models):
             self._due.add(module)
             return None
-        return self._add(module, since_step=1 + max(self._steps.values(), default=0))
-
-    def _add(self, module: nn.Module, since_step: int) -> Model:
-        model = Model.of(module, self.wishes, since_step)
+        model = Model.of(module, self.wishes, self._num_steps(module) + 1)
         self.models.append(model)
         self._pending -= {id(parameter) for parameter in module.parameters()}
         return model
+
+    def _num_steps(self, module: nn.Module) -> int:
+        """Steps that optimizers of its parameters have made."""
+        held = {id(parameter) for parameter in module.parameters()}
+        return max(
+            (
+                count
+                for optimizer, count in self._steps.items()
+                if any(id(parameter) in held for group in optimizer.param_groups for parameter in group["params"])
+            ),
+            default=0,
+        )
 
     # Steps of optimizers
 
