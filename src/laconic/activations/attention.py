@@ -34,6 +34,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from laconic.activations.checkpoint import runs_twice
 from laconic.activations.choice import Packing
+from laconic.activations.decisions import Habit
 from laconic.activations.derivatives import first_derivative, is_transformed
 from laconic.activations.dtensors import warn_exact
 from laconic.activations.kept import Kept, Memo, Tensors, attach, derive, pack, take_all
@@ -72,6 +73,7 @@ class AttentionCore(OfModule):
         self.module = module
         self.site = site
         self.format = format
+        self.habit = Habit(site.name)
         self._checked = False
         module.__dict__[_ATTRIBUTE] = self
         follow_copies(module)
@@ -116,10 +118,10 @@ class AttentionCore(OfModule):
         self, attend: Callable[..., Any], module: nn.Module, qkv: Tensors, own: dict[str, Tensor], others: Any
     ) -> Any:
         # 1. The value, by the module's own code.
-        replay = Replay(qkv[0].device, module)
+        replay = Replay(qkv[0].device, module, self.habit.decisions(module.training, *others))
         leaves, spec = tree_flatten(others)
         with forgetting():
-            results, random_state = replay.run(lambda: attend(module, *qkv, *others[0], **others[1]))
+            results, state = replay.run(lambda: attend(module, *qkv, *others[0], **others[1]))
         outputs, results_spec = tree_flatten(results)
         outputs = [value.detach() if isinstance(value, Tensor) else value for value in outputs]
         found = tuple(index for index, value in enumerate(outputs) if isinstance(value, Tensor))
@@ -144,7 +146,7 @@ class AttentionCore(OfModule):
             replay=replay,
             returned=[],
         )
-        saved = (*codes, *own.values(), *context, *random_state)
+        saved = (*codes, *own.values(), *context, *state)
         kept = Kept(saved, Memo(run.rebuild, memos), "attention")
         values = [outputs[index] for index in found]
         # The output projection flattens the heads. Of a contiguous tensor that is a view, and a view finds the note.
@@ -219,7 +221,7 @@ class _AttentionCall:
         requires_grad: of query, key, value, own parameters and the tensors among the other arguments.
         rest, spec: the other arguments, with `_SLOT` for the tensors.
         found: indices of the results that are tensors.
-        replay: random state, autocast and modes of the first run.
+        replay: random state, decisions, autocast and modes of the first run.
         returned: the tensors that the caller got, which may be gone.
     """
 
@@ -266,11 +268,11 @@ class _AttentionCall:
         leaves = tuple(
             x.detach().requires_grad_(requires) for x, requires in zip(inputs, self.requires_grad, strict=True)
         )
-        random_state = saved[len(self.requires_grad) - 3 :]
+        state = saved[len(self.requires_grad) - 3 :]
         qkv, own, context = leaves[:3], leaves[3 : 3 + len(self.own)], iter(leaves[3 + len(self.own) :])
         others, kwargs = tree_unflatten([next(context) if x is _SLOT else x for x in self.rest], self.spec)
         parameters = swapped_parameters(self.module, dict(zip(self.own, own, strict=True)))
-        with torch.enable_grad(), self.replay.again(random_state), parameters:
+        with torch.enable_grad(), self.replay.again(state), parameters:
             results, _spec = tree_flatten(self.attend(self.module, *qkv, *others, **kwargs))
         outputs = tuple(results[index] for index in self.found)
         self.core.check(outputs, leaves)
@@ -308,8 +310,8 @@ class _Attention(torch.autograd.Function):
                     tensor.grad = ours if tensor.grad is None else tensor.grad + ours
         dleaves = [found.get(id(leaf)) for leaf in second.leaves]
         num_codes = sum(ctx.run.counts)
-        num_random = len(ctx.needs_input_grad) - 3 - len(dleaves) - num_codes
-        return (None, None, None, *dleaves[:3], *[None] * num_codes, *dleaves[3:], *[None] * num_random)
+        num_state = len(ctx.needs_input_grad) - 3 - len(dleaves) - num_codes
+        return (None, None, None, *dleaves[:3], *[None] * num_codes, *dleaves[3:], *[None] * num_state)
 
 
 def _output(second: Any) -> Tensor:

@@ -1,16 +1,20 @@
 """Activation checkpointing that keeps the input of a region packed.
 
 A checkpointed region saves nothing but its input and runs again in backward. Here the input is kept in 8 or 4 bits; the
-first run, and so every forward value, stays exact, and the second starts from the dequantized input. Inside of a region
-sites save exact tensors: these live for one layer's backward only, and the input has been quantized once already.
+first run, and so every forward value, stays exact, and the second starts from the dequantized input. It decides as the
+first one did (see laconic.activations.decisions). Inside of a region sites save exact tensors: these live for one
+layer's backward only, and the input has been quantized once already.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -22,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from laconic.activations.audited import AUDITED
 from laconic.activations.cuda_graph import is_captured, without_draws
+from laconic.activations.decisions import Decisions, Habit
 from laconic.activations.derivatives import is_transformed
 from laconic.activations.kept import in_range
 from laconic.activations.replacement import Replacement
@@ -39,15 +44,46 @@ def runs_twice() -> bool:
     """Whether tensors saved now live for one layer's backward only, or not at all.
 
     That is so inside of a checkpointed region, in its first run or in the second one in backward, and where code runs
-    for its value alone.
+    for its value alone. A forward that a hook runs in backward (cached gradients of contrastive losses do) is one like
+    any other: its own backward comes later.
     """
     if torch.compiler.is_compiling():
         return False
-    if torch._C._current_graph_task_id() != -1:  # a forward during backward
-        return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    checkpointed = hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__
-    return checkpointed or forgets()
+    if hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__:
+        return True  # of checkpoints that are not reentrant, both runs
+    return (torch._C._current_graph_task_id() != -1 and _runs_again()) or forgets()
+
+
+def _runs_again() -> bool:
+    """Whether a function of a checkpoint, or of laconic, runs this code in its backward."""
+    code = _code_of_second_runs(getattr(torch._C._current_autograd_node(), "_forward_cls", None))
+    if code is None:
+        return False
+    # Hooks on what the function returned run in the name of its node, too, but not below its backward.
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not _ENGINE:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+
+
+@cache
+def _code_of_second_runs(function: type | None) -> CodeType | None:
+    """The code of an autograd function's backward, if that runs again what the forward ran; else None.
+
+    Checkpoints have that in their name: torch's, DeepSpeed's, FairScale's and Megatron's. Code in the backward of any
+    other function is packed like any other code.
+    """
+    if function is None:
+        return None
+    ours = function.__module__.partition(".")[0] == "laconic"
+    code: CodeType | None = getattr(getattr(function, "backward", None), "__code__", None)
+    return code if ours or "checkpoint" in function.__name__.lower() else None
 
 
 EIGHT_BITS = BlockFormat("int8")
@@ -59,10 +95,13 @@ def checkpoint(function: Callable[..., Any], *args: Any, format: BlockFormat | N
 
     As `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, which does the work, but those of `args` that are
     float32, bfloat16 or float16 tensors and require grad are kept in `format` (None: exact). Random state and autocast
-    of the second run are those of the first. Tensors in `kwargs` are kept exactly.
+    of the second run are those of the first, and so is what it decides by values. Tensors in `kwargs` are kept exactly.
+
+    Raises:
+        ModelError: see `run_again`; in backward, the function decides something else than in forward.
     """
-    with packed_inputs(args, format):
-        return run_again(function, args, kwargs)
+    with packed_inputs(args, format, Decisions(getattr(function, "__name__", type(function).__name__))) as region:
+        return run_again(region(function), args, kwargs)
 
 
 def run_again(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -108,16 +147,28 @@ def _is_no_nest(value: Any) -> bool:
 
 
 @contextmanager
-def packed_inputs(inputs: Any, format: BlockFormat | None) -> Iterator[None]:
-    """While the block runs, autograd saves the tensors in `inputs` (any nest) that require grad in packed form."""
+def packed_inputs(
+    inputs: Any, format: BlockFormat | None, decisions: Decisions | None = None
+) -> Iterator[Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """While the block runs, autograd saves the tensors in `inputs` (any nest) that require grad in packed form.
+
+    Args:
+        inputs: of a region.
+        format: how they are packed; None keeps them exact.
+        decisions: where the region's decisions are noted; None if it makes none.
+
+    Yields:
+        What makes of the region's function one that decides, whenever it is called again, as at its first call. The
+        packed inputs hold the decisions, and are freed together with them.
+    """
     tensors = [x for x in tree_leaves(inputs) if _packable(x)]
     if format is None or not tensors:
-        yield
+        yield _as_it_is
         return
     # Held by this frame, so that no address can be reused meanwhile.
     places = {(place_of(x), x.storage_offset(), x.shape) for x in tensors}
 
-    def pack(x: Tensor) -> Tensor | tuple[BlockTensor, tuple[int, ...]]:
+    def pack(x: Tensor) -> Tensor | tuple[BlockTensor, tuple[int, ...], Decisions | None]:
         if x.layout != torch.strided or (place_of(x), x.storage_offset(), x.shape) not in places:
             observe(x)
             return x.detach()  # with the node that made it, the graph would hold itself
@@ -125,13 +176,40 @@ def packed_inputs(inputs: Any, format: BlockFormat | None) -> Iterator[None]:
             return _laid_out(AUDITED.values(x.detach(), format, None), x.stride())
         packed = quantized(x.detach(), format)
         observe(packed.codes, packed.scales)
-        return packed, x.stride()
+        return packed, x.stride(), decisions
 
-    def unpack(saved: Tensor | tuple[BlockTensor, tuple[int, ...]]) -> Tensor:
+    def unpack(saved: Tensor | tuple[BlockTensor, tuple[int, ...], Decisions | None]) -> Tensor:
         return saved if isinstance(saved, Tensor) else _laid_out(in_range(saved[0].dequantize()), saved[1])
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
+        yield _as_it_is if decisions is None else _DecidesOnce(decisions).of
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+class _DecidesOnce:
+    """The function of a region: at its first call it notes what it decides, at every further one it repeats that."""
+
+    def __init__(self, decisions: Decisions) -> None:
+        # What packed no input is given the exact one, and needs none.
+        self._decisions = weakref.ref(decisions)
+
+    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, deciding once."""
+        has_run = False
+
+        def decided(*args: Any, **kwargs: Any) -> Any:
+            nonlocal has_run
+            decisions = self._decisions()
+            is_first, has_run = not has_run, True
+            if decisions is None or not (is_first or decisions.calls):
+                return function(*args, **kwargs)
+            with decisions.first_run() if is_first else decisions.again():
+                return function(*args, **kwargs)
+
+        return decided
 
 
 def _laid_out(x: Tensor, stride: tuple[int, ...]) -> Tensor:
@@ -162,6 +240,7 @@ class LayerForward(Replacement):
         super().__init__(module)
         self.format = format
         self.recompute = recompute
+        self.habit = Habit(type(module).__name__)
 
     @property
     def is_checkpointed(self) -> bool:
@@ -170,7 +249,12 @@ class LayerForward(Replacement):
 
     @property
     def _checkpoints_itself(self) -> bool:
-        return self.module.training and bool(getattr(self.module, "gradient_checkpointing", False))
+        module = self.module
+        return (
+            module.training
+            and bool(getattr(module, "gradient_checkpointing", False))
+            and (_HOSTS_FUNCTION in module.__dict__)
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's forward; in training, checkpointed with its input packed where the layer is checkpointed."""
@@ -180,13 +264,36 @@ class LayerForward(Replacement):
         if runs_twice() or is_transformed():
             return self.original(*args, **kwargs)
         if self._checkpoints_itself:
-            with packed_inputs(args, self.format):
-                return self.original(*args, **kwargs)
+            return self._under_host(args, kwargs)
         if kwargs.get("past_key_values") is not None:
             # The second run would write to the cache again. Hugging Face's own checkpointing drops it as well.
             _warn_no_cache(type(self.module).__name__)
             kwargs = {**kwargs, "past_key_values": None}
-        return checkpoint(self.original, *args, format=self.format, **kwargs)
+        decisions = self.habit.decisions(self.module.training, args, kwargs)
+        with packed_inputs(args, self.format, decisions) as region:
+            return run_again(region(self.original), args, kwargs)
+
+    def _under_host(self, args: Any, kwargs: Any) -> Any:
+        """The forward of a layer that Hugging Face's function checkpoints."""
+        decisions = self.habit.decisions(True, args, kwargs)
+        with packed_inputs(args, self.format, decisions) as region:
+            if decisions is None:
+                return self.original(*args, **kwargs)
+            attributes = self.module.__dict__
+            before = attributes[_HOSTS_FUNCTION]
+
+            def host(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+                return before(region(function), *args, **kwargs)
+
+            attributes[_HOSTS_FUNCTION] = host
+            try:
+                return self.original(*args, **kwargs)
+            finally:
+                attributes[_HOSTS_FUNCTION] = before
+
+
+_HOSTS_FUNCTION = "_gradient_checkpointing_func"
+"""The attribute by which Hugging Face's layers call what runs them again: `function(forward, *args)`."""
 
 
 def is_checkpointed_layer(module: nn.Module) -> bool:

@@ -23,6 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from laconic.activations import functions
 from laconic.activations.choice import Packing
+from laconic.activations.decisions import Habit
 from laconic.activations.derivatives import first_derivative
 from laconic.activations.forwards import SiteForward
 from laconic.activations.kept import Memo, keep
@@ -84,6 +85,7 @@ class ExpertsForward(SiteForward):
     def __init__(self, module: nn.Module, site: Site, format: Packing) -> None:
         super().__init__(module, site, format)
         self._names = [name for name, _ in module.named_parameters()]
+        self.habit = Habit(site.name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward; in training, one that saves the packed hidden states only."""
@@ -106,9 +108,9 @@ class ExpertsForward(SiteForward):
             return graft(result, again, "experts")
 
         # 1. The value, by the module's own code.
-        replay = Replay(x.device, self.module)
+        replay = Replay(x.device, self.module, self.habit.decisions(self.module.training, args, kwargs))
         with forgetting():
-            value, random_state = replay.run(lambda: self.original(x, *args, **kwargs))
+            value, state = replay.run(lambda: self.original(x, *args, **kwargs))
 
         # 2. What backward gets instead of all that was made on the way.
         kept = keep(x, self.format, "experts")
@@ -125,7 +127,7 @@ class ExpertsForward(SiteForward):
             num_kept=len(kept.tensors),
             replay=replay,
         )
-        y: Tensor = _Experts.apply(run, (value,), *inputs, *kept.tensors, *random_state)
+        y: Tensor = _Experts.apply(run, (value,), *inputs, *kept.tensors, *state)
         return y
 
 
@@ -140,7 +142,7 @@ class _ExpertsCall:
         requires_grad: of hidden states, parameters and other tensors.
         rest, spec: the other arguments, None in the place of a tensor.
         num_kept: see `memo`.
-        replay: random state, autocast and modes of the first run.
+        replay: random state, decisions, autocast and modes of the first run.
     """
 
     forward: ExpertsForward
@@ -152,12 +154,12 @@ class _ExpertsCall:
     num_kept: int
     replay: Replay
 
-    def again(self, leaves: tuple[Tensor, ...], random_state: tuple[Tensor, ...]) -> Tensor:
+    def again(self, leaves: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> Tensor:
         """Run the module's own code on `leaves`, under autograd."""
         x, own, others = leaves[0], leaves[1 : 1 + len(self.own)], iter(leaves[1 + len(self.own) :])
         args, kwargs = tree_unflatten([next(others) if leaf is None else leaf[0] for leaf in self.rest], self.spec)
         parameters = swapped_parameters(self.forward.module, dict(zip(self.own, own, strict=True)))
-        with torch.enable_grad(), self.replay.again(random_state), parameters:
+        with torch.enable_grad(), self.replay.again(state), parameters:
             y: Tensor = self.forward.original(x, *args, **kwargs)
         return y
 
@@ -178,7 +180,7 @@ class _Experts(torch.autograd.Function):
         run: _ExpertsCall = ctx.run
         saved = ctx.saved_tensors
         num_given = len(run.requires_grad) - 1
-        given, kept, random_state = (
+        given, kept, state = (
             saved[:num_given],
             saved[num_given:][: run.num_kept],
             saved[num_given + run.num_kept :],
@@ -188,6 +190,6 @@ class _Experts(torch.autograd.Function):
             t.detach().requires_grad_(requires) for t, requires in zip(inputs, run.requires_grad, strict=True)
         )
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        grads = iter(torch.autograd.grad(run.again(leaves, random_state), wanted, grad, allow_unused=True))
+        grads = iter(torch.autograd.grad(run.again(leaves, state), wanted, grad, allow_unused=True))
         given_grads = [next(grads) if leaf.requires_grad else None for leaf in leaves]
-        return (None, None, *given_grads, *[None] * (len(kept) + len(random_state)))
+        return (None, None, *given_grads, *[None] * (len(kept) + len(state)))

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from laconic.activations import functions
 from laconic.activations.choice import Packing
+from laconic.activations.decisions import Habit
 from laconic.activations.dtensors import is_packable
 from laconic.activations.forwards import SiteForward
 from laconic.activations.kept import attach, derive, found, found_or_held
@@ -194,6 +195,7 @@ class ProjectionForward(SiteForward):
     def __init__(self, module: nn.Module, block: RecomputedMlpForward) -> None:
         super().__init__(module, block.site, block.format)
         self.block = block
+        self.habit = Habit(block.site.name)
 
     def keeps(self, x: Tensor) -> bool:
         """Whether the block runs outside of compiled graphs, which pack gate and up instead."""
@@ -201,8 +203,8 @@ class ProjectionForward(SiteForward):
 
     def run(self, x: Tensor) -> Tensor:
         """The projection of x by the module's own code, with the note on its output."""
-        replay = Replay(x.device, self.module)
-        y, random_state = replay.run(lambda: self.original(x))
+        replay = Replay(x.device, self.module, self.habit.decisions(self.module.training, (), {}))
+        y, state = replay.run(lambda: self.original(x))
         if y.requires_grad:
             kept = found_or_held(x)  # what the layer itself keeps of x, if that is not all of it
             parameters = tuple(self.module.parameters())
@@ -213,6 +215,6 @@ class ProjectionForward(SiteForward):
                     y: Tensor = self.original(x)
                 return y
 
-            attach(y, derive(again, (kept,), (*parameters, *random_state), "recompute"))
+            attach(y, derive(again, (kept,), (*parameters, *state), "recompute"))
         result: Tensor = y
         return result

@@ -2,8 +2,8 @@
 
 State-space models (Mamba), delta rules (Qwen3-Next), and attention that a module spells out itself (Bloom, GPT-J) save
 many tensors of [tokens, state] or [tokens, tokens] size inside of one module. No formula covers them all, and none is
-needed: the module's own code runs again in backward, with the random numbers of the first run, and nothing is kept but
-its input.
+needed: the module's own code runs again in backward, with the random numbers and the decisions of the first run, and
+nothing else is kept but its input.
 
 Whether that is allowed is proved once per module, at its first training call: it runs twice for its value alone, and
 both runs have to give the same bits and leave arguments, buffers and attributes as they were. A module that fails stays
@@ -15,6 +15,8 @@ arguments that cannot be handed over twice (a filled cache, objects of unknown k
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from laconic.activations.checkpoint import packed_inputs, run_again
 from laconic.activations.choice import Offload, Packing
+from laconic.activations.decisions import Decisions, Habit
 from laconic.activations.forwards import SiteForward
 from laconic.activations.replay import Replay, forgetting
 from laconic.activations.rounding import quantized
@@ -51,6 +54,7 @@ class MixerForward(SiteForward):
         super().__init__(module, site, format)
         self.repeats: bool | None = None  # not known before the first training call
         self.is_sensitive = False
+        self.habit = Habit(site.name)
 
     @property
     def input_format(self) -> BlockFormat | None:
@@ -78,13 +82,22 @@ class MixerForward(SiteForward):
                 return self.original(*args, **kwargs)
         # What has another shape is a mask, a position or a bias, and stays exact.
         alike = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.shape == args[0].shape]
-        with packed_inputs(alike, self.input_format):
-            return run_again(self._run, args, kwargs)
+        decisions = self.habit.decisions(self.module.training, args, kwargs)
+        with packed_inputs(alike, self.input_format, decisions) as region:
+            return run_again(region(self._writing_once()), args, kwargs)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._current_graph_task_id() != -1:  # in backward: what the first run wrote to a cache stays there
-            args, kwargs = _without_caches(args, kwargs)
-        return self.original(*args, **kwargs)
+    def _writing_once(self) -> Callable[..., Any]:
+        """The module's own forward; what its first call writes to a cache stays there, and later ones get none."""
+        has_run = False
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal has_run
+            if has_run:
+                args, kwargs = _without_caches(args, kwargs)
+            has_run = True
+            return self.original(*args, **kwargs)
+
+        return run
 
     def _may_run_again(self, args: Any, kwargs: Any) -> bool:
         """Whether a gradient is wanted, and arguments are tensors, plain values or caches without entries from it."""
@@ -120,22 +133,26 @@ class MixerForward(SiteForward):
         if self.input_format is not None and first and isinstance(first[0], Tensor) and first[0].is_floating_point():
             cotangent = torch.randn(first[0].shape, generator=torch.Generator().manual_seed(0)).to(first[0])
             packed = quantized(args[0].detach(), self.input_format).dequantize()
+            decisions = Decisions(self.site.name)
             exact, rounded = (
-                self._gradient(x, args[1:], kwargs, cotangent, replay, random_state) for x in (args[0], packed)
+                self._gradient(x, args[1:], kwargs, cotangent, replay.again(random_state), run)
+                for x, run in ((args[0], decisions.first_run()), (packed, decisions.again()))
             )
             # Not the other way round: NaN is too large.
             self.is_sensitive = not (rounded - exact).norm() <= LARGEST_ERROR * exact.norm()
         return True
 
     def _gradient(
-        self, x: Tensor, rest: Any, kwargs: Any, cotangent: Tensor, replay: Replay, random_state: tuple[Tensor, ...]
+        self, x: Tensor, rest: Any, kwargs: Any, cotangent: Tensor, *contexts: AbstractContextManager[Any]
     ) -> Tensor:
         """The gradients of the input and the mixer's parameters at `x`, flattened, in fp64."""
         leaf = x.detach().requires_grad_()
         hidden_from_trackers = torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: tensor.detach(), lambda saved: saved
         )
-        with hidden_from_trackers, replay.again(random_state):
+        with hidden_from_trackers, ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
             output = tree_flatten(self.original(leaf, *rest, **kwargs))[0][0]
         wanted = [leaf, *(p for p in self.module.parameters() if p.requires_grad)]
         grads = torch.autograd.grad(output, wanted, cotangent, allow_unused=True)

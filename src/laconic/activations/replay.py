@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laconic.activations.cuda_graph import is_captured, without_draws
+from laconic.activations.decisions import Decisions
 from laconic.errors import ModelError
 
 __all__ = ["Replay", "check_attention", "forgets", "forgetting", "swapped_parameters"]
@@ -75,19 +76,22 @@ def check_attention(before: object) -> None:
 
 
 class Replay:
-    """The environment of a computation: its random state, autocast, and the mode of a module.
+    """The environment of a computation: its random state, decisions, autocast, and the mode of a module.
 
     `run` calls a function for the first time. `again` wants its state back: the states of the random generators (uint8,
-    on the CPU), or none if the function drew nothing. Whoever saves tensors for backward saves them too, so that they
-    are counted and freed like any of those. While a CUDA graph is captured, a function that draws on the device is
-    refused (see laconic.activations.cuda_graph).
+    on the CPU), or none if the function drew nothing; then what it decided by values. Whoever saves tensors for
+    backward saves them too, so that they are counted and freed like any of those. While a CUDA graph is captured, a
+    function that draws on the device is refused (see laconic.activations.cuda_graph).
 
     Args:
         device: where the computation runs.
         module: whose code runs, in training or in evaluation.
+        decisions: where the code's decisions are noted; None if it makes none.
     """
 
-    def __init__(self, device: torch.device, module: nn.Module) -> None:
+    def __init__(self, device: torch.device, module: nn.Module, decisions: Decisions | None = None) -> None:
+        self._decisions = decisions
+        self._num_decided = 0
         self._device = device
         self._modes = [(part, part.training) for part in module.modules()]
         self._autocast = {
@@ -105,26 +109,41 @@ class Replay:
             ModelError: a CUDA graph is captured, and the function draws on the device.
         """
         before = self.generators()
+        decisions = self._decisions
         with without_draws() if is_captured(self._device) else nullcontext():
-            value = function()
+            if decisions is None:
+                value = function()
+            else:
+                with decisions.first_run():
+                    value = function()
         drew = any(_bytes(old) != _bytes(new) for old, new in zip(before, self.generators(), strict=True))
-        return value, before if drew else ()
+        state = before if drew else ()
+        if decisions is not None:
+            state = (*state, *decisions.tensors)
+            self._num_decided, decisions.tensors = (
+                len(decisions.tensors),
+                [],
+            )  # or what was saved would outlive backward
+        return value, state
 
     @contextmanager
     def again(self, state: tuple[Tensor, ...]) -> Iterator[None]:
-        """While the block runs, code draws and casts as in `run`; then the random state is as before the block.
+        """While the block runs, code draws, decides and casts as in `run`; then the random state is as before.
 
         Raises:
-            ModelError: torch's attention is another function than in `run`.
+            ModelError: torch's attention is another function than in `run`; in the block, code decides by values in
+                another order.
         """
         check_attention(self._attention)
+        num_draws = len(state) - self._num_decided
+        draws, decided = state[:num_draws], state[num_draws:]
         with ExitStack() as stack:
-            if state:
-                devices = [self._device] if len(state) > 1 else []
+            if draws:
+                devices = [self._device] if len(draws) > 1 else []
                 stack.enter_context(torch.random.fork_rng(devices=devices))
-                torch.set_rng_state(state[0])
+                torch.set_rng_state(draws[0])
                 if devices:
-                    torch.cuda.set_rng_state(state[1], self._device)
+                    torch.cuda.set_rng_state(draws[1], self._device)
             for kind, (enabled, dtype) in self._autocast.items():
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache))
@@ -132,6 +151,8 @@ class Replay:
                 if part.training != training:
                     stack.callback(setattr, part, "training", part.training)
                     part.training = training
+            if self._decisions is not None and self._decisions.calls:
+                stack.enter_context(self._decisions.again(decided))
             yield
 
     def generators(self) -> tuple[Tensor, ...]:
