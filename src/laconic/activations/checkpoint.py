@@ -44,11 +44,13 @@ def runs_twice() -> bool:
     """Whether tensors saved now live for one layer's backward only, or not at all.
 
     That is so inside of a checkpointed region, in its first run or in the second one in backward, and where code runs
-    for its value alone. A forward that a hook runs in backward (cached gradients of contrastive losses do) is one like
-    any other: its own backward comes later.
+    for its value alone or is exported: torch.export and torch.jit.trace get a module's own code. A forward that a hook
+    runs in backward (cached gradients of contrastive losses do) is one like any other: its own backward comes later.
     """
     if torch.compiler.is_compiling():
-        return False
+        return torch.compiler.is_exporting()
+    if torch._C._is_tracing():
+        return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__:
         return True  # of checkpoints that are not reentrant, both runs

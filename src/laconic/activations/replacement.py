@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from types import MethodType
+from types import CodeType, MethodType
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from laconic.activations.host_forward import forward_of, store_forward
@@ -201,6 +202,10 @@ def _blank(cls: type[Replacement], owner: type[nn.Module]) -> Replacement:
     return blank
 
 
+class _NoSourceError(ModelError, AttributeError):
+    """A forward has no source code that torch.jit.script could compile. Who only asks whether it has gets a no."""
+
+
 class ModelReplacement(Replacement):
     """Base of the forwards of whole models, which hosts wrap and rebind.
 
@@ -218,7 +223,10 @@ class ModelReplacement(Replacement):
         """`run` while this forward is enabled, else the original one."""
         if args and args[0] is self.module:  # bound to the model by a host
             args = args[1:]
-        return self.run(*args, **kwargs) if self.enabled else self.original(*args, **kwargs)
+        # Here and not in `run`, which may be one that torch.export cannot enter.
+        if not self.enabled or torch.compiler.is_exporting():
+            return self.original(*args, **kwargs)
+        return self.run(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The forward while it is enabled."""
@@ -228,6 +236,19 @@ class ModelReplacement(Replacement):
     def stored(self) -> Callable[..., Any]:
         """This object itself."""
         return self
+
+    @property
+    def __code__(self) -> CodeType:
+        """That of the original forward, whose names of arguments torch.export reads."""
+        code: CodeType = inspect.unwrap(self._before).__code__  # type: ignore[attr-defined]
+        return code
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        raise _NoSourceError(
+            "torch.jit.script compiles the source code of a forward, and compressed activations have one of their own; "
+            "use torch.jit.trace or torch.export, or call laconic.decompress_activations(model) first"
+        )
 
     def remove(self) -> None:
         """Restore the module's forward, or turn this one off where a host has wrapped it."""
