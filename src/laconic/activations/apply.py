@@ -23,13 +23,15 @@ from laconic.activations.forwards import LinearForward, NormForward, SiteForward
 from laconic.activations.functional import FunctionsForward
 from laconic.activations.head import CausalForward, CausalHead, HeadForward, find_head
 from laconic.activations.hooks import ExactForward, HooksForward
+from laconic.activations.host_checkpoint import CheckpointingForward, checkpoints_others
 from laconic.activations.inner_attention import InnerAttentionForward
 from laconic.activations.leaves import LeafForward, LeafSpec
 from laconic.activations.mixer import MixerForward
 from laconic.activations.plan import ATTENTION, ActivationPlan, Policy, careful_head
 from laconic.activations.replacement import Replacement, check_module, check_whole, replacements_of
 from laconic.activations.report import Measurement, Report, brief, make_report, measure, measure_first, sample_inputs
-from laconic.activations.sites import FunctionsSpec, InnerAttentionSpec, Site, find_sites
+from laconic.activations.sites import FunctionsSpec, InnerAttentionSpec, MixerSpec, Site, find_sites
+from laconic.activations.torch_layers import mixer_of
 from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
 from laconic.ops import BITS
@@ -45,10 +47,10 @@ _FORWARDS: Mapping[str, type[SiteForward] | type[LeafForward]] = {
     "activation": ElementwiseForward,
     "dropout": DropoutForward,
     "functions": FunctionsForward,
-    "mixer": MixerForward,
 }
 
 
+@torch.inference_mode(False)  # whose tensors no backward could use: neither those of trials nor of measurements
 def compress_activations(
     model: nn.Module,
     bits: int = 4,
@@ -208,6 +210,8 @@ def _convert(
             LayerForward(module, plan.layers[name], recompute=True).install()
         elif is_checkpointed_layer(module) and input_format is not None:
             LayerForward(module, input_format, recompute=False).install()
+        elif checkpoints_others(module) and input_format is not None:
+            CheckpointingForward(module, input_format).install()
     follow(model, choices, _install)
 
 
@@ -226,7 +230,10 @@ def _install(chosen: Sequence[tuple[nn.Module, Site, Choice]]) -> None:
         if choice is not None and isinstance(site.spec, InnerAttentionSpec):
             packing = BlockFormat("int8") if isinstance(choice, Recompute) else choice  # its input is query, key, value
             InnerAttentionForward(module, site, packing).install()
-        elif isinstance(choice, Recompute) and site.kind in ("attention", "mixer"):
+        elif choice is not None and isinstance(site.spec, MixerSpec):
+            packing = BlockFormat("int8") if isinstance(choice, Recompute) else choice
+            mixer_of(module)(module, site, packing).install()
+        elif isinstance(choice, Recompute) and site.kind == "attention":
             MixerForward(module, site, BlockFormat("int8")).install()
         elif isinstance(choice, Recompute):
             recomputed.append(RecomputedMlpForward(module, site))

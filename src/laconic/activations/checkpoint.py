@@ -23,18 +23,17 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from laconic.activations.audited import AUDITED
 from laconic.activations.cuda_graph import is_captured, without_draws
 from laconic.activations.decisions import Decisions, Habit
 from laconic.activations.derivatives import is_transformed
-from laconic.activations.kept import in_range
+from laconic.activations.kept import Kept, pack
 from laconic.activations.replacement import Replacement
 from laconic.activations.replay import check_attention, forgets
-from laconic.activations.rounding import quantized
 from laconic.activations.storages import place_of
 from laconic.activations.tracker import observe
-from laconic.formats import BlockFormat, BlockTensor
+from laconic.formats import BlockFormat
 from laconic.ops import DTYPES
 
 __all__ = ["LayerForward", "checkpoint", "is_checkpointed_layer", "run_again", "runs_twice"]
@@ -49,7 +48,7 @@ def runs_twice() -> bool:
     """
     if torch.compiler.is_compiling():
         return torch.compiler.is_exporting()
-    if torch._C._is_tracing():
+    if torch._C._is_tracing() or torch.is_inference_mode_enabled():  # also where gradients are enabled inside
         return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__:
@@ -123,7 +122,10 @@ def run_again(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     """
     leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_no_nest)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tensors = [leaves[place] for place in places]
+    # One that is given twice is one in the second run, too: torch's attention asks whether the key is the value.
+    tensors = list({id(leaves[place]): leaves[place] for place in places}.values())
+    numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+    filled_from = [(place, numbers[id(leaves[place])]) for place in places]
     rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     attention = F.scaled_dot_product_attention
@@ -131,8 +133,8 @@ def run_again(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     def run(*tensors: Tensor) -> Any:
         check_attention(attention)
         filled = list(rest)
-        for place, tensor in zip(places, tensors, strict=True):
-            filled[place] = tensor
+        for place, number in filled_from:
+            filled[place] = tensors[number]
         args, kwargs = tree_unflatten(filled, spec)
         return function(*args, **kwargs)
 
@@ -150,40 +152,45 @@ def _is_no_nest(value: Any) -> bool:
 
 @contextmanager
 def packed_inputs(
-    inputs: Any, format: BlockFormat | None, decisions: Decisions | None = None
+    inputs: Any, format: BlockFormat | None, decisions: Decisions | None = None, *, with_data: bool = False
 ) -> Iterator[Callable[[Callable[..., Any]], Callable[..., Any]]]:
     """While the block runs, autograd saves the tensors in `inputs` (any nest) that require grad in packed form.
+
+    A tensor that is saved several times is packed once.
 
     Args:
         inputs: of a region.
         format: how they are packed; None keeps them exact.
         decisions: where the region's decisions are noted; None if it makes none.
+        with_data: pack also tensors that require no grad.
 
     Yields:
         What makes of the region's function one that decides, whenever it is called again, as at its first call. The
         packed inputs hold the decisions, and are freed together with them.
     """
-    tensors = [x for x in tree_leaves(inputs) if _packable(x)]
+    tensors = [x for x in tree_leaves(inputs) if _packable(x, with_data)]
     if format is None or not tensors:
         yield _as_it_is
         return
     # Held by this frame, so that no address can be reused meanwhile.
-    places = {(place_of(x), x.storage_offset(), x.shape) for x in tensors}
+    places = {_place(x): x for x in tensors}
+    known: dict[Any, Kept] = {}
 
-    def pack(x: Tensor) -> Tensor | tuple[BlockTensor, tuple[int, ...], Decisions | None]:
-        if x.layout != torch.strided or (place_of(x), x.storage_offset(), x.shape) not in places:
+    def packed(x: Tensor) -> Tensor | tuple[Kept, tuple[int, ...], Decisions | None]:
+        place = _place(x) if x.layout == torch.strided else ()
+        if place not in places:
             observe(x)
             return x.detach()  # with the node that made it, the graph would hold itself
-        if AUDITED.values is not None:
-            return _laid_out(AUDITED.values(x.detach(), format, None), x.stride())
-        packed = quantized(x.detach(), format)
-        observe(packed.codes, packed.scales)
-        return packed, x.stride(), decisions
+        kept = known.get(place)
+        if kept is None:
+            kept = known[place] = _shared(places[place], x, format)
+            observe(*kept.tensors)
+        return kept, x.stride(), decisions
 
-    def unpack(saved: Tensor | tuple[BlockTensor, tuple[int, ...], Decisions | None]) -> Tensor:
-        return saved if isinstance(saved, Tensor) else _laid_out(in_range(saved[0].dequantize()), saved[1])
+    def unpack(saved: Tensor | tuple[Kept, tuple[int, ...], Decisions | None]) -> Tensor:
+        return saved if isinstance(saved, Tensor) else _laid_out(saved[0].memo.take(saved[0].tensors), saved[1])
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(packed, unpack):
         yield _as_it_is if decisions is None else _DecidesOnce(decisions).of
 
 
@@ -214,6 +221,26 @@ class _DecidesOnce:
         return decided
 
 
+_SHARED = WeakTensorKeyDictionary()
+"""What is kept of inputs of regions as long as these live: a model gives one to many, as to all layers of a decoder."""
+
+
+def _shared(given: Tensor, x: Tensor, format: BlockFormat) -> Kept:
+    """What is kept of `given` in a format; `x` is the same, as autograd saves it."""
+    found = None if given.is_leaf else _SHARED.get(given)  # a leaf may be filled again
+    if found is not None and found[:2] == (given._version, format):
+        kept: Kept = found[2]
+        return kept
+    kept = pack(x.detach(), format, "input")
+    if not given.is_leaf:
+        _SHARED[given] = (given._version, format, kept)
+    return kept
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    return place_of(x), x.storage_offset(), x.shape, x.stride()
+
+
 def _laid_out(x: Tensor, stride: tuple[int, ...]) -> Tensor:
     """`x` with the strides of the tensor it stands for, if that was a permuted one: functions may ask for them."""
     order = sorted(range(x.dim()), key=lambda d: (stride[d], x.shape[d]), reverse=True)
@@ -223,10 +250,10 @@ def _laid_out(x: Tensor, stride: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def _packable(x: Any) -> bool:
+def _packable(x: Any, with_data: bool) -> bool:
     if not isinstance(x, Tensor) or isinstance(x, DTensor) or x.layout != torch.strided:
         return False
-    return x.dtype in DTYPES and x.requires_grad
+    return x.dtype in DTYPES and (x.requires_grad or with_data)
 
 
 class LayerForward(Replacement):

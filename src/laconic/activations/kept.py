@@ -26,6 +26,7 @@ wrong too. Codes with fewer bits than a reader asks for are not read by it, what
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -36,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from laconic.activations.audited import AUDITED, StandIn
+from laconic.activations.audited import AUDITED
 from laconic.activations.choice import Offload, Packing
 from laconic.activations.dtensors import Placed, local_of
 from laconic.activations.exact_codes import Layout
@@ -65,13 +66,26 @@ Tensors = tuple[Tensor, ...]
 
 _ATTRIBUTE = "_laconic_kept"
 
-# Backward nodes of torch's attention that save their own output, so that a reference to it costs no bytes.
-_SAVES_ITS_OUTPUT = (
-    "ScaledDotProductFlashAttentionForCpuBackward0",
-    "ScaledDotProductFlashAttentionBackward0",
-    "ScaledDotProductEfficientAttentionBackward0",
-    "ScaledDotProductCudnnAttentionBackward0",
+# Backward nodes of torch that save their own output, so that a reference to it costs no bytes: those of attention, and
+# others, unless hooks pack what they save. Not that of relu, whose output may be saved as bits.
+_ATTENTIONS = frozenset(
+    {
+        "ScaledDotProductFlashAttentionForCpuBackward0",
+        "ScaledDotProductFlashAttentionBackward0",
+        "ScaledDotProductEfficientAttentionBackward0",
+        "ScaledDotProductCudnnAttentionBackward0",
+    }
 )
+_SAVES_ITS_OUTPUT = _ATTENTIONS | {
+    "ExpBackward0",
+    "LogSoftmaxBackward0",
+    "ReciprocalBackward0",
+    "RsqrtBackward0",
+    "SigmoidBackward0",
+    "SoftmaxBackward0",
+    "SqrtBackward0",
+    "TanhBackward0",
+}
 
 
 class Memo:
@@ -231,7 +245,7 @@ def keep(x: Tensor, format: Packing, origin: str) -> Kept:
     if kept is None or (kept.bits is not None and kept.bits < _bits(format)):
         local = local_of(x)
         kept = pack(local, format, origin)
-        if not _is_reused(x):
+        if kept.bits is not None and not _is_reused(x):
             if local is x:
                 attach(x, kept)
             else:
@@ -267,12 +281,17 @@ def _bits(format: Packing) -> int:
     return BITS[block_format.code]
 
 
-def known(x: Tensor) -> Kept | None:
-    """What is saved for `x` already, or the tensor its producer holds anyway; None if there is neither."""
+def known(x: Tensor, *, by_hooks: bool = False) -> Kept | None:
+    """What is saved for `x` already, or the tensor its producer holds anyway; None if there is neither.
+
+    Args:
+        x: floating-point tensor of any shape.
+        by_hooks: whether hooks ask, which may pack what the producer of x saves, but for attention.
+    """
     kept = None if _is_reused(x) else found(x)
     local = local_of(x)
-    if kept is None and _producer_holds(local):
-        return _placed(Kept((local,), Memo(lambda tensors, after: tensors[0]), "attention"), x)
+    if kept is None and _producer_holds(local, _ATTENTIONS if by_hooks else _SAVES_ITS_OUTPUT):
+        return _placed(Kept((local,), Memo(_itself), "attention"), x)
     return kept
 
 
@@ -295,11 +314,13 @@ def _whole(x: Tensor) -> Tensor:
 
 def found_or_held(x: Tensor) -> Kept:
     """The `Kept` of `x`, or else one that holds `x` itself, for a value that another function holds anyway."""
-    return found(x) or Kept((x,), Memo(lambda tensors, after: tensors[0]), "linear")
+    return found(x) or Kept((x,), Memo(_itself), "linear")
 
 
 def pack(x: Tensor, format: Packing, origin: str, center: Tensor | None = None, layout: Layout | None = None) -> Kept:
     """Packed codes and scales of `x`, whatever else is kept for it; in host memory if `format` says so.
+
+    Rows much shorter than a block share blocks with their neighbours. What would not become smaller is kept as it is.
 
     Args:
         x: [..., L].
@@ -309,8 +330,22 @@ def pack(x: Tensor, format: Packing, origin: str, center: Tensor | None = None, 
         layout: of the tensor to rebuild, whose values in memory order x holds; None for x itself.
     """
     block_format = format.format if isinstance(format, Offload) else format
+    shares = center is None and layout is None and _has_short_rows(x.shape, block_format)
+    if center is None and not torch.compiler.is_compiling():
+        packed_nbytes = block_format.nbytes((x.numel(),) if shares else x.shape)
+        if packed_nbytes >= x.numel() * x.element_size():
+            return Kept((x,), Memo(_itself if layout is None else partial(_laid_out, layout)), origin)
+    whole_shape = x.shape
+    if shares:
+        x = x.reshape(-1)
+
+    def laid_out(values: Tensor) -> Tensor:
+        if shares:
+            return values.view(whole_shape)
+        return values if layout is None else layout.unflatten(values)
+
     if AUDITED.values is not None:
-        return _stood_in(AUDITED.values, x, block_format, origin, center, layout)
+        return _stood_in(AUDITED.values(x.detach(), block_format, center), laid_out, origin, _bits(format))
     packed = quantized(x.detach(), block_format, center)
     dtype, shape = x.dtype, x.shape
     saved: Tensors = (packed.codes, packed.scales)
@@ -324,27 +359,40 @@ def pack(x: Tensor, format: Packing, origin: str, center: Tensor | None = None, 
     def dequantize(tensors: Tensors, after: Tensor | None) -> Tensor:
         codes, scales = tensors[:2] if fetch is None else fetch(tensors[:2])
         center = None if len(tensors) == 2 else tensors[2]
-        values = BlockTensor(codes, scales, block_format, shape, dtype).dequantize(after=after, center=center)
-        return values if layout is None else layout.unflatten(values)
+        return laid_out(BlockTensor(codes, scales, block_format, shape, dtype).dequantize(after=after, center=center))
 
     if center is not None:
         saved = (*saved, center)
     # Gated products are made from codes of such tensors only.
-    is_plain = fetch is None and center is None and not block_format.is_stochastic
+    is_plain = fetch is None and center is None and not shares and not block_format.is_stochastic
     gated_format = block_format if is_plain else None
     return Kept(saved, Memo(dequantize), origin, _bits(format), gated_format)
 
 
-def _stood_in(
-    values: StandIn, x: Tensor, format: BlockFormat, origin: str, center: Tensor | None, layout: Layout | None
-) -> Kept:
-    """What `pack` returns in an audit that keeps values in the place of codes, and of scales a zero."""
+def _stood_in(value: Tensor, laid_out: Callable[[Tensor], Tensor], origin: str, bits: int) -> Kept:
+    """What `pack` returns in an audit that keeps a value in the place of codes, and of scales a zero."""
 
     def rebuild(tensors: Tensors, after: Tensor | None) -> Tensor:
-        value = tensors[0].clone()  # readers may change what they take
-        return value if layout is None else layout.unflatten(value)
+        return laid_out(tensors[0].clone())  # readers may change what they take
 
-    return Kept((values(x.detach(), format, center), x.new_zeros(1)), Memo(rebuild), origin, BITS[format.code])
+    return Kept((value, value.new_zeros(1)), Memo(rebuild), origin, bits)
+
+
+def _has_short_rows(shape: torch.Size, format: BlockFormat) -> bool:
+    """Whether blocks of their own would cost rows an eighth more than shared ones, as rows of one value do."""
+    if len(shape) < 2:
+        return False
+    length = shape[-1]
+    row = math.ceil(length / format.block_size) * format.block_size
+    return length < row and 8 * format.nbytes((length,)) * row > 9 * length * format.nbytes((row,))
+
+
+def _itself(tensors: Tensors, after: Tensor | None) -> Tensor:
+    return tensors[0]
+
+
+def _laid_out(layout: Layout, tensors: Tensors, after: Tensor | None) -> Tensor:
+    return layout.unflatten(tensors[0])
 
 
 def derive(
@@ -415,14 +463,14 @@ def found(x: Tensor) -> Kept | None:
     return derive(lambda value: value.reshape(shape), (kept,), (), kept.origin)
 
 
-def _producer_holds(x: Tensor) -> bool:
-    """Whether the attention that made `x` saves the very same storage for its own backward."""
+def _producer_holds(x: Tensor, nodes: frozenset[str]) -> bool:
+    """Whether the function that made `x` saves the very same storage for its own backward."""
     output = x._base if x._base is not None else x
     node = output.grad_fn
     place = place_of(x)
     if node is None or not place or place_of(output) != place:
         return False
-    if node.name() in _SAVES_ITS_OUTPUT:
+    if node.name() in nodes:
         return True
     # A compiled graph shows what it saved, not what it ran. Under saved-tensor hooks reading would unpack, which
     # in a checkpointed region means to run it again.

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from laconic.activations.checkpoint import packed_inputs, run_again
 from laconic.activations.choice import Offload, Packing
@@ -80,10 +80,10 @@ class MixerForward(SiteForward):
                     type(self.module).__name__,
                 )
                 return self.original(*args, **kwargs)
-        # What has another shape is a mask, a position or a bias, and stays exact.
-        alike = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.shape == args[0].shape]
         decisions = self.habit.decisions(self.module.training, args, kwargs)
-        with packed_inputs(alike, self.input_format, decisions) as region:
+        with packed_inputs(
+            self.inputs(args, kwargs), self.input_format, decisions, with_data=self.packs_data
+        ) as region:
             return run_again(region(self._writing_once()), args, kwargs)
 
     def _writing_once(self) -> Callable[..., Any]:
@@ -95,9 +95,20 @@ class MixerForward(SiteForward):
             if has_run:
                 args, kwargs = _without_caches(args, kwargs)
             has_run = True
-            return self.original(*args, **kwargs)
+            return self.run_module(*args, **kwargs)
 
         return run
+
+    packs_data = False
+    """Whether an input that requires no grad is packed, too."""
+
+    def inputs(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """The tensors among the arguments that are packed: what has another shape is a mask, a position or a bias."""
+        return [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.shape == args[0].shape]
+
+    def run_module(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        return self.original(*args, **kwargs)
 
     def _may_run_again(self, args: Any, kwargs: Any) -> bool:
         """Whether a gradient is wanted, and arguments are tensors, plain values or caches without entries from it."""
@@ -121,40 +132,47 @@ class MixerForward(SiteForward):
         before = self._state(args, kwargs)
         random_state = replay.generators()
 
-        def run(x: Tensor) -> tuple[list[Any], Any]:
+        def run() -> tuple[list[Any], Any]:
             with forgetting(), replay.again(random_state):
-                return tree_flatten(self.original(x, *args[1:], **kwargs))
+                return tree_flatten(self.run_module(*args, **kwargs))
 
-        (first, spec), (second, other_spec) = run(args[0]), run(args[0])
+        (first, spec), (second, other_spec) = run(), run()
         if self._state(args, kwargs) != before or spec != other_spec:
             return False
         if not all(_same(a, b) for a, b in zip(first, second, strict=True)):
             return False
         if self.input_format is not None and first and isinstance(first[0], Tensor) and first[0].is_floating_point():
             cotangent = torch.randn(first[0].shape, generator=torch.Generator().manual_seed(0)).to(first[0])
-            packed = quantized(args[0].detach(), self.input_format).dequantize()
+            inputs = {id(x): x.detach() for x in self.inputs(args, kwargs)}
+            packed = {key: quantized(x, self.input_format).dequantize() for key, x in inputs.items()}
             decisions = Decisions(self.site.name)
             exact, rounded = (
-                self._gradient(x, args[1:], kwargs, cotangent, replay.again(random_state), run)
-                for x, run in ((args[0], decisions.first_run()), (packed, decisions.again()))
+                self._gradient(values, args, kwargs, cotangent, replay.again(random_state), run)
+                for values, run in ((inputs, decisions.first_run()), (packed, decisions.again()))
             )
             # Not the other way round: NaN is too large.
             self.is_sensitive = not (rounded - exact).norm() <= LARGEST_ERROR * exact.norm()
         return True
 
     def _gradient(
-        self, x: Tensor, rest: Any, kwargs: Any, cotangent: Tensor, *contexts: AbstractContextManager[Any]
+        self,
+        values: dict[int, Tensor],
+        args: Any,
+        kwargs: Any,
+        cotangent: Tensor,
+        *contexts: AbstractContextManager[Any],
     ) -> Tensor:
-        """The gradients of the input and the mixer's parameters at `x`, flattened, in fp64."""
-        leaf = x.detach().requires_grad_()
+        """The gradients of the inputs and the mixer's parameters at `values` of the inputs, flattened, in fp64."""
+        leaves = {key: value.detach().requires_grad_() for key, value in values.items()}
+        args, kwargs = tree_map(lambda x: leaves.get(id(x), x), (args, kwargs))
         hidden_from_trackers = torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: tensor.detach(), lambda saved: saved
         )
         with hidden_from_trackers, ExitStack() as stack:
             for context in contexts:
                 stack.enter_context(context)
-            output = tree_flatten(self.original(leaf, *rest, **kwargs))[0][0]
-        wanted = [leaf, *(p for p in self.module.parameters() if p.requires_grad)]
+            output = tree_flatten(self.run_module(*args, **kwargs))[0][0]
+        wanted = [*leaves.values(), *(p for p in self.module.parameters() if p.requires_grad)]
         grads = torch.autograd.grad(output, wanted, cotangent, allow_unused=True)
         return torch.cat([grad.detach().double().flatten() for grad in grads if grad is not None])
 

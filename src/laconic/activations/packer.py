@@ -259,7 +259,7 @@ class Packer(TorchFunctionMode):
 
     def _rounded(self, tensor: Tensor, packing: Packing, format: BlockFormat, call: Call) -> Kept | None:
         # The batch outlives the step, and the next model that reads it may pack in another format.
-        kept = None if tensor.is_leaf else known(tensor)
+        kept = None if tensor.is_leaf else known(tensor, by_hooks=True)
         if kept is not None and any(held is tensor for held in kept.tensors):
             # With the node that made it, the graph would hold itself.
             return Kept((tensor.detach(),), kept.memo, kept.origin)

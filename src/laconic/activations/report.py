@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map_only
 
 from laconic.activations.choice import Choice, Offload, Recompute
 from laconic.activations.leaves import LeafSpec
@@ -320,11 +321,13 @@ def measure(model: nn.Module, call: Call) -> Measurement:
     So with dropout, and with the gradient checkpointing that is switched on, which are without effect in evaluation.
     """
     eagerly = torch.compiler.set_stance("force_eager")  # a compiled part has hooks of its own
-    inputs = (call.args, call.kwargs)
+    inputs = tree_map_only(
+        Tensor, lambda x: x.clone() if x.is_inference() else x, (tuple(call.args), dict(call.kwargs))
+    )
     with seeds_restored(), preserved(model, inputs), torch.enable_grad(), eagerly, SavedTensorTracker(model) as tracker:
         if not (call.is_hosts or model.training):
             model.train()
-        call.module(*call.args, **call.kwargs)
+        call.module(*inputs[0], **inputs[1])
     largest = sorted(tracker.tensors, key=lambda tensor: tensor.nbytes, reverse=True)[:3]
     return Measurement(call.tokens, dict(tracker.by_module), tuple(largest), call.is_of_tokens)
 

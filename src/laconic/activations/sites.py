@@ -161,12 +161,19 @@ def find_sites(model: nn.Module) -> list[Site]:
 
 def _sites(model: nn.Module) -> Iterator[Site]:
     inside: set[nn.Module] = set()  # activations of feed-forward blocks and experts, which belong to these
+    parts: set[nn.Module] = set()  # of modules that run again as a whole
     beside_linears = {child for module in model.modules() if _has_linear(module) for child in module.children()}
     for name, module in model.named_modules():
         layer = _layer_of(name)
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module._parameters.values()):
             continue  # it becomes another module in its first forward
-        if (linear := _linear(module)) is not None:
+        if module in parts:
+            continue
+        if (torchs := _torchs_own(module)) is not None:
+            parts.update(module.modules())
+            kind, width = torchs
+            yield Site(name, kind, layer, (width,), MixerSpec())
+        elif (linear := _linear(module)) is not None:
             width = _weight_of(module).shape[0 if linear.transposed else 1]
             yield Site(name, "linear", layer, (width,), linear)
         elif (norm := _norm(module)) is not None:
@@ -197,8 +204,9 @@ def _sites(model: nn.Module) -> Iterator[Site]:
         elif layer is not None and _is_mixer(module):
             yield Site(name, "mixer", layer, (), MixerSpec())
         elif names := _functions_of(module):
-            kind: Literal["attention", "functions"] = "attention" if TorchCalls.ATTENTION in names else "functions"
-            yield Site(name, kind, layer, (), FunctionsSpec(names))
+            yield Site(
+                name, "attention" if TorchCalls.ATTENTION in names else "functions", layer, (), FunctionsSpec(names)
+            )
 
 
 def is_dropout(module: nn.Module) -> bool:
@@ -213,12 +221,26 @@ def _has_linear(module: nn.Module) -> bool:
 def _functions_of(module: nn.Module) -> tuple[str, ...]:
     """Functions of torch that a module's own code calls; products count beside an activation child (gated blocks)."""
     calls = calls_of(module)
+    if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        called = TorchCalls.FUNCTIONS.get(module.activation)  # an attribute, which their code does not tell
+        calls |= frozenset() if called is None else {called}
     names = calls & TorchCalls.PACKED
     if not _has_linear(module):
         names -= TorchCalls.ACTIVATIONS  # of pictures, between convolutions
     if TorchCalls.PRODUCT in calls and any(_activation(child) is not None for child in module.children()):
         names |= {TorchCalls.PRODUCT}
     return tuple(sorted(names))
+
+
+def _torchs_own(module: nn.Module) -> tuple[Literal["attention", "mixer"], int] | None:
+    """Kind and width of torch's attention and recurrent layers, whose kernels keep more than a linear layer's input."""
+    if own_forward(module) is not None:
+        return None
+    if isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward:
+        return "attention", module.embed_dim
+    if isinstance(module, nn.RNNBase) and type(module).forward in [x.forward for x in (nn.LSTM, nn.GRU, nn.RNN)]:
+        return "mixer", module.input_size
+    return None
 
 
 def _is_mixer(module: nn.Module) -> bool:
