@@ -16,4 +16,4 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets every site keep its tensor as it is, which leaves the hand-written backward alone under test."""
-    monkeypatch.setattr(kept, "_producer_holds", lambda x: True)
+    monkeypatch.setattr(kept, "_producer_holds", lambda x, nodes: True)

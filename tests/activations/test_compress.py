@@ -238,7 +238,8 @@ def test_a_lora_model_keeps_nothing_for_frozen_weights() -> None:
         assert kept[f"{layer}.mlp"] == kept[f"{layer}.mlp.act_fn"] == packed.nbytes((ids.numel(), 160))  # up, gate
         for adapter in ("self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
             assert kept[f"{layer}.{adapter}.lora_A.default"] == 0
-            assert kept[f"{layer}.{adapter}.lora_B.default"] == packed.nbytes((ids.numel(), rank))
+            # Rows of so few features share blocks.
+            assert kept[f"{layer}.{adapter}.lora_B.default"] == packed.nbytes((ids.numel() * rank,))
     assert tracker.by_module["base_model.model.model.embed_tokens"] == 0
 
 

@@ -32,6 +32,7 @@ from tests.activations.models import (
     make_model,
     relative_error,
 )
+from tests.activations.test_host_checkpoint import Host, non_reentrant
 from tests.activations.test_inner_attention import Attention
 
 
@@ -168,11 +169,51 @@ def test_every_family_takes_names(case: str) -> None:
     _takes_names(model)
 
 
+def _torchs_own() -> nn.Module:
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(32, 2, batch_first=True), "lstm": nn.LSTM(32, 32)})
+    laconic.compress_activations(model)
+    return model
+
+
+def _checkpointing() -> nn.Module:
+    model = Host(depth=2)
+    laconic.compress_activations(model)
+    return model
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_copies_and_pickles_of_torchs_own_layers_and_of_hosts_work(enabled: bool) -> None:
+    host = _checkpointing()
+    assert isinstance(host, Host)
+    host.enable(non_reentrant if enabled else None)
+    for model, calls in (
+        (host, [lambda model: model(torch.ones(2, 8, 64, requires_grad=True))]),
+        (
+            _torchs_own(),
+            [
+                lambda model: model["attention"](*[torch.ones(2, 8, 32, requires_grad=True)] * 3)[0],
+                lambda model: model["lstm"](torch.ones(2, 8, 32, requires_grad=True))[0],
+            ],
+        ),
+    ):
+        for call in calls:
+            expected = call(model)
+            for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                value = call(twin)
+                assert torch.equal(value, expected)
+                value.sum().backward()
+                assert all(p.grad is None for p in model.parameters())
+                assert any(p.grad is not None for p in twin.parameters())
+
+
 def test_no_kind_of_replaced_forward_is_left_out() -> None:
     cases = ("llama", "mixtral", "opt", "bloom", "gpt2", "plan", "chunked", "hooks", "combined")
     picture = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
     laconic.compress_activations(picture)
-    seen = set().union(_looks(picture), _looks(_titan()), *(_looks(CASES[case]()) for case in cases))
+    others = (_torchs_own(), _checkpointing())
+    seen = set().union(
+        _looks(picture), _looks(_titan()), *map(_looks, others), *(_looks(CASES[case]()) for case in cases)
+    )
     bases = {SiteForward, ModelReplacement}
     assert {cls for cls in _subclasses(Replacement) if cls.__module__.startswith("laconic")} - bases <= seen
 
