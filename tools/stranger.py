@@ -1,5 +1,7 @@
 """A stranger's first hour: the wheel in a fresh environment, Getting started, Trainer, `laconic run`, advise, goodbye.
 
+Last an editable install, from a folder that is then moved.
+
     python tools/stranger.py                 # builds sdist and wheel from this checkout first
     python tools/stranger.py dist/x.whl      # takes a wheel that is there
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -115,6 +118,25 @@ def blocks(page: Path) -> str:
     return "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE))
 
 
+def moved_checkout(folder: Path, bin: Path, pip: tuple[str | Path, ...]) -> None:
+    """An editable install whose folder is moved, and then removed by pip: torch goes on each time."""
+    here, there = folder / "a sp\u00e1ce" / "laconic", folder / "elsewhere"
+    for name in ("pyproject.toml", "README.md", "LICENSE", "src"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, _with_parent(here / name))
+    run("env", "LACONIC_PURE=1", *pip, "install", "--no-deps", "-e", here, cwd=folder)
+    registered = "import torch.distributed as d; print('LACONIC' in d.Backend._plugins)"
+    run(bin / "python", "-c", registered, cwd=folder, says="True")
+    here.rename(there)
+    run(bin / "python", "-c", registered, cwd=folder, says="laconic is installed, but cannot be imported")
+    run(*pip, "uninstall", "--yes", "laconic", cwd=folder)
+    run(bin / "python", "-W", "error", "-c", registered, cwd=folder, says="False")
+
+
+def _with_parent(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 def main(wheel: Path | None) -> None:
     """Do all of it."""
     with tempfile.TemporaryDirectory() as name:
@@ -148,8 +170,9 @@ def main(wheel: Path | None) -> None:
         report_start(first_step_seconds(bin / "laconic", folder), 10.0, "laconic train to its first step")
         run(*pip, "uninstall", "--yes", "laconic", cwd=folder)
         run(bin / "python", "train.py", cwd=folder)  # torch does not miss the backend that was registered with it
-        gone = "import importlib.util as u; assert u.find_spec('laconic') is None"
+        gone = "import importlib.util as u; assert not any(map(u.find_spec, ('laconic', '_laconic_backends')))"
         run(bin / "python", "-c", gone, cwd=folder)
+        moved_checkout(folder, bin, pip)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Tells torch the names of laconic's process groups.
 
-torch runs `register` at the end of `import torch` (entry point group `torch.backends`), so that
-`init_process_group("laconic")` works in programs that never import laconic. Nothing of laconic but this file is loaded
-until a group is made. TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches it off.
+torch runs `register` at the end of `import torch` (entry point group `torch.backends`, by src/_laconic_backends.py), so
+that `init_process_group("laconic")` works in programs that never import laconic. Nothing of laconic but this file is
+loaded until a group is made. TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches it off.
 """
 
 from __future__ import annotations

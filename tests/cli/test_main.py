@@ -1,6 +1,7 @@
 """The command itself: dispatch, exit codes, messages."""
 
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def test_module_runs_as_the_command() -> None:
 
 
 def test_reader_that_leaves_early_is_no_error() -> None:
-    script = f"{sys.executable} -m laconic train --print-config | head -1"
+    script = f"{shlex.quote(sys.executable)} -m laconic train --print-config | head -1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", script], capture_output=True, text=True, timeout=patient(60))
     assert done.stderr == ""
 

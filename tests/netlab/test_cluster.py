@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -104,7 +105,7 @@ def programs(folder: Path, head: str) -> Path:
     """Stand-ins for what the hosts of a lab do not have."""
     folder.mkdir()
     texts: Mapping[str, str] = {
-        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+        "torchrun": f'exec {shlex.quote(sys.executable)} -m torch.distributed.run "$@"',
         "scontrol": f'[ "$*" = "show hostnames host[0-1]" ] && printf "{head}\\nhost1\\n"',
         "srun": 'shift; exec "$@"',
     }

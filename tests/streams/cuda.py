@@ -23,7 +23,7 @@ from tests.streams.device import Device, Node, Queue
 __all__ = ["CUDA", "counted_waits", "cuda", "lost_waits"]
 
 CUDA = torch.device("cuda", 0)
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).resolve().parent
 
 
 class _Event:
@@ -141,7 +141,7 @@ def lost_waits(*functions: str) -> Iterator[list[str]]:
 
     def maybe_wait(event: _Event, stream: _Stream | None = None) -> None:
         frame = sys._getframe(1)
-        while frame.f_code.co_name not in functions and Path(frame.f_code.co_filename).parent == _HERE:
+        while frame.f_code.co_name not in functions and Path(frame.f_code.co_filename).resolve().parent == _HERE:
             assert frame.f_back is not None
             frame = frame.f_back
         if frame.f_code.co_name in functions:

@@ -41,6 +41,8 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+import laconic
+
 __all__ = ["Device", "Memory", "Node", "Queue", "RaceError"]
 
 aten = torch.ops.aten
@@ -55,7 +57,9 @@ _TAKES_BOTH = {aten.copy_.default, aten._foreach_copy_.default, aten.index.Tenso
 """Operations that take tensors of the host beside those of the device."""
 _WRITES_UNDECLARED = {"fsdp::all_gather_copy_in": 1}
 """By name of an operation: which of its arguments it writes to without its schema saying so."""
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).resolve().parent
+_OURS = (Path(laconic.__file__).resolve().parent, _HERE.parent)
+"""Folders of the library and of the tests: torch may lie in an environment below the same checkout."""
 _OWN = {"cuda", "device", "echo", "ranks", "reducer", "stream_group"}
 _resize = torch.UntypedStorage.resize_
 
@@ -552,6 +556,8 @@ def _place() -> str:
 @cache
 def _shown(file: str) -> str | None:
     """Name of a file that says where an operation comes from; None: the device's own or another library's."""
-    path = Path(file)
-    is_ours = "laconic" in path.parts or "tests" in path.parts
+    if not Path(file).is_absolute():
+        return None  # "<string>", "<frozen importlib._bootstrap>"
+    path = Path(file).resolve()
+    is_ours = any(path.is_relative_to(folder) for folder in _OURS)
     return path.name if is_ours and not (path.parent == _HERE and path.stem in _OWN) else None

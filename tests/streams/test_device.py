@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -38,6 +41,20 @@ def test_a_stream_that_does_not_wait_for_what_it_reads(waits: bool) -> None:
     else:
         with pytest.raises(RaceError, match=r"aten\.add\.Tensor on stream 1, issued at test_device\.py:\d+"):
             device.check()
+
+
+@pytest.mark.parametrize("above", ["laconic", "tests", "a sp\u00e1ce/laconic/.venv/lib", "tests/laconic", None])
+def test_names_of_folders_do_not_say_whose_an_operation_is(above: str | None, tmp_path: Path) -> None:
+    """Libraries may lie in a folder of any name, and in an environment below the checkout itself."""
+    folder = Path(__file__).parents[2] / ".venv" if above is None else tmp_path / above
+    library: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+    exec(compile("def plus(x): return x + 1", str(folder / "site-packages" / "library.py"), "exec"), library)
+    with cuda() as device:
+        x = torch.ones(5, device=CUDA) * 2
+        with torch.cuda.stream(torch.cuda.Stream()):
+            library["plus"](x)
+    with pytest.raises(RaceError, match=r"aten\.add\.Tensor on stream 1, issued at test_device\.py:\d+"):
+        device.check()
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -6,6 +6,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+import laconic
 from laconic.errors import ConfigError, CorruptionError, DataError, TrainingError
+from laconic.train import signals
 from laconic.train.distributed import world
 from laconic.train.distributed.world import RankInfo, read_environment
 from laconic.train.launch import launcher as launch_module
@@ -36,6 +40,30 @@ GOOD = {
 
 def without(*names: str) -> dict[str, str]:
     return {name: value for name, value in GOOD.items() if name not in names}
+
+
+@pytest.mark.parametrize("above", ["laconic", "a sp\u00e1ce/laconic", "laconic/src"])
+def test_a_lost_process_says_where_in_the_library_it_was(
+    above: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of the library are those below its own folder: a script of the user may lie in a folder of that name."""
+    package = Path(laconic.__file__).parent
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+
+    def record() -> None:
+        thread = threading.Thread(target=signals._record_place)
+        thread.start()
+        thread.join()
+
+    def through(path: Path, call: Callable[[], None]) -> Callable[[], None]:
+        names: dict[str, Any] = {"call": call}
+        exec(compile("def step(): call()", str(path), "exec"), names)
+        return lambda: names["step"]()
+
+    through(package / "train" / "any.py", through(tmp_path / above / "users.py", record))()
+    text = json.loads(file.read_text())["message"]["message"]
+    assert text.startswith(f"{INTERRUPTED}any.py:1 in step, threading.py:"), text
 
 
 def test_torchruns_variables_are_understood() -> None:

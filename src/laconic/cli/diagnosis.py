@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -273,14 +272,13 @@ def _test_gloo() -> str:
     if dist.is_initialized():
         return "ok"
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            timeout = timedelta(seconds=10)
-            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1, timeout=timeout)
-            try:
-                value = torch.ones(1)
-                dist.all_reduce(value)
-                return "ok" if value.item() == 1.0 else f"all_reduce of 1 over one process gives {value.item()}"
-            finally:
-                dist.destroy_process_group()
+        timeout = timedelta(seconds=10)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        try:
+            value = torch.ones(1)
+            dist.all_reduce(value)
+            return "ok" if value.item() == 1.0 else f"all_reduce of 1 over one process gives {value.item()}"
+        finally:
+            dist.destroy_process_group()
     except (RuntimeError, ValueError) as error:
         return f"cannot start: {error}; name a network interface in GLOO_SOCKET_IFNAME, e.g. lo"

@@ -40,6 +40,7 @@ EXIT_PEER_LOST = 75
 """Exit code of a process that had to stop because another one did."""
 STOP_SIGNAL = signal.SIGUSR1
 """What our launcher sends its processes to ask for a stop."""
+_PACKAGE = Path(__file__).parents[1]
 INTERRUPTED = "Interrupted: "
 """What the error file of a process begins with that left because of another one, before the place where it was."""
 
@@ -147,7 +148,7 @@ def _record_place() -> None:
     if not file or frame is None or os.path.exists(file):
         return
     stack = traceback.extract_stack(frame)
-    ours = [entry for entry in stack if f"{os.sep}laconic{os.sep}" in entry.filename]
+    ours = [entry for entry in stack if Path(entry.filename).is_relative_to(_PACKAGE)]
     places = [f"{Path(entry.filename).name}:{entry.lineno} in {entry.name}" for entry in (*ours[-1:], stack[-1])]
     text = INTERRUPTED + ", ".join(dict.fromkeys(places))
     details = {"message": text, "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}
