@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from laconic.errors import CheckpointError, ConfigError
@@ -193,3 +196,94 @@ def test_a_run_that_was_killed_is_gone_on_with_at_once(tmp_path: Path) -> None:
     again = tiny_config(tmp_path, "run", {"steps": num_steps(config.run_dir) + 2, "eval_every": 0})
     assert train_alone(resumed(again)) == 0
     assert sorted(losses(config.run_dir)) == list(range(1, again.steps + 1))
+
+
+def _tries_to_take(run_dir: Path, done: threading.Event, taken: list[str]) -> None:
+    """A second run at the door all the time: what it could have taken, and what the lock said then."""
+    while not done.is_set():
+        with RunLock() as lock, contextlib.suppress(ConfigError):
+            lock.acquire(run_dir)
+            if not done.is_set():
+                taken.append(f"taken when {len(losses(run_dir))} steps were done")
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("rank", "number"),
+    [
+        (0, signal.SIGKILL),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, signal.SIGKILL), (0, signal.SIGSTOP))),
+    ],
+)
+def test_no_other_run_gets_in_between_two_attempts(rank: int, number: int, tmp_path: Path) -> None:
+    """A launcher starts lost processes again: from the first step to the end, the directory is its own."""
+    changes = {"steps": 30, "checkpoint.every": 2, "eval_every": 0, "nproc": 2, "restarts": 1}
+    config = tiny_config(tmp_path, "run", changes | {"rank_timeout_seconds": 8})
+    save_config(config, tmp_path / "config.toml")
+    command = ForkedCommand(["train", "--config", str(tmp_path / "config.toml")], tmp_path / "printed")
+    wait_until(lambda: num_steps(config.run_dir) >= 4, timeout_seconds=120)
+    done, taken = threading.Event(), list[str]()
+    visitor = threading.Thread(target=_tries_to_take, args=(tmp_path / "run", done, taken))
+    visitor.start()
+    try:
+        holder = json.loads((tmp_path / "run" / LOCK_FILE).read_text())
+        launcher = psutil.Process(command.pid)
+        forked = [child for child in launcher.children() if child.cmdline() == launcher.cmdline()]
+        sorted(forked, key=lambda child: child.pid)[rank].send_signal(number)
+        wait_until(lambda: num_steps(config.run_dir) >= 28, timeout_seconds=120)
+    finally:
+        done.set()
+        visitor.join()
+    ending = command.finish()
+    assert ending.code == 0, ending
+    assert "restart 1 of 1" in ending.err
+    assert not taken, taken
+    assert holder["pid"] == command.pid
+    assert sorted(losses(config.run_dir)) == list(range(1, 31))
+    assert not (tmp_path / "run" / LOCK_FILE).exists()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_who_takes_a_launch_s_lock(seed: int, tmp_path: Path) -> None:
+    """Only processes of the same launcher and launch; ids alone may be given twice."""
+    chance = random.Random(seed)
+    for _ in range(40):
+        launch, pid = chance.choice(["mine", "other", None]), chance.choice([os.getppid(), os.getpid()])
+        content = run_lock._record("earlier", pid) | {"launch": launch}
+        write(tmp_path, content)
+        asked = chance.choice(["mine", "third", None])
+        with RunLock(asked) as lock:
+            if asked is not None and (asked, os.getppid()) == (launch, pid):
+                lock.acquire(tmp_path)
+                assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getppid()
+            else:
+                with pytest.raises(ConfigError, match=f"a run \\(pid {pid} on .* at work"):
+                    lock.acquire(tmp_path)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_launcher_keeps_its_lock_while_no_process_runs(tmp_path: Path) -> None:
+    file = tmp_path / LOCK_FILE
+    with run_lock.keep_for_launch(tmp_path, "mine"):
+        write(tmp_path, run_lock._record("earlier", os.getpid()) | {"launch": "mine"})
+        os.utime(file, (1, 1))
+        wait_until(lambda: file.stat().st_mtime > 2, timeout_seconds=20)
+    assert not file.exists()
+    with run_lock.keep_for_launch(tmp_path, "mine"):
+        write(tmp_path, holder(launch="other"))
+        os.utime(file, (1, 1))
+        time.sleep(0.3)
+        assert file.stat().st_mtime == 1
+    assert file.exists()
+
+
+def test_a_failed_process_of_a_launch_leaves_the_lock_to_it(tmp_path: Path) -> None:
+    for launch, kept in (("mine", True), (None, False)):
+        with contextlib.suppress(ZeroDivisionError), RunLock(launch) as lock:
+            lock.acquire(tmp_path)
+            raise ZeroDivisionError
+        assert (tmp_path / LOCK_FILE).exists() is kept
+        (tmp_path / LOCK_FILE).unlink(missing_ok=True)
+        with RunLock(launch) as lock:
+            lock.acquire(tmp_path)
+        assert not (tmp_path / LOCK_FILE).exists()

@@ -125,7 +125,7 @@ def run(
         CorruptionError: replicas do not hold the same bits.
     """
     try:
-        with RunLock() as lock:
+        with RunLock(None if launch is None else launch.id) as lock:
             return _run(config, world, stop, lock, launch, begin_step or (lambda step: None))
     except OSError as error:
         if error.errno is None or isinstance(error, ConnectionError):

@@ -4,6 +4,9 @@ A second run in the same directory would cut the first one's metrics and remove 
 names the holder: host, process and since when. The holder touches it every few seconds. A lock whose holder is gone is
 taken over: on the same machine that is seen from the process (and its start, for process numbers are used again),
 elsewhere from a lock that nobody touches any more. Clocks of different machines are never compared.
+
+Where a launcher starts the processes of a run, and starts them again when one is lost, the lock is the launcher's: it
+names that process, so no other run gets in between two attempts, and the first process of each attempt takes it over.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from laconic.errors import CheckpointError, ConfigError
 from laconic.formats.durable import fsync_file
 from laconic.json_text import parse_json
 
-__all__ = ["LOCK_FILE", "RunLock"]
+__all__ = ["LOCK_FILE", "RunLock", "keep_for_launch"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +47,16 @@ _NO_FLOCK = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 
 
 class RunLock:
-    """A run directory's lock; a context manager that releases it, and holds nothing before `acquire`."""
+    """A run directory's lock; a context manager that releases it, and holds nothing before `acquire`.
 
-    def __init__(self) -> None:
+    Args:
+        launch: id of the launch that has started this process, whose parent is the launcher then. The lock names the
+            launcher, may be taken from an earlier process of the same launch, and stays when the block fails.
+    """
+
+    def __init__(self, launch: str | None = None) -> None:
+        self._launch = launch
+        self._holder = os.getpid() if launch is None else os.getppid()
         self._file: Path | None = None
         self._token = secrets.token_hex(8)
         self._done = threading.Event()
@@ -87,10 +97,10 @@ class RunLock:
     def __enter__(self) -> RunLock:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._done.set()
-        if self._file is None:
-            return
+        if self._file is None or (self._launch is not None and kind is not None):
+            return  # the launcher's: it starts the processes again, or ends
         with contextlib.suppress(OSError), _exclusive(self._file) as stream:
             if _parsed(stream).get("token") == self._token:
                 self._file.unlink()
@@ -102,16 +112,17 @@ class RunLock:
             with _exclusive(file) as stream:
                 holder = _parsed(stream)
                 seen = holder.get("token"), os.fstat(stream.fileno()).st_mtime_ns
-                alive = _is_alive(holder)
+                own = _is_of_launch(holder, self._launch, self._holder)
+                alive = False if own else _is_alive(holder)
                 if alive is None and watched is not None:
                     if seen != watched:
                         alive = True  # it has touched its lock, or another run has taken it
                     elif time.monotonic() - since > _SILENCE_SECONDS:
                         alive = False
                 if alive is False:
-                    if holder:
+                    if holder and not own:
                         logger.warning("taking over from %s, which is gone", _described(holder))
-                    _write(stream, _myself(self._token))
+                    _write(stream, _record(self._token, self._holder) | {"launch": self._launch})
                     return
             if alive:
                 raise ConfigError(
@@ -133,6 +144,33 @@ class RunLock:
                 return
             with contextlib.suppress(OSError):  # a disk that is full or away; `check` decides
                 os.utime(self._file)
+
+
+@contextlib.contextmanager
+def keep_for_launch(run_dir: Path, launch: str) -> Iterator[None]:
+    """Keep the lock that processes of this launcher take in `run_dir`, also while none of them runs.
+
+    Args:
+        run_dir: need not exist yet.
+        launch: id of the launch, as of `RunLock` in these processes.
+    """
+    file, done = run_dir / LOCK_FILE, threading.Event()
+
+    def touch() -> None:
+        while not done.wait(_BEAT_SECONDS):
+            with contextlib.suppress(OSError):
+                if _is_of_launch(_read(file), launch, os.getpid()):
+                    os.utime(file)
+
+    threading.Thread(target=touch, name="run lock", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+        if _is_of_launch(_read(file), launch, os.getpid()):
+            with contextlib.suppress(OSError), _exclusive(file) as stream:
+                if _is_of_launch(_parsed(stream), launch, os.getpid()):
+                    file.unlink()
 
 
 @contextlib.contextmanager
@@ -165,12 +203,16 @@ def _parsed(stream: IO[bytes]) -> dict[str, Any]:
     return content if whole else {}
 
 
-def _token_of(file: Path) -> Any:
+def _read(file: Path) -> dict[str, Any]:
     try:
         with open(file, "rb") as stream:
-            return _parsed(stream).get("token")
+            return _parsed(stream)
     except OSError:
-        return None
+        return {}
+
+
+def _token_of(file: Path) -> Any:
+    return _read(file).get("token")
 
 
 def _write(stream: IO[bytes], content: dict[str, Any]) -> None:
@@ -181,18 +223,33 @@ def _write(stream: IO[bytes], content: dict[str, Any]) -> None:
 
 
 def _myself(token: str) -> dict[str, Any]:
+    return _record(token, os.getpid())
+
+
+def _record(token: str, pid: int) -> dict[str, Any]:
     return {
         "token": token,
         "host": socket.gethostname(),
         "machine": _machine(),
-        "pid": os.getpid(),
-        "started": _started(os.getpid()),
+        "pid": pid,
+        "started": _started(pid),
         "since": datetime.now().astimezone().isoformat(timespec="seconds"),
     }
 
 
 def _described(holder: dict[str, Any]) -> str:
     return f"a run (pid {holder['pid']} on {holder['host']}, since {holder['since']})"
+
+
+def _is_of_launch(holder: dict[str, Any], launch: str | None, launcher: int) -> bool:
+    """Whether a process of this launch holds the lock, for the process `launcher` of this machine.
+
+    The id alone would not tell: users give torchrun's rendezvous the same one again.
+    """
+    if launch is None or not holder or holder.get("launch") != launch:
+        return False
+    expected = _record("", launcher)
+    return all(holder[name] == expected[name] for name in ("host", "machine", "pid", "started"))
 
 
 def _is_alive(holder: dict[str, Any]) -> bool | None:

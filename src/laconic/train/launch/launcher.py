@@ -42,6 +42,7 @@ from laconic.train.launch.worker import leave, work
 from laconic.train.launch.workers import WORKER, Workers
 from laconic.train.launch_record import Launch, Restart, launch_of_torchrun, now
 from laconic.train.report.run_dir import checkpoint_names, latest_name, new_run_dir
+from laconic.train.run_lock import keep_for_launch
 from laconic.train.signals import EXIT_INTERRUPTED, STOP_SIGNAL, StopRequest
 
 __all__ = ["launch"]
@@ -106,7 +107,7 @@ def _launch_workers(config: TrainConfig) -> int:
     run_dir = Path(config.run_dir)
     launch = Launch(uuid.uuid4().hex)
     failures: list[Failure] = []
-    with _quiet_elastic(), _pass_on_signals() as requests:
+    with _quiet_elastic(), _pass_on_signals() as requests, keep_for_launch(run_dir, launch.id):
         while True:
             with scratch_folder() as folder:  # a new one, as what cleans up temporary files may have removed the last
                 launch.save(folder)
