@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -44,6 +45,7 @@ class LaconicStrategy(DDPStrategy):
 
     Raises:
         ConfigError: gradients is neither 8 nor 12, or an argument is of DDP's own reduction.
+        TypeError: an argument is not one of DDPStrategy's own, which hands others on to DDP: there is none here.
     """
 
     def __init__(self, gradients: int = 8, **kwargs: Any) -> None:
@@ -54,6 +56,11 @@ class LaconicStrategy(DDPStrategy):
                 raise ConfigError(
                     f"{name} is {kwargs[name]!r}, but LaconicStrategy averages gradients without DDP; leave {name} out"
                 )
+        for name in kwargs.keys() - inspect.signature(DDPStrategy).parameters.keys():
+            raise TypeError(
+                f"LaconicStrategy() got an unexpected keyword argument {name!r}: DDPStrategy hands it on to DDP, "
+                "without which gradients are averaged here"
+            )
         self._gradient_bits = gradients
         self._accumulates = False
         self.compressed: CompressedGradients | None = None

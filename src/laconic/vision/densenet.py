@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laconic.errors import ModelError
+from laconic.vision.drop_path import check_rate
 from laconic.vision.integration import AFI, concatenate
 
 __all__ = ["AFIDenseNet", "afi_densenet121"]
@@ -73,16 +74,17 @@ class AFIDenseNet(nn.Module):
     DenseNet computes.
 
     Args:
-        num_classes: width of the classifier.
+        num_classes: width of the classifier; 0 leaves it out.
         depths: layers per block, at least 1 each.
         growth: channels of each layer's feature.
         bottleneck: channels inside a layer, as a multiple of growth.
         in_channels: of the images.
         small_inputs: a stem for images of about 32 x 32: a 3 x 3 convolution of stride 1 without pooling.
         reduction: channels per hidden unit of a block's `AFI`.
+        drop_rate: probability of dropout before the classifier, in [0, 1).
 
     Raises:
-        ModelError: there is no block, or a depth or the growth is below 1.
+        ModelError: there is no block, or a depth or the growth is below 1; drop_rate is not in [0, 1).
     """
 
     def __init__(
@@ -95,8 +97,10 @@ class AFIDenseNet(nn.Module):
         in_channels: int = 3,
         small_inputs: bool = False,
         reduction: int = 32,
+        drop_rate: float = 0.0,
     ) -> None:
         super().__init__()
+        check_rate("drop_rate", drop_rate)
         if min(depths, default=0) < 1 or growth < 1:
             raise ModelError(
                 f"depths is {list(depths)} and growth is {growth}, but there must be a block, and each number must be "
@@ -117,20 +121,24 @@ class AFIDenseNet(nn.Module):
             self.blocks.append(block)
             channels = block.out_channels
         self.norm = nn.BatchNorm2d(channels)
-        self.classifier = nn.Linear(channels, num_classes)
+        self.drop = nn.Dropout(drop_rate) if drop_rate else nn.Identity()
+        self.classifier = nn.Linear(channels, num_classes) if num_classes else nn.Identity()
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight)
-        nn.init.zeros_(self.classifier.bias)
+        if isinstance(self.classifier, nn.Linear):
+            nn.init.zeros_(self.classifier.bias)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """[B, in_channels, H, W] -> logits [B, num_classes]."""
         x = F.relu(self.norm(self.blocks(self.stem(pixel_values))))
-        logits: Tensor = self.classifier(x.mean((2, 3)))
+        logits: Tensor = self.classifier(self.drop(x.mean((2, 3))))
         return logits
 
 
-def afi_densenet121(num_classes: int = 1000, *, in_channels: int = 3, small_inputs: bool = False) -> AFIDenseNet:
+def afi_densenet121(
+    num_classes: int = 1000, *, in_channels: int = 3, small_inputs: bool = False, drop_rate: float = 0.0
+) -> AFIDenseNet:
     """AFI-DenseNet-121: DenseNet-121 with attention over the features of each block, 256 parameters more.
 
     A reconstruction (see `AFIDenseNet`); no number of the paper is about it.
@@ -139,5 +147,9 @@ def afi_densenet121(num_classes: int = 1000, *, in_channels: int = 3, small_inpu
         num_classes: width of the classifier.
         in_channels: of the images.
         small_inputs: a stem for images of about 32 x 32.
+        drop_rate: probability of dropout before the classifier, in [0, 1).
+
+    Raises:
+        ModelError: drop_rate is not in [0, 1).
     """
-    return AFIDenseNet(num_classes, in_channels=in_channels, small_inputs=small_inputs)
+    return AFIDenseNet(num_classes, in_channels=in_channels, small_inputs=small_inputs, drop_rate=drop_rate)

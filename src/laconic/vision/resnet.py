@@ -10,7 +10,10 @@ new weights for attention only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ from transformers import initialization as init
 from transformers.models.resnet.modeling_resnet import ResNetConvLayer
 
 from laconic.errors import ModelError
+from laconic.vision.drop_path import DropPath, check_rate
 from laconic.vision.integration import AFI, Integrated, LinearFromZero
 
 __all__ = [
@@ -40,18 +44,71 @@ __all__ = [
 ]
 
 
+_READ = (
+    *("embedding_size", "hidden_sizes", "layer_type", "hidden_act", "reduction", "drop_rate", "drop_path_rate"),
+    *("downsample_in_first_stage", "downsample_in_bottleneck"),
+    *("id2label", "label2id", "problem_type", "output_hidden_states", "return_dict"),
+)
+"""Fields of the configuration that the classifier reads, beside the arguments of `afi_resnet50`."""
+_HOSTS = ("attn_implementation", "experts_implementation", "num_labels", "per_layer_config", "torch_dtype")
+"""What Hugging Face's configurations take under names that they do not keep."""
+
+
 class AFIResNetConfig(ResNetConfig):
     """Hugging Face's ResNetConfig (basic and bottleneck blocks, depths, widths) with what attention adds.
+
+    A file may hold further fields, which are kept; the constructor refuses a name that is no field.
 
     Attributes:
         reduction: channels per hidden unit of a stage's `AFI`.
         small_inputs: a stem for images of about 32 x 32: a 3 x 3 convolution of stride 1 without pooling.
+        drop_rate: probability of dropout before the classifier, in [0, 1).
+        drop_path_rate: stochastic depth (arXiv 1603.09382): probability with which the last block's branch is left out
+            of a sample, in [0, 1); those before it have less, down to 0 at the first.
+
+    Raises:
+        TypeError: an argument is no field.
     """
 
     model_type = "afi_resnet"
 
     reduction: int = 32
     small_inputs: bool = False
+    drop_rate: float = 0.0
+    drop_path_rate: float = 0.0
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if kwargs:
+            _refuse_unknown("AFIResNetConfig", kwargs, (*_fields(), *_HOSTS))
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Make a configuration from a file's fields; those that this version does not know are kept."""
+        known = {name: value for name, value in config_dict.items() if name in _fields() or name in _HOSTS}
+        made = super().from_dict(known, **kwargs)
+        config = made[0] if isinstance(made, tuple) else made
+        for name in config_dict.keys() - known.keys():
+            if not name.startswith("_") and not hasattr(config, name):
+                setattr(config, name, config_dict[name])
+        return made
+
+
+@cache
+def _fields() -> tuple[str, ...]:
+    """Names that a configuration has, those of Hugging Face included."""
+    reference = AFIResNetConfig()
+    names = {name for name in dir(reference) if not name.startswith("_")} | {"name_or_path"}
+    return tuple(sorted(name for name in names if not callable(getattr(reference, name, None))))
+
+
+def _refuse_unknown(function: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raise Python's own TypeError for the first name that is not known: a configuration would keep it unread."""
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
 class AFIStage(nn.Module):
@@ -64,20 +121,25 @@ class AFIStage(nn.Module):
         layers: Hugging Face's ResNet blocks (`shortcut`, `layer`, `activation`), at least two.
         channels: of their results.
         reduction: of the `AFI`.
+        drop_path_rates: for each block, the probability with which a sample goes by A_i; empty means 0.
     """
 
-    def __init__(self, layers: nn.Sequential, channels: int, reduction: int = 32) -> None:
+    def __init__(
+        self, layers: nn.Sequential, channels: int, reduction: int = 32, drop_path_rates: Sequence[float] = ()
+    ) -> None:
         super().__init__()
         self.layers = layers
         self.afi = AFI(channels, reduction)
+        self.drop_paths = nn.ModuleList(map(DropPath, drop_path_rates)) if any(drop_path_rates) else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C_in, H, W] -> [B, C, H / stride, W / stride]."""
         levels: Integrated | None = None
         block: Any
-        for block in self.layers:
+        for i, block in enumerate(self.layers):
             levels = self.afi(block.layer(x), levels)
-            x = block.activation(block.shortcut(x) + levels.average)
+            added = levels.average if self.drop_paths is None else self.drop_paths[i](levels.average)
+            x = block.activation(block.shortcut(x) + added)
         return x
 
 
@@ -100,7 +162,8 @@ class AFIResNetModel(_AFIWeights, ResNetModel):
         config: depths, widths, stem.
 
     Raises:
-        ModelError: depths and widths are not of one length, or a depth is below 1.
+        ModelError: depths and widths are not of one length, or a depth is below 1; drop_path_rate is not in [0, 1), or
+            is given with a stage of one block.
     """
 
     config_class = AFIResNetConfig
@@ -112,6 +175,12 @@ class AFIResNetModel(_AFIWeights, ResNetModel):
                 f"depths is {depths}, but it must be {len(widths)} numbers of at least 1, one for each stage; "
                 f"give hidden_sizes as well for another number of stages"
             )
+        check_rate("drop_path_rate", config.drop_path_rate)
+        if config.drop_path_rate and 1 in depths:
+            raise ModelError(
+                f"drop_path_rate is {config.drop_path_rate} and depths is {depths}, but a stage of one block is a "
+                "ResNet's, which leaves no branch out; give it two blocks, or leave drop_path_rate out"
+            )
         super().__init__(config)
         if config.small_inputs:
             stem: Any = self.embedder
@@ -120,9 +189,12 @@ class AFIResNetModel(_AFIWeights, ResNetModel):
             )
             stem.pooler = nn.Identity()
         stages: Any = self.encoder.stages
+        last = max(sum(depths) - 1, 1)
+        rates = [config.drop_path_rate * i / last for i in range(sum(depths))]
         for i, (depth, width) in enumerate(zip(depths, widths, strict=True)):
+            own, rates = rates[:depth], rates[depth:]
             if depth > 1:
-                stages[i] = AFIStage(stages[i].layers, width, config.reduction)
+                stages[i] = AFIStage(stages[i].layers, width, config.reduction, own)
         self.post_init()  # initializes what is new
 
 
@@ -130,10 +202,10 @@ class AFIResNetForImageClassification(_AFIWeights, ResNetForImageClassification)
     """`AFIResNetModel` and a linear classifier: Hugging Face's ResNetForImageClassification, with its arguments.
 
     Args:
-        config: depths, widths, classes (`num_labels`), stem.
+        config: depths, widths, classes (`num_labels`), stem, drop rates.
 
     Raises:
-        ModelError: depths and widths are not of one length, or a depth is below 1.
+        ModelError: depths and widths are not of one length, or a depth is below 1; a drop rate is not in [0, 1).
     """
 
     config_class = AFIResNetConfig
@@ -144,7 +216,10 @@ class AFIResNetForImageClassification(_AFIWeights, ResNetForImageClassification)
         self.resnet = AFIResNetModel(config)
         *_, width = config.hidden_sizes or ()
         head = nn.Linear(width, config.num_labels) if config.num_labels else nn.Identity()
-        self.classifier = nn.Sequential(nn.Flatten(), head)
+        check_rate("drop_rate", config.drop_rate)
+        # Names, so that the weights keep theirs whether or not there is dropout.
+        drop = {"drop": nn.Dropout(config.drop_rate)} if config.drop_rate else {}
+        self.classifier = nn.Sequential(OrderedDict[str, nn.Module]({"0": nn.Flatten(), **drop, "1": head}))
         self.post_init()
 
 
@@ -171,15 +246,18 @@ def afi_resnet50(
         depths: blocks per stage.
         in_channels: of the images.
         small_inputs: a stem for images of about 32 x 32 (see `AFIResNetConfig`).
-        config: further fields of `AFIResNetConfig`.
+        config: further fields of `AFIResNetConfig`: embedding_size, hidden_sizes, layer_type, hidden_act, reduction,
+            drop_rate, drop_path_rate, downsample_in_first_stage, downsample_in_bottleneck, id2label, label2id,
+            problem_type, output_hidden_states, return_dict.
 
     Returns:
         A Hugging Face model: `model(pixel_values, labels)` has `logits` and `loss`.
 
     Raises:
-        ModelError: depths are not one for each stage, or one is below 1.
+        ModelError: depths are not one for each stage, or one is below 1; a drop rate is not in [0, 1).
+        TypeError: an argument is none of these.
     """
-    return _build(num_classes, depths, in_channels, small_inputs, config)
+    return _build("afi_resnet50", num_classes, depths, in_channels, small_inputs, config)
 
 
 def afi_resnet101(
@@ -194,7 +272,7 @@ def afi_resnet101(
 
     A reconstruction: the paper's depths are not public. Arguments, result and errors are those of `afi_resnet50`.
     """
-    return _build(num_classes, depths, in_channels, small_inputs, config)
+    return _build("afi_resnet101", num_classes, depths, in_channels, small_inputs, config)
 
 
 def afi_resnet152(
@@ -211,11 +289,17 @@ def afi_resnet152(
     one way to meet them (see `AFI`), and several are thinkable. Arguments, result and errors are those of
     `afi_resnet50`.
     """
-    return _build(num_classes, depths, in_channels, small_inputs, config)
+    return _build("afi_resnet152", num_classes, depths, in_channels, small_inputs, config)
 
 
 def _build(
-    num_classes: int, depths: Sequence[int], in_channels: int, small_inputs: bool, config: dict[str, Any]
+    function: str,
+    num_classes: int,
+    depths: Sequence[int],
+    in_channels: int,
+    small_inputs: bool,
+    config: dict[str, Any],
 ) -> AFIResNetForImageClassification:
+    _refuse_unknown(function, config, ("num_classes", "depths", "in_channels", "small_inputs", *_READ))
     fields: dict[str, Any] = {"num_labels": num_classes, "depths": list(depths), "num_channels": in_channels}
     return AFIResNetForImageClassification(AFIResNetConfig(**fields, small_inputs=small_inputs, **config))
