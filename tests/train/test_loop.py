@@ -204,7 +204,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
 
     def spoilt_loss(self: Any, model: Any, tokens: torch.Tensor) -> torch.Tensor:
         value: torch.Tensor = loss(self, model, tokens)
-        return value * float("nan") if model.training and self.spoilt else value
+        return value * float("nan") if model.training and getattr(self, "spoilt", False) else value
 
     monkeypatch.setattr(trainer.Trainer, "step", step)
     monkeypatch.setattr(trainer.Trainer, "_loss", spoilt_loss)

@@ -7,6 +7,7 @@ model before and after, and a `SavedTensorTracker` counts.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ __all__ = [
     "Measurement",
     "Report",
     "SiteReport",
+    "is_measuring",
     "measure",
     "saved_nbytes_per_token",
     "tensors_in",
@@ -315,6 +317,20 @@ class Report:
         return "\n".join(lines)
 
 
+class _Measuring(threading.local):
+    """Attribute: `now`: whether this thread runs a model to measure it."""
+
+    now = False
+
+
+_MEASURING = _Measuring()
+
+
+def is_measuring() -> bool:
+    """Whether the running forward is one of `measure`, which no hook of training is meant for."""
+    return _MEASURING.now
+
+
 def measure(model: nn.Module, call: Call) -> Measurement:
     """Make a call as training does, and count the bytes that it saves for backward. Everything stays as it was.
 
@@ -327,7 +343,11 @@ def measure(model: nn.Module, call: Call) -> Measurement:
     with seeds_restored(), preserved(model, inputs), torch.enable_grad(), eagerly, SavedTensorTracker(model) as tracker:
         if not (call.is_hosts or model.training):
             model.train()
-        call.module(*inputs[0], **inputs[1])
+        _MEASURING.now = True
+        try:
+            call.module(*inputs[0], **inputs[1])
+        finally:
+            _MEASURING.now = False
     largest = sorted(tracker.tensors, key=lambda tensor: tensor.nbytes, reverse=True)[:3]
     return Measurement(call.tokens, dict(tracker.by_module), tuple(largest), call.is_of_tokens)
 

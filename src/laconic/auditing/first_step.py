@@ -24,14 +24,15 @@ from laconic.auditing.gradient_store import check_store
 from laconic.auditing.optimizer_update import check_updates
 from laconic.auditing.runs import Outcome, Runs
 from laconic.auditing.state import ModelState
-from laconic.auditing.training_call import LossOf, TrainingCall
+from laconic.auditing.training_call import LossOf, TrainingCall, copied, find_loss
 from laconic.errors import AuditError, LaconicError, ModelError
 from laconic.gradients import CompressedGradients
 from laconic.gradients.turns import owner_of
+from laconic.moe.layer import moe_layers
 from laconic.optim import AdamW8bit
 from laconic.replicas import verify_replicas
 
-__all__ = ["AuditReport", "audit", "audit_loss"]
+__all__ = ["AuditReport", "audit", "audit_call", "audit_loss"]
 
 _ROWS = 2  # norms over the batch need two
 _TOKENS = 512
@@ -131,12 +132,36 @@ def audit(
     return audit_loss(inner, [lambda rows=rows: loss(rows) for rows in cuts], optimizer=optimizer, group=group)
 
 
+def audit_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, agrees: bool) -> AuditReport:
+    """`audit` of a call of a model's forward with these arguments, of which some rows are taken.
+
+    Args:
+        model: whose forward is called, below wrappers.
+        args, kwargs: of the call.
+        agrees: whether the ranks of the default group decide together.
+
+    Raises:
+        AuditError, ModelError: as `audit`.
+    """
+
+    def loss(rows: int | None) -> Tensor:
+        given = (args, dict(kwargs)) if rows is None else first_rows((args, dict(kwargs)), rows, _TOKENS)
+        found = copied(given)
+        with torch.enable_grad():
+            return find_loss(model(*found[0], **found[1]))[0]
+
+    size = num_rows((args, dict(kwargs)))
+    cuts: list[int | None] = [None] if size is None or size <= _ROWS else [_ROWS, None]
+    return audit_loss(model, [lambda rows=rows: loss(rows) for rows in cuts], agrees=agrees)
+
+
 def audit_loss(
     model: nn.Module,
     losses: Sequence[Callable[[], Tensor]],
     *,
     optimizer: Optimizer | None = None,
     group: dist.ProcessGroup | None = None,
+    agrees: bool = True,
 ) -> AuditReport:
     """`audit` of a loss that the caller computes.
 
@@ -144,6 +169,7 @@ def audit_loss(
         model: whose parameters have the gradients.
         losses: each runs the forward of a batch in training mode; the first that runs, and is finite, counts.
         optimizer, group: as in `audit`.
+        agrees: whether ranks decide, and compare what they hold alike, together.
 
     Raises:
         AuditError: as `audit`.
@@ -151,7 +177,7 @@ def audit_loss(
     begun = time.perf_counter()
     state = ModelState(model)
     try:
-        return _Audit(model, losses, optimizer, group).report(begun)
+        return _Audit(model, losses, optimizer, group, agrees).report(begun)
     finally:
         state.restore()
 
@@ -163,8 +189,10 @@ class _Audit:
         losses: Sequence[Callable[[], Tensor]],
         optimizer: Optimizer | None,
         group: dist.ProcessGroup | None,
+        agrees: bool,
     ) -> None:
         self._model, self._losses, self._optimizer, self._group = model, losses, optimizer, group
+        self._agrees = agrees and dist.is_available() and dist.is_initialized()
         self._loss = losses[-1]
         self._left_out: list[str] = []
         self._found: dict[str, Any] = {}
@@ -176,6 +204,9 @@ class _Audit:
             AuditError: something differs.
         """
         is_compressed, made = _is_compressed(self._model), None
+        if not (is_compressed or self._has_more_of_ours):
+            self._left_out.append("all, as nothing of laconic's computes here")
+            return self._report(begun)
         with self._agreeing():
             first = self._first_run()
             if first is not None:
@@ -195,8 +226,14 @@ class _Audit:
         return AuditReport(**self._found, seconds=time.perf_counter() - begun, left_out=tuple(self._left_out))
 
     @property
+    def _has_more_of_ours(self) -> bool:
+        """Whether gradients, the optimizer or layers of experts are laconic's."""
+        stores = any(isinstance(owner_of(p), CompressedGradients) for p in self._model.parameters())
+        return stores or isinstance(_bare(self._optimizer), AdamW8bit) or bool(moe_layers(self._model))
+
+    @property
     def _num_ranks(self) -> int:
-        return dist.get_world_size(self._group) if dist.is_available() and dist.is_initialized() else 1
+        return dist.get_world_size(self._group) if self._agrees else 1
 
     @contextmanager
     def _agreeing(self) -> Iterator[None]:
@@ -296,6 +333,9 @@ class _Audit:
     def _compare_store(self, made: Outcome) -> None:
         owners = {id(o): o for o in map(owner_of, self._model.parameters()) if isinstance(o, CompressedGradients)}
         for store in owners.values():
+            if store.group is not None and store.group.size() > 1 and not self._agrees:
+                self._left_out.append("gradients in codes, as ranks reduce them together")
+                continue
             if store.state != "empty":
                 self._left_out.append("gradients in codes, as there are some already")
                 continue
@@ -311,7 +351,7 @@ class _Audit:
             self._found["num_stored"] = self._found.get("num_stored", 0) + len(gradients)
 
     def _compare_updates(self, made: Outcome) -> None:
-        optimizer = getattr(self._optimizer, "optimizer", self._optimizer)  # Accelerate's wrapper
+        optimizer = _bare(self._optimizer)
         if not isinstance(optimizer, AdamW8bit):
             return
         parameters = dict(self._model.named_parameters())
@@ -373,6 +413,11 @@ def _check_near(got: Tensor, expected: Tensor, tolerance: float) -> None:
             f"the chunked loss is {got.item():.6g} and the model's own {expected.item():.6g}; likely causes: labels "
             "that are shifted or ignored otherwise, a number of items in the batch that only one of the two divides by"
         )
+
+
+def _bare(optimizer: Optimizer | None) -> Any:
+    """The optimizer in Accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _errors(outcome: Outcome, exact: Outcome) -> list[float]:

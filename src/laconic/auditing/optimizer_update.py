@@ -136,13 +136,14 @@ def _twin(optimizer: AdamW8bit) -> AdamW8bit:
 
 @contextmanager
 def _without_hooks() -> Iterator[None]:
-    """Let no hook of all optimizers see the steps inside."""
-    hooks: list[Any] = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
-    before = [dict(each) for each in hooks]
-    for each in hooks:
-        each.clear()
+    """Let no hook of all optimizers see the steps inside, which may be inside of one."""
+    module: Any = torch_optimizer
+    names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    before = [getattr(module, name) for name in names]
     try:
+        for name in names:
+            setattr(module, name, OrderedDict())
         yield
     finally:
-        for each, entries in zip(hooks, before, strict=True):
-            each.update(entries)
+        for name, hooks in zip(names, before, strict=True):
+            setattr(module, name, hooks)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from laconic.errors import ModelError
 
-__all__ = ["LossOf", "TrainingCall"]
+__all__ = ["LossOf", "TrainingCall", "copied", "find_loss"]
 
 LossOf = Callable[[Any], Tensor]
 
@@ -64,7 +64,7 @@ class TrainingCall:
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Copies of the arguments, which the model may write to."""
-        args, kwargs = _copied((self._args, self._kwargs))
+        args, kwargs = copied((self._args, self._kwargs))
         return args, kwargs
 
     def loss(self, model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
@@ -138,11 +138,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(vars(value))
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """A copy of arguments, which a model may write to: tensors are leaves of their own."""
     if isinstance(value, Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
     if type(value) is tuple or type(value) is list:
-        return type(value)(_copied(item) for item in value)
+        return type(value)(copied(item) for item in value)
     if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
+        return {key: copied(item) for key, item in value.items()}
     return copy.deepcopy(value)

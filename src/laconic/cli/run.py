@@ -30,7 +30,8 @@ def run(args: Sequence[str]) -> int:
     from laconic.run.zipped_groups import ZippedGroups
 
     script = Script(options.script, options.arguments, is_module=options.is_module)
-    savings = Savings(Wishes(options.activations, options.attention, options.loss, options.optimizer))
+    wishes = Wishes(options.activations, options.attention, options.loss, options.optimizer, not options.no_audit)
+    savings = Savings(wishes)
     groups = None if options.zip == "off" else ZippedGroups(options.zip)
     default, interrupt = signal.SIG_DFL, signal.default_int_handler
     for number, fresh in ((signal.SIGHUP, default), (signal.SIGTERM, default), (signal.SIGINT, interrupt)):
@@ -87,6 +88,8 @@ def make_parser() -> Parser:
     parser.add_argument("--optimizer", choices=("adamw8bit",), help="what torch.optim.AdamW becomes (itself)")
     parser.add_argument("--zip", choices=("auto", "on", "off"), default="off", help="code losslessly what process "
         "groups of torch.distributed send: where it is faster, all that can be, or nothing (off)")  # fmt: skip
+    parser.add_argument("--no-audit", action="store_true", help="do not compare the first training call of a model "
+        "with the exact computation")  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write the summary as JSON, too: to a file whose name ends in "
         ".json, as stdout belongs to the script")  # fmt: skip
     parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is a module, as in python -m")

@@ -12,6 +12,7 @@ from torch import nn
 from laconic.activations import compress_activations
 from laconic.activations.report import Measurement, Report
 from laconic.activations.suspended import is_compressed
+from laconic.auditing import audit_first_call
 from laconic.errors import ConfigError
 from laconic.gradients import CompressedGradients, compress_gradients
 from laconic.gradients.turns import owner_of
@@ -39,6 +40,7 @@ class LaconicConfig:
         loss: "chunked" never holds the logits of a Hugging Face language model; "exact" is the model's own loss.
         gradients: bits in which gradients are held and reduced, 8 or 12, in place of DDP; 32 leaves them to the host.
         optimizer: "adamw8bit" is `laconic.AdamW8bit` with the host's hyperparameters; "host" what the host makes.
+        audit: compare the first training call with the exact computation (`laconic.audit`), and refuse what differs.
 
     Raises:
         ConfigError: a value is none of these, or does nothing beside another.
@@ -66,6 +68,7 @@ class LaconicConfig:
     optimizer: str = field(
         default="host", metadata={"help": "adamw8bit: AdamW with moments in 8 bits.", "choices": _OPTIMIZERS}
     )
+    audit: bool = field(default=True, metadata={"help": "Compare the first training call with the exact computation."})
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -80,6 +83,8 @@ class LaconicConfig:
             if value not in allowed or isinstance(value, bool | float):
                 words = ", ".join(map(str, allowed))
                 raise ConfigError(f"{name} is {value!r}, but it must be one of {words}")
+        if not isinstance(self.audit, bool):
+            raise ConfigError(f"audit is {self.audit!r}, but it must be True or False")
         for name, value, idle, why in (
             ("attention", self.attention, self.activations == 16, "activations is 16, which leaves all of them exact"),
             ("mode", self.mode, self.activations == 16, "activations is 16, which leaves all of them exact"),
@@ -112,12 +117,13 @@ _converted: WeakKeyDictionary[nn.Module, tuple[dict[str, Any], Report]] = WeakKe
 _held: WeakSet[CompressedGradients] = WeakSet()
 
 
-def compress(model: nn.Module, config: LaconicConfig) -> Report | None:
+def compress(model: nn.Module, config: LaconicConfig, *, agrees: bool = True) -> Report | None:
     """Convert a model as the configuration says; None if that leaves it as it is.
 
     A model that an earlier trainer converted in the same way stays as it is, and the result is that trainer's. The
     report has what tokens that are made up keep; once the model has been called in training, `report_of` has what
-    that call keeps.
+    that call keeps. Unless the configuration leaves it out, that call is audited; all ranks decide together, if
+    `agrees`.
 
     Raises:
         ConfigError: an earlier trainer converted the model in another way.
@@ -133,6 +139,8 @@ def compress(model: nn.Module, config: LaconicConfig) -> Report | None:
                     f"{earlier[name]!r}; give the same, or call laconic.decompress_activations(model) first"
                 )
     elif not config.changes_model:
+        if config.audit and config.gradients != 32:
+            audit_first_call(model, agrees=agrees)
         return None
     else:
         report = compress_activations(
@@ -147,6 +155,8 @@ def compress(model: nn.Module, config: LaconicConfig) -> Report | None:
             _converted[model] = wished, report.measured(before, after)
 
     measure_first_call(model, measured)
+    if config.audit:  # after the measurement, which calls the model
+        audit_first_call(model, agrees=agrees)
     return report
 
 

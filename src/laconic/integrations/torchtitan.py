@@ -73,7 +73,7 @@ def _compressed(kind: Any) -> Any:
 
     def build(self: Any, **kwargs: Any) -> Any:
         model = kind.build(self, **kwargs)
-        report = compress(model, self.laconic)
+        report = compress(model, self.laconic, agrees=False)  # stages of a pipeline are called one by one
         assert report is not None
         logger.info(f"laconic compresses {len(report.rows)} sites of {type(model).__name__}")
         return model

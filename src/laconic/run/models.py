@@ -24,6 +24,7 @@ from laconic.activations.head import CausalForward
 from laconic.activations.replacement import replacements_of
 from laconic.activations.report import UNMEASURED, Call, Measurement, Report, measure
 from laconic.activations.suspended import is_compressed, measure_both
+from laconic.auditing import audit_now
 from laconic.errors import ConfigError, LaconicError, ModelError
 from laconic.ops import BITS
 
@@ -45,6 +46,7 @@ class Wishes:
         attention: as in `compress_activations`.
         loss: "exact" or "chunked", as in `compress_activations`; None is "exact".
         optimizer: "adamw8bit" makes every `torch.optim.AdamW` an `AdamW8bit`.
+        audit: whether the first training call of a model is compared with the exact computation.
 
     Raises:
         ConfigError: attention has no such value, or does nothing beside 16 bits.
@@ -54,6 +56,7 @@ class Wishes:
     attention: str | None = None
     loss: Literal["exact", "chunked"] | None = None
     optimizer: Literal["adamw8bit"] | None = None
+    audit: bool = True
 
     def __post_init__(self) -> None:
         if self.attention not in (None, *_ATTENTIONS):
@@ -227,6 +230,8 @@ class Model:
                 self.leave(str(error))
                 self._note_exact(module, call)
                 return
+        if self.wishes.audit:
+            audit_now(called, args, kwargs, agrees=False)
         if before is None or after is None:
             self.unmeasured = unmeasured
             return

@@ -124,6 +124,7 @@ def mean_loss(model: nn.Module, labels: Tensor, chunked: bool = False, **inputs:
     `loss="chunked"` (laconic.compress_activations), which serves where gradients are wanted.
     """
     if chunked and torch.is_grad_enabled():
+        labels = labels.contiguous()  # the model's own loss, which an audit runs, wants a view of them
         loss: Tensor = model(**inputs, labels=labels, shift_labels=labels, use_cache=False).loss
         return loss
     logits = model(**inputs, use_cache=False).logits

@@ -176,6 +176,8 @@ def _run(
         _announce(training, model, run_logger, first_step, anew=config.resume and not goes_on)
         if restarts and goes_on:
             run_logger.message(f"restart {len(restarts)} of this run: {restarts[-1].reason}")
+        if (audited := training.trainer.audit(first_step)) is not None:
+            run_logger.message(str(audited))
         done, stopped = _steps(config, training, run_logger, stop, first_step, saver, begin_step)
     summary = run_logger.summary(done, training.trainer, model.bf16_nbytes_per_token, time.monotonic() - started)
     summary["restarts"] = [asdict(restart) for restart in restarts]

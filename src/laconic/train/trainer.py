@@ -20,10 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.activations import SavedTensorTracker, seed_rounding
+from laconic.auditing import AuditReport, audit_loss, first_rows
 from laconic.collectives import audit
 from laconic.optim import AdamW8bit
 from laconic.train.config.schema import OptimizerConfig, TrainConfig
@@ -132,6 +134,35 @@ class Trainer:
             self._routers.clear()
         self._statistics.restore(statistics)
         self._gradients.clear()
+
+    def audit(self, step: int) -> AuditReport | None:
+        """Compare some rows of step `step` (0-based) with the exact computation; all processes call it together.
+
+        None where the configuration leaves it out. Weights, statistics and random states stay as they are.
+
+        Raises:
+            AuditError: something differs; on every process.
+        """
+        if not self._config.audit:
+            return None
+        if self._pipeline is not None:
+            return AuditReport(left_out=("all, as no process of a pipeline has the whole model",))
+        samples = next(self._micro_batches(step))
+        model = self.model if isinstance(self.model, FSDPModule) else plain_model(self.model)
+        losses = [lambda part=part: self._audited_loss(model, part) for part in (first_rows(samples, 2), samples)]
+        try:
+            return audit_loss(model, losses, optimizer=self.optimizer)
+        finally:
+            if self._routers is not None:
+                self._routers.clear()
+
+    def _audited_loss(self, model: nn.Module, samples: Any) -> torch.Tensor:
+        """What backward starts from, of some samples."""
+        if self._routers is None:
+            return self._loss(model, samples)
+        self._routers.begin()
+        loss, of_routers = self._loss(model, samples), self._routers.loss()
+        return loss if of_routers is None else loss + of_routers
 
     def step(self, step: int, stop: StopRequest, record: bool = False) -> StepResult:
         """Run optimizer step `step` (0-based). All processes call it together; a stop requested of one stops all.

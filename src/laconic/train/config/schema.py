@@ -390,6 +390,8 @@ class TrainConfig:
     """Tokens per sequence."""
     seed: NonNegativeInt = 0
     """Seeds initialization, dropout and the order of samples."""
+    audit: StrictBool = True
+    """Before the first step, compare some rows of it with the exact computation, and refuse what differs."""
     log_every: PositiveInt = 10
     """Steps between log lines; metrics.jsonl gets every step."""
     eval_every: NonNegativeInt = 50
