@@ -146,7 +146,7 @@ def test_a_model_is_calibrated_and_the_planner_takes_it(
 
 
 def test_sizes_in_words() -> None:
-    assert [parse_nbytes(text) for text in ("24GB", "24 GiB", "1.5k", "7", "2TB")] == [
+    assert [parse_nbytes(text) for text in ("24GB", "24 GiB", "1.5k", "7B", "2TB")] == [
         24_000_000_000,
         24 * 2**30,
         1500,
@@ -157,6 +157,26 @@ def test_sizes_in_words() -> None:
     for text in ("", "GB", "-3GB", "0", "3 parsecs"):
         with pytest.raises(PlanError, match="must be a size"):
             parse_nbytes(text)
+
+
+@pytest.mark.parametrize("text", ["40", "1", "0.5", " 80 ", "24000000000"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "x", "--memory"],
+        ["plan", "--measured", "x", "--batch", "8", "--memory"],
+        ["infer", "plan", "Qwen3-30B-A3B", "--workers", "2", "--memory"],
+    ],
+)
+def test_memory_without_a_unit_is_refused(command: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """40 would be 40 bytes; only a flag whose name says bytes takes a number alone."""
+    assert main([*command, text]) == 2
+    number = text.strip()
+    error = capsys.readouterr().err
+    assert f"memory is {text!r}, but it must have a unit: {number}GB, {number}GiB, or {number}B" in error
+    with pytest.raises(PlanError, match="must have a unit"):
+        parse_nbytes(text)
+    assert parse_nbytes("40", "nbytes") == 40
 
 
 _TERM = re.compile(

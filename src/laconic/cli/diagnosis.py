@@ -21,6 +21,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 import laconic
 from laconic.cli.host import improvements, links, read_host
@@ -273,7 +274,7 @@ def _test_gloo() -> str:
         return "ok"
     try:
         timeout = timedelta(seconds=10)
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timeout)
         try:
             value = torch.ones(1)
             dist.all_reduce(value)

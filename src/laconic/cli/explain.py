@@ -45,7 +45,7 @@ def run(args: Sequence[str]) -> int:
         if options.nbytes is None:
             print("\n" + explain_sweep(operation, options.dtype, group, rates))
         else:
-            print("\n" + explain_one(operation, parse_nbytes(options.nbytes), options.dtype, group, rates))
+            print("\n" + explain_one(operation, parse_nbytes(options.nbytes, "nbytes"), options.dtype, group, rates))
     return 0
 
 
@@ -58,7 +58,7 @@ def _print_data(options: argparse.Namespace, path: Path, rates: WireRates) -> in
         print_json({"path": path, "rates": rates.to_dict()})
         return 0
     group = _group_shape(options, rates)
-    sizes = SWEEP_NBYTES if options.nbytes is None else (parse_nbytes(options.nbytes),)
+    sizes = SWEEP_NBYTES if options.nbytes is None else (parse_nbytes(options.nbytes, "nbytes"),)
     messages = [
         explained(operation, nbytes, options.dtype, group, rates)
         for operation in _operations(options)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import tomllib
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -18,6 +17,7 @@ from laconic.cli.arguments import Parser
 from laconic.errors import ConfigError
 from laconic.train.config.dotted_names import flat_settings, nearest, nested_settings, setting_types
 from laconic.train.config.toml import field_docs, merge
+from laconic.train.config.toml_text import TooDeepError, parse_toml
 
 __all__ = ["flags_parser", "option", "parse_flags"]
 
@@ -131,8 +131,8 @@ def _normalized(args: Sequence[str], kinds: Mapping[str, Any]) -> tuple[list[str
 def _toml_value(text: str) -> Any:
     """Parse `text` as a TOML value (number, true, list, quoted string); anything else is a plain string."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except RecursionError:
+        return parse_toml(f"value = {text}")["value"]
+    except TooDeepError:
         raise ConfigError(f"{text[:40]}... is nested too deeply to be read") from None
     except ValueError:  # no TOML, or a number of thousands of digits
         return text

@@ -47,6 +47,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    memory_nbytes = None if options.memory is None else parse_nbytes(options.memory)
     path = Path(options.rates or default_infer_path())
     if options.rates is None and not path.exists():
         raise ConfigError(f"{path} does not exist; measure with laconic profile --infer, or give --rates FILE")
@@ -57,10 +58,10 @@ def _plan(options: argparse.Namespace) -> int:
     if options.show_rates:
         print(f"rates of {path}\n\n{infer_rates_text(rates)}")
         return 0
-    if options.model is None or options.workers is None or options.memory is None:
+    if options.model is None or options.workers is None or memory_nbytes is None:
         raise PlanError("a model, --workers and --memory are needed: laconic infer plan DIR --workers 8 --memory 48GB")
     shape = InferenceShape.load(options.model, options.item_nbytes)
-    workers = Workers(options.workers, parse_nbytes(options.memory), options.attention_workers)
+    workers = Workers(options.workers, memory_nbytes, options.attention_workers)
     search = Search(options.max_micro_batches, options.max_slices)
     shares = _shares(options.routing)
     if options.arrivals is not None:

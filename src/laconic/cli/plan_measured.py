@@ -64,8 +64,8 @@ def plan_measured(options: argparse.Namespace, parser: argparse.ArgumentParser) 
         PlanError: a flag has no meaning here, the table is no such table, or nothing meets the budget.
     """
     _refuse_others(options, parser, "--measured", _TO_PLAN)
-    table = MeasuredTable.load(options.measured)
     budget = None if options.memory is None else int(parse_nbytes(options.memory) * (1 - options.reserve))
+    table = MeasuredTable.load(options.measured)
     policy = options.policy or ("budget" if budget is not None else "exact")
     if policy == "agoq":
         raise PlanError("policy is 'agoq', which asks for pipeline stages; a measured table has none, use budget")

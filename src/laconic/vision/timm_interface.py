@@ -158,7 +158,7 @@ class TimmModel(nn.Module):
     def get_classifier(self) -> nn.Module:
         """The linear layer from features to logits; `nn.Identity` without classes."""
         home, name = self.head
-        return cast(nn.Module, home.get_submodule(name))
+        return home.get_submodule(name)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Put a new classifier in place of the present one.
@@ -218,7 +218,7 @@ class TimmResNet(TimmModel):
         **options: Any,
     ) -> None:
         model = make(num_classes, in_channels=in_chans, **options)
-        config = model.config
+        config: Any = model.config
         stages = len(config.depths)
         first = 1 if config.small_inputs else 2
         super().__init__(
@@ -285,7 +285,7 @@ class TimmDenseNet(TimmModel):
         output_stride: int | None = None,
         **options: Any,
     ) -> None:
-        model = make(num_classes, in_channels=in_chans, **options)
+        model: Any = make(num_classes, in_channels=in_chans, **options)
         pools = isinstance(model.stem[-1], nn.MaxPool2d)
         blocks = [(name, part) for name, part in model.blocks.named_children() if hasattr(part, "out_channels")]
         last = model.norm.num_features
@@ -295,7 +295,7 @@ class TimmDenseNet(TimmModel):
             num_classes,
             global_pool,
             output_stride,
-            channels=(model.stem[0].out_channels, *(cast(int, part.out_channels) for _, part in blocks[:-1]), last),
+            channels=(model.stem[0].out_channels, *(part.out_channels for _, part in blocks[:-1]), last),
             modules=("model.stem.2", *(f"model.blocks.{name}" for name, _ in blocks[:-1]), "model.norm"),
             first=2 if pools else 1,
             second=4 if pools else 1,

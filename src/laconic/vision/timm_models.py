@@ -42,7 +42,7 @@ _PREPROCESSING = {
 
 
 def _build(
-    kind: type[TimmModel], make: Callable[..., nn.Module], pretrained: bool, options: dict[str, Any]
+    kind: Callable[..., TimmModel], make: Callable[..., nn.Module], pretrained: bool, options: dict[str, Any]
 ) -> nn.Module:
     """Build a model as timm builds its own; what timm passes to every model and is unset (None) is dropped.
 

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import os
 import textwrap
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from pydantic.fields import FieldInfo
 from laconic.errors import ConfigError
 from laconic.train.config.dotted_names import nested_settings
 from laconic.train.config.schema import TrainConfig
+from laconic.train.config.toml_text import TooDeepError, parse_toml
 from laconic.train.config.values import RULES, refusal
 
 __all__ = [
@@ -63,12 +63,11 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     name = os.fspath(path)
     try:
-        with open(path, "rb") as file:
-            values = tomllib.load(file)
+        values = parse_toml(Path(path).read_bytes().decode())
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {name}: {error.strerror}") from None
-    except RecursionError:
-        raise ConfigError(f"{name} is nested too deeply to be read") from None
+    except TooDeepError as error:
+        raise ConfigError(f"{name} is nested too deeply to be read: {error}") from None
     except ValueError as error:  # also a NUL in the path, a number of thousands of digits
         raise ConfigError(f"{name} is not valid TOML: {error}") from None
     try:

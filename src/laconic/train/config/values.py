@@ -122,9 +122,10 @@ def refusal(errors: Iterable[ErrorDetails], cls: type, source: str | None = None
         cls: the section whose values were validated.
         source: name of the file that the values came from, if any.
     """
-    messages = [_wording(error, cls, source) for error in errors]
-    more = [f"and {len(messages) - _MAX_ERRORS} more"] if len(messages) > _MAX_ERRORS else []
-    return ConfigError("; ".join(messages[:_MAX_ERRORS] + more))
+    found = list(errors)
+    messages = [_wording(error, cls, source) for error in found[:_MAX_ERRORS]]  # each compares with all known names
+    more = [f"and {len(found) - _MAX_ERRORS} more"] if len(found) > _MAX_ERRORS else []
+    return ConfigError("; ".join(messages + more))
 
 
 def _wording(error: ErrorDetails, cls: type, source: str | None) -> str:

@@ -10,7 +10,6 @@ import hashlib
 import math
 import os
 import statistics
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 from laconic.errors import DataError
 from laconic.json_text import parse_json
 from laconic.train.config.dotted_names import flat_settings
+from laconic.train.config.toml_text import parse_toml
 from laconic.train.report.metrics import METRICS_FILE, read_metrics
 from laconic.train.step_timeline import TIMELINE_FILE
 
@@ -272,7 +272,7 @@ def _load_run(path: Path, name: str) -> Run:
     run = Run(
         name=name,
         path=path,
-        config=flat_settings(_read(path / "config.toml", lambda content: tomllib.loads(content.decode()), notes)),
+        config=flat_settings(_read(path / "config.toml", lambda content: parse_toml(content.decode()), notes)),
         rows=_read_rows(path, notes),
         activations=_read(path / "activations.json", parse_json, notes),
         summary=_read(path / "summary.json", parse_json, notes),
