@@ -285,8 +285,8 @@ def to_bitsandbytes_state(optimizer: AdamW8bit) -> dict[str, Any]:
                     codes, scales = quantize_dynamic(exact, signed=signed)
                     codes, scales = codes.view(parameter.shape), scales.flatten()
                 else:
-                    parts = (_full(state[f"{moment}_{part}"]) for part in ("codes", "scales"))
-                    codes, scales = _in_flat_blocks(*parts, signed)
+                    codes, scales = (_full(state[f"{moment}_{part}"]) for part in ("codes", "scales"))
+                    codes, scales = _in_flat_blocks(codes, scales, signed)
                 tensors[f"state{number}"] = codes
                 tensors[f"absmax{number}"] = scales
                 tensors[f"qmap{number}"] = torch.tensor(dynamic_map(signed).levels, device=codes.device)
