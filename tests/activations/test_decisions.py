@@ -480,3 +480,20 @@ def test_what_integers_and_parameters_decide_is_not_noted() -> None:
         scores *= torch.randn(8)  # they were integers once
         scores.argmax(-1)
     assert len(decisions.calls) == 1
+
+
+@pytest.mark.parametrize("decides", [False, True])
+def test_compiled_code_in_a_region_is_one_graph_in_both_runs(decides: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 64)
+    compiled = torch.compile(lambda x: x.topk(4).values.sum(-1, keepdim=True) * linear(x).tanh(), backend="aot_eager")
+
+    def region(x: Tensor) -> Tensor:
+        y: Tensor = compiled(x).cos()
+        return y + x.argmax(-1)[:, None] if decides else y
+
+    for seed in range(3):
+        x = undecided(seed).requires_grad_()
+        checkpoint(region, x * 1.0).sum().backward()  # which checks that both runs save the same
+        assert x.grad is not None

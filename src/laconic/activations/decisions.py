@@ -169,6 +169,8 @@ class _FirstRun(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs) if kwargs else func(*args)
+        if torch.compiler.is_compiling():  # a graph inside of the region has to be the same in both runs
+            return result
         if type(result) in _NEVER or (type(result) is Tensor and result.is_floating_point() and func not in _SPECIAL):
             return result  # nearly all calls
         kwargs = kwargs or {}
@@ -194,6 +196,8 @@ class _SecondRun(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs) if kwargs else func(*args)  # even where it is replaced: it may draw
+        if torch.compiler.is_compiling():  # a graph inside of the region has to be the same in both runs
+            return result
         if type(result) in _NEVER or (type(result) is Tensor and result.is_floating_point() and func not in _SPECIAL):
             return result
         kwargs = kwargs or {}
