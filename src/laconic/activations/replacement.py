@@ -240,7 +240,7 @@ class ModelReplacement(Replacement):
     @property
     def __code__(self) -> CodeType:
         """That of the original forward, whose names of arguments torch.export reads."""
-        code: CodeType = inspect.unwrap(self._before).__code__  # type: ignore[attr-defined]
+        code: CodeType = inspect.unwrap(self._before).__code__
         return code
 
     @property
