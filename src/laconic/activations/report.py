@@ -125,7 +125,7 @@ class Call:
 
     @property
     def _main_input(self) -> Tensor | None:
-        given = {**dict(enumerate(self.args)), **self.kwargs}
+        given: dict[Any, Any] = {**dict(enumerate(self.args)), **self.kwargs}
         name = getattr(self.module, "main_input_name", None)
         first = [given[name]] if name in given else []
         return next((value for value in tensors_in([*first, *given.values()]) if value.dim() > 0), None)
