@@ -9,6 +9,7 @@ __all__ = [
     "AuditError",
     "CheckpointError",
     "CollectiveError",
+    "CollectiveTimeoutError",
     "ConfigError",
     "CorruptionError",
     "DataError",
@@ -61,6 +62,10 @@ class ScheduleError(LaconicError, ValueError):
 
 class CollectiveError(LaconicError, RuntimeError):
     """Another rank ended, stopped or failed in the middle of a collective."""
+
+
+class CollectiveTimeoutError(CollectiveError, TimeoutError):
+    """A collective was not done in the time that the caller waited for it."""
 
 
 class CorruptionError(LaconicError, RuntimeError):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic.collectives.runtime.group_facts import registered_ranks
 from laconic.errors import ConfigError, CorruptionError
 from laconic.formats.digest import digest
 from laconic.formats.shards import local_part
@@ -94,9 +95,11 @@ def verify_replicas(
     """
     if not dist.is_initialized():
         raise ConfigError("no process group exists, but replicas are compared over one; call init_process_group first")
-    members = dist.get_process_group_ranks(group or dist.group.WORLD)
+    members = registered_ranks(group or dist.group.WORLD)
     if dist.get_rank() not in members:
-        raise ConfigError(f"rank {dist.get_rank()} is not in group, whose ranks are {members}; call it on these only")
+        raise ConfigError(
+            f"rank {dist.get_rank()} is not in group, whose ranks are {[*members]}; call it on these only"
+        )
     held = list(_held(model, optimizer, members, groups or {}, buffers))
     report = _report(held)
     if len(members) == 1 or not held:
@@ -133,7 +136,7 @@ def _held(
             return own if tensor.dim() else members  # state that a shard's rank made for itself; the step is everyone's
         if parameter is not None and parameter in groups:
             group = groups[parameter]
-            return own if group is None else [r for r in dist.get_process_group_ranks(group) if r in members]
+            return own if group is None else [r for r in registered_ranks(group) if r in members]
         return members
 
     for name, parameter in plain.named_parameters():

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 from laconic.collectives import Raw, api
-from laconic.collectives.engine.uncoded import broken_off
-from laconic.collectives.runtime.failure_diagnosis import broke_off
+from laconic.collectives.runtime.failure_diagnosis import broke_off, broken_off
 from laconic.errors import CollectiveError
 from laconic.moe.parallel.autograd_collectives import losses_named
 from tests.streams.echo import echo

@@ -285,21 +285,17 @@ def _validate_and_train(rank: int, folder: Path, port: int) -> None:
     os.environ.update(rank_environment(rank, 2, port))
     import warnings
 
-    from laconic.collectives.process_group import group
-
     warnings.simplefilter("ignore")
     options: dict[str, Any] = {"devices": 2, "enable_checkpointing": False, "val_check_interval": 1}
     losses = []
-    codec = laconic.collectives.Lossless()
-    group.set_default_options(group.ProcessGroupOptions(codec=codec, min_nbytes=0))
-    for backend, callbacks in (("gloo", []), ("gloo", [Zipping()]), ("laconic", []), ("laconic", [Zipping()])):
+    for callbacks in ([], [Zipping()]):
         module = Validated()
-        strategy = lightning.strategies.DDPStrategy(process_group_backend=backend)
+        strategy = lightning.strategies.DDPStrategy(process_group_backend="gloo")
         fit(module, callbacks, folder, strategy=strategy, **options)
         losses.append(module.losses)
         assert len(module.losses) > 8
         dist.destroy_process_group()
-    assert losses == [losses[0]] * 4
+    assert losses[0] == losses[1]
 
 
 def test_validation_in_inference_mode_sends_like_training(tmp_path: Path) -> None:

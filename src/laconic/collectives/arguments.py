@@ -12,6 +12,7 @@ from torch import Tensor
 from laconic.collectives.engine.call import REDUCIBLE
 from laconic.collectives.engine.two_level import TwoLevel
 from laconic.collectives.runtime.background import Groups
+from laconic.collectives.runtime.group_facts import registered_ranks
 from laconic.errors import ConfigError, FormatError
 
 __all__ = [
@@ -78,11 +79,11 @@ def find_group_rank(group: dist.ProcessGroup, rank: int, name: str) -> int:
     """Translate the global rank `rank`, argument `name` of the call, to its rank within the group.
 
     Raises:
-        ConfigError: the group does not contain it.
+        ConfigError: the group does not contain it, or torch does not know the group.
     """
-    ranks = dist.get_process_group_ranks(group)
+    ranks = registered_ranks(group)
     if rank not in ranks:
-        raise ConfigError(f"{name} is {rank}, but the group has the global ranks {ranks}; pass one of them")
+        raise ConfigError(f"{name} is {rank}, but the group has the global ranks {[*ranks]}; pass one of them")
     return ranks.index(rank)
 
 

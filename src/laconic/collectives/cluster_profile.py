@@ -24,6 +24,7 @@ from laconic.collectives.engine.call import Route
 from laconic.collectives.policy.microbench import Ranks, codec_rates, gaussian, group_shape_of, host_name, pass_around
 from laconic.collectives.runtime import torch_compat
 from laconic.collectives.runtime.background import Work
+from laconic.collectives.runtime.group_facts import registered_ranks
 from laconic.cost.comm.rates import (
     ITEM_NBYTES,
     OPERATIONS,
@@ -185,7 +186,7 @@ def _case(
     per_byte = sent_nbytes(operation, 1.0, world)
     numel = -(-int(size / per_byte / _DTYPE.itemsize) // world) * world
     x = gaussian(numel, _DTYPE, device)
-    first = dist.get_global_rank(group, 0)
+    first = registered_ranks(group)[0]
     is_first = group.rank() == 0
     large, small = numel * world, numel // world
     natively: dict[str, Callable[[], Work[Any]]] = {

@@ -24,6 +24,7 @@ from laconic.collectives.engine.transport import WIRE_VERSION, Incoming, InFligh
 from laconic.collectives.policy.raw_calls import known_way
 from laconic.collectives.policy.selector import leaves_raw, remember_raw
 from laconic.collectives.runtime.background import Work, done, future_of, run_in_background
+from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.collectives.runtime.thread_state import as_here
 from laconic.errors import ConfigError
 
@@ -101,7 +102,7 @@ class _ChunkedMessage:
     """A message in chunks, under way."""
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup, peer: int, sends: bool, codec: Codec | str) -> None:
-        ranks = tuple(dist.get_process_group_ranks(group))
+        ranks = ranks_of(group)
         here, there = ranks[group.rank()], ranks[peer]
         src, dst = (here, there) if sends else (there, here)
         settings: Settings = {

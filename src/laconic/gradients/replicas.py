@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from laconic.collectives.engine.handshake import first_difference
+from laconic.collectives.runtime.group_facts import ranks_of, registered_ranks
 from laconic.errors import ConfigError
 from laconic.formats.shards import local_part
 
@@ -32,7 +33,7 @@ def check_same_settings(settings: Mapping[str, object], group: dist.ProcessGroup
         return
     texts = [""] * group.size()
     dist.all_gather_object(texts, text, group=group)
-    ranks = dist.get_process_group_ranks(group)
+    ranks = ranks_of(group)
     found = first_difference([json.loads(other) for other in texts])
     assert found is not None, "digests differ, settings do not"
     name, index = found
@@ -59,7 +60,7 @@ def largest_of_ranks(numbers: Sequence[int], group: dist.ProcessGroup, device: t
 @torch.no_grad()
 def broadcast_state(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Copy the parameters and buffers of a group's first rank to all its ranks, in place."""
-    source = dist.get_global_rank(group, 0)
+    source = registered_ranks(group)[0]
     for tensor in [*model.parameters(), *model.buffers()]:
         local = local_part(tensor)
         if local.numel() == 0:

@@ -34,7 +34,8 @@ from laconic.collectives.engine.transport import WIRE_VERSION, Outgoing, Wire, h
 from laconic.collectives.policy.selector import choose, learn, needs_sync, note, observe, sent_by_one
 from laconic.collectives.runtime import torch_compat
 from laconic.collectives.runtime.background import Groups, Work, done, run_here, run_in_background
-from laconic.collectives.runtime.failure_diagnosis import losses_named
+from laconic.collectives.runtime.failure_diagnosis import broken_off, losses_named
+from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.collectives.runtime.late_checks import leave, settle
 from laconic.collectives.runtime.thread_state import may_write
 from laconic.cost.comm.seconds import RAW, AlgorithmChoice
@@ -74,7 +75,7 @@ class Call:
     """Global ranks of each group, asked for in the call: the groups may be destroyed while it is under way."""
 
     def __post_init__(self) -> None:
-        ranks = tuple(tuple(dist.get_process_group_ranks(group)) for group in self.groups)
+        ranks = tuple(map(ranks_of, self.groups))
         object.__setattr__(self, "ranks", ranks)
         check_codec(self.codec)
 
@@ -395,7 +396,7 @@ class Exchange:
         except CollectiveError:  # of uncoded.py, which knows the call's name
             raise
         except RuntimeError as error:
-            raise uncoded.broken_off(f"{self.function} of {self.dtype}", self.group, error) from error
+            raise broken_off(f"{self.function} of {self.dtype}", self.group, error) from error
         seconds = time.perf_counter() - began
         observe(self.function, numel, self.dtype, self.group, choice, 0, 0, seconds, device=self.device)
         torch_compat.count_sent(nbytes)

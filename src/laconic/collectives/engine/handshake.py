@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -187,6 +188,7 @@ class Handshake:
         announcement: what this rank says.
         send: starts sending a tensor to a group rank with a tag.
         attribute: names a group rank in errors raised inside of it.
+        timeout: of each wait.
     """
 
     def __init__(
@@ -196,9 +198,10 @@ class Handshake:
         announcement: Announcement,
         send: Callable[[int, Tensor, int], dist.Work],
         attribute: Callable[[int], AbstractContextManager[None]],
+        timeout: timedelta,
     ) -> None:
         self._me, self._front = group.rank(), announcement.pack()
-        self._send, self._attribute = send, attribute
+        self._send, self._attribute, self._timeout = send, attribute, timeout
         longest = _LINE_NBYTES + Splits.nbytes(group.size()) + _MAX_NOTE_NBYTES + MAX_INSIDE_NBYTES
         assert len(announcement.note) <= _MAX_NOTE_NBYTES
         # A sender's announcements stay apart from a receiver's, because two ranks may send to each other at once.
@@ -231,7 +234,7 @@ class Handshake:
         self.announce_to_all_but(set())
         for peer, work in [*((peer, work) for peer, (_, work) in self._received.items()), *self._sent]:
             with self._attribute(peer):
-                work.wait()
+                work.wait(self._timeout)
         size = len(self._front)
         fronts = {peer: buffer[:size].numpy().tobytes() for peer, (buffer, _) in self._received.items()}
         return fronts | {self._me: self._front}

@@ -24,6 +24,7 @@ import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary
 
@@ -37,6 +38,7 @@ from laconic.collectives.engine.device_handshake import DeviceHandshake, all_wai
 from laconic.collectives.engine.handshake import GROUP_ENDED, MAX_INSIDE_NBYTES, Announcement, Handshake, Peers
 from laconic.collectives.runtime import torch_compat
 from laconic.collectives.runtime.failure_diagnosis import broke_off
+from laconic.collectives.runtime.group_facts import timeout_of
 from laconic.collectives.runtime.group_failures import fail, raise_if_failed
 from laconic.collectives.runtime.late_checks import LateCheck, settle
 from laconic.errors import CollectiveError, ConfigError, FormatError
@@ -48,6 +50,8 @@ WIRE_VERSION = 5
 
 _MESSAGE_TAG = 1 << 30
 """And above (see `Wire.tag`); announcements, torch_compat.py and programs stay below."""
+
+_NO_TIMEOUT = timedelta()
 
 _MIN_ENDED_NBYTES = 1 << 17
 """Messages that can be as long have an end: a few per cent of what they take in a fast network, at most."""
@@ -119,6 +123,8 @@ class Wire:
         self.is_checked_late = False
         """Whether the caller makes `late_check`."""
         self._num_started = 0
+        self.timeout = timeout_of(group) if has_tags(device) else _NO_TIMEOUT
+        """Of waits for sends and receives."""
         kind = None if peers.sends is None else (peers.sends, *peers.group_ranks)
         calls = _num_calls.setdefault(group, {})
         self._call = calls[kind] = calls.get(kind, 0) + 1
@@ -132,7 +138,7 @@ class Wire:
         if not has_tags(device):
             settle(group)  # what an earlier call has to send again comes before this call, on every rank
         if has_tags(device):
-            self._handshake = Handshake(group, peers, announcement, self.send, self.attribute)
+            self._handshake = Handshake(group, peers, announcement, self.send, self.attribute, self.timeout)
         elif kind is None:
             announcement_watch.poll(group)
             self._device_handshake = DeviceHandshake(group, peers, announcement, device)
@@ -411,7 +417,7 @@ class InFlightMessages:
         else:
             numel, buffer, works = self._receipts.pop(peer)
             with wire.attribute(peer):
-                _wait_all(works)
+                _wait_all(works, wire.timeout)
         with wire.message_of(peer):
             message = self._codec.cut(buffer)
         if self._codec.fits(message):
@@ -420,7 +426,7 @@ class InFlightMessages:
         buffer = _buffer(fallback, numel, None, wire)
         works = self._receive(peer, fallback, buffer, numel, again=True)
         with wire.attribute(peer):
-            _wait_all(works)
+            _wait_all(works, wire.timeout)
         with wire.message_of(peer):
             return fallback, fallback.cut(buffer)
 
@@ -428,7 +434,7 @@ class InFlightMessages:
         """Wait until this rank's own messages have left."""
         for peer, work in [*self._sent, *self._sent_again]:
             with self._wire.attribute(peer):
-                work.wait()
+                work.wait(self._wire.timeout)
         self._sent.clear()
         self._sent_again.clear()
 
@@ -438,7 +444,7 @@ class InFlightMessages:
         moving += [(p, work) for p, (_, _, works) in self._receipts.items() if p in received_from for work in works]
         for peer, work in moving:
             with self._wire.attribute(peer):
-                work.wait()
+                work.wait(self._wire.timeout)
 
     def _is_short(self, numel: int) -> bool:
         return _buffer_nbytes(self._codec, numel, self._wire.dtype) <= MAX_INSIDE_NBYTES
@@ -467,10 +473,10 @@ class InFlightMessages:
         return parts
 
 
-def _wait_all(works: Sequence[dist.Work]) -> None:
+def _wait_all(works: Sequence[dist.Work], timeout: timedelta = _NO_TIMEOUT) -> None:
     """Wait for all works, the last one first: a broken connection fails it first."""
     for work in reversed(works):
-        work.wait()
+        work.wait(timeout)
 
 
 class _BatchedMessages(InFlightMessages):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -26,17 +26,16 @@ from torch._C._distributed_c10d import (
 
 from laconic.collectives.runtime.background import Work, done
 from laconic.collectives.runtime.callbacks import follow, queue_of
-from laconic.collectives.runtime.failure_diagnosis import absent, is_own
+from laconic.collectives.runtime.failure_diagnosis import broken_off
+from laconic.collectives.runtime.group_facts import timeout_of
 from laconic.collectives.runtime.thread_state import as_here
 from laconic.collectives.runtime.torch_compat import method_of
-from laconic.errors import CollectiveError
 
 __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
     "broadcast",
-    "broken_off",
     "gather",
     "recv",
     "reduce_scatter",
@@ -77,7 +76,7 @@ class _BackendWork(Work[T]):
             CollectiveError: the backend gave up.
         """
         try:
-            self._work.wait()
+            _wait(self._work, self._result, self._group, self._peer)
         except RuntimeError as error:
             raise broken_off(self._name, self._group, error, self._peer) from error
         self._done = True
@@ -98,17 +97,14 @@ class _BackendWork(Work[T]):
     def _followed(self, change: Callable[[T], S]) -> torch.futures.Future[S]:
         """The future of the result and `change`."""
 
-        def value(done: torch.futures.Future[Any]) -> S:
-            try:
-                done.value()
-            except RuntimeError as error:
-                raise broken_off(self._name, self._group, error, self._peer) from error
+        def changed(_: object) -> S:
             return change(self._result)
 
-        found = self._work.get_future().then(value)
-        # On CUDA callbacks run on streams of their own.
-        is_cuda = isinstance(self._result, Tensor) and self._result.is_cuda
-        return found if is_cuda else follow(found, queue_of(self._group))
+        found = self._work.get_future()
+        if isinstance(self._result, Tensor) and self._result.is_cuda:
+            return found.then(lambda done: changed(done.value()))  # callbacks run on streams of their own
+        explain = partial(broken_off, self._name, self._group, peer=self._peer)
+        return follow(found, queue_of(self._group), explain, changed)
 
 
 class _ChangedWork(Work[S]):
@@ -140,24 +136,6 @@ class _ChangedWork(Work[S]):
             if not self._found:
                 self._found.append(self._change(result))
             return self._found[0]
-
-
-def broken_off(name: str, group: dist.ProcessGroup, error: RuntimeError, peer: int | None = None) -> CollectiveError:
-    """The error of a rank on which the backend gave up: on `peer`, or finds out on whom as far as that is known.
-
-    Raises:
-        RuntimeError: `error` itself, if it is this rank's own.
-    """
-    if is_own(error):
-        raise error
-    ranks = dist.get_process_group_ranks(group)
-    missing = [f"rank {ranks[other]}" for other in (absent(group) if peer is None else [peer])]
-    reason = str(error).partition("\n")[0].partition(". This is typically")[0]
-    return CollectiveError(
-        f"{name} broke off on rank {ranks[group.rank()]}: {reason};"
-        f" {', '.join(missing) or f'one of ranks {ranks}'} ended, stopped, raised an error or took longer than the"
-        " group's timeout, see its own output"
-    )
 
 
 # The collectives. Each waits for the backend unless `async_op`, and its work returns the output.
@@ -242,10 +220,17 @@ def _carried(
         return _BackendWork(work, output, group, name, peer)
     if work is not None:
         try:
-            work.wait()
+            _wait(work, output, group, peer)
         except RuntimeError as error:
             raise broken_off(name, group, error, peer) from error
     return done(output)
+
+
+def _wait(work: dist.Work, output: object, group: dist.ProcessGroup, peer: int | None) -> None:
+    if peer is not None and isinstance(output, Tensor) and output.is_cpu:
+        work.wait(timeout_of(group))  # gloo itself would take the one that the group was made with
+    else:
+        work.wait()
 
 
 def _movable(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from laconic.collectives import api
-from laconic.collectives.codec import Codec
+from laconic.collectives.codec import Codec, check_codec
 
 __all__ = ["ZipHookState", "ddp_zip_hook", "zip_hook"]
 
@@ -48,7 +48,11 @@ def ddp_zip_hook(group: dist.ProcessGroup | None = None, *, codec: Codec | str =
 
     Returns:
         The arguments of `register_comm_hook`.
+
+    Raises:
+        ConfigError: codec is a string other than "auto".
     """
+    check_codec(codec)
     return ZipHookState(group, codec), zip_hook
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives import api
-from laconic.collectives.codec import Codec, is_unread
+from laconic.collectives.codec import Codec, check_codec, is_unread
 from laconic.collectives.runtime.background import BackgroundWork
 from laconic.errors import ConfigError
 
@@ -55,6 +55,7 @@ class ZipAllGather(AllGather):
     """
 
     def __init__(self, codec: Codec | str = "auto") -> None:
+        check_codec(codec)
         self.codec = codec
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -86,6 +87,7 @@ class ZipReduceScatter(ReduceScatter):
     """
 
     def __init__(self, codec: Codec | str = "auto") -> None:
+        check_codec(codec)
         self.codec = codec
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.collectives import api
-from laconic.collectives.codec import Codec
-from laconic.collectives.integrations.ddp import ddp_zip_hook
+from laconic.collectives.codec import Codec, check_codec, setting_of
+from laconic.collectives.integrations.ddp import ZipHookState, ddp_zip_hook
 from laconic.errors import ConfigError, ModelError
 
 __all__ = ["ZippedCollectives", "zip_collectives"]
@@ -43,7 +43,7 @@ class ZippedCollectives:
 
     wrapper: Literal["DDP", "FSDP2"]
     codec: str
-    """"auto" or the codec's name."""
+    """"auto", or the codec that was asked for: "Lossless(auto)"."""
     parts: tuple[ZippedPart, ...]
     _undo: list[Callable[[], None]] = field(repr=False)
 
@@ -82,7 +82,8 @@ def zip_collectives(
     `quantize_reduction` does the reduce-scatter, is left to it.
 
     Args:
-        model: a module with fully_shard applied to it or inside it, or a DistributedDataParallel.
+        model: a module with fully_shard applied to it or inside it, or a DistributedDataParallel, or a module that has
+            some inside, as torch.compile makes one.
         codec: "auto" lets the cost model decide for each message whether it is shortened; a codec is used for all.
         across: FSDP2 on a mesh inside one node: the ranks of other nodes that hold the same shards. After the
             reduce-scatter the shard is averaged over them, over the codec too. They must start alike. This makes hybrid
@@ -96,24 +97,28 @@ def zip_collectives(
 
     Raises:
         ModelError: the model is not wrapped, or has no collective that could be attached to.
-        ConfigError: an argument does not go with the wrapper.
+        ConfigError: an argument does not go with the wrapper, or codec is a string other than "auto".
     """
+    check_codec(codec)
     undo: list[Callable[[], None]] = []
-    name = codec if isinstance(codec, str) else codec.name
-    if isinstance(model, DistributedDataParallel):
+    units = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    replicated = [(name, m) for name, m in model.named_modules() if isinstance(m, DistributedDataParallel)]
+    if units and replicated:
+        raise ModelError(
+            f"model has modules in DDP ({_listed(replicated)}) and under FSDP2 ({_listed(units)}); call zip_collectives"
+            " with each of them"
+        )
+    if replicated:
         for argument, value in (("across", across), ("prefetch", prefetch)):
             if value:
                 raise ConfigError(f"{argument} is {value}, but DDP has whole parameters; it goes with FSDP2")
-        zipped = ZippedCollectives("DDP", name, tuple(_attach_to_ddp(model, codec, undo)), undo)
+        parts = [part for name, module in replicated for part in _attach_to_ddp(name, module, codec, undo)]
+        zipped = ZippedCollectives("DDP", setting_of(codec), tuple(parts), undo)
     else:
-        units = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
         if not units:
-            raise ModelError(
-                f"model is a {type(model).__name__} that neither DDP nor FSDP2 has wrapped; wrap it first"
-                " (DistributedDataParallel(model), fully_shard(model))"
-            )
+            _refuse(model)
         parts = [part for name, unit in units for part in _attach_to_unit(name, unit, codec, across, undo)]
-        zipped = ZippedCollectives("FSDP2", name, tuple(parts), undo)
+        zipped = ZippedCollectives("FSDP2", setting_of(codec), tuple(parts), undo)
         if prefetch:
             for (_, unit), (_, following) in pairwise(units):
                 unit.set_modules_to_forward_prefetch([following])
@@ -124,15 +129,35 @@ def zip_collectives(
     return zipped
 
 
+def _listed(modules: list[tuple[str, nn.Module]]) -> str:
+    names = [name or "the model itself" for name, _ in modules]
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _refuse(model: nn.Module) -> NoReturn:
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ModelError(
+            "model is wrapped by FSDP1 (FullyShardedDataParallel), whose collectives cannot be replaced; use FSDP2"
+            " (fully_shard), or init_process_group('laconic'), over which FSDP1's are coded too"
+        )
+    raise ModelError(
+        f"model is a {type(model).__name__} that neither DDP nor FSDP2 has wrapped; wrap it first"
+        " (DistributedDataParallel(model), fully_shard(model))"
+    )
+
+
 # --- DDP ---
 
 
 def _attach_to_ddp(
-    model: DistributedDataParallel, codec: Codec | str, undo: list[Callable[[], None]]
+    name: str, model: DistributedDataParallel, codec: Codec | str, undo: list[Callable[[], None]]
 ) -> Iterator[ZippedPart]:
-    left = None
+    left, state = None, _removed_state(model)
     if model.process_group.size() == 1:
         left = "its group has one rank"
+    elif state is not None:
+        state.codec, state.native = codec, False
+        undo.append(partial(setattr, state, "native", True))
     elif getattr(model, "_comm_hooks", None):
         left = "another communication hook is registered; a model takes one"
     else:
@@ -145,7 +170,13 @@ def _attach_to_ddp(
             dtype = _name(parameter.dtype)
             numels[dtype] = numels.get(dtype, 0) + parameter.numel()
     for dtype, numel in numels.items():
-        yield ZippedPart("", "all_reduce", dtype, numel, left)
+        yield ZippedPart(name, "all_reduce", dtype, numel, left)
+
+
+def _removed_state(model: DistributedDataParallel) -> ZipHookState | None:
+    """The state of the hook that an earlier call has left, which DDP cannot get rid of, after `remove`."""
+    states = [state for _, state in getattr(model, "_comm_hooks", None) or ()]
+    return next((state for state in states if isinstance(state, ZipHookState) and state.native), None)
 
 
 # --- FSDP2 ---

@@ -32,7 +32,7 @@ from laconic.collectives import audit
 from laconic.collectives.policy.chooser import NOTE_NBYTES, Call, Chooser
 from laconic.collectives.policy.microbench import Ranks, brief_codecs, brief_link, group_shape_of, host_name
 from laconic.collectives.policy.raw_calls import RawCalls, Way, forget_ways, remember_way
-from laconic.collectives.runtime.background import original_of
+from laconic.collectives.runtime.group_facts import original_of
 from laconic.cost.comm.rates import ITEM_NBYTES, SEND, WireRates, default_path
 from laconic.cost.comm.seconds import (
     MIN_CODED_NBYTES,

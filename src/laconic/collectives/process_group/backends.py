@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import DebugLevel, _create_process_group_wrapper, _world, get_debug_level
 
 from laconic.collectives.engine.handshake import difference
+from laconic.collectives.runtime.group_facts import register_group
 from laconic.errors import ConfigError
 from laconic.shared_secret import seal, unseal
 
@@ -66,7 +67,8 @@ def connect(name: str, arguments: Any) -> tuple[dist.ProcessGroup, Backends]:
     group._set_default_backend(kinds.NCCL if has_nccl else kinds.GLOO)
     for device, (kind, backend) in backends.items():
         group._register_backend(device, kind, backend)
-    # So that global ranks of its members can be asked for, as of any group.
+    register_group(group, global_ranks(arguments))
+    # torch's own functions that take global ranks, of sends and receives in a batch, ask its registry.
     _world.pg_group_ranks[group] = {rank: group_rank for group_rank, rank in enumerate(global_ranks(arguments))}
     return group, backends
 

@@ -42,9 +42,11 @@ from laconic.collectives.process_group.work_handles import Ordered, RawWork, Wor
 from laconic.collectives.runtime import background, callbacks
 from laconic.collectives.runtime.background import BackgroundWork
 from laconic.collectives.runtime.callbacks import queue_of
+from laconic.collectives.runtime.failure_diagnosis import broken_off
+from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.collectives.runtime.torch_compat import method_of
 from laconic.cost.comm.seconds import NO_CODE, ONE_RANK, RAW, TOO_SMALL, sent_nbytes
-from laconic.errors import ConfigError
+from laconic.errors import ConfigError, FormatError
 
 __all__ = ["ProcessGroupLaconic", "ProcessGroupOptions", "create", "given"]
 
@@ -131,10 +133,20 @@ _BACKEND_WORK = dist.Work
 """The class of C++ works; works of this package are of subclasses."""
 
 
+_NAMES = {
+    **{"allreduce": "all_reduce", "allreduce_coalesced": "all_reduce", "allgather": "all_gather"},
+    **{"reduce_scatter_single": "reduce_scatter", "reduce_scatter_single_coalesced": "reduce_scatter"},
+    **{"all_gather_single": "all_gather", "all_gather_single_coalesced": "all_gather"},
+    **{"alltoall": "all_to_all", "all_to_all_single": "all_to_all"},
+}
+"""Names of methods in errors, where they are others."""
+
+
 def _call(**roles: tuple[str, ...]) -> Callable[[Callable[..., dist.Work]], Callable[..., dist.Work]]:
     """Decorate a collective, with roles as of `on_dense`: tensors are plain, and callbacks of the work may wait."""
 
     def decorate(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+        name = _NAMES.get(method.__name__, method.__name__)
         position, dense = list(inspect.signature(method).parameters).index("opts"), on_dense(**roles)(method)
 
         @functools.wraps(method)
@@ -142,9 +154,8 @@ def _call(**roles: tuple[str, ...]) -> Callable[[Callable[..., dist.Work]], Call
             work = dense(*args, **kwargs)
             if type(work) is _BACKEND_WORK:
                 opts = args[position] if position < len(args) else kwargs.get("opts")
-                # A caller that waits in the call needs no future. On CUDA callbacks run on streams of their own.
-                if getattr(opts, "asyncOp", False) and not args[0]._has_cuda:
-                    return RawWork(work, args[0]._backend_group)
+                group: ProcessGroupLaconic = args[0]
+                return group._handle(work, opts, name)
             return work
 
         return call
@@ -293,6 +304,7 @@ class ProcessGroupLaconic(_Base):
     @_call(reads=("inputs",), writes=("outputs",))
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Gather from all ranks into lists of W tensors; coded if they are one list of equal tensors."""
+        _check_lists(outputs, inputs, self.size())
         known = isinstance(opts, AllgatherOptions) and len(outputs) == 1 and _alike(outputs[0])
         if known and self._takes("all_gather", inputs, outputs[0][0]):
             rows = inputs[0].new_empty(len(outputs[0]), inputs[0].numel())
@@ -325,7 +337,7 @@ class ProcessGroupLaconic(_Base):
         """Replace one tensor by the root's, coded or by the backend."""
         if isinstance(opts, dist.BroadcastOptions) and self._takes("broadcast", tensors, tensors[0]):
             check_group_rank("src", opts.rootRank, self.size())
-            src = dist.get_global_rank(self._backend_group, opts.rootRank)
+            src = ranks_of(self._backend_group)[opts.rootRank]
             work = api.broadcast(tensors[0], src, self._ready, codec=self.options.codec, async_op=True)
             return BackgroundWork(work, [tensors[0]])
         return self._direct.broadcast(*given(as_bytes(tensors), opts, timeout))
@@ -363,25 +375,27 @@ class ProcessGroupLaconic(_Base):
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Gather on the root by the backend; never coded."""
         self._leave("gather", [outputs, inputs])
-        return self._direct.gather(*given(outputs, inputs, opts, timeout))
+        return self._direct.gather(*given(as_bytes(outputs), as_bytes(inputs), opts, timeout))
 
     @_call(reads=("inputs",), writes=("outputs",))
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Scatter from the root by the backend; never coded."""
         self._leave("scatter", [outputs, inputs])
-        return self._direct.scatter(*given(outputs, inputs, opts, timeout))
+        return self._direct.scatter(*given(as_bytes(outputs), as_bytes(inputs), opts, timeout))
 
     @_call(reads=("inputs",), writes=("outputs",))
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Exchange lists of tensors by the backend; never coded."""
         self._leave("all_to_all", [outputs, inputs])
-        return self._direct.alltoall(*given(outputs, inputs, opts, timeout))
+        return self._direct.alltoall(*given(as_bytes(outputs), as_bytes(inputs), opts, timeout))
 
     # --- all ranks ---
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait until all ranks have called it and all earlier calls of each of them on this group are done."""
-        works = [self._direct.barrier(*given(opts))]
+        works: list[dist.Work] = [self._direct.barrier(*given(opts))]
+        if type(works[0]) is _BACKEND_WORK and not self._has_cuda:
+            works = [RawWork(works[0], self._backend_group, "barrier")]
         # Ranks make the same calls, so all of them have an executor or none.
         if callbacks.depth() == 0 and background.has_executor(self._backend_group):
             works.append(Ordered(self._backend_group).barrier(*given(opts)))
@@ -405,6 +419,21 @@ class ProcessGroupLaconic(_Base):
     alltoall_base = all_to_all_single
 
     # --- routes ---
+
+    def _handle(self, work: dist.Work, opts: Any, name: str) -> dist.Work:
+        """The handle of a raw call, whose errors name the rank that was lost.
+
+        A caller that waits in the call needs no future, so this waits and gives it the backend's own.
+        """
+        if self._has_cuda:
+            return work  # callbacks run on streams of their own
+        if getattr(opts, "asyncOp", False):
+            return RawWork(work, self._backend_group, name)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise broken_off(name, self._backend_group, error) from error
+        return work
 
     @property
     def _ready(self) -> dist.ProcessGroup:
@@ -504,6 +533,25 @@ def _split(
         sides = [as_bytes(list(side)) for side in zip(*left, strict=True)]
         works.append(rest(*given(*sides, opts)))
     return WorkGroup(works, outputs, queue)
+
+
+def _check_lists(outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], world: int) -> None:
+    """Check the lists of an all-gather.
+
+    Raises:
+        FormatError: a list has not one tensor for each rank.
+    """
+    for output in outputs:
+        if len(output) != world:
+            raise FormatError(
+                f"tensor_list has {len(output)} tensors, but the group has {world} ranks; pass one tensor for each"
+            )
+    for output, input in zip(outputs, inputs, strict=False):
+        if _alike(output) and output[0].numel() != input.numel():
+            raise FormatError(
+                f"the tensors of tensor_list have {output[0].numel()} elements each, but tensor has {input.numel()};"
+                " they must have as many"
+            )
 
 
 def _alike(tensors: Sequence[Tensor]) -> bool:

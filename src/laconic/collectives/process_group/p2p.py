@@ -31,6 +31,7 @@ from laconic.collectives.policy.selector import foresee
 from laconic.collectives.process_group.work_handles import AfterWork, PeerWork
 from laconic.collectives.runtime.device_streams import Ready
 from laconic.collectives.runtime.failure_diagnosis import is_own, reason_of
+from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.cost.comm.seconds import NO_CODE, RAW, TOO_SMALL
 from laconic.errors import CollectiveError, FormatError, LaconicError
 
@@ -54,7 +55,7 @@ class P2P:
 
     def __init__(self, group: dist.ProcessGroup, codec: Codec | str, min_nbytes: int) -> None:
         self._group = group
-        self._ranks = dist.get_process_group_ranks(group)
+        self._ranks = ranks_of(group)
         self._size = len(self._ranks)
         # With a capacity, a message might have to be sent twice; without, it is as long as it needs to be.
         self._codec = replace(codec, capacity_bits=None) if isinstance(codec, Lossless) else codec

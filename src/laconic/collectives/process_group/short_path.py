@@ -12,14 +12,13 @@ import torch.distributed as dist
 
 from laconic.collectives.policy.raw_calls import is_plain
 from laconic.collectives.process_group.group import ProcessGroupLaconic, given
-from laconic.collectives.process_group.work_handles import RawWork
 from laconic.collectives.runtime.torch_compat import method_of
 
 __all__ = ["QuickGroup"]
 
 
 class QuickGroup(ProcessGroupLaconic):
-    """The group that torch is given. Handles of blocking calls that are left raw are the backend's own."""
+    """The group that torch is given."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -28,50 +27,46 @@ class QuickGroup(ProcessGroupLaconic):
         self._backend_all_gather = method_of(group, "all_gather_single", "_allgather_base")
         self._backend_all_to_all = method_of(group, "all_to_all_single", "alltoall_base")
 
-    def _handle(self, work: dist.Work, opts: Any) -> dist.Work:
-        """Wrap the work of an asynchronous call; a caller that waits in the call needs no future."""
-        return RawWork(work, self._backend_group) if opts.asyncOp else work
-
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Sum one tensor over ranks; at once if known to be raw."""
         if opts is not None and timeout is None and self._raw.has("all_reduce", tensors[0]):
-            return self._handle(self._backend_group.allreduce(tensors, opts), opts)
+            return self._handle(self._backend_group.allreduce(tensors, opts), opts, "all_reduce")
         return super().allreduce(tensors, opts, timeout)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Replace one tensor by the root's; at once if known to be raw."""
         if opts is not None and timeout is None and self._raw.has("broadcast", tensors[0]):
-            return self._handle(self._backend_group.broadcast(tensors, opts), opts)
+            return self._handle(self._backend_group.broadcast(tensors, opts), opts, "broadcast")
         return super().broadcast(tensors, opts, timeout)
 
     def reduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Reduce to the root; at once if known to be raw."""
         if opts is not None and timeout is None and self._raw.has("reduce", tensors[0]):
-            return self._handle(self._backend_group.reduce(tensors, opts), opts)
+            return self._handle(self._backend_group.reduce(tensors, opts), opts, "reduce")
         return super().reduce(*given(tensors, opts, timeout))
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Gather on the root; at once if known to be raw."""
         if opts is not None and timeout is None and _dense(outputs) and self._raw.has("gather", inputs[0]):
-            return self._handle(self._backend_group.gather(outputs, inputs, opts), opts)
+            return self._handle(self._backend_group.gather(outputs, inputs, opts), opts, "gather")
         return super().gather(*given(outputs, inputs, opts, timeout))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Scatter from the root; at once if known to be raw."""
         if opts is not None and timeout is None and _dense(inputs) and self._raw.has("scatter", outputs[0]):
-            return self._handle(self._backend_group.scatter(outputs, inputs, opts), opts)
+            return self._handle(self._backend_group.scatter(outputs, inputs, opts), opts, "scatter")
         return super().scatter(*given(outputs, inputs, opts, timeout))
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         """Sum over ranks and scatter, `input` [W * n], `output` [n]; at once if known to be raw."""
         if opts is not None and is_plain(output) and self._raw.has("reduce_scatter", input):
-            return self._handle(self._backend_reduce_scatter(output, input, opts), opts)
+            return self._handle(self._backend_reduce_scatter(output, input, opts), opts, "reduce_scatter")
         return super().reduce_scatter_single(output, input, opts)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         """Gather from all ranks, `input` [n], `output` [W * n]; at once if known to be raw."""
         if opts is not None and is_plain(output) and self._raw.has("all_gather", input):
-            return self._handle(self._backend_all_gather(output, input, opts), opts)
+            return self._handle(self._backend_all_gather(output, input, opts), opts, "all_gather")
         return super().all_gather_single(output, input, opts)
 
     def all_to_all_single(
@@ -80,7 +75,8 @@ class QuickGroup(ProcessGroupLaconic):
         """Exchange rows between all ranks; at once if known to be raw."""
         known = "uneven all_to_all" if output_splits or input_splits else "all_to_all"
         if opts is not None and is_plain(output) and self._raw.has(known, input):
-            return self._handle(self._backend_all_to_all(output, input, output_splits, input_splits, opts), opts)
+            work = self._backend_all_to_all(output, input, output_splits, input_splits, opts)
+            return self._handle(work, opts, "all_to_all")
         return super().all_to_all_single(output, input, output_splits, input_splits, opts)
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:

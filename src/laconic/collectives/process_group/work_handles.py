@@ -16,11 +16,16 @@ from torch.utils._pytree import tree_leaves
 
 from laconic.collectives.runtime.background import BackgroundWork, Groups, TensorsWork, run_in_background
 from laconic.collectives.runtime.callbacks import CallbackQueue, follow, queue_of
+from laconic.collectives.runtime.failure_diagnosis import broken_off
 from laconic.collectives.runtime.thread_state import as_here
+from laconic.errors import CollectiveTimeoutError
 
 __all__ = ["AfterWork", "BackgroundWork", "Ordered", "PeerWork", "RawWork", "WorkGroup", "after", "outlive_python"]
 
 _NO_TIMEOUT = timedelta()
+
+_GOES_ON = "Operation timed out"
+"""What torch says where the time to wait is over, and not that of the operation."""
 
 
 class Ordered:
@@ -46,15 +51,28 @@ class Ordered:
 
 
 class RawWork(dist.Work):
-    """A collective of the backend. Callbacks of its future may wait; gloo's own threads would run out."""
+    """A collective of the backend, whose errors name the rank that was lost.
 
-    def __init__(self, work: dist.Work, group: dist.ProcessGroup) -> None:
+    Callbacks of its future may wait; gloo's own threads would run out.
+    """
+
+    def __init__(self, work: dist.Work, group: dist.ProcessGroup, name: str) -> None:
         super().__init__()
-        self._work, self._group = work, group
+        self._work, self._group, self._name = work, group, name
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Wait for the backend, with its own semantics of `timeout`."""
-        return self._work.wait(timeout)
+        """Wait for the backend.
+
+        Raises:
+            CollectiveTimeoutError: it was not done within `timeout`, if that is positive; it goes on.
+            CollectiveError: the backend gave up.
+        """
+        try:
+            return self._work.wait(timeout)
+        except RuntimeError as error:
+            if timeout > _NO_TIMEOUT and _GOES_ON in str(error):
+                raise CollectiveTimeoutError(f"{self._name} was not done within {timeout}; it goes on") from error
+            raise broken_off(self._name, self._group, error) from error
 
     def is_completed(self) -> bool:
         """Whether the backend has finished."""
@@ -74,7 +92,8 @@ class RawWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """The backend's future, with callbacks that may wait."""
-        return follow(self._work.get_future(), queue_of(self._group))
+        explain = functools.partial(broken_off, self._name, self._group)
+        return follow(self._work.get_future(), queue_of(self._group), explain)
 
 
 class AfterWork(TensorsWork):

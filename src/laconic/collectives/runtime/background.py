@@ -33,10 +33,18 @@ from torch.utils._pytree import tree_leaves
 from laconic.collectives.runtime.callbacks import CallbackFuture, CallbackQueue, depth, queue_of
 from laconic.collectives.runtime.device_streams import Ready
 from laconic.collectives.runtime.failure_diagnosis import broke_off
+from laconic.collectives.runtime.group_facts import (
+    follow_timeout,
+    original_of,
+    ranks_of,
+    register_group,
+    timeout_of,
+)
 from laconic.collectives.runtime.group_failures import raise_if_failed
 from laconic.collectives.runtime.late_checks import LateCheck, left_on, settle
 from laconic.collectives.runtime.thread_state import as_here, may_write
 from laconic.collectives.runtime.torch_compat import in_background
+from laconic.errors import CollectiveTimeoutError
 
 __all__ = [
     "BackgroundWork",
@@ -151,13 +159,13 @@ class BackgroundWork(TensorsWork):
         """Wait for the collective, or raise its error.
 
         Raises:
-            TimeoutError: it was not done within `timeout`, if that is positive; it goes on.
+            CollectiveTimeoutError: it was not done within `timeout`, if that is positive; it goes on.
         """
         if timeout > _NO_TIMEOUT:
             deadline = time.monotonic() + timeout.total_seconds()
             while not self._work.is_completed():
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"a collective was not done within {timeout}; it goes on")
+                    raise CollectiveTimeoutError(f"a collective was not done within {timeout}; it goes on")
                 time.sleep(0.001)
         self._work.wait()
         return True
@@ -283,6 +291,7 @@ def _serve(items: SimpleQueue[_Item | None], copiers: list[Callable[[], dist.Pro
             try:
                 if failure is not None:
                     raise failure
+                follow_timeout(groups)
                 work.result.set_result(_run_and_check(job, groups))
             except BaseException as error:
                 work.result.set_exception(error)
@@ -354,9 +363,9 @@ def _copier_of(group: dist.ProcessGroup, depth: int) -> Callable[[], dist.Proces
     numbers = _num_copies.setdefault(group, {})
     number = numbers[depth] = numbers.get(depth, -1) + 1
     store = PrefixStore(f"laconic/{depth}/{number}/", group.get_group_store())
-    timeout = getattr(getattr(group._get_backend(_CPU), "options", None), "_timeout", None)
+    timeout = timeout_of(group)
     rank, size, original = group.rank(), group.size(), ref(group)
-    ranks, met = dist.get_process_group_ranks(group), [group]  # which lives until all have met, and no longer for this
+    ranks, met = ranks_of(group), [group]  # which lives until all have met, and no longer for this
 
     def copy() -> dist.ProcessGroup:
         _meet(met.pop(), ranks, depth << 10 | number % (1 << 10))
@@ -364,7 +373,7 @@ def _copier_of(group: dist.ProcessGroup, depth: int) -> Callable[[], dist.Proces
         found = dist.ProcessGroup(store, rank, size)
         found._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         found._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, backend)
-        _originals[found] = original
+        register_group(found, ranks, original)
         return found
 
     return copy
@@ -385,10 +394,11 @@ def _meet(group: dist.ProcessGroup, ranks: Sequence[int], number: int) -> None:
     others = [peer for peer in range(group.size()) if peer != group.rank()]
     tag, mark = _FIRST_TAG + number % _NUM_TAGS, torch.zeros(1, dtype=torch.uint8)
     sent: list[dist.Work] = []
+    timeout = timeout_of(group)
     steps: tuple[Callable[[int], object], ...] = (
         lambda peer: sent.append(group.send([mark], peer, tag)),
-        lambda peer: group.recv([torch.empty_like(mark)], peer, tag).wait(),
-        lambda peer: sent.pop(0).wait(),
+        lambda peer: group.recv([torch.empty_like(mark)], peer, tag).wait(timeout),
+        lambda peer: sent.pop(0).wait(timeout),
     )
     for step in steps:
         for peer in others:
@@ -397,15 +407,6 @@ def _meet(group: dist.ProcessGroup, ranks: Sequence[int], number: int) -> None:
             except RuntimeError as error:
                 what = "connecting the ranks for coded collectives"
                 raise broke_off(what, group, ranks, peer, error, wake=True, or_else=", made no such call") from error
-
-
-_originals: WeakKeyDictionary[dist.ProcessGroup, ref[dist.ProcessGroup]] = WeakKeyDictionary()
-
-
-def original_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The caller's group that an executor's group is a copy of; `group` itself if it is no copy."""
-    found = _originals.get(group)
-    return (found() if found is not None else None) or group
 
 
 # --- CUDA: streams ---

@@ -200,18 +200,42 @@ class CallbackFuture(torch.futures.Future[T]):
             self.set_exception(error)
 
 
-def follow(future: torch.futures.Future[T], queue: CallbackQueue) -> CallbackFuture[T]:
-    """Wrap a future of torch's own in one whose callbacks may wait."""
-    result: Future[T] = Future()
+def follow(
+    future: torch.futures.Future[Any],
+    queue: CallbackQueue,
+    explain: Callable[[RuntimeError], BaseException] = lambda error: error,
+    change: Callable[[Any], Any] = lambda value: value,
+) -> CallbackFuture[Any]:
+    """Wrap a future of torch's own in one whose callbacks may wait.
 
-    def settle(done: torch.futures.Future[T]) -> None:
+    Args:
+        future: torch's. An error that its own callbacks raise would lose its class.
+        queue: runs the callbacks.
+        explain: makes the error to raise of the backend's.
+        change: makes the value of the backend's.
+    """
+    result: Future[Any] = Future()
+
+    def settle(done: torch.futures.Future[Any]) -> None:
         try:
-            result.set_result(done.value())
+            result.set_result(change(done.value()))
+        except RuntimeError as error:
+            result.set_exception(_explained(explain, error))
         except Exception as error:
             result.set_exception(error)
 
     future.add_done_callback(settle)
     return CallbackFuture(result, queue, here=True)
+
+
+def _explained(explain: Callable[[RuntimeError], BaseException], error: RuntimeError) -> BaseException:
+    try:
+        found = explain(error)
+    except BaseException as own:
+        return own
+    if found is not error:
+        found.__cause__ = error
+    return found
 
 
 def _call(

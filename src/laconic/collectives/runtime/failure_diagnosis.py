@@ -21,10 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.errors import CollectiveError, ConfigError
 from laconic.shared_secret import seal, unseal
 
-__all__ = ["absent", "broke_off", "is_own", "losses_named", "reason_of"]
+__all__ = ["absent", "broke_off", "broken_off", "is_own", "losses_named", "reason_of"]
 
 _GRACE_SECONDS = 2.0
 """Time to wait for entries of other ranks. Ranks that waited for each other give up at about the same time."""
@@ -154,6 +155,24 @@ def _call_the_roll(group: dist.ProcessGroup, found: list[int]) -> None:
         found += silent
     except RuntimeError:
         return  # the store's process has ended
+
+
+def broken_off(name: str, group: dist.ProcessGroup, error: RuntimeError, peer: int | None = None) -> CollectiveError:
+    """The error of a rank on which the backend gave up: on `peer`, or finds out on whom as far as that is known.
+
+    Raises:
+        RuntimeError: `error` itself, if it is this rank's own.
+    """
+    if is_own(error):
+        raise error
+    ranks = ranks_of(group)
+    missing = [f"rank {ranks[other]}" for other in (absent(group) if peer is None else [peer])]
+    reason = reason_of(error)
+    return CollectiveError(
+        f"{name} broke off on rank {ranks[group.rank()]}: {reason};"
+        f" {', '.join(missing) or f'one of ranks {[*ranks]}'} ended, stopped, raised an error or took longer than the"
+        " group's timeout, see its own output"
+    )
 
 
 def _wake(group: dist.ProcessGroup) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from itertools import chain
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -19,6 +20,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from laconic.collectives.runtime.group_facts import timeout_of
 
 __all__ = [
     "Started",
@@ -102,18 +105,19 @@ def all_to_all_messages(sent: Sequence[Tensor], group: dist.ProcessGroup) -> lis
         if sent[peer].numel() > _HEAD_NBYTES - 8:
             sends.append(group.send([sent[peer][_HEAD_NBYTES - 8 :]], peer, more))
     received, tails = list(sent), {}
+    timeout = timeout_of(group)
     for peer, head in heads.items():
-        head.wait()
+        head.wait(timeout)
         length = int(buffers[peer][:8].view(torch.int64))
         received[peer] = buffers[peer][8 : 8 + length]
         if length > _HEAD_NBYTES - 8:
             tail = torch.empty(length - (_HEAD_NBYTES - 8), dtype=torch.uint8)
             tails[peer] = tail, group.recv([tail], peer, more)
     for peer, (tail, work) in tails.items():
-        work.wait()
+        work.wait(timeout)
         received[peer] = torch.cat((received[peer], tail))
     for work in sends:
-        work.wait()
+        work.wait(timeout)
     return received
 
 
@@ -157,7 +161,8 @@ class _Exchange:
     With a rank that has ended already they cannot even be started; `wait` raises that, too, as callers expect it there.
     """
 
-    def __init__(self, started: Iterable[dist.Work]) -> None:
+    def __init__(self, started: Iterable[dist.Work], timeout: timedelta) -> None:
+        self._timeout = timeout
         self._works: list[dist.Work] = []
         self._error: RuntimeError | None = None
         try:
@@ -169,7 +174,7 @@ class _Exchange:
         if self._error is not None:
             raise self._error
         for work in self._works:
-            work.wait()
+            work.wait(self._timeout)
 
 
 def _exchange(received: Tensor | list[Tensor], sent: list[Tensor], group: dist.ProcessGroup) -> _Exchange:
@@ -180,7 +185,7 @@ def _exchange(received: Tensor | list[Tensor], sent: list[Tensor], group: dist.P
     receives = (group.recv([received[peer]], peer, tag) for peer in froms)
     sends = (group.send([sent[peer]], peer, tag) for peer in froms[::-1])
     received[rank].copy_(sent[rank])
-    return _Exchange(chain(receives, sends))
+    return _Exchange(chain(receives, sends), timeout_of(group))
 
 
 def pass_around(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Started:
@@ -191,7 +196,7 @@ def pass_around(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Sta
         tag = _next_tag(group)
         receives = (group.recv([received], peer, tag) for peer in [before])
         sends = (group.send([sent], peer, tag) for peer in [after])
-        return _Exchange(chain(receives, sends))
+        return _Exchange(chain(receives, sends), timeout_of(group))
     calls = [dist.P2POp(dist.irecv, received, group=group, group_peer=before)]
     calls.append(dist.P2POp(dist.isend, sent, group=group, group_peer=after))
     return _Exchange(dist.batch_isend_irecv(calls))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives.codec import Codec
+from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.errors import ConfigError
 from laconic.moe.dispatch.base import Buffers, ExchangePlan, ExpertRows, Transport
 from laconic.moe.dispatch.hierarchical_exchange import StageExchange, carry_up, start_down
@@ -114,7 +115,7 @@ class HierarchicalDispatcher(StagedDispatcher):
         depths: list[int] = [0] * self.group.size()
         dist.all_gather_object(depths, depth, group=self.group)
         if len({*depths}) > 1:
-            ranks = dist.get_process_group_ranks(self.group)
+            ranks = ranks_of(self.group)
             raise ConfigError(
                 f"depth is {dict(zip(ranks, depths, strict=True))} by rank, but all ranks must take the same; let"
                 " laconic.moe.agree_on_depth choose"

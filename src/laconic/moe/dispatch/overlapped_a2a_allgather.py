@@ -20,6 +20,7 @@ from torch import Tensor
 
 from laconic.collectives import api
 from laconic.collectives.codec import Codec
+from laconic.collectives.runtime.group_facts import registered_ranks
 from laconic.moe.dispatch.chunking import Chunk
 from laconic.moe.dispatch.flat import added_up
 from laconic.moe.dispatch.staged import experts_per_rank
@@ -67,7 +68,7 @@ class SaaPlan:
         # Rows are sorted by expert; a stable sort by key keeps that within each owner and EP rank.
         parts = torch.argsort(keys[routing.by_expert], stable=True).split(sizes.tolist())
         positions = tuple(tuple(parts[p * layout.ep : (p + 1) * layout.ep]) for p in range(layout.mp))
-        eps = tuple(rank % layout.joint // layout.esp for rank in dist.get_process_group_ranks(grid.mp))
+        eps = tuple(rank % layout.joint // layout.esp for rank in registered_ranks(grid.mp))
         per_step = -(-layout.ep // min(num_steps, layout.ep))
         steps = tuple(tuple(range(at, min(at + per_step, layout.ep))) for at in range(0, layout.ep, per_step))
         return SaaPlan(grid.joint, grid.mp, layout.esp, eps, steps, positions, codec)

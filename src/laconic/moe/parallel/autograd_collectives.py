@@ -31,6 +31,7 @@ from laconic.collectives import api
 from laconic.collectives.codec import Codec
 from laconic.collectives.integrations.autograd import all_to_all
 from laconic.collectives.runtime import failure_diagnosis, torch_compat
+from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.errors import FormatError
 
 __all__ = [
@@ -86,7 +87,7 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
 def losses_named(group: dist.ProcessGroup) -> AbstractContextManager[None]:
     """Turn an error inside that is due to a lost rank of `group` into a CollectiveError that names the loss."""
     during = "while they exchanged rows of experts"
-    return failure_diagnosis.losses_named(lambda: dist.get_process_group_ranks(group), during)
+    return failure_diagnosis.losses_named(lambda: ranks_of(group), during)
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, *, codec: AnyCodec = "auto") -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from laconic.collectives.integrations.fsdp2 import ReduceScatter, num_shards, param_groups, replicates
+from laconic.collectives.runtime.group_facts import registered_ranks
 from laconic.errors import ModelError, ScheduleError
 from laconic.moe.layer import moe_layers
 from laconic.moe.pipeline.grad_reduce import DenseGradients
@@ -53,7 +54,7 @@ def reduce_in_slots(model: nn.Module, gradients: DenseGradients) -> int:
             if num_shards(group) == 1 and not replicates(group):
                 continue
             _check(name or type(model).__name__, group)
-            ranks = tuple(dist.get_process_group_ranks(group._reduce_scatter_process_group))
+            ranks = registered_ranks(group._reduce_scatter_process_group)
             if ranks not in own_groups:
                 made = dist.new_group(list(ranks), use_local_synchronization=True)
                 assert isinstance(made, dist.ProcessGroup), "this rank is one of them"

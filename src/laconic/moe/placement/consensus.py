@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from laconic.collectives.runtime import torch_compat
+from laconic.collectives.runtime.group_facts import registered_ranks
 from laconic.cost.moe.hierarchy import DepthChoice, RowCounts, best_depth, count_vector
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
@@ -71,5 +72,5 @@ def agree_on_depth(
 def first_answer(mine: T, group: dist.ProcessGroup) -> T:
     """Return the value of the group's first rank; all ranks of the group call this together."""
     answer = [mine]
-    dist.broadcast_object_list(answer, src=dist.get_process_group_ranks(group)[0], group=group)
+    dist.broadcast_object_list(answer, src=registered_ranks(group)[0], group=group)
     return answer[0]

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from laconic.collectives.runtime.failure_diagnosis import losses_named
+from laconic.collectives.runtime.group_facts import ranks_of, registered_ranks
 from laconic.errors import ConfigError
 from laconic.formats import quantized_gradient
 from laconic.formats.shards import local_part
@@ -268,7 +269,7 @@ class ExpertMover:
         """Fill `incoming`; return when every rank has received everything."""
         if self.group is None or self._world == 1:
             return
-        ranks = dist.get_process_group_ranks(self.group)
+        ranks = registered_ranks(self.group)
         operations = [
             dist.P2POp(call, buffer, ranks[peer], self.group)
             for call, buffers in ((dist.isend, outgoing), (dist.irecv, incoming))
@@ -320,7 +321,7 @@ def _difference(facts: dict[str, Any], group: dist.ProcessGroup) -> ConfigError 
         return None
     texts: list[str] = [""] * group.size()
     dist.all_gather_object(texts, text, group=group)
-    ranks, given = dist.get_process_group_ranks(group), [json.loads(text) for text in texts]
+    ranks, given = ranks_of(group), [json.loads(text) for text in texts]
     first = given[0]
     name, place = next(
         (name, place)

@@ -20,6 +20,7 @@ from laconic.collectives.cluster_profile import measure_link
 from laconic.collectives.codec import Codec, Lossless, Raw
 from laconic.collectives.policy.microbench import Ranks, codec_rates, gaussian, group_shape_of, host_name
 from laconic.collectives.runtime import torch_compat
+from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.cost.comm.rates import ITEM_NBYTES, CodecRates, Line, LinkRates, WireRates, fit_line
 from laconic.cost.moe.rates import MoERates
 from laconic.cost.moe.shape import LayerShape, group_shape
@@ -80,7 +81,7 @@ def measure_moe(
     found: dict[tuple[int, ...], LinkRates] = {}  # a group that has two names is measured once
     links = {}
     for name, group in groups_of(grid).items():
-        members = tuple(dist.get_process_group_ranks(group))
+        members = ranks_of(group)
         if members not in found:
             # Levels come last, and exchange rows only.
             operations = _OPERATIONS if name in GROUPS else ("all_to_all", "send")

@@ -1,0 +1,90 @@
+"""What is known of a process group wherever it comes from: global ranks, the group that it is a copy of, its timeout.
+
+torch's registry knows the groups that `init_process_group` and `new_group` made, until they are destroyed. Executors
+run on private copies, a laconic group has a backend group inside, and other libraries make groups by hand. And settings
+of a group may change while it lives, so that copies have to ask the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+
+from laconic.errors import ConfigError
+
+__all__ = ["follow_timeout", "original_of", "ranks_of", "register_group", "registered_ranks", "timeout_of"]
+
+_CPU = torch.device("cpu")
+
+_ranks: WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = WeakKeyDictionary()
+_originals: WeakKeyDictionary[dist.ProcessGroup, ref[dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def register_group(
+    group: dist.ProcessGroup, ranks: Sequence[int], original: ref[dist.ProcessGroup] | None = None
+) -> None:
+    """Remember the global ranks of a private group, and the caller's group that it is a copy of."""
+    _ranks[group] = tuple(ranks)
+    if original is not None:
+        _originals[group] = original
+
+
+def original_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The caller's group that an executor's group is a copy of; `group` itself if it is no copy."""
+    found = _originals.get(group)
+    return (found() if found is not None else None) or group
+
+
+def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Global ranks of a group, by group rank: those that it has or had, and 0, 1, ... of one that torch never knew."""
+    found = _known(group)
+    return tuple(range(group.size())) if found is None else found
+
+
+def registered_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """The same for arguments that are global ranks, which must not be guessed.
+
+    Raises:
+        ConfigError: torch does not know the group.
+    """
+    found = _known(group)
+    if found is None:
+        raise ConfigError(
+            "group is none that torch.distributed knows, so its global ranks cannot be told; make it with"
+            " torch.distributed.new_group, and use it before it is destroyed"
+        )
+    return found
+
+
+def _known(group: dist.ProcessGroup) -> tuple[int, ...] | None:
+    found = _ranks.get(group)
+    if found is None:
+        try:
+            found = _ranks[group] = tuple(dist.get_process_group_ranks(group))
+        except (KeyError, ValueError):
+            return None
+    return found
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long calls on a group may take on CPU tensors now; of a copy that of its original. Zero: not known.
+
+    gloo's sends and receives have the timeout that was set when the group was made, unless their `wait` is given one.
+    """
+    try:
+        found = original_of(group)._get_backend(_CPU).options._timeout  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):
+        return timedelta()
+    return found if isinstance(found, timedelta) else timedelta()
+
+
+def follow_timeout(copies: Iterable[dist.ProcessGroup]) -> None:
+    """Give copies the timeouts that their originals have now."""
+    for copy in copies:
+        wanted, backend = timeout_of(copy), copy._get_backend(_CPU)
+        if wanted and backend.options._timeout != wanted:  # type: ignore[attr-defined]
+            backend._set_default_timeout(wanted)
