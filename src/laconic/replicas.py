@@ -95,7 +95,9 @@ def verify_replicas(
     """
     if not dist.is_initialized():
         raise ConfigError("no process group exists, but replicas are compared over one; call init_process_group first")
-    members = registered_ranks(group or dist.group.WORLD)
+    whole = group or dist.group.WORLD
+    assert whole is not None, "a group exists"
+    members = registered_ranks(whole)
     if dist.get_rank() not in members:
         raise ConfigError(
             f"rank {dist.get_rank()} is not in group, whose ranks are {[*members]}; call it on these only"

@@ -15,7 +15,7 @@ class _Work:
     def __init__(self, error: str = "") -> None:
         self.error, self.num_waits = error, 0
 
-    def wait(self) -> None:
+    def wait(self, timeout: object = None) -> None:
         self.num_waits += 1
         if self.error:
             raise RuntimeError(self.error)

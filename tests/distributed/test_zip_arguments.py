@@ -70,7 +70,7 @@ def arguments(rank: int, world: int, folder: str) -> None:
                 call()
 
     # The summary says what was asked for.
-    said: list[tuple[Codec | str, str]] = [("auto", "auto"), (Lossless(), "Lossless(auto)"), (Raw(), "Raw(raw)")]
+    said: list[tuple[Codec | str, str]] = [("auto", "auto"), (Lossless(), "Lossless(auto)"), (Raw(), "raw")]
     for codec, text in said:
         for model in (ddp(), fully_shard(nn.Linear(8, 8))):
             zipped = laconic.zip_collectives(model, codec=codec)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.collectives import api
-from laconic.collectives.codec import Codec, check_codec, setting_of
+from laconic.collectives.codec import Codec, Lossless, check_codec, setting_of
 from laconic.collectives.integrations.ddp import ZipHookState, ddp_zip_hook
 from laconic.errors import ConfigError, ModelError
 
@@ -113,12 +113,12 @@ def zip_collectives(
             if value:
                 raise ConfigError(f"{argument} is {value}, but DDP has whole parameters; it goes with FSDP2")
         parts = [part for name, module in replicated for part in _attach_to_ddp(name, module, codec, undo)]
-        zipped = ZippedCollectives("DDP", setting_of(codec), tuple(parts), undo)
+        zipped = ZippedCollectives("DDP", _codec_name(codec), tuple(parts), undo)
     else:
         if not units:
             _refuse(model)
         parts = [part for name, unit in units for part in _attach_to_unit(name, unit, codec, across, undo)]
-        zipped = ZippedCollectives("FSDP2", setting_of(codec), tuple(parts), undo)
+        zipped = ZippedCollectives("FSDP2", _codec_name(codec), tuple(parts), undo)
         if prefetch:
             for (_, unit), (_, following) in pairwise(units):
                 unit.set_modules_to_forward_prefetch([following])
@@ -127,6 +127,11 @@ def zip_collectives(
         reasons = "; ".join(dict.fromkeys(f"{part.operation}: {part.left}" for part in zipped.parts))
         raise ModelError(f"model has no collective that could go over a codec: {reasons or 'it has no parameters'}")
     return zipped
+
+
+def _codec_name(codec: Codec | str) -> str:
+    """A codec's name; that of `Lossless()` is "auto" too, so its class stands in front."""
+    return setting_of(codec) if isinstance(codec, Lossless) else codec if isinstance(codec, str) else codec.name
 
 
 def _listed(modules: list[tuple[str, nn.Module]]) -> str:

@@ -76,7 +76,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     gloo's sends and receives have the timeout that was set when the group was made, unless their `wait` is given one.
     """
     try:
-        found = original_of(group)._get_backend(_CPU).options._timeout  # type: ignore[attr-defined]
+        found = original_of(group)._get_backend(_CPU).options._timeout
     except (AttributeError, RuntimeError):
         return timedelta()
     return found if isinstance(found, timedelta) else timedelta()
@@ -86,5 +86,5 @@ def follow_timeout(copies: Iterable[dist.ProcessGroup]) -> None:
     """Give copies the timeouts that their originals have now."""
     for copy in copies:
         wanted, backend = timeout_of(copy), copy._get_backend(_CPU)
-        if wanted and backend.options._timeout != wanted:  # type: ignore[attr-defined]
+        if wanted and backend.options._timeout != wanted:
             backend._set_default_timeout(wanted)

@@ -199,7 +199,7 @@ def pass_around(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Sta
         return _Exchange(chain(receives, sends), timeout_of(group))
     calls = [dist.P2POp(dist.irecv, received, group=group, group_peer=before)]
     calls.append(dist.P2POp(dist.isend, sent, group=group, group_peer=after))
-    return _Exchange(dist.batch_isend_irecv(calls))
+    return _Exchange(dist.batch_isend_irecv(calls), timedelta())
 
 
 def _next_tag(group: dist.ProcessGroup) -> int:
