@@ -6,7 +6,8 @@ import copy
 import gc
 import itertools
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.activations import SavedTensorTracker
-from laconic.activations.kept import found, keep
+from laconic.activations.kept import Kept, Memo, attach, found, keep
+from laconic.activations.witnesses import RootForward
 from laconic.formats import BlockFormat
 
 FEATURES = 64
+T = TypeVar("T")
 
 
 def make_block() -> nn.Sequential:
@@ -29,6 +32,10 @@ def compressed(model: nn.Module, x: Tensor, **options: Any) -> nn.Module:
     twin = copy.deepcopy(model)
     laconic.compress_activations(twin, mode="sites", example_inputs={"input": x.detach().clone()}, **options)
     return twin
+
+
+def in_a_root(function: Callable[[], T]) -> T:
+    return cast(T, RootForward().run_root(function, (), {}))
 
 
 def gradients(loss: Tensor, model: nn.Module) -> list[Tensor]:
@@ -105,9 +112,22 @@ def test_a_student_an_average_and_a_teacher_of_one_batch() -> None:
         assert torch.equal(got, expected)
 
 
-def test_one_model_that_reads_a_batch_twice_keeps_it_once() -> None:
+class Twice(nn.Module):
+    """Reads its input in two layers; the parts may read copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(FEATURES, 8), nn.Linear(FEATURES, 8)
+        self.copies = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        y: Tensor = self.one(input) + self.two(input.clone() if self.copies else input)
+        return y
+
+
+def test_one_forward_keeps_a_batch_once_and_two_keep_it_twice() -> None:
     x = torch.randn(64, FEATURES)
-    model = compressed(make_block(), x)
+    model = compressed(Twice(), x)
 
     def nbytes(*batches: Tensor) -> int:
         with SavedTensorTracker(model) as tracker:
@@ -116,24 +136,70 @@ def test_one_model_that_reads_a_batch_twice_keeps_it_once() -> None:
             return tracker.nbytes
 
     packed = BlockFormat("nf4").nbytes(x.shape)
-    assert nbytes(x.clone(), x.clone()) - nbytes(*[x.clone()] * 2) >= packed
+    once = nbytes(x)
+    assert nbytes(x, x) == nbytes(x.clone(), x.clone()) == 2 * once
+    model.copies = True
+    assert nbytes(x) == once + packed
 
 
 def test_the_note_on_a_batch_ends_with_the_graph_and_frees_the_codes() -> None:
     x, format = torch.randn(64, FEATURES), BlockFormat("int8")
-    kept = keep(x, format, "linear")
-    codes = weakref.ref(kept.tensors[0])
-    assert found(x) is not None
-    del kept
-    gc.collect()
-    assert found(x) is None
-    assert codes() is None
+
+    def write_and_end() -> weakref.ref[Tensor]:
+        kept = keep(x, format, "linear")
+        codes = weakref.ref(kept.tensors[0])
+        assert found(x) is not None
+        del kept
+        gc.collect()
+        assert found(x) is None
+        return codes
+
+    assert in_a_root(write_and_end)() is None
 
 
 def test_the_note_on_a_batch_ends_with_the_first_value_taken() -> None:
     x, format = torch.randn(64, FEATURES), BlockFormat("int8")
-    kept = keep(x, format, "linear")
-    kept.memo.announce()
-    kept.memo.take(kept.tensors)
-    assert found(x) is None
-    assert keep(x, format, "linear").memo is not kept.memo
+
+    def read() -> None:
+        kept = keep(x, format, "linear")
+        assert keep(x, format, "linear").memo is kept.memo
+        kept.memo.announce()
+        kept.memo.take(kept.tensors)
+        assert found(x) is None
+        assert keep(x, format, "linear").memo is not kept.memo
+
+    in_a_root(read)
+
+
+def test_the_note_on_a_batch_is_read_in_its_root_forward_only() -> None:
+    x, format = torch.randn(64, FEATURES), BlockFormat("int8")
+    kept = in_a_root(lambda: keep(x, format, "linear"))
+    assert found(x) is None  # outside of it
+    assert in_a_root(lambda: found(x)) is None  # in the next
+    assert kept.memo is not in_a_root(lambda: keep(x, format, "linear")).memo
+    assert keep(x, format, "linear").memo is not keep(x, format, "linear").memo  # none outside of a root
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (17,), (33, 7), (4, 5, 6, 7), (0, 8)], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "expanded", "channels last"])
+def test_a_note_holds_as_long_as_the_values_do(dtype: torch.dtype, shape: tuple[int, ...], layout: str) -> None:
+    x = torch.randn(shape).to(dtype)
+    if layout == "transposed" and x.dim() > 1:
+        x = x.transpose(0, -1)
+    elif layout == "sliced" and x.dim():
+        x = torch.randn(*shape[:-1], 3 * shape[-1]).to(dtype)[..., shape[-1] : 2 * shape[-1]]
+    elif layout == "expanded":
+        x = x.unsqueeze(0).expand(3, *shape)
+    elif layout == "channels last" and x.dim() == 4:
+        x = x.to(memory_format=torch.channels_last)
+    x = x.detach().requires_grad_().view_as(x)  # of a graph, so the note lasts
+    if x.numel():
+        x.data.view(-1)[:1].fill_(float("nan")) if x.is_contiguous() else None
+    attach(x, Kept((), Memo(lambda tensors, after: x), "test"))
+    assert found(x) is not None
+    if x.numel():
+        x.data = x.data + 1 if layout == "expanded" else x.data
+        with torch.no_grad():
+            x.data.copy_(torch.randn(x.shape))
+        assert found(x) is None

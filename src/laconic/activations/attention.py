@@ -43,6 +43,7 @@ from laconic.activations.replay import Replay, forgetting, swapped_parameters
 from laconic.activations.rerun import graft, rebuilt
 from laconic.activations.sites import Site
 from laconic.activations.traceable import as_result
+from laconic.activations.witnesses import named
 from laconic.errors import ModelError
 from laconic.ops import DTYPES
 
@@ -129,6 +130,7 @@ class AttentionCore(OfModule):
         # 2. What backward gets instead of it.
         context = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
         rest = tuple(_SLOT if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        named(self.site.name)
         packed = tuple(pack(x, self.format, "attention") for x in qkv)
         codes = tuple(tensor for kept in packed for tensor in kept.tensors)
         memos = tuple(kept.memo for kept in packed)

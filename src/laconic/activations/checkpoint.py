@@ -33,6 +33,7 @@ from laconic.activations.replacement import Replacement
 from laconic.activations.replay import check_attention, forgets
 from laconic.activations.storages import place_of
 from laconic.activations.tracker import observe
+from laconic.activations.witnesses import glance, same
 from laconic.formats import BlockFormat
 from laconic.ops import DTYPES
 
@@ -228,12 +229,14 @@ _SHARED = WeakTensorKeyDictionary()
 def _shared(given: Tensor, x: Tensor, format: BlockFormat) -> Kept:
     """What is kept of `given` in a format; `x` is the same, as autograd saves it."""
     found = None if given.is_leaf else _SHARED.get(given)  # a leaf may be filled again
-    if found is not None and found[:2] == (given._version, format):
-        kept: Kept = found[2]
-        return kept
+    if found is not None:
+        kept: Kept
+        version, values, of_format, kept = found
+        if (version, of_format) == (given._version, format) and values is not None and same(values, given):
+            return kept
     kept = pack(x.detach(), format, "input")
     if not given.is_leaf:
-        _SHARED[given] = (given._version, format, kept)
+        _SHARED[given] = (given._version, glance(given), format, kept)
     return kept
 
 

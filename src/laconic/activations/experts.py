@@ -31,6 +31,7 @@ from laconic.activations.replay import Replay, forgetting, swapped_parameters
 from laconic.activations.rerun import graft, rebuilt
 from laconic.activations.sites import Site
 from laconic.activations.traceable import as_result
+from laconic.activations.witnesses import named
 
 __all__ = ["ExpertsForward", "RouterForward"]
 
@@ -113,6 +114,7 @@ class ExpertsForward(SiteForward):
             value, state = replay.run(lambda: self.original(x, *args, **kwargs))
 
         # 2. What backward gets instead of all that was made on the way.
+        named(self.site.name)
         kept = keep(x, self.format, "experts")
         self.origin = kept.origin
         others = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))

@@ -23,6 +23,7 @@ from laconic.activations.replacement import Replacement
 from laconic.activations.replay import forgetting
 from laconic.activations.sites import LinearSpec, Site
 from laconic.activations.trial import PlainAttributes
+from laconic.activations.witnesses import named
 from laconic.ops import DTYPES
 
 __all__ = ["LinearForward", "NormForward", "SiteForward"]
@@ -105,7 +106,10 @@ class SiteForward(Replacement):
         if len(args) != 1 or kwargs or not self.serves(args[0]) or not torch.is_grad_enabled():
             return self.left(*args, **kwargs)
         x: Tensor = args[0]
-        return self.run(x) if self.keeps(x) and not self.stays_exact() else self.left(x)
+        if not self.keeps(x) or self.stays_exact():
+            return self.left(x)
+        named(self.site.name)
+        return self.run(x)
 
     def left(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of a call from which this site saves nothing of its own."""

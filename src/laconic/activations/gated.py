@@ -19,6 +19,7 @@ from torch import Tensor
 
 from laconic.activations.derivatives import first_derivative
 from laconic.activations.kept import Kept, Memo, Tensors, attach, in_range
+from laconic.activations.witnesses import Witness, saw_gradients, saw_product
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops import gated_backward_blockwise, gated_product_blockwise
 
@@ -30,7 +31,7 @@ class _Product:
     """How activation(gate) * up was made of two factors: `activated` is the number of the one that is activation(gate).
 
     `output` refers to that factor, which backward has to give a gradient as long as somebody holds it; None in a
-    compiled graph, whose tensors nobody holds.
+    compiled graph, whose tensors nobody holds. `witnesses` are those of gate and up, where there are any.
     """
 
     activated: int
@@ -40,10 +41,11 @@ class _Product:
     format: BlockFormat
     shape: torch.Size
     dtype: torch.dtype
+    witnesses: tuple[Witness, Witness] | None
 
     def rebuild(self, codes: Tensors, after: Tensor | None) -> Tensor:
         """The product."""
-        return gated_product_blockwise(
+        product = gated_product_blockwise(
             *codes,
             length=self.shape[-1],
             activation=self.activation,
@@ -52,19 +54,28 @@ class _Product:
             dtype=self.dtype,
             after=after,
         )
+        if self.witnesses is not None:
+            saw_product(product, self.witnesses, codes[1::2], self.activation)
+        return product
 
     def gate_and_up(self, codes: Tensors) -> tuple[Tensor, Tensor]:
         """The two packed tensors."""
         gate_codes, gate_scales, up_codes, up_scales = codes
         gate = BlockTensor(gate_codes, gate_scales, self.format, self.shape, self.dtype)
         up = BlockTensor(up_codes, up_scales, self.format, self.shape, self.dtype)
-        return in_range(gate.dequantize()), in_range(up.dequantize())
+        values = gate.dequantize(), up.dequantize()
+        for witness, value, scales in zip(self.witnesses or (), values, codes[1::2], strict=False):
+            witness.saw(value, scales)
+        return in_range(values[0]), in_range(values[1])
 
     def gradients(self, grad: Tensor, codes: Tensors) -> tuple[Tensor, Tensor]:
         """Those of gate and up."""
-        return gated_backward_blockwise(
+        of_gate, of_up = gated_backward_blockwise(
             grad, *codes, activation=self.activation, code=self.format.code, block_size=self.format.block_size
         )
+        if self.witnesses is not None:
+            saw_gradients(grad, of_gate, of_up, self.witnesses, codes[1::2], self.activation)
+        return of_gate, of_up
 
 
 def gated_product(a: Tensor, b: Tensor, kept: tuple[Kept, Kept]) -> Tensor | None:
@@ -90,6 +101,7 @@ def gated_product(a: Tensor, b: Tensor, kept: tuple[Kept, Kept]) -> Tensor | Non
             other.format,
             a.shape,
             a.dtype,
+            None if gate.kept.witness is None or other.witness is None else (gate.kept.witness, other.witness),
         )
         codes = (*gate.kept.tensors, *other.tensors)
         y: Tensor = _GatedProduct.apply(a, b, gate.edge, how, *codes)

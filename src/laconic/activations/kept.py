@@ -18,10 +18,12 @@ compiled graph the value then depends on the gradient, so forward cannot compute
 One value is often wanted several times in backward (by the query, key and value projections, then by the norm), so a
 rebuilt value stays until its last reader has had it: that is what `Memo` is for.
 
-A batch, or any other tensor without gradient, outlives the step, may be filled again in ways that torch does not count
-(by NumPy, by a data loader), and other models read it. So a note on it ends with the graph that it was written for, or
-with the first value taken from it; while that graph waits for its backward, a change would make torch's own gradient
-wrong too. Codes with fewer bits than a reader asks for are not read by it, whatever tensor they are noted on.
+A tensor may be written in ways that torch does not count: by NumPy, through `.data`, by a collective or a kernel of
+one's own. So a note holds some of its values, and who finds it compares (laconic.activations.witnesses): where they
+differ, the reader packs what it really got. A batch, or any other tensor without gradient, moreover outlives the step,
+and other models read it: a note on it is read within one root forward only, ends with the graph that it was written
+for, or with the first value taken from it. Codes with fewer bits than a reader asks for are not read by it, whatever
+tensor they are noted on.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from laconic.activations.exact_codes import Layout
 from laconic.activations.offload import offloader_of
 from laconic.activations.rounding import quantized
 from laconic.activations.storages import place_of
+from laconic.activations.witnesses import Witness, glance, root, same, witness_of
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops import BITS
 
@@ -161,7 +164,8 @@ class Kept:
     """The saved `tensors` from which the `memo` rebuilds a value, and its `origin`, a kind of site.
 
     Packed codes of the value itself say in how many `bits`; None for what is exact or computed from other values. Codes
-    and scales that lie on the value's device say their `format`, and the output of an activation its `gate`.
+    and scales that lie on the value's device say their `format`, and the output of an activation its `gate`. What was
+    packed has a `witness`.
     """
 
     tensors: Tensors
@@ -170,6 +174,7 @@ class Kept:
     bits: int | None = None
     format: BlockFormat | None = None
     gate: Gate | None = None
+    witness: Witness | None = None
 
 
 @dataclass(frozen=True)
@@ -190,22 +195,35 @@ class Gate:
 
 
 class _Note:
-    """The attribute on a tensor: `kept` rebuilds it as long as its version is `version`.
+    """The attribute on a tensor: `kept` rebuilds it as long as it holds what it held.
 
     Args:
-        kept: rebuilds the tensor.
-        version: of the tensor.
-        lasts: as long as the tensor; otherwise until the graph is gone that `kept` was made for, or is read.
+        x: the tensor.
+        kept: rebuilds it.
+        lasts: as long as the tensor; otherwise until the root forward ends in which it was written, or the graph is
+            gone that `kept` was made for, or is read.
+        values: `glance(x)`.
     """
 
-    def __init__(self, kept: Kept, version: int, *, lasts: bool) -> None:
-        self.version = version
+    def __init__(self, x: Tensor, kept: Kept, values: bytes | Tensor | None, *, lasts: bool) -> None:
+        self._version = x._version
+        self._values = values
+        self._place = None if values is None else (x.data_ptr(), x.numel())
+        self._root = None if lasts or values is None else root()
         self._kept: Kept | None = kept
         self._memo: weakref.ref[Memo] | None = None
         if not lasts:
             # The graph holds the memo of what it saved. The note must not, nor the codes when the memo is gone.
             self._kept = replace(kept, memo=_GONE)
             self._memo = weakref.ref(kept.memo, self._end)
+
+    def is_about(self, x: Tensor) -> bool:
+        """Whether `x`, the tensor or a full view of it, holds what it held when the note was written."""
+        if self._version != x._version or (self._root is not None and self._root is not root()):
+            return False
+        if self._values is None:  # in a graph that is traced, which sees all writes
+            return True
+        return self._place == (x.data_ptr(), x.numel()) and same(self._values, x)
 
     def kept(self) -> Kept | None:
         """What rebuilds the tensor; None if the note has ended."""
@@ -247,7 +265,7 @@ def keep(x: Tensor, format: Packing, origin: str) -> Kept:
         kept = pack(local, format, origin)
         if kept.bits is not None and not _is_reused(x):
             if local is x:
-                attach(x, kept)
+                _write(x, kept, lasts=x.requires_grad)
             else:
                 _share(local, kept, lasts=x.requires_grad)
         kept = _placed(kept, x)
@@ -348,6 +366,7 @@ def pack(x: Tensor, format: Packing, origin: str, center: Tensor | None = None, 
         return _stood_in(AUDITED.values(x.detach(), block_format, center), laid_out, origin, _bits(format))
     packed = quantized(x.detach(), block_format, center)
     dtype, shape = x.dtype, x.shape
+    witness = witness_of(x, packed.scales, block_format, origin)
     saved: Tensors = (packed.codes, packed.scales)
     fetch: Callable[[Tensors], Tensors] | None = None
     # torch.compile traces on tensors of other classes; its graphs keep them on the device.
@@ -359,14 +378,17 @@ def pack(x: Tensor, format: Packing, origin: str, center: Tensor | None = None, 
     def dequantize(tensors: Tensors, after: Tensor | None) -> Tensor:
         codes, scales = tensors[:2] if fetch is None else fetch(tensors[:2])
         center = None if len(tensors) == 2 else tensors[2]
-        return laid_out(BlockTensor(codes, scales, block_format, shape, dtype).dequantize(after=after, center=center))
+        values = BlockTensor(codes, scales, block_format, shape, dtype).dequantize(after=after, center=center)
+        if witness is not None:
+            witness.saw(values, scales)
+        return laid_out(values)
 
     if center is not None:
         saved = (*saved, center)
     # Gated products are made from codes of such tensors only.
     is_plain = fetch is None and center is None and not shares and not block_format.is_stochastic
     gated_format = block_format if is_plain else None
-    return Kept(saved, Memo(dequantize), origin, _bits(format), gated_format)
+    return Kept(saved, Memo(dequantize), origin, _bits(format), gated_format, witness=witness)
 
 
 def _stood_in(value: Tensor, laid_out: Callable[[Tensor], Tensor], origin: str, bits: int) -> Kept:
@@ -439,8 +461,10 @@ def attach(x: Tensor, kept: Kept) -> None:
 
 
 def _write(x: Tensor, kept: Kept, *, lasts: bool) -> None:
-    """The note of `attach` on a plain tensor."""
-    setattr(x, _ATTRIBUTE, _Note(kept, x._version, lasts=lasts))
+    """The note of `attach` on a plain tensor; none on one without gradient that is read outside of a root forward."""
+    values = glance(x)
+    if values is None or lasts or root() is not None:
+        setattr(x, _ATTRIBUTE, _Note(x, kept, values, lasts=lasts))
 
 
 def found(x: Tensor) -> Kept | None:
@@ -453,11 +477,12 @@ def found(x: Tensor) -> Kept | None:
     of_whole = False
     if note is None and (whole := _whole(x)) is not x:
         note, of_whole = getattr(whole, _ATTRIBUTE, None), True
-    # In-place changes after the note was made would make it stand for another value.
-    if not isinstance(note, _Note) or note.version != x._version:
+    if not isinstance(note, _Note):
         return None
     kept = note.kept()
-    if kept is None or not of_whole:
+    if kept is None or not note.is_about(x):
+        return None
+    if not of_whole:
         return kept
     shape = x.shape
     return derive(lambda value: value.reshape(shape), (kept,), (), kept.origin)

@@ -29,6 +29,7 @@ from laconic.activations.kept import Kept, attach, derive, found, known, pack
 from laconic.activations.masked_relu import masked_relu, may_be_masked
 from laconic.activations.storages import place_of
 from laconic.activations.tracker import own_storages
+from laconic.activations.witnesses import glance, named, same
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 from laconic.ops import DTYPES
@@ -94,7 +95,7 @@ class Packer(TorchFunctionMode):
         # Parameters and buffers; and what was saved: how it is kept, None if exactly. The weak references pin the
         # addresses, so a storage that has been freed since cannot be mistaken for one of these.
         self._own: dict[int, StorageWeakRef] = {}
-        self._seen: dict[tuple[Any, ...], tuple[StorageWeakRef, Kept | None]] = {}
+        self._seen: dict[tuple[Any, ...], tuple[StorageWeakRef, Kept | None, bytes | Tensor | None]] = {}
 
     @contextmanager
     def active(self, module: nn.Module) -> Iterator[None]:
@@ -248,13 +249,15 @@ class Packer(TorchFunctionMode):
         layout = tensor.numel() if tensor.is_contiguous() else (tensor.shape, tensor.stride())
         key = (storage._cdata, tensor.storage_offset(), layout, tensor.dtype, tensor._version)
         tolerated = call is not None and call.may_round(tensor)
-        reference, kept = self._seen.get(key, (None, None))
-        if reference is None or reference.expired():
+        reference, kept, values = self._seen.get(key, (None, None, None))
+        is_known = reference is not None and not reference.expired()
+        if not is_known or (values is not None and not same(values, tensor)):
             kept = self._rounded(tensor, self.format, format, call) if call is not None and tolerated else None
+            values = None if kept is None else glance(tensor)
         elif not tolerated:
             kept = None
         # What one function keeps exact is there anyway, so the next one refers to it.
-        self._seen[key] = (StorageWeakRef(storage), kept)
+        self._seen[key] = (StorageWeakRef(storage), kept, values)
         return kept
 
     def _rounded(self, tensor: Tensor, packing: Packing, format: BlockFormat, call: Call) -> Kept | None:
@@ -265,6 +268,7 @@ class Packer(TorchFunctionMode):
             return Kept((tensor.detach(),), kept.memo, kept.origin)
         if kept is not None:
             return kept
+        named(call.function.__name__)
         layout, x = Layout.of(tensor), tensor.detach()
         center = call.center(x)
         period = None if center is None else _period(layout, center, format.block_size)

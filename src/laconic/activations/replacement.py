@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from laconic.activations.host_forward import forward_of, store_forward
+from laconic.activations.witnesses import RootForward
 from laconic.errors import ModelError
 from laconic.formats.shards import is_deepspeeds
 
@@ -206,7 +207,7 @@ class _NoSourceError(ModelError, AttributeError):
     """A forward has no source code that torch.jit.script could compile. Who only asks whether it has gets a no."""
 
 
-class ModelReplacement(Replacement):
+class ModelReplacement(Replacement, RootForward):
     """Base of the forwards of whole models, which hosts wrap and rebind.
 
     Accelerate takes the function of a bound method and binds it to the model instead, so here the object itself is
@@ -226,7 +227,7 @@ class ModelReplacement(Replacement):
         # Here and not in `run`, which may be one that torch.export cannot enter.
         if not self.enabled or torch.compiler.is_exporting():
             return self.original(*args, **kwargs)
-        return self.run(*args, **kwargs)
+        return self.run_root(self.run, args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The forward while it is enabled."""
