@@ -16,8 +16,7 @@ from benchmarks.kit.allocated import peak_of_step
 from laconic.activations import SavedTensorTracker, causal_loss
 from laconic.activations.causal_loss import CausalLossForward
 from laconic.activations.replacement import replacements_of
-from laconic.errors import ModelError
-from tests.activations.models import gradients_of, make_ids, make_model
+from tests.activations.models import gradients_of, make_ids, make_model, relative_error
 
 VOCABULARY = 1000
 
@@ -158,12 +157,18 @@ def test_it_is_copied_and_taken_out_with_the_rest() -> None:
     assert not any(isinstance(forward, CausalLossForward) for forward in replacements_of(exact))
 
 
-def test_a_second_derivative_is_refused() -> None:
-    logits, labels = numbers(torch.float32, 4)
-    value = causal_loss.causal_loss(logits, labels, vocab_size=VOCABULARY)
-    (grad,) = torch.autograd.grad(value, logits, create_graph=True)
-    with pytest.raises(ModelError, match="a second derivative"):
-        grad.square().sum().backward()
+@pytest.mark.parametrize("num_items", [None, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_second_derivatives_are_those_of_transformers(dtype: torch.dtype, num_items: int | None) -> None:
+    found = []
+    for loss in (ForCausalLMLoss, causal_loss.causal_loss):
+        logits, labels = numbers(dtype, 4)
+        value = loss(logits * 2, labels, vocab_size=VOCABULARY, num_items_in_batch=num_items)
+        (grad,) = torch.autograd.grad(value, logits, create_graph=True)
+        found.append((grad, *torch.autograd.grad(grad.square().sum(), logits)))
+    for expected, got in zip(*found, strict=True):
+        assert expected.dtype == got.dtype == dtype
+        assert relative_error(got, expected) < (1e-5 if dtype == torch.float32 else 0.02)
 
 
 def test_a_function_of_transformers_that_computes_something_else_is_not_replaced(

@@ -308,16 +308,6 @@ def test_a_functional_call_without_a_transform_is_compressed() -> None:
     assert 0 < relative_error(results[1], results[0]) < 0.02
 
 
-@pytest.mark.parametrize("penalty", [lambda y: y.sum(), lambda y: y.square().sum()])
-def test_a_second_derivative_is_refused_and_never_left_out(penalty: Callable[[Tensor], Tensor]) -> None:
-    # The gradient of a sum needs no gradient itself, and still depends on the weights.
-    _, twin, x = blocks({})
-    x.requires_grad_()
-    (dx,) = torch.autograd.grad(penalty(twin(x)), x, create_graph=True)
-    with pytest.raises(ModelError, match=r"a second derivative \(create_graph=True\) reaches what laconic"):
-        dx.square().sum().backward()
-
-
 def test_hooks_know_second_derivatives() -> None:
     model, twin, x = blocks({"bits": 8, "mode": "hooks"})
     x.requires_grad_()

@@ -363,3 +363,76 @@ def test_processes_that_the_script_spawns_are_converted_and_have_one_summary(tmp
     assert model["nbytes"] < model["exact_nbytes"] / 4
     assert summary["optimizers"] == {"AdamW": 3}
     assert summary["step_seconds"] > 0
+
+
+# Scripts that differentiate a gradient, and print a number that shows whether that came through.
+
+EQUATION = """
+    torch.manual_seed(0)  # u'' = -sin(x) on [0, 3] with u(0) = u(3) = 0
+    net = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64), nn.Softplus())
+    net.append(nn.Linear(64, 1))
+    optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
+    for step in range(150):
+        x = (torch.rand(64, 1) * 3).requires_grad_()
+        (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        (bend,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
+        loss = (bend + x.sin()).square().mean() + net(torch.tensor([[0.0], [3.0]])).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    points = torch.linspace(0, 3, 31)[:, None]
+    truth = points.sin() - points / 3 * torch.tensor(3.0).sin()
+    print((net(points) - truth).abs().max().item())
+"""
+
+PENALTY = """
+    torch.manual_seed(0)
+    critic = nn.Sequential(nn.Linear(32, 128), nn.LeakyReLU(0.2), nn.Linear(128, 128), nn.LeakyReLU(0.2))
+    critic.append(nn.Linear(128, 1))
+    optimizer = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.0, 0.9))
+    penalties = []
+    for step in range(100):
+        real, fake, mix = torch.randn(64, 32) + 1, torch.randn(64, 32) * 0.5, torch.rand(64, 1)
+        between = (mix * real + (1 - mix) * fake).requires_grad_()
+        (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+        penalties.append((slope.norm(dim=1) - 1).square().mean())
+        optimizer.zero_grad()
+        (critic(fake).mean() - critic(real).mean() + 10 * penalties[-1]).backward()
+        optimizer.step()
+    print(sum(penalty.item() for penalty in penalties[-20:]) / 20)
+"""
+
+META = """
+    from torch.func import functional_call
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(1, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+    parameters = dict(net.named_parameters())
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-9)
+    grads = {}
+    for second in (True, False):
+        x = torch.linspace(-3, 3, 64)[:, None]
+        inner = (functional_call(net, parameters, (x,)) - x.sin()).square().mean()
+        steps = torch.autograd.grad(inner, list(parameters.values()), create_graph=second)
+        stepped = {name: p - 0.5 * step for (name, p), step in zip(parameters.items(), steps)}
+        outer = (functional_call(net, stepped, (x,)) - (x + 1).sin()).square().mean()
+        optimizer.zero_grad()
+        outer.backward()
+        optimizer.step()
+        grads[second] = torch.cat([p.grad.flatten() for p in net.parameters()])
+    print(((grads[True] - grads[False]) @ grads[False] / grads[False].square().sum()).item())
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "tolerance"), [(EQUATION, 0.1), (PENALTY, 0.02), (META, 0.05)], ids=["equation", "penalty", "meta"]
+)
+def test_scripts_that_differentiate_twice_train_as_without(tmp_path: Path, script: str, tolerance: float) -> None:
+    code, out, err = laconic_run(tmp_path, script)
+    assert code == 0, err
+    exact = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=patient(120)
+    )
+    expected = exact.stdout
+    assert "less)" in err
+    assert abs(float(out) - float(expected)) < tolerance, (out, expected)

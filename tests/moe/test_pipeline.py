@@ -360,6 +360,10 @@ def graphs_can_be_retained_and_are_freed() -> None:
     (slope,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
     with pytest.raises(ScheduleError, match="second derivative"):
         (x * slope).sum().backward()
+    for wanted in (x, next(layer.parameters())):
+        (slope,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+        with pytest.raises(ScheduleError, match="second derivative"):
+            torch.autograd.grad(slope.sum(), wanted, allow_unused=True)
     x.grad = None
     with pytest.warns(UserWarning, match="use_reentrant"):
         checkpoint(layer, x, use_reentrant=False).sum().backward()  # type: ignore[no-untyped-call]

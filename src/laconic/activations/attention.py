@@ -24,18 +24,20 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from laconic.activations.checkpoint import runs_twice
 from laconic.activations.choice import Packing
 from laconic.activations.decisions import Habit
-from laconic.activations.derivatives import first_derivative, is_transformed
+from laconic.activations.derivatives import derivative, is_transformed
 from laconic.activations.dtensors import warn_exact
 from laconic.activations.kept import Kept, Memo, Tensors, attach, derive, pack, take_all
 from laconic.activations.replacement import OfModule, follow_copies, forget_copies
@@ -46,6 +48,7 @@ from laconic.activations.traceable import as_result
 from laconic.activations.witnesses import named
 from laconic.errors import ModelError
 from laconic.ops import DTYPES
+from laconic.ops.derivatives import connected, edge_of
 
 __all__ = ["AttentionCore", "attention_core_of"]
 
@@ -171,7 +174,8 @@ class AttentionCore(OfModule):
         if self._checked:
             return
         known = {id(leaf) for leaf in leaves}
-        stack, seen = [output.grad_fn for output in outputs], set()
+        # What is in the place of an input of the first run ends the search: behind it lies the rest of the model.
+        stack, seen = [output.grad_fn for output in outputs], {leaf.grad_fn for leaf in leaves}
         while stack:
             node = stack.pop()
             if node is None or node in seen:
@@ -206,7 +210,7 @@ _SLOT = _Slot()
 
 @dataclass(frozen=True)
 class _SecondRun:
-    """The second run: its outputs with their graph, and the leaves of that graph in the order of the first inputs."""
+    """The second run: its outputs with their graph, and where that graph begins, in the order of the first inputs."""
 
     outputs: Tensors
     leaves: Tensors
@@ -263,19 +267,28 @@ class _AttentionCall:
                 found[place] = tensor
         return found
 
-    def rebuild(self, saved: Tensors, *_: object) -> Any:
-        """Run the attention code again, under autograd, on the tensors that `saved` rebuilds."""
+    def rebuild(self, saved: Tensors, *_: object, edges: tuple[Tensor | None, ...] | None = None) -> Any:
+        """Run the attention code again, under autograd, on the tensors that `saved` rebuilds.
+
+        Given the `edges` of query, key and value, it runs on tensors in the places of the first inputs.
+        """
         codes, saved = saved[: sum(self.counts)], saved[sum(self.counts) :]
-        inputs = (*take_all(self.memos, self.counts, codes), *saved[: len(self.requires_grad) - 3])
-        leaves = tuple(
-            x.detach().requires_grad_(requires) for x, requires in zip(inputs, self.requires_grad, strict=True)
-        )
-        state = saved[len(self.requires_grad) - 3 :]
-        qkv, own, context = leaves[:3], leaves[3 : 3 + len(self.own)], iter(leaves[3 + len(self.own) :])
-        others, kwargs = tree_unflatten([next(context) if x is _SLOT else x for x in self.rest], self.spec)
-        parameters = swapped_parameters(self.module, dict(zip(self.own, own, strict=True)))
-        with torch.enable_grad(), self.replay.again(state), parameters:
-            results, _spec = tree_flatten(self.attend(self.module, *qkv, *others, **kwargs))
+        with torch.no_grad():
+            qkv = take_all(self.memos, self.counts, codes)
+        inputs, state = (*qkv, *saved[: len(self.requires_grad) - 3]), saved[len(self.requires_grad) - 3 :]
+        # torch's fused kernels have no second derivative, its own steps have.
+        kernel = nullcontext() if edges is None else sdpa_kernel(SDPBackend.MATH)
+        with torch.enable_grad(), self.replay.again(state), kernel:
+            if edges is None:
+                leaves = tuple(
+                    x.detach().requires_grad_(requires) for x, requires in zip(inputs, self.requires_grad, strict=True)
+                )
+            else:
+                leaves = (*map(connected, qkv, edges), *(x.view_as(x) for x in inputs[3:]))
+            own, context = leaves[3 : 3 + len(self.own)], iter(leaves[3 + len(self.own) :])
+            others, kwargs = tree_unflatten([next(context) if x is _SLOT else x for x in self.rest], self.spec)
+            with swapped_parameters(self.module, dict(zip(self.own, own, strict=True))):
+                results, _spec = tree_flatten(self.attend(self.module, *leaves[:3], *others, **kwargs))
         outputs = tuple(results[index] for index in self.found)
         self.core.check(outputs, leaves)
         return _SecondRun(outputs, leaves)
@@ -289,13 +302,18 @@ class _Attention(torch.autograd.Function):
         memo.announce()
         ctx.memo, ctx.run = memo, run
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[3:])
+        ctx.save_for_backward(*map(edge_of, inputs[:3]), *inputs[3:])
         return tuple(as_result(value) for value in values)
 
     @staticmethod
-    @first_derivative
+    @derivative
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        second: Any = ctx.memo.take(ctx.saved_tensors)
+        all_saved = ctx.saved_tensors
+        edges, saved = all_saved[:3], all_saved[3:]
+        has_graph = torch.is_grad_enabled()
+        if has_graph:
+            ctx.memo.leave()
+        second: Any = ctx.run.rebuild(saved, edges=edges) if has_graph else ctx.memo.take(saved)
         watched = {place: x for place, x in ctx.run.watched().items() if second.outputs[place].requires_grad}
         leaves = [leaf for leaf in second.leaves if leaf.requires_grad]
         wanted = [*leaves, *(second.outputs[place] for place in watched)]
@@ -303,7 +321,7 @@ class _Attention(torch.autograd.Function):
         found: dict[int, Tensor | None] = {}
         if reached and wanted:
             outputs, given = zip(*reached, strict=True)
-            got = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
+            got = torch.autograd.grad(outputs, wanted, given, create_graph=has_graph, allow_unused=True)
             found = {id(leaf): grad for leaf, grad in zip(leaves, got, strict=False)}
             for (place, tensor), grad in zip(watched.items(), got[len(leaves) :], strict=True):
                 # What came from outside of this attention has been added by autograd.

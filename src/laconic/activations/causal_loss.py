@@ -15,16 +15,17 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laconic.activations.derivatives import first_derivative, is_transformed
+from laconic.activations.derivatives import derivative, is_transformed
 from laconic.activations.replacement import ModelReplacement
 from laconic.activations.trial import usual_numbers
+from laconic.ops.derivatives import connected, edge_of, gradients
 
 __all__ = ["CausalLossForward", "causal_loss", "has_causal_loss"]
 
@@ -80,14 +81,24 @@ class _CrossEntropy(torch.autograd.Function):
         found = torch.ops.aten.nll_loss_forward(log_probabilities, targets, None, reduction, ignore_index)
         loss, total_weight = found
         ctx.dtype, ctx.reduction, ctx.ignore_index = logits.dtype, reduction, ignore_index
-        ctx.save_for_backward(log_probabilities, targets, total_weight)
+        ctx.save_for_backward(edge_of(logits), log_probabilities, targets, total_weight)
         value: Tensor = loss
         return value
 
     @staticmethod
-    @first_derivative
+    @derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        log_probabilities, targets, total_weight = ctx.saved_tensors
+        edge, log_probabilities, targets, total_weight = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # They differ from the logits by a number per row, which the loss does not depend on.
+            formula = partial(
+                F.cross_entropy,
+                target=targets,
+                reduction="mean" if ctx.reduction == 1 else "sum",
+                ignore_index=ctx.ignore_index,
+            )
+            (found,) = gradients(formula, (connected(log_probabilities, edge),), grad, (True,))
+            return None if found is None else found.to(ctx.dtype), None, None, None
         dlogits = torch.empty(log_probabilities.shape, dtype=ctx.dtype, device=log_probabilities.device)
         for rows in _tiles(log_probabilities):
             part, out = log_probabilities[rows], dlogits[rows]

@@ -1,8 +1,9 @@
-"""Supports first derivatives by backward, and no others.
+"""Which derivatives a compressed model has.
 
-Backward of packed tensors is written by hand, so it can be neither differentiated again nor transformed by torch.func,
-and there is no forward-mode formula. Under such transforms the original code runs, exactly and without saving anything;
-a second derivative, which is noticed too late for that, is refused.
+Derivatives of any order by backward: where a graph of the gradients is asked for (`create_graph=True`), backward
+rebuilds its inputs as always and differentiates torch's own formula at them. Of DTensors there are first derivatives
+only, and a second one is refused. Backward of packed tensors cannot be transformed by torch.func, and there is no
+forward-mode formula: under such transforms the original code runs, exactly and without saving anything.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import logging
 from functools import cache
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from laconic.activations.audited import AUDITED
+from laconic.activations.kept import Memo, Tensors
 from laconic.errors import ModelError
-from laconic.ops.derivatives import first_derivatives
+from laconic.ops.derivatives import connected, differentiable, refusal
 
-__all__ = ["first_derivative", "is_transformed"]
+__all__ = ["derivative", "is_transformed", "refuse_more", "take"]
 
 
 def is_transformed() -> bool:
@@ -44,9 +47,26 @@ def _warn_it_is_exact() -> None:
     )
 
 
-first_derivative = first_derivatives(
-    ModelError,
-    "a second derivative (create_graph=True) reaches what laconic keeps packed, but only first derivatives can be had "
-    "from that; call laconic.decompress_activations(model) for such steps, compress with mode='hooks', or compute the "
-    "loss by torch.nn.functional.cross_entropy",
+def take(memo: Memo, tensors: Tensors, edge: Tensor | None, after: Tensor | None = None) -> Tensor:
+    """What `memo.take` gives; where a graph of the gradients is asked for, in the place of the tensor it stands for.
+
+    Args:
+        memo, tensors, after: see `Memo.take`.
+        edge: `edge_of` the tensor.
+    """
+    if not torch.is_grad_enabled():
+        return memo.take(tensors, after)
+    with torch.no_grad():
+        value = memo.take(tensors)
+    return connected(value, edge)
+
+
+_REASON = (
+    "a second derivative (create_graph=True) reaches a {} that laconic keeps packed, of which there is only the first; "
+    "call laconic.decompress_activations(model) for such steps, compress with mode='hooks', or {}"
 )
+
+derivative = differentiable(ModelError, _REASON.format("DTensor", "take it before the model is parallelized"))
+"""Decorates each backward of this package: see `laconic.ops.derivatives.differentiable`."""
+
+refuse_more = refusal(ModelError, _REASON.format("vocabulary-parallel loss", "compute the loss from the logits"))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic.activations.derivatives import first_derivative
+from laconic.activations.derivatives import derivative
 from laconic.activations.forwards import SiteForward
 from laconic.activations.kept import attach, derive, found
 from laconic.activations.tracker import observe
@@ -94,7 +94,7 @@ class _Dropout(torch.autograd.Function):
         return value.detach()
 
     @staticmethod
-    @first_derivative
+    @derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (bits,) = ctx.saved_tensors
         mask = unpack_mask(bits, ctx.shape)

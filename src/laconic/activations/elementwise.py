@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from laconic.activations import functions
 from laconic.activations.choice import Packing, block_format_of
-from laconic.activations.derivatives import first_derivative
+from laconic.activations.derivatives import derivative
 from laconic.activations.dropout import pack_mask, unpack_mask
 from laconic.activations.forwards import SiteForward
 from laconic.activations.kept import attach, derive, found, keep
@@ -73,7 +73,7 @@ class _Relu(torch.autograd.Function):
         return value.detach()
 
     @staticmethod
-    @first_derivative
+    @derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (bits,) = ctx.saved_tensors
         return _where_positive(grad, bits), None, None

@@ -24,7 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from laconic.activations import functions
 from laconic.activations.choice import Packing
 from laconic.activations.decisions import Habit
-from laconic.activations.derivatives import first_derivative
+from laconic.activations.derivatives import derivative, take
 from laconic.activations.forwards import SiteForward
 from laconic.activations.kept import Memo, keep
 from laconic.activations.replay import Replay, forgetting, swapped_parameters
@@ -32,6 +32,7 @@ from laconic.activations.rerun import graft, rebuilt
 from laconic.activations.sites import Site
 from laconic.activations.traceable import as_result
 from laconic.activations.witnesses import named
+from laconic.ops.derivatives import edge_of
 
 __all__ = ["ExpertsForward", "RouterForward"]
 
@@ -173,25 +174,28 @@ class _Experts(torch.autograd.Function):
     def forward(ctx: Any, run: _ExpertsCall, value: tuple[Tensor], *inputs: Tensor) -> Tensor:
         run.memo.announce()
         ctx.run = run
-        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_backward(edge_of(inputs[0]), *inputs[1:])
         return as_result(value[0])
 
     @staticmethod
-    @first_derivative
+    @derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         run: _ExpertsCall = ctx.run
-        saved = ctx.saved_tensors
+        edge, *saved = ctx.saved_tensors
         num_given = len(run.requires_grad) - 1
         given, kept, state = (
             saved[:num_given],
             saved[num_given:][: run.num_kept],
             saved[num_given + run.num_kept :],
         )
-        inputs = (run.memo.take(kept, after=grad), *given)
+        inputs = (take(run.memo, tuple(kept), edge, after=grad), *given)
+        has_graph = torch.is_grad_enabled()
         leaves = tuple(
-            t.detach().requires_grad_(requires) for t, requires in zip(inputs, run.requires_grad, strict=True)
+            t.view_as(t) if has_graph else t.detach().requires_grad_(requires)
+            for t, requires in zip(inputs, run.requires_grad, strict=True)
         )
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        grads = iter(torch.autograd.grad(run.again(leaves, state), wanted, grad, allow_unused=True))
+        y = run.again(leaves, tuple(state))
+        grads = iter(torch.autograd.grad(y, wanted, grad, create_graph=has_graph, allow_unused=True))
         given_grads = [next(grads) if leaf.requires_grad else None for leaf in leaves]
         return (None, None, *given_grads, *[None] * (len(kept) + len(state)))

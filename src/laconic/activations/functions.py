@@ -7,8 +7,10 @@ quantization of AGoQ. Everything else that a gradient needs (inverse root mean s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +19,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from laconic.activations.choice import Packing
-from laconic.activations.derivatives import first_derivative
+from laconic.activations.derivatives import derivative, take
 from laconic.activations.dtensors import Placed, local_of, on_rows, row_dim
 from laconic.activations.gated import gated_product
-from laconic.activations.kept import Gate, Kept, Memo, Tensors, attach, derive, found, keep, take_all
-from laconic.activations.norms import NormSpec, norm_again, norm_backward
+from laconic.activations.kept import Gate, Kept, Memo, attach, derive, found, keep
+from laconic.activations.norms import NormSpec, norm_again, norm_backward, norm_formula
 from laconic.activations.traceable import as_result, traceable
 from laconic.ops import GATED_ACTIVATIONS
+from laconic.ops.derivatives import edge_of, gradients
 
 __all__ = ["ACTIVATIONS", "Activation", "activate", "linear", "norm", "origin_of", "square"]
 
@@ -114,15 +117,20 @@ class _Norm(torch.autograd.Function):
         kept.memo.announce()
         ctx.memo, ctx.origin, ctx.spec = kept.memo, kept.origin, spec
         ctx.dtype = x.dtype
-        ctx.save_for_backward(weight, bias, *saved)
+        ctx.save_for_backward(edge_of(x), weight, bias, *saved)
         return as_result(value[0])
 
     @staticmethod
-    @first_derivative
+    @derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, bias, *saved = ctx.saved_tensors
-        x = ctx.memo.take(tuple(saved), after=grad)
-        dx, dweight, dbias = _norm_backward(grad, x, weight, bias, ctx.spec, ctx.needs_input_grad[:3])
+        edge, weight, bias, *saved = ctx.saved_tensors
+        x = take(ctx.memo, tuple(saved), edge, after=grad)
+        needs = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():
+            formula = partial(norm_formula, spec=ctx.spec, dtype=grad.dtype)
+            dx, dweight, dbias = gradients(formula, (x, weight, bias), grad, needs)
+        else:
+            dx, dweight, dbias = _norm_backward(grad, x, weight, bias, ctx.spec, needs)
         return (
             None if dx is None else dx.to(ctx.dtype),
             None if dweight is None else dweight.to(weight.dtype),
@@ -180,22 +188,25 @@ class _Linear(torch.autograd.Function):
         ctx.memo, ctx.origin, ctx.transposed = kept.memo, kept.origin, transposed
         ctx.dtype = x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(weight, *saved)
+        ctx.save_for_backward(edge_of(x), weight, *saved)
         return as_result(value[0])
 
     @staticmethod
-    @first_derivative
+    @derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, *saved = ctx.saved_tensors
+        edge, weight, *saved = ctx.saved_tensors
         dim = row_dim(grad)
-        rows = grad.movedim(dim, 0).flatten(0, -2) if grad.dim() > 1 else grad.unsqueeze(0)
+        if torch.is_grad_enabled():  # batched gradients have no rule for flatten
+            rows = grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1])
+        else:
+            rows = grad.movedim(dim, 0).flatten(0, -2) if grad.dim() > 1 else grad.unsqueeze(0)
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
             # Under autocast the product was made in the gradient's dtype, so its backward is too.
             factor = weight.to(grad.dtype)
             dx = (grad @ (factor.t() if ctx.transposed else factor)).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            x = ctx.memo.take(tuple(saved), after=grad).to(grad.dtype)
+            x = take(ctx.memo, tuple(saved), edge, after=grad).to(grad.dtype)
             x = x.movedim(dim, 0).reshape(-1, weight.shape[0 if ctx.transposed else 1])
             dweight = (_product(x, rows) if ctx.transposed else _product(rows, x)).to(weight.dtype)
         if ctx.needs_input_grad[2]:
@@ -214,7 +225,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     projection that is the peak of a step. So the result is made some rows at a time; the bits are the same.
     """
     m, n = a.shape[1], b.shape[1]
-    if a.device.type != "cpu" or a.element_size() > 2 or m * n <= _TILE or type(a) is not Tensor:
+    is_whole = a.device.type != "cpu" or a.element_size() > 2 or m * n <= _TILE or type(a) is not Tensor
+    if is_whole or torch.is_grad_enabled():
         return a.t() @ b
     result = a.new_empty(m, n)
     for rows, part in zip(a.t().split(max(1, _TILE // n)), result.split(max(1, _TILE // n)), strict=True):
@@ -263,22 +275,26 @@ class _Activate(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor]:
         kept.memo.announce()
         ctx.memo, ctx.origin, ctx.activation = kept.memo, kept.origin, ACTIVATIONS[activation]
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(edge_of(x), *saved)
         if not has_edge:
             return as_result(value[0])
         ctx.set_materialize_grads(False)
         return as_result(value[0]), torch.empty_strided(x.shape, [0] * x.dim(), dtype=x.dtype, device=x.device)
 
     @staticmethod
-    @first_derivative
+    @derivative
     def backward(ctx: Any, grad: Tensor | None, of_edge: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        saved: Tensors = ctx.saved_tensors
+        edge, *saved = ctx.saved_tensors
         dx = of_edge
         if grad is None:
             ctx.memo.leave()
         else:
-            dx = ctx.activation.backward(grad, ctx.memo.take(saved, after=grad))
-            dx = dx if of_edge is None else dx + of_edge
+            x = take(ctx.memo, tuple(saved), edge, after=grad)
+            if torch.is_grad_enabled():
+                (dx,) = gradients(ctx.activation.forward, (x,), grad, (True,))
+            else:
+                dx = ctx.activation.backward(grad, x)
+            dx = dx if of_edge is None or dx is None else dx + of_edge
         return (dx, *[None] * (4 + len(saved)))
 
 
@@ -321,14 +337,14 @@ class _Square(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, value: Tensor, memo: Memo, *saved: Tensor) -> Tensor:
         memo.announce()
         ctx.memo = memo
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(edge_of(x), *saved)
         return as_result(value)
 
     @staticmethod
-    @first_derivative
+    @derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved: Tensors = ctx.saved_tensors
-        x = ctx.memo.take(saved, grad)
+        edge, *saved = ctx.saved_tensors
+        x = take(ctx.memo, tuple(saved), edge, after=grad)
         return (grad * x * 2, None, None, *[None] * len(saved))
 
 
@@ -338,13 +354,14 @@ class _Multiply(torch.autograd.Function):
         for part in kept:
             part.memo.announce()
         ctx.memos = tuple(part.memo for part in kept)
-        ctx.counts = tuple(len(part.tensors) for part in kept)
-        ctx.save_for_backward(*saved)
+        ctx.count = len(kept[0].tensors)  # of what is saved for a
+        ctx.save_for_backward(edge_of(a), edge_of(b), *saved)
         return a * b
 
     @staticmethod
-    @first_derivative
+    @derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved: Tensors = ctx.saved_tensors
-        a, b = take_all(ctx.memos, ctx.counts, saved, after=grad)
+        edge_a, edge_b, *saved = ctx.saved_tensors
+        a = take(ctx.memos[0], tuple(saved[: ctx.count]), edge_a, after=grad)
+        b = take(ctx.memos[1], tuple(saved[ctx.count :]), edge_b, after=grad)
         return (grad * b, grad * a, None, *[None] * len(saved))

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.activations.derivatives import first_derivative
+from laconic.activations.derivatives import derivative
 from laconic.activations.kept import Kept, Memo, Tensors, attach, in_range
 from laconic.activations.witnesses import Witness, saw_gradients, saw_product
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops import gated_backward_blockwise, gated_product_blockwise
+from laconic.ops.derivatives import connected, edge_of
 
 __all__ = ["gated_product"]
 
@@ -114,16 +115,21 @@ class _GatedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, edge: Tensor, how: _Product, *codes: Tensor) -> Tensor:
         ctx.how, ctx.origin = how, "mlp"
-        ctx.save_for_backward(*codes)
+        ctx.save_for_backward(edge_of(a), edge_of(b), *codes)
         return a * b
 
     @staticmethod
-    @first_derivative
+    @derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         how: _Product = ctx.how
-        codes: Tensors = ctx.saved_tensors
+        *edges, gate_codes, gate_scales, up_codes, up_scales = ctx.saved_tensors
+        codes: Tensors = (gate_codes, gate_scales, up_codes, up_scales)
         of_output = of_edge = None
-        if how.output is None or how.output() is None:
+        if torch.is_grad_enabled():
+            gate, up = how.gate_and_up(codes)
+            of_output = grad * connected(up, edges[1 - how.activated])
+            of_up = grad * connected(how.forward(gate), edges[how.activated])
+        elif how.output is None or how.output() is None:
             of_edge, of_up = how.gradients(grad, codes)
         else:
             gate, up = how.gate_and_up(codes)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -33,11 +34,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from laconic.activations.derivatives import first_derivative, is_transformed
+from laconic.activations.derivatives import derivative, is_transformed, refuse_more
 from laconic.activations.kept import in_range
 from laconic.activations.rounding import quantized
 from laconic.errors import DataError, ModelError
 from laconic.formats import BlockFormat, BlockTensor
+from laconic.ops.derivatives import connected, edge_of, gradients
 
 __all__ = ["TILES", "LossSpec", "check_range", "linear_cross_entropy", "mean", "token_losses"]
 
@@ -259,6 +261,21 @@ def _statistics(
     return lse, target, total
 
 
+def _whole_losses(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec, tiles: _Tiles
+) -> Tensor:
+    """The losses of `token_losses` from all logits at once, which torch differentiates as often as asked."""
+    logits = F.linear(hidden, weight.to(tiles.dtype), None if bias is None else bias.to(tiles.dtype)).to(tiles.wide)
+    logits = logits * spec.scale
+    if spec.softcap is not None:
+        logits = torch.tanh(logits / spec.softcap) * spec.softcap
+    counts = labels != spec.ignore_index
+    lse = logits.logsumexp(1)
+    target = logits.gather(1, torch.where(counts, labels, 0).unsqueeze(1)).squeeze(1)
+    losses = lse - (1 - spec.label_smoothing) * target - spec.label_smoothing * logits.mean(1)
+    return torch.where(counts, losses + spec.z_loss * lse.square(), 0.0)
+
+
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -282,24 +299,32 @@ class _TokenLosses(torch.autograd.Function):
             losses += spec.z_loss * lse.square()
         ctx.spec, ctx.tiles, ctx.format, ctx.shard = spec, tiles, format, shard
         if format is None:
-            ctx.save_for_backward(weight, bias, labels, lse, hidden)
+            ctx.save_for_backward(edge_of(hidden), weight, bias, labels, lse, hidden)
         else:
             packed = quantized(hidden, format)
-            ctx.save_for_backward(weight, bias, labels, None, packed.codes, packed.scales)
+            ctx.save_for_backward(edge_of(hidden), weight, bias, labels, None, packed.codes, packed.scales)
         logits = hidden.new_empty((0, tiles.num_entries), dtype=tiles.dtype)
         return losses.masked_fill_(labels == spec.ignore_index, 0.0), logits
 
     @staticmethod
-    @first_derivative
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        weight, bias, labels, lse, *saved = ctx.saved_tensors
+    @derivative
+    def backward(ctx: Any, grad: Tensor, of_logits: Tensor) -> tuple[Tensor | None, ...]:
+        edge, weight, bias, labels, lse, *saved = ctx.saved_tensors
         tiles: _Tiles = ctx.tiles
         hidden = saved[0]
         if ctx.format is not None:
             shape = torch.Size((tiles.num_tokens, weight.shape[1]))
             hidden = in_range(BlockTensor(saved[0], saved[1], ctx.format, shape, tiles.dtype).dequantize())
-        grad = torch.where(labels == ctx.spec.ignore_index, 0.0, grad)
         shard: VocabularyShard | None = ctx.shard
+        if torch.is_grad_enabled():
+            if shard is not None:
+                with torch.no_grad():
+                    results = _TokenLosses.backward(ctx, grad, of_logits)
+                return refuse_more(ctx, (grad,), results)
+            formula = partial(_whole_losses, labels=labels, spec=ctx.spec, tiles=tiles)
+            inputs = (connected(hidden, edge), weight, bias)
+            return *gradients(formula, inputs, grad, ctx.needs_input_grad[:3]), *[None] * 5
+        grad = torch.where(labels == ctx.spec.ignore_index, 0.0, grad)
         if shard is not None:
             labels = labels - shard.start
         with torch.autocast(hidden.device.type, enabled=False):

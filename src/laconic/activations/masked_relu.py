@@ -13,6 +13,7 @@ from torch import Tensor
 
 from laconic.activations.exact_codes import Layout
 from laconic.ops import pack_bits, select_bits, unpack_bits
+from laconic.ops.derivatives import is_batched
 from laconic.ops.schemas import MASK_DTYPES
 
 __all__ = ["masked_relu", "may_be_masked"]
@@ -55,6 +56,8 @@ class _Relu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, of_codes: Tensor) -> tuple[Tensor, None]:
         (codes,) = ctx.saved_tensors
+        if is_batched(grad):  # the operation on bits has no rule for that
+            return grad * ctx.layout.unflatten(unpack_bits(codes, length=grad.numel())), None
         if torch.is_grad_enabled():
             return _Masked.apply(grad, codes, ctx.layout), None
         return _masked(grad, codes, ctx.layout), None
@@ -70,6 +73,8 @@ class _Masked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (codes,) = ctx.saved_tensors
+        if is_batched(grad):
+            return grad * ctx.layout.unflatten(unpack_bits(codes, length=grad.numel())), None, None
         return _Masked.apply(grad, codes, ctx.layout), None, None
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from laconic.activations.cuda_graph import is_captured
 from laconic.activations.traceable import argument_class
 
-__all__ = ["NormSpec", "norm_again", "norm_backward", "normalize"]
+__all__ = ["NormSpec", "norm_again", "norm_backward", "norm_formula", "normalize"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,16 @@ def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormS
         return F.layer_norm(wide, x.shape[-1:], weight, bias, spec.eps).to(x.dtype)
     y = wide * _inverse_rms(wide, spec.eps)
     return (y if weight is None else y.mul_(_scale(weight, spec))).to(x.dtype)
+
+
+def norm_formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, dtype: torch.dtype) -> Tensor:
+    """`normalize` in `dtype`, by operations that torch differentiates as often as asked."""
+    wide = x.float()
+    if spec.kind == "layer":
+        weight, bias = (None if p is None else p.float() for p in (weight, bias))
+        return F.layer_norm(wide, x.shape[-1:], weight, bias, spec.eps).to(dtype)
+    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + spec.eps)
+    return (y if weight is None else y * _scale(weight, spec)).to(dtype)
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:

@@ -193,10 +193,11 @@ class Packer(TorchFunctionMode):
         dtype, states = result.dtype, tuple(map(_state, tensors))
 
         def rebuild(x: Tensor, *tensors: Tensor) -> Tensor:
+            in_place = is_relu and not torch.is_grad_enabled()  # or the graph of the gradients may have x as well
             for tensor, state in zip(tensors, states, strict=True):
                 _unchanged(tensor, state)
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-                if is_relu and inner.gives_away():
+                if in_place and inner.gives_away():
                     return x.relu_()
                 return function(x, *tensors).to(dtype)
 

@@ -75,6 +75,29 @@ def check_attention(before: object) -> None:
         )
 
 
+def _check_batches(*, draws: bool) -> None:
+    """Check that the code that runs again may run for several gradients at once.
+
+    Raises:
+        ModelError: it may not.
+    """
+    rule = "call backward once per gradient, or call laconic.decompress_activations(model) for such steps"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise ModelError(
+            "torch.func.vmap runs a backward in which compressed attention or experts run again under autograd, which "
+            f"it does not allow; pass is_grads_batched=True to torch.autograd.grad in its place, {rule}"
+        )
+    if not draws:
+        return
+    level = torch._C._vmapmode_increment_nesting()  # torch has no other way to ask
+    torch._C._vmapmode_decrement_nesting()
+    if level > 1:
+        raise ModelError(
+            "batched gradients (is_grads_batched, vectorize=True) reach compressed attention or experts that draw "
+            f"random numbers (dropout), which vmap does not allow when they run again; set the dropout to 0, {rule}"
+        )
+
+
 class Replay:
     """The environment of a computation: its random state, decisions, autocast, and the mode of a module.
 
@@ -131,12 +154,13 @@ class Replay:
         """While the block runs, code draws, decides and casts as in `run`; then the random state is as before.
 
         Raises:
-            ModelError: torch's attention is another function than in `run`; in the block, code decides by values in
-                another order.
+            ModelError: torch's attention is another function than in `run`, or vmap runs this backward and code draws;
+                in the block, code decides by values in another order.
         """
         check_attention(self._attention)
         num_draws = len(state) - self._num_decided
         draws, decided = state[:num_draws], state[num_draws:]
+        _check_batches(draws=bool(draws))
         with ExitStack() as stack:
             if draws:
                 devices = [self._device] if len(draws) > 1 else []

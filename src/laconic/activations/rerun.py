@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from laconic.activations.choice import Packing
-from laconic.activations.derivatives import first_derivative
 from laconic.activations.kept import Kept, Memo, attach, keep, pack
 from laconic.activations.traceable import as_result, traceable
 
@@ -54,6 +53,5 @@ class _PassOn(torch.autograd.Function):
         return as_result(value[0])
 
     @staticmethod
-    @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from laconic.errors import ScheduleError
 from laconic.moe.dispatch.base import Buffers, ExchangePlan, Transport
 from laconic.moe.layer import MoELayer
-from laconic.ops.derivatives import first_derivatives
+from laconic.ops.derivatives import edge_of, first_derivatives
 
 __all__ = ["Compute", "PlanExecutor", "ChunkRunner", "ChunkedLayer", "one_call"]
 
@@ -185,6 +185,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: ChunkedLayer, num_inputs: int, anchor: Tensor, *inputs: Tensor) -> Tensor:
         ctx.run, ctx.dtypes = run, [one.dtype for one in inputs[:num_inputs]]
+        ctx.save_for_backward(*map(edge_of, inputs))
         return run.take_out()
 
     @staticmethod
