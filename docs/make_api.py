@@ -25,6 +25,7 @@ PAGE = Path(__file__).with_name("api.md")
 PACKAGES = (
     "laconic",
     "laconic.advice",
+    "laconic.auditing",
     "laconic.activations",
     "laconic.gradients",
     "laconic.optim",
