@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ def audit(
 
     size = num_rows(batch)
     cuts: list[int | None] = [None] if size is None or size <= _ROWS else [_ROWS, None]
-    return audit_loss(inner, [lambda rows=rows: loss(rows) for rows in cuts], optimizer=optimizer, group=group)
+    return audit_loss(inner, [partial(loss, rows) for rows in cuts], optimizer=optimizer, group=group)
 
 
 def audit_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, agrees: bool) -> AuditReport:
@@ -152,7 +153,7 @@ def audit_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
     size = num_rows((args, dict(kwargs)))
     cuts: list[int | None] = [None] if size is None or size <= _ROWS else [_ROWS, None]
-    return audit_loss(model, [lambda rows=rows: loss(rows) for rows in cuts], agrees=agrees)
+    return audit_loss(model, [partial(loss, rows) for rows in cuts], agrees=agrees)
 
 
 def audit_loss(
@@ -355,7 +356,9 @@ class _Audit:
         if not isinstance(optimizer, AdamW8bit):
             return
         parameters = dict(self._model.named_parameters())
-        gradients = {parameters[name]: one for name, one in made.gradients.items() if one is not None}
+        gradients: dict[Tensor, Tensor] = {
+            parameters[name]: one for name, one in made.gradients.items() if one is not None
+        }
         names: Mapping[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
         self._found["num_updates"] = check_updates(optimizer, gradients, names)
 
