@@ -482,6 +482,7 @@ def test_what_integers_and_parameters_decide_is_not_noted() -> None:
     assert len(decisions.calls) == 1
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which Dynamo reads
 @pytest.mark.parametrize("decides", [False, True])
 def test_compiled_code_in_a_region_is_one_graph_in_both_runs(decides: bool) -> None:
     torch._dynamo.reset()
