@@ -26,7 +26,9 @@ LENGTH = 24
 
 
 def bert(head: str, **config: Any) -> Callable[[], nn.Module]:
-    return lambda: getattr(transformers, f"BertFor{head}")(transformers.BertConfig(vocab_size=64, max_position_embeddings=LENGTH, **SHAPE, **config))
+    return lambda: getattr(transformers, f"BertFor{head}")(
+        transformers.BertConfig(vocab_size=64, max_position_embeddings=LENGTH, **SHAPE, **config)
+    )
 
 
 def llama(head: str = "CausalLM") -> Callable[[], nn.Module]:

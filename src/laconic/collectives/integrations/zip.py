@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -134,7 +134,7 @@ def _codec_name(codec: Codec | str) -> str:
     return setting_of(codec) if isinstance(codec, Lossless) else codec if isinstance(codec, str) else codec.name
 
 
-def _listed(modules: list[tuple[str, nn.Module]]) -> str:
+def _listed(modules: Sequence[tuple[str, nn.Module]]) -> str:
     names = [name or "the model itself" for name, _ in modules]
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
