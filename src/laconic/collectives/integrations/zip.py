@@ -134,7 +134,7 @@ def _codec_name(codec: Codec | str) -> str:
     return setting_of(codec) if isinstance(codec, Lossless) else codec if isinstance(codec, str) else codec.name
 
 
-def _listed(modules: Sequence[tuple[str, nn.Module]]) -> str:
+def _listed(modules: Sequence[tuple[str, object]]) -> str:
     names = [name or "the model itself" for name, _ in modules]
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
