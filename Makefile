@@ -7,6 +7,7 @@
 # make trust   the tests of faults, damage, strangers and bad input, slow ones included: docs/reliability.md
 # make soak    200 faults at random moments of tiny runs, at most 60 minutes (ARGS="--seed 2" for other ones)
 # make hosts   the tests of host packages that cannot be installed beside `make test`'s: torchtitan, litgpt, torchft and others
+# make mutants mutation testing of what must never be wrong: docs/reliability.md (ARGS="--rooms adamw --mutants 10" for less)
 # make load    what is held for long: 100,000 collectives, 30 minutes of saves, 10,000 requests (ARGS="L1 --minutes 5" for less)
 # make sbom    dist/laconic.cdx.json, what the environment holds (CycloneDX)
 # make audit   workflows, and what constraints.txt pins, against known vulnerabilities
@@ -25,7 +26,7 @@ PARALLEL ?= -n 3 --dist loadgroup --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/kernels/*)
 
-.PHONY: demo test slow hosts trust soak load check format wheels reproducible sbom audit smoke matrix stranger site clean
+.PHONY: demo test slow hosts trust soak mutants load check format wheels reproducible sbom audit smoke matrix stranger site clean
 
 demo: $(VENV)/.installed-all
 	$(BIN)/laconic train $(ARGS)
@@ -94,6 +95,11 @@ trust: $(VENV)/.installed-dev
 soak: $(VENV)/.installed-dev
 	mkdir -p build
 	$(BIN)/python tools/soak.py --kills 200 --minutes 60 --report build/soak.md $(ARGS)
+
+# Works in place, so it refuses changes that are not committed. The tool has an environment of its own.
+mutants: $(VENV)/.installed-dev
+	$(PYTHON) -m venv build/mutants && build/mutants/bin/python -m pip install --quiet cosmic-ray==8.7.0
+	build/mutants/bin/python tools/mutation.py --report build/mutants/report.md $(ARGS)
 
 load: $(VENV)/.installed-dev
 	mkdir -p build
