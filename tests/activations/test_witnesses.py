@@ -455,6 +455,9 @@ def test_what_a_format_rounds_is_no_fault(
     x = DATA[data](torch.randn(shape).to(dtype))
     center = torch.randn(shape[-1]) if is_centered and shape else None
     saved = pack(x, BlockFormat(code, block_size, scale_dtype), "test", center)
+    if saved.bits is None:  # codes and scales of so few values are no smaller
+        assert saved.tensors[0] is x
+        return
     assert isinstance(saved.witness, Witness)
     saved.memo.announce()
     saved.memo.take(saved.tensors)  # outside of backward the comparison is made at once

@@ -234,7 +234,7 @@ def _shared(given: Tensor, x: Tensor, format: BlockFormat) -> Kept:
         version, values, of_format, kept = found
         if (version, of_format) == (given._version, format) and values is not None and same(values, given):
             return kept
-    kept = pack(x.detach(), format, "input")
+    kept = pack(x.detach(), format, "input of a checkpointed layer")
     if not given.is_leaf:
         _SHARED[given] = (given._version, glance(given), format, kept)
     return kept
