@@ -35,6 +35,7 @@ from laconic.collectives.arguments import check_group_rank
 from laconic.collectives.codec import Codec, check_codec, is_auto, setting_of
 from laconic.collectives.policy.raw_calls import RawCalls
 from laconic.collectives.policy.selector import foresee, prepare
+from laconic.collectives.process_group.averages import averages_of_integers
 from laconic.collectives.process_group.backends import compare, connect, forget
 from laconic.collectives.process_group.p2p import CODED, P2P, as_bytes
 from laconic.collectives.process_group.strided import on_dense
@@ -141,6 +142,8 @@ _NAMES = {
 }
 """Names of methods in errors, where they are others."""
 
+_REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
+
 
 def _call(**roles: tuple[str, ...]) -> Callable[[Callable[..., dist.Work]], Callable[..., dist.Work]]:
     """Decorate a collective, with roles as of `on_dense`: tensors are plain, and callbacks of the work may wait."""
@@ -158,7 +161,7 @@ def _call(**roles: tuple[str, ...]) -> Callable[[Callable[..., dist.Work]], Call
                 return group._handle(work, opts, name)
             return work
 
-        return call
+        return averages_of_integers(call) if name in _REDUCTIONS else call
 
     return decorate
 

@@ -31,7 +31,7 @@ from laconic.collectives.policy.selector import foresee
 from laconic.collectives.process_group.work_handles import AfterWork, PeerWork
 from laconic.collectives.runtime.device_streams import Ready
 from laconic.collectives.runtime.failure_diagnosis import is_own, reason_of
-from laconic.collectives.runtime.group_facts import ranks_of
+from laconic.collectives.runtime.group_facts import options_of, ranks_of
 from laconic.cost.comm.seconds import NO_CODE, RAW, TOO_SMALL
 from laconic.errors import CollectiveError, FormatError, LaconicError
 
@@ -57,6 +57,7 @@ class P2P:
         self._group = group
         self._ranks = ranks_of(group)
         self._size = len(self._ranks)
+        self._options = options_of(group)
         # With a capacity, a message might have to be sent twice; without, it is as long as it needs to be.
         self._codec = replace(codec, capacity_bits=None) if isinstance(codec, Lossless) else codec
         self._min_nbytes = min_nbytes
@@ -112,7 +113,7 @@ class P2P:
         self._check_rank("dst", dst)
         call = "send", x.numel(), x.dtype, dst
         try:
-            return PeerWork(self._group.send(tensors, dst, tag), tensors, self._explain, call)
+            return PeerWork(self._group.send(tensors, dst, tag), tensors, self._explain, call, self._options_for(x))
         except RuntimeError as error:
             raise self._explain(error, *call) from error
 
@@ -123,9 +124,12 @@ class P2P:
         call = "recv", x.numel(), x.dtype, src
         try:
             work = self._group.recv_anysource(tensors, tag) if src is None else self._group.recv(tensors, src, tag)
-            return PeerWork(work, tensors, self._explain, call)
+            return PeerWork(work, tensors, self._explain, call, self._options_for(x))
         except RuntimeError as error:
             raise self._explain(error, *call) from error
+
+    def _options_for(self, x: Tensor) -> Any:
+        return self._options if x.is_cpu else None  # on CUDA a wait with a timeout would block the host
 
     def _check_rank(self, name: str, rank: int) -> None:
         """Refuse what is no rank of the group: gloo reads past its list of peers."""

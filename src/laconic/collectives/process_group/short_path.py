@@ -9,12 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from laconic.collectives.policy.raw_calls import is_plain
 from laconic.collectives.process_group.group import ProcessGroupLaconic, given
 from laconic.collectives.runtime.torch_compat import method_of
 
 __all__ = ["QuickGroup"]
+
+_AVG: Any = dist.ReduceOp.AVG  # whose type the stubs do not accept
 
 
 class QuickGroup(ProcessGroupLaconic):
@@ -29,7 +32,12 @@ class QuickGroup(ProcessGroupLaconic):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Sum one tensor over ranks; at once if known to be raw."""
-        if opts is not None and timeout is None and self._raw.has("all_reduce", tensors[0]):
+        if (
+            opts is not None
+            and timeout is None
+            and _in_one_step(tensors[0], opts)
+            and self._raw.has("all_reduce", tensors[0])
+        ):
             return self._handle(self._backend_group.allreduce(tensors, opts), opts, "all_reduce")
         return super().allreduce(tensors, opts, timeout)
 
@@ -41,7 +49,12 @@ class QuickGroup(ProcessGroupLaconic):
 
     def reduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Reduce to the root; at once if known to be raw."""
-        if opts is not None and timeout is None and self._raw.has("reduce", tensors[0]):
+        if (
+            opts is not None
+            and timeout is None
+            and _in_one_step(tensors[0], opts)
+            and self._raw.has("reduce", tensors[0])
+        ):
             return self._handle(self._backend_group.reduce(tensors, opts), opts, "reduce")
         return super().reduce(*given(tensors, opts, timeout))
 
@@ -59,7 +72,12 @@ class QuickGroup(ProcessGroupLaconic):
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         """Sum over ranks and scatter, `input` [W * n], `output` [n]; at once if known to be raw."""
-        if opts is not None and is_plain(output) and self._raw.has("reduce_scatter", input):
+        if (
+            opts is not None
+            and is_plain(output)
+            and _in_one_step(input, opts)
+            and self._raw.has("reduce_scatter", input)
+        ):
             return self._handle(self._backend_reduce_scatter(output, input, opts), opts, "reduce_scatter")
         return super().reduce_scatter_single(output, input, opts)
 
@@ -97,6 +115,11 @@ class QuickGroup(ProcessGroupLaconic):
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
+
+
+def _in_one_step(x: Tensor, opts: Any) -> bool:
+    """Whether the backend does the reduction; averages of integers are divided here."""
+    return x.is_floating_point() or opts.reduceOp != _AVG
 
 
 def _dense(lists: Any) -> bool:

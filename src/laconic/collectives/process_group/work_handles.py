@@ -180,18 +180,26 @@ class PeerWork(TensorsWork):
         tensors: the message.
         explain: makes the error of the backend's and `call`.
         call: what the error names of the call.
+        options: those whose `_timeout` holds for a wait without one, as gloo itself would take the one that the group
+            was made with; None: the backend's own.
     """
 
     def __init__(
-        self, work: dist.Work, tensors: list[Tensor], explain: Callable[..., Exception], call: tuple[Any, ...]
+        self,
+        work: dist.Work,
+        tensors: list[Tensor],
+        explain: Callable[..., Exception],
+        call: tuple[Any, ...],
+        options: Any,
     ) -> None:
         dist.Work.__init__(self)  # a frame less: short messages wait for this
         self._tensors, self._work, self._explain, self._call = tensors, work, explain, call
+        self._options = options
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait for the backend; its RuntimeError becomes the error of `explain`."""
         try:
-            return self._work.wait(timeout)
+            return self._work.wait(timeout if timeout or self._options is None else self._options._timeout)
         except RuntimeError as error:
             raise self._explain(error, *self._call) from error
 

@@ -34,8 +34,8 @@ _POLL_SECONDS = 0.05
 
 _TAG = (1 << 25) - 1  # nobody sends with it
 
-_OWN = ("DefaultCPUAllocator", "InferenceMode")
-"""Texts of torch's errors that are no backend's: no memory, and a tensor of inference mode written to outside of it."""
+_OF_OTHERS = re.compile(r"peer|connect|timed? ?out|closed|socket|pipe|abort|nccl|gloo/", re.IGNORECASE)
+"""What errors say that come from the network: gloo's, NCCL's, and those of the store."""
 
 
 def broke_off(
@@ -68,7 +68,7 @@ def broke_off(
     return CollectiveError(
         f"{what} broke off on rank {ranks[group.rank()]}, which waited for {', which waited for '.join(waits)}:"
         f" {reason_of(error)}; {waits[-1]} ended, stopped, raised an error{or_else} or took longer than the group's"
-        " timeout, see its own output"
+        f" timeout, see its own output{_of_the_living(error)}"
     )
 
 
@@ -117,9 +117,25 @@ def losses_named(
         ) from error
 
 
+def _of_the_living(error: Exception) -> str:
+    """What a rank may have done that did not answer and yet has not ended, which would have closed its connections."""
+    if re.search("timed out", str(error), re.IGNORECASE) is None:
+        return ""
+    return (
+        "; or it made another call, or this one with another op, dtype or size, some of which are coded and others left"
+        " raw"
+    )
+
+
 def is_own(error: Exception) -> bool:
-    """Whether an error that came up in a collective is this rank's own, which says nothing about its peers."""
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _OWN)
+    """Whether an error that came up in a collective is this rank's own, which says nothing about its peers.
+
+    Those that torch has for arguments (an operation that a dtype does not have, a tensor of inference mode) are: the
+    group is alive, and looking for a lost rank would close its connections.
+    """
+    if isinstance(error, dist.DistError):
+        return False
+    return isinstance(error, torch.OutOfMemoryError) or _OF_OTHERS.search(str(error).partition("\n")[0]) is None
 
 
 def reason_of(error: Exception) -> str:
@@ -171,7 +187,7 @@ def broken_off(name: str, group: dist.ProcessGroup, error: RuntimeError, peer: i
     return CollectiveError(
         f"{name} broke off on rank {ranks[group.rank()]}: {reason};"
         f" {', '.join(missing) or f'one of ranks {[*ranks]}'} ended, stopped, raised an error or took longer than the"
-        " group's timeout, see its own output"
+        f" group's timeout, see its own output{_of_the_living(error)}"
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -16,7 +17,15 @@ import torch.distributed as dist
 
 from laconic.errors import ConfigError
 
-__all__ = ["follow_timeout", "original_of", "ranks_of", "register_group", "registered_ranks", "timeout_of"]
+__all__ = [
+    "follow_timeout",
+    "options_of",
+    "original_of",
+    "ranks_of",
+    "register_group",
+    "registered_ranks",
+    "timeout_of",
+]
 
 _CPU = torch.device("cpu")
 
@@ -75,11 +84,16 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
     gloo's sends and receives have the timeout that was set when the group was made, unless their `wait` is given one.
     """
-    try:
-        found = original_of(group)._get_backend(_CPU).options._timeout
-    except (AttributeError, RuntimeError):
-        return timedelta()
+    found = getattr(options_of(group), "_timeout", None)
     return found if isinstance(found, timedelta) else timedelta()
+
+
+def options_of(group: dist.ProcessGroup) -> Any:
+    """Options of the backend that a group has for CPU tensors; None if it has none. Their `_timeout` may change."""
+    try:
+        return original_of(group)._get_backend(_CPU).options
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def follow_timeout(copies: Iterable[dist.ProcessGroup]) -> None:

@@ -60,11 +60,11 @@ class _Nothing:
 _NOTHING = _Nothing()
 
 
-def thread_state() -> ThreadState:
-    """The settings of the current thread."""
+def thread_state(grad: bool | None = None, inference: bool | None = None) -> ThreadState:
+    """The settings of the current thread, but for those that are given."""
     return ThreadState(
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
+        torch.is_grad_enabled() if grad is None else grad,
+        torch.is_inference_mode_enabled() if inference is None else inference,
         _autocast_here() if _is_any_autocast_enabled() else (),
         torch.is_autocast_cache_enabled(),
     )
@@ -78,13 +78,14 @@ def as_here(do: Callable[P, T], written: Iterable[object] = (), grad: bool | Non
         written: what it writes to. Tensors that were made in inference mode can be written to in that mode only.
         grad: whether autograd records what it does; None: as it is now.
     """
-    state = thread_state()
-    if grad is not None:
-        state = state._replace(grad=grad)
     if _has_inference(written):
-        state = state._replace(grad=False, inference=True)
+        state = thread_state(False, True)
+    else:
+        state = thread_state(grad)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if state == thread_state():  # as in most calls; to enter a state takes longer than to compare
+            return do(*args, **kwargs)
         with state.entered():
             return do(*args, **kwargs)
 
@@ -97,7 +98,7 @@ def may_write(written: Iterable[object]) -> AbstractContextManager[object]:
 
 
 def _has_inference(written: Iterable[object]) -> bool:
-    return any(isinstance(x, Tensor) and x.is_inference() for x in written)
+    return any([isinstance(x, Tensor) and x.is_inference() for x in written])  # faster than a generator
 
 
 def _autocast_here() -> tuple[tuple[bool, torch.dtype], ...]:
