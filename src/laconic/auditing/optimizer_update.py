@@ -1,11 +1,11 @@
 """The first updates of an AdamW8bit against those of AdamW in double precision, on copies of parts of its parameters.
 
 A step of the optimizer itself would write weights and moments. So its own code runs two steps, with its groups'
-hyperparameters, on copies of up to `_MAX_ROWS` rows of each parameter. One that keeps exact moments is held to
-rounding. Of one in 8 bits the first step has exact moments, which begin at zero; the second reads what the first has
-coded. Each code of m and of v is off by a few per cent of itself at most, and what is below the smallest code of its
-block counts as zero, so a change may be off by a share of its size, `_CODED`. A wrong bias correction, rate, decay or
-block is off by more, and on the side of all weights.
+hyperparameters, on copies of up to `_MAX_ROWS` rows of each parameter, and both are held to rounding. Moments in 8
+bits begin exact, at zero. What the first step leaves of them has to be the exact ones to the nearest code of their
+blocks; the second step is compared with that of exact AdamW from there, as an update is no smooth function of its
+moments: where a second moment was coded as almost nothing, a change is off by any share of itself. A wrong bias
+correction, rate, decay or block is off by more than rounding.
 """
 
 from __future__ import annotations
@@ -17,20 +17,25 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
 from laconic.errors import AuditError
 from laconic.formats.shards import local_part
+from laconic.ops.adamw_scalars import adamw_scalars
+from laconic.ops.dynamic_map import STATE_BLOCK_SIZE, dynamic_map
 from laconic.optim import AdamW8bit
-from laconic.optim.moments import is_8bit
+from laconic.optim.moments import MOMENTS, dequantize_moment, is_8bit, rows_of
 
 __all__ = ["check_updates"]
 
 _MAX_ROWS = 32
 _MAX_NUMEL = 1 << 16
-_CODED = 0.12
-"""Root mean square of the error of the second change of coded moments, as a share of that of the change."""
+_SMALLEST = 2.0**-50
+"""Gradients below it count as zero here: fp32 keeps little of their squares, with which exact ones are compared."""
+_ROUNDING = 1e-3
+"""Root mean square of the error of a change, as a share of that of the change."""
 
 
 @torch.no_grad()
@@ -53,7 +58,7 @@ def check_updates(optimizer: AdamW8bit, gradients: Mapping[Tensor, Tensor], name
             if gradient is None or parameter.numel() == 0 or not bool(gradient.isfinite().all()):
                 continue
             part, its_gradient = _part(parameter), _part(gradient).to(parameter.dtype)
-            part.grad = its_gradient
+            part.grad = its_gradient.masked_fill_(its_gradient.abs() < _SMALLEST, 0.0)
             own["params"].append(part)
             copies.append((names.get(parameter, "a parameter"), part, part.double(), group))
     if not copies:
@@ -69,46 +74,88 @@ def check_updates(optimizer: AdamW8bit, gradients: Mapping[Tensor, Tensor], name
             type(twin).step(twin)
             for (name, part, _, group), reference, old in zip(copies, exact, before, strict=True):
                 assert part.grad is not None
-                _check(name, part, old, reference.change(old, part.grad.double(), step), step,
-                       is_8bit(twin.state[part]), group)  # fmt: skip
+                _check(name, part, old, reference.change(old, part.grad.double(), step), step, group)
+                reference.take(name, twin.state[part])
     return len(copies)
 
 
 class _Exact:
-    """AdamW of one tensor in double precision."""
+    """AdamW of one tensor in double precision; `take` goes on from the moments that a step has coded."""
 
     def __init__(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
         self._m, self._v = torch.zeros_like(parameter), torch.zeros_like(parameter)
         self._group = group
+        self._beta1, self._beta2 = (float(beta) for beta in group["betas"])
+        self._is_coded = False
 
     def change(self, parameter: Tensor, gradient: Tensor, step: int) -> Tensor:
         """What step `step` (1 is the first) adds to the parameter."""
-        group = self._group
-        beta1, beta2 = (float(beta) for beta in group["betas"])
+        group, beta1, beta2 = self._group, self._beta1, self._beta2
+        rate, decay, eps = float(group["lr"]), float(group["weight_decay"]), max(float(group["eps"]), 2.0**-126)
         gradient = -gradient if group["maximize"] else gradient
         self._m = beta1 * self._m + (1 - beta1) * gradient
         self._v = beta2 * self._v + (1 - beta2) * gradient.square()
-        root = (self._v / (1 - beta2**step)).sqrt() + group["eps"]
-        rate = float(group["lr"])
-        return -rate * (group["weight_decay"] * parameter + self._m / (1 - beta1**step) / root)
+        if self._is_coded:  # rounded apart, they may have a ratio that those of no gradients have
+            limit = self._v.sqrt() * adamw_scalars(rate, beta1, beta2, eps, decay, step).ratio_max
+            self._m = self._m.clamp(-limit, limit)
+        root = (self._v / (1 - beta2**step)).sqrt() + eps
+        return -rate * (decay * parameter + self._m / (1 - beta1**step) / root)
+
+    def take(self, name: str, state: Mapping[str, Any]) -> None:
+        """Go on from the moments of a state, if that holds codes.
+
+        Raises:
+            AuditError: they are not the exact ones to the nearest code.
+        """
+        if not is_8bit(state):
+            return
+        self._is_coded = True
+        stored = [
+            dequantize_moment(state[f"{moment}_codes"], state[f"{moment}_scales"], signed=signed).double()
+            for moment, signed in MOMENTS.items()
+        ]
+        for found, exact, (moment, signed) in zip(stored, (self._m, self._v), MOMENTS.items(), strict=True):
+            if not bool(((found - exact).abs() <= _code_bound(exact, signed)).all()):
+                raise AuditError(
+                    f"{moment} of {name} in the state of AdamW8bit is not the exact one to the nearest code of its "
+                    "blocks; likely causes: codes or scales of another block or parameter, a moment not written"
+                )
+        self._m, self._v = stored
 
 
-def _check(
-    name: str, part: Tensor, old: Tensor, expected: Tensor, step: int, is_coded: bool, group: Mapping[str, Any]
-) -> None:
+def _code_bound(moment: Tensor, signed: bool) -> Tensor:
+    """How far the nearest code may be from each value of an exact moment, of its shape.
+
+    Half of the gap between the levels around it, in scales of its block; values of no sign below the smallest level
+    become that, and -1 the level next to it.
+    """
+    values = moment.reshape(rows_of(moment.shape))
+    padding = -values.shape[1] % STATE_BLOCK_SIZE
+    blocks = F.pad(values, (0, padding)).unflatten(1, (-1, STATE_BLOCK_SIZE))
+    scales = blocks.abs().amax(-1, keepdim=True)
+    n = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)
+    levels = torch.tensor(dynamic_map(signed).levels, dtype=torch.float64, device=moment.device)
+    above = torch.bucketize(n, levels).clamp(max=len(levels) - 1)
+    low, high = levels[(above - 1).clamp(min=0)], levels[above]
+    gap = (high - low) / 2 if signed else torch.where(low == 0, high, (high - low) / 2)
+    bound = gap.maximum(levels[0] - n) * (1 + 1e-3) + 1e-6
+    bound = bound * scales + torch.finfo(torch.float32).tiny
+    return bound.flatten(1)[:, : values.shape[1]].reshape(moment.shape)
+
+
+def _check(name: str, part: Tensor, old: Tensor, expected: Tensor, step: int, group: Mapping[str, Any]) -> None:
     found = part.double() - old
     # A weight is rounded to its dtype, a scalar of the step to fp32.
     rounding = old.abs() * torch.finfo(part.dtype).eps + float(group["lr"]) * 1e-4
     error = ((found - expected).abs() - rounding).clamp(min=0).square().mean().sqrt().item()
     size = expected.square().mean().sqrt().item()
-    allowed = _CODED if is_coded and step == 2 else 1e-3
-    if error <= allowed * size or size == 0.0 == error:
+    if error <= _ROUNDING * size or size == 0.0 == error:
         return
     slope = float((found * expected).sum() / expected.square().sum()) if size else math.inf
     raise AuditError(
         f"update {step} of {name} by AdamW8bit is {slope:.3f} times that of exact "
-        f"AdamW, off by {error / size if size else math.inf:.2g} of it where {allowed:g} is allowed; likely causes: a "
-        "learning rate, weight decay or number of the step that is not the group's, or moments of other values"
+        f"AdamW, off by {error / size if size else math.inf:.2g} of it where {_ROUNDING:g} is allowed; likely causes: "
+        "a learning rate, weight decay or number of the step that is not the group's, or moments of other values"
     )
 
 
