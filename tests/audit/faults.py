@@ -373,8 +373,8 @@ def the_product_is_rebuilt_with_another_activation(patch: Patch) -> None:
 
 
 @fault("a derivative of another function", partial(language, family="gpt2"))
-def the_tanh_gelu_is_differentiated_as_the_exact_one(patch: Patch) -> None:
-    wrong = replace(functions.ACTIVATIONS["gelu_tanh"], backward=torch.ops.aten.gelu_backward)
+def the_tanh_gelu_is_differentiated_as_a_silu(patch: Patch) -> None:
+    wrong = replace(functions.ACTIVATIONS["gelu_tanh"], backward=torch.ops.aten.silu_backward)
     patch.setitem(functions.ACTIVATIONS, "gelu_tanh", wrong)
 
 
@@ -471,13 +471,13 @@ def the_factor_of_dropout_is_left_out(patch: Patch) -> None:
 
 @fault("a value of another layer", partial(language, attention="recompute"))
 def a_recomputed_module_gets_the_input_of_another(patch: Patch) -> None:
-    before, first = checkpoint.quantized, []
+    before, first = checkpoint.pack, {}
 
-    def quantized(x: Tensor, *args: Any) -> BlockTensor:
-        first.append(before(x, *args))
-        return first[0] if first[0].shape == x.shape else first[-1]
+    def pack(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = before(x, *args, **kwargs)
+        return first.setdefault(x.shape, made)
 
-    patch.setattr(checkpoint, "quantized", quantized)
+    patch.setattr(checkpoint, "pack", pack)
 
 
 @fault("run again with another argument", partial(language, attention="recompute", model={"attention_dropout": 0.3}))

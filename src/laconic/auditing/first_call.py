@@ -1,14 +1,17 @@
 """The audit of a model that somebody else trains: at its first training call, with the batch of that call.
 
-A forward pre-hook waits for the call, audits and is gone. The loss of a host is not known there: gradients are those of
-the loss that the model returns, or of its outputs times fixed random numbers, which reach the same parameters. The
-updates of an AdamW8bit are compared at its first step, with the gradients of that.
+Forward pre-hooks of the model and its largest parts wait for the call; the first that is called is audited, and all of
+them are gone. The loss of a host is not known there: gradients are those of the loss that is returned, or of outputs
+times fixed random numbers, which reach the same parameters. At the first step of an optimizer that has parameters of
+the model, the updates of an AdamW8bit are compared, with the gradients of that step, and afterwards the weights of the
+ranks that train replicas. A model that was not called by then was not audited, and a line says so.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,49 +19,92 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from laconic.activations.audited import AUDITED
 from laconic.activations.derivatives import is_transformed
+from laconic.activations.largest_parts import largest_parts
 from laconic.activations.report import is_measuring
-from laconic.auditing.first_step import AuditReport, audit_call
+from laconic.auditing.first_step import AuditReport, audit_call, has_experts
 from laconic.auditing.optimizer_update import check_updates
-from laconic.errors import ModelError
+from laconic.errors import AuditError, LaconicError, ModelError
 from laconic.formats import quantized_gradient
 from laconic.formats.shards import is_deepspeeds, sharded_like
+from laconic.gradients import CompressedGradients
+from laconic.gradients.turns import owner_of
 from laconic.optim import AdamW8bit
 from laconic.output_lines import say
+from laconic.replicas import verify_replicas
 
 __all__ = ["audit_first_call", "audit_now"]
 
 
 def audit_first_call(model: nn.Module, *, agrees: bool = True) -> None:
-    """Audit `model` when it is first called in training mode with gradients enabled; a second request changes nothing.
+    """Audit `model`, or a part with most of its parameters: whichever is first called in training, with gradients.
+
+    A second request changes nothing.
 
     Args:
         model: converted already.
         agrees: whether all ranks of the default group train this model, call it first at the same moment, and decide
             together.
 
-    The call raises AuditError where something differs.
+    The call raises AuditError where something differs, and so does the first step of its optimizer.
     """
-    if not any(isinstance(hook, _FirstCall) for hook in model._forward_pre_hooks.values()):
-        model.register_forward_pre_hook(_FirstCall(agrees), with_kwargs=True)
+    if any(isinstance(hook, _FirstCall) for hook in model._forward_pre_hooks.values()):
+        return
+    hook = _FirstCall([*largest_parts(model)], agrees)
+    for part in hook.parts:
+        part.register_forward_pre_hook(hook, with_kwargs=True)
+    _first_step_of(model)
 
 
-def audit_now(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, agrees: bool) -> AuditReport:
-    """Audit a model with the arguments of its call, print the line, and wait for its AdamW8bit's first step.
+def audit_now(
+    called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, agrees: bool, model: nn.Module | None = None
+) -> AuditReport:
+    """Audit a module with the arguments of its call, print the line, and wait for its optimizer's first step.
+
+    Args:
+        called: a model, or a part of one.
+        args, kwargs: of the call.
+        agrees: as in `audit_first_call`.
+        model: that `called` is a part of; None if it is one itself.
 
     Raises:
         AuditError: something differs.
     """
-    report = _audited(model, args, kwargs, agrees)
+    model = called if model is None else model
+    first_step = _first_step_of(model)
+    first_step.replicas = _replicas(model) if agrees else None
+    first_step.was_called = True
+    report = _audited(called, args, kwargs, agrees)
+    if called is not model and report.num_parameters:
+        name = next(name for name, module in model.named_modules() if module is called)
+        report = replace(report, left_out=(*report.left_out, f"what is not in {name}, which is called by itself"))
+    _say(report)
+    return report
+
+
+def _say(report: AuditReport) -> None:
     if os.environ.get("RANK", "0") == "0":
         say(f"laconic {report}")
-    if report.num_parameters:
-        _FirstUpdate(model)
-    return report
+
+
+def _replicas(model: nn.Module) -> dist.ProcessGroup | None:
+    """The group whose ranks have the same weights after each step; None if that is not known."""
+    if has_experts(model):
+        return None
+    for store in map(owner_of, model.parameters()):
+        if isinstance(store, CompressedGradients):
+            return store.group
+    around = DistributedDataParallel._get_active_ddp_module()
+    if around is None or around.parameters_to_ignore or not any(m is model for m in around.module.modules()):
+        return None
+    hooks = [hook for hook, _ in getattr(around, "_comm_hooks", ())]  # one of another may leave ranks apart for a while
+    known = all(getattr(hook, "__module__", "").startswith("laconic") for hook in hooks)
+    return around.process_group if known else None
 
 
 def _audited(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], agrees: bool) -> AuditReport:
@@ -74,10 +120,10 @@ def _audited(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], ag
 
 
 class _FirstCall:
-    """The hook; a copy of the model has one of its own."""
+    """The hook of a model and its parts; a copy of the model has one of its own."""
 
-    def __init__(self, agrees: bool) -> None:
-        self._agrees = agrees
+    def __init__(self, parts: list[nn.Module], agrees: bool) -> None:
+        self.parts, self._agrees = parts, agrees
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -85,28 +131,41 @@ class _FirstCall:
             return
         if is_transformed() or is_measuring() or torch._C._current_graph_task_id() != -1:
             return
-        for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, _FirstCall)]:
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-        audit_now(module, args, kwargs, agrees=self._agrees and dist.is_available() and dist.is_initialized())
+        for part in self.parts:
+            for key in [key for key, hook in part._forward_pre_hooks.items() if hook is self]:
+                del part._forward_pre_hooks[key]
+                part._forward_pre_hooks_with_kwargs.pop(key, None)
+        agrees = self._agrees and dist.is_available() and dist.is_initialized()
+        audit_now(module, args, kwargs, agrees=agrees, model=self.parts[0])
 
 
-class _FirstUpdate:
-    """Compares the updates of an AdamW8bit at the first step of any optimizer that has parameters of the model."""
+class _FirstStep:
+    """What is due at the first step of any optimizer that has parameters of a model.
+
+    Attributes:
+        model: weakly held.
+        was_called: whether the model, or a part of it, was called; else it was not audited.
+        replicas: the group whose ranks have to have the same weights afterwards; None if nobody has.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        _watch_steps()
-        _WAITING.append(self)
+        self.model = weakref.ref(model)
+        self.was_called = False
+        self.replicas: dist.ProcessGroup | None = None
 
-    def before_step(self, optimizer: Optimizer) -> bool:
-        """Compare, if the optimizer has parameters of the model; returns whether there is nothing to wait for."""
-        model = self._model()
+    def before(self, optimizer: Optimizer) -> bool:
+        """Compare updates, if the optimizer has parameters of the model; returns whether this is the step."""
+        model = self.model()
         if model is None:
             return True
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p in names]
-        if parameters and isinstance(optimizer, AdamW8bit):
+        if not parameters:
+            return False
+        if not self.was_called:
+            unseen = "all, as no training call of the model was seen before its optimizer's first step"
+            _say(AuditReport(left_out=(f"{unseen}; call laconic.audit(model, batch) before it",)))
+        elif isinstance(optimizer, AdamW8bit):
             gradients = {}
             for parameter in parameters:
                 coded = quantized_gradient(parameter)
@@ -115,18 +174,53 @@ class _FirstUpdate:
                 elif parameter.grad is not None and parameter.grad.layout == torch.strided:
                     gradients[parameter] = parameter.grad
             check_updates(optimizer, gradients, names)
-        return bool(parameters)
+        return True
+
+    def after(self) -> None:
+        """Compare the weights of all ranks.
+
+        Raises:
+            AuditError: they differ.
+        """
+        model = self.model()
+        if model is None or self.replicas is None or self.replicas.size() == 1:
+            return
+        try:
+            verify_replicas(model, group=self.replicas)
+        except LaconicError as error:
+            raise AuditError(
+                f"after the first step {error}; likely causes: a bucket that was not reduced, gradients clipped or "
+                "scaled on one rank before they were, hyperparameters of the optimizer that ranks do not share"
+            ) from error
 
 
-_WAITING: list[_FirstUpdate] = []
+_WAITING: list[_FirstStep] = []
+_STEPPING: list[_FirstStep] = []
+
+
+def _first_step_of(model: nn.Module) -> _FirstStep:
+    """The one that waits for a model's first step, made if there is none."""
+    for one in _WAITING:
+        if one.model() is model:
+            return one
+    _watch_steps()
+    _WAITING.append(_FirstStep(model))
+    return _WAITING[-1]
 
 
 @cache
 def _watch_steps() -> None:
-    # A hook cannot be removed while it runs, so it stays.
+    # A hook cannot be removed while it runs, so they stay.
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _WAITING:
-        _WAITING[:] = [one for one in _WAITING if not one.before_step(optimizer)]
+        _STEPPING[:] = [one for one in _WAITING if one.before(optimizer)]
+        _WAITING[:] = [one for one in _WAITING if one not in _STEPPING]
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    while _STEPPING:
+        _STEPPING.pop().after()

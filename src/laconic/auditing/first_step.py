@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,20 +21,18 @@ from laconic.activations.head import CausalForward
 from laconic.activations.replacement import check_module, replacements_of
 from laconic.auditing.batch import first_rows, num_rows
 from laconic.auditing.comparison import TOLERANCE, Difference, compare, relative_error, same_bits
-from laconic.auditing.experts_alone import watching_experts
 from laconic.auditing.gradient_store import check_store
 from laconic.auditing.optimizer_update import check_updates
-from laconic.auditing.runs import Outcome, Runs
+from laconic.auditing.runs import Outcome, Runs, Way
 from laconic.auditing.state import ModelState
 from laconic.auditing.training_call import LossOf, TrainingCall, copied, find_loss
 from laconic.errors import AuditError, LaconicError, ModelError
 from laconic.gradients import CompressedGradients
 from laconic.gradients.turns import owner_of
-from laconic.moe.layer import moe_layers
 from laconic.optim import AdamW8bit
 from laconic.replicas import verify_replicas
 
-__all__ = ["AuditReport", "audit", "audit_call", "audit_loss"]
+__all__ = ["AuditReport", "audit", "audit_call", "audit_loss", "has_experts"]
 
 _ROWS = 2  # norms over the batch need two
 _TOKENS = 512
@@ -230,7 +229,7 @@ class _Audit:
     def _has_more_of_ours(self) -> bool:
         """Whether gradients, the optimizer or layers of experts are laconic's."""
         stores = any(isinstance(owner_of(p), CompressedGradients) for p in self._model.parameters())
-        return stores or isinstance(_bare(self._optimizer), AdamW8bit) or bool(moe_layers(self._model))
+        return stores or isinstance(_bare(self._optimizer), AdamW8bit) or has_experts(self._model)
 
     @property
     def _num_ranks(self) -> int:
@@ -273,7 +272,7 @@ class _Audit:
         for number, loss in enumerate(self._losses):
             runs = Runs(self._model, loss)
             try:
-                with watching_experts(self._model) as experts:
+                with _watching_experts(self._model) as experts:
                     exact = runs.run("exact")
             except torch.OutOfMemoryError:
                 self._left_out.append("all, as the exact run does not fit in memory")
@@ -284,7 +283,7 @@ class _Audit:
                 continue
             if bool(exact.loss.isfinite().all()):
                 self._loss = loss
-                self._found["num_layers_of_experts"] = experts.compared
+                self._found["num_layers_of_experts"] = 0 if experts is None else experts.compared
                 return runs, exact
         self._left_out.append("all, as the exact loss is not finite")
         return None
@@ -300,33 +299,40 @@ class _Audit:
             except AuditError as error:
                 faults.append(error)
 
-        outcome = runs.run("unrounded")
-        bits: bool | None = True
+        def run(way: Way) -> Outcome | None:
+            try:
+                return runs.run(way)
+            except AuditError as error:
+                faults.append(error)
+            except ModelError as error:  # of a witness, say
+                faults.append(AuditError(f"the first step runs exactly, but not compressed: {error}"))
+            return None
+
+        bits: bool | None = None if _is_chunked(self._model) else True
         allowed: dict[str, float] = {}
-        if _is_chunked(self._model):
-            bits = None
-            check(_check_near, outcome.loss, exact.loss, tolerance)
-        elif not same_bits(outcome.loss, exact.loss):
-            again = runs.run("exact")
-            if same_bits(again.loss, exact.loss):
-                check(_refuse_bits, outcome.loss, exact.loss)
-            else:
-                bits, allowed = None, _own_errors(again, exact)
-                self._left_out.append("loss bits, as the exact run does not repeat its own")
-        check(_refuse, compare(outcome.gradients, exact.gradients, tolerance, allowed), _IN_BACKWARD)
-        if bits:
-            check(_refuse_buffers, outcome.buffers, exact.buffers)
-        try:
-            outcome = runs.run("rounded")
-        except AuditError as error:
-            raise faults[0] if faults else error from None
-        errors = _errors(outcome, exact)
-        rounded, outcome = outcome, runs.run("compressed")
-        if bits:
+        if (outcome := run("unrounded")) is not None:
+            if bits is None:
+                check(_check_near, outcome.loss, exact.loss, tolerance)
+            elif not same_bits(outcome.loss, exact.loss):
+                again = runs.run("exact")
+                if same_bits(again.loss, exact.loss):
+                    check(_refuse_bits, outcome.loss, exact.loss)
+                else:
+                    bits, allowed = None, _own_errors(again, exact)
+                    self._left_out.append("loss bits, as the exact run does not repeat its own")
+            check(_refuse, compare(outcome.gradients, exact.gradients, tolerance, allowed), _IN_BACKWARD)
+            if bits:
+                check(_refuse_buffers, outcome.buffers, exact.buffers)
+        rounded, outcome = run("rounded"), run("compressed")
+        if outcome is not None and bits:
             check(_refuse_bits, outcome.loss, exact.loss)
-        check(_refuse, compare(outcome.gradients, rounded.gradients, tolerance, allowed), _IN_CODES)
+        if outcome is not None and rounded is not None:
+            check(_refuse, compare(outcome.gradients, rounded.gradients, tolerance, allowed), _IN_CODES)
         if faults:
             raise faults[0]
+        assert rounded is not None
+        assert outcome is not None
+        errors = _errors(rounded, exact)
         median = errors[len(errors) // 2] if errors else None
         self._found |= {"num_parameters": len(errors), "loss_bits": bits, "median_error": median}
         return outcome
@@ -452,6 +458,20 @@ def _tolerance(model: nn.Module, exact: Outcome) -> float:
         if torch.is_autocast_enabled(kind):
             dtypes.add(torch.get_autocast_dtype(kind))
     return max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether it has layers of laconic.moe, whose import takes a second: without it there are none."""
+    moe = sys.modules.get("laconic.moe.layer")
+    return moe is not None and bool(moe.moe_layers(model))
+
+
+def _watching_experts(model: nn.Module) -> AbstractContextManager[Any]:
+    if not has_experts(model):
+        return nullcontext()
+    from laconic.auditing.experts_alone import watching_experts  # see has_experts
+
+    return watching_experts(model)
 
 
 def _is_compressed(model: nn.Module) -> bool:

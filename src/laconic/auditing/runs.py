@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from laconic.activations.audited import keeping_values, running_originals
+from laconic.activations.witnesses import settle
 from laconic.auditing.rounding_bound import Rounding, unrounded
 from laconic.auditing.state import ModelState
 from laconic.errors import AuditError
@@ -54,6 +55,7 @@ class Runs:
 
         Raises:
             AuditError: a tensor that is rounded is further off than its format allows.
+            ModelError: backward computes with something else than forward (see laconic.activations.witnesses).
         """
         rounding = Rounding()
         switch: AbstractContextManager[None] = nullcontext()
@@ -66,6 +68,7 @@ class Runs:
             with torch.enable_grad(), _interpreted(), switch:
                 loss = self._loss()
                 gradients = self._backward(loss)
+            settle(wait=True)  # what a device finds while it computes
             buffers = {name: int(digest(local_part(x))) for name, x in self._model.named_buffers() if not x.is_meta}
         finally:
             state.restore()

@@ -6,7 +6,7 @@ labels. So the first figure, on tokens that are made up, is replaced at the firs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 
 from laconic.activations.checkpoint import runs_twice
 from laconic.activations.cuda_graph import is_captured
+from laconic.activations.largest_parts import largest_parts
 from laconic.activations.report import Call, Measurement, Report
 from laconic.activations.suspended import fitting, measure_both
 from laconic.errors import ModelError
@@ -41,7 +42,7 @@ class _FirstCall:
 
     def __init__(self, model: nn.Module, then: Callable[[Measurement, Measurement], object]) -> None:
         self._model, self._then = model, then
-        self._handles = [part.register_forward_pre_hook(self, with_kwargs=True) for part in _largest(model)]
+        self._handles = [part.register_forward_pre_hook(self, with_kwargs=True) for part in largest_parts(model)]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
@@ -74,19 +75,6 @@ def _for_a_copy() -> Callable[..., None]:
 
 def _nothing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     pass
-
-
-def _largest(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, its child with more than half of its parameters, that one's, and so on."""
-    yield model
-    total = sum(map(_numel, model.parameters()))
-    for child in model.children():
-        if 2 * sum(map(_numel, child.parameters())) > total:
-            yield from _largest(child)
-
-
-def _numel(parameter: torch.Tensor) -> int:
-    return 0 if isinstance(parameter, nn.parameter.UninitializedParameter) else parameter.numel()
 
 
 def logged(report: Report | None) -> dict[str, float]:

@@ -1,0 +1,25 @@
+"""The modules of a model that a host may call in place of the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+__all__ = ["largest_parts"]
+
+
+def largest_parts(model: nn.Module) -> Iterator[nn.Module]:
+    """The model, its child with more than half of its parameters, that one's, and so on.
+
+    Trainers of preferences and losses computed in pieces call a language model's decoder, adapters wrap it again.
+    """
+    yield model
+    total = sum(map(_numel, model.parameters()))
+    for child in model.children():
+        if 2 * sum(map(_numel, child.parameters())) > total:
+            yield from largest_parts(child)
+
+
+def _numel(parameter: Tensor) -> int:
+    return 0 if isinstance(parameter, nn.parameter.UninitializedParameter) else parameter.numel()
