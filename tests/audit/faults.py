@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from laconic.activations import (
     attention,
     causal_loss,
+    decisions,
     dropout,
     elementwise,
     experts,
@@ -478,6 +479,22 @@ def a_recomputed_module_gets_the_input_of_another(patch: Patch) -> None:
         return first.setdefault(x.shape, made)
 
     patch.setattr(checkpoint, "pack", pack)
+
+
+@fault("a decision of another region", partial(plain, model=hosts.Choosing, shape=(6, 16, 64)))
+def a_region_decides_as_another_one_did(patch: Patch) -> None:
+    before, first = decisions.Decisions.again, []
+
+    def again(self: Any, tensors: Any = None) -> Any:
+        first.append(list(self.tensors if tensors is None else tensors))
+        return before(self, first[0])
+
+    patch.setattr(decisions.Decisions, "again", again)
+
+
+@fault("a stale note", partial(plain, model=hosts.WrittenUnseen, shape=(6, 16, 64)))
+def a_note_is_read_though_values_differ(patch: Patch) -> None:
+    patch.setattr(kept, "same", lambda before, x: True)
 
 
 @fault("run again with another argument", partial(language, attention="recompute", model={"attention_dropout": 0.3}))

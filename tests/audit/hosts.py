@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import laconic
+from laconic.activations import checkpoint
 from laconic.auditing import AuditReport
 from laconic.moe import GatedExperts, MoELayer, SoftmaxGate
 from tests.activations.models import make_ids, make_model
@@ -42,6 +43,44 @@ class Moving(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.linear(self.norm(x).mul_(2))
         return result
+
+
+class WrittenUnseen(nn.Module):
+    """As `Moving`, but torch does not count the write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        y.data.mul_(2)
+        result: Tensor = self.linear(y)
+        return result
+
+
+class Choosing(nn.Module):
+    """Two regions that run again in backward, each of which passes the two best of four parts of its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.gates = nn.ModuleList(nn.Linear(64, 4) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        for gate, layer in zip(self.gates, self.layers, strict=True):
+            x = x + checkpoint(self._region, x, gate=gate, layer=layer)
+        return x
+
+    @staticmethod
+    def _region(x: Tensor, gate: nn.Module, layer: nn.Module) -> Tensor:
+        scores = gate(x).softmax(-1)
+        values, places = scores.topk(2, -1)
+        weights = torch.zeros_like(scores).scatter(-1, places, values)
+        y: Tensor = (layer(x).unflatten(-1, (4, 16)) * weights.unsqueeze(-1)).flatten(-2)
+        return y
 
 
 class Convolutions(nn.Module):

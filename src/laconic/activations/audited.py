@@ -1,7 +1,7 @@
 """How the runs of an audit differ from training: switches of one thread, off but while `laconic.audit` compares.
 
-Three places read them, each where it decides anyway: `is_transformed` (do the original forwards run), `pack` and
-`packed_inputs` (is a tensor kept in codes, or as the values that stand in for it).
+They are read where something is decided anyway: `is_transformed` (do the original forwards run), `pack` and
+`packed_inputs` (is a tensor kept in codes, or as the values that stand in for it), and witnesses (is a tensor watched).
 """
 
 from __future__ import annotations
@@ -14,16 +14,23 @@ from torch import Tensor
 
 from laconic.formats import BlockFormat
 
-__all__ = ["AUDITED", "StandIn", "keeping_values", "running_originals"]
+__all__ = ["AUDITED", "StandIn", "keeping_values", "running_originals", "unwitnessed"]
 
 StandIn = Callable[[Tensor, BlockFormat, Tensor | None], Tensor]
 """(x, format, center) -> the values that are kept in the place of the codes of x; like x."""
 
 
 class _Audited(threading.local):
-    """Attributes: `originals`: every forward runs its original code; `values`: see `StandIn`; None packs codes."""
+    """What differs from training.
+
+    Attributes:
+        originals: every forward runs its original code.
+        values: see `StandIn`; None packs codes.
+        is_unwitnessed: no tensor is watched.
+    """
 
     originals: bool = False
+    is_unwitnessed: bool = False
     values: StandIn | None = None
 
 
@@ -48,3 +55,17 @@ def keeping_values(values: StandIn) -> Iterator[None]:
         yield
     finally:
         AUDITED.values = before
+
+
+@contextmanager
+def unwitnessed() -> Iterator[None]:
+    """While the block runs, what is packed gets no witnesses, in this thread.
+
+    An audit compares whole gradients, and says more. A witness stops a backward, for which the ranks of a sharded model
+    would wait.
+    """
+    before, AUDITED.is_unwitnessed = AUDITED.is_unwitnessed, True
+    try:
+        yield
+    finally:
+        AUDITED.is_unwitnessed = before

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from laconic.activations.audited import AUDITED
 from laconic.activations.cuda_graph import is_captured, without_draws
 from laconic.activations.decisions import Decisions, Habit
 from laconic.activations.derivatives import is_transformed
@@ -170,7 +171,7 @@ def packed_inputs(
         packed inputs hold the decisions, and are freed together with them.
     """
     tensors = [x for x in tree_leaves(inputs) if _packable(x, with_data)]
-    if format is None or not tensors:
+    if format is None or not tensors or AUDITED.originals:
         yield _as_it_is
         return
     # Held by this frame, so that no address can be reused meanwhile.

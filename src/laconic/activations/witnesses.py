@@ -42,6 +42,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from laconic.activations.audited import AUDITED
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 from laconic.ops.codebooks import AFFINE, ARITHMETIC, LEVEL_MAX, codebook
@@ -163,7 +164,7 @@ def _is_real(x: Tensor) -> bool:
 
 
 def _watches() -> bool:
-    return _RUNNING.root is None or _RUNNING.root.watches
+    return (_RUNNING.root is None or _RUNNING.root.watches) and not AUDITED.is_unwitnessed
 
 
 def glance(x: Tensor) -> bytes | Tensor | None:

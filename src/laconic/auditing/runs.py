@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from laconic.activations.audited import keeping_values, running_originals
-from laconic.activations.witnesses import settle
+from laconic.activations.audited import keeping_values, running_originals, unwitnessed
 from laconic.auditing.rounding_bound import Rounding, unrounded
 from laconic.auditing.state import ModelState
 from laconic.errors import AuditError
@@ -55,7 +54,7 @@ class Runs:
 
         Raises:
             AuditError: a tensor that is rounded is further off than its format allows.
-            ModelError: backward computes with something else than forward (see laconic.activations.witnesses).
+            ModelError: code that runs again in backward decides something else than in forward.
         """
         rounding = Rounding()
         switch: AbstractContextManager[None] = nullcontext()
@@ -65,10 +64,9 @@ class Runs:
             switch = keeping_values(unrounded if way == "unrounded" else rounding)
         state = ModelState(self._model)
         try:
-            with torch.enable_grad(), _interpreted(), switch:
+            with torch.enable_grad(), _interpreted(), unwitnessed(), switch:
                 loss = self._loss()
                 gradients = self._backward(loss)
-            settle(wait=True)  # what a device finds while it computes
             buffers = {name: int(digest(local_part(x))) for name, x in self._model.named_buffers() if not x.is_meta}
         finally:
             state.restore()
