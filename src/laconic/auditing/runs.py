@@ -21,8 +21,11 @@ from laconic.formats.shards import local_part
 
 __all__ = ["Outcome", "Runs", "Way"]
 
-Way = Literal["exact", "unrounded", "rounded", "compressed"]
-"""Ways to compute that comparison.py tells apart."""
+Way = Literal["exact", "unrounded", "rounded", "compressed", "nudged"]
+"""Ways to compute that comparison.py tells apart; `nudged` is exact, but for noise of some roundings in backward."""
+
+_NUDGE = 4
+"""Size of that noise, in eps of the dtype."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +61,13 @@ class Runs:
         """
         rounding = Rounding()
         switch: AbstractContextManager[None] = nullcontext()
-        if way == "exact":
+        if way in ("exact", "nudged"):
             switch = running_originals()
         elif way != "compressed":
             switch = keeping_values(unrounded if way == "unrounded" else rounding)
         state = ModelState(self._model)
         try:
-            with torch.enable_grad(), _interpreted(), unwitnessed(), switch:
+            with torch.enable_grad(), _interpreted(), unwitnessed(), switch, self._nudging(way):
                 loss = self._loss()
                 gradients = self._backward(loss)
             buffers = {name: int(digest(local_part(x))) for name, x in self._model.named_buffers() if not x.is_meta}
@@ -73,6 +76,25 @@ class Runs:
         if rounding.fault is not None:
             raise AuditError(rounding.fault)
         return Outcome(loss.detach().clone(), gradients, buffers)
+
+    @contextmanager
+    def _nudging(self, way: Way) -> Iterator[None]:
+        """Multiply the gradient of each layer's output by numbers near one, in the run that is nudged."""
+        noise = torch.Generator().manual_seed(2611)
+
+        def nudge(grad: Tensor) -> Tensor:
+            signs = torch.rand(grad.shape, generator=noise).to(grad.device, grad.dtype) * 2 - 1
+            return grad + grad * signs * (_NUDGE * torch.finfo(grad.dtype).eps)
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if type(output) is Tensor and output.requires_grad:
+                output.register_hook(nudge)
+
+        with ExitStack() as stack:
+            for module in self._model.modules() if way == "nudged" else ():
+                if next(module.children(), None) is None:
+                    stack.callback(module.register_forward_hook(hook).remove)
+            yield
 
     def _backward(self, loss: Tensor) -> dict[str, Tensor | None]:
         if not self._through_leaves:
