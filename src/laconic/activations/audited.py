@@ -1,7 +1,8 @@
 """How the runs of an audit differ from training: switches of one thread, off but while `laconic.audit` compares.
 
 They are read where something is decided anyway: `is_transformed` (do the original forwards run), `pack` and
-`packed_inputs` (is a tensor kept in codes, or as the values that stand in for it), and witnesses (is a tensor watched).
+`packed_inputs` (is a tensor kept in codes, or as the values that stand in for it), witnesses (is a tensor watched), and
+hooks that wait for a host's first call.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from laconic.formats import BlockFormat
 
-__all__ = ["AUDITED", "StandIn", "keeping_values", "running_originals", "unwitnessed"]
+__all__ = ["AUDITED", "StandIn", "in_an_audit", "keeping_values", "running_originals"]
 
 StandIn = Callable[[Tensor, BlockFormat, Tensor | None], Tensor]
 """(x, format, center) -> the values that are kept in the place of the codes of x; like x."""
@@ -26,11 +27,11 @@ class _Audited(threading.local):
     Attributes:
         originals: every forward runs its original code.
         values: see `StandIn`; None packs codes.
-        is_unwitnessed: no tensor is watched.
+        is_running: the forward and backward are an audit's: no tensor is watched, and no hook takes it for training.
     """
 
     originals: bool = False
-    is_unwitnessed: bool = False
+    is_running: bool = False
     values: StandIn | None = None
 
 
@@ -58,14 +59,14 @@ def keeping_values(values: StandIn) -> Iterator[None]:
 
 
 @contextmanager
-def unwitnessed() -> Iterator[None]:
-    """While the block runs, what is packed gets no witnesses, in this thread.
+def in_an_audit() -> Iterator[None]:
+    """While the block runs, what is packed gets no witnesses, and hooks wait for another call, in this thread.
 
     An audit compares whole gradients, and says more. A witness stops a backward, for which the ranks of a sharded model
     would wait.
     """
-    before, AUDITED.is_unwitnessed = AUDITED.is_unwitnessed, True
+    before, AUDITED.is_running = AUDITED.is_running, True
     try:
         yield
     finally:
-        AUDITED.is_unwitnessed = before
+        AUDITED.is_running = before

@@ -164,7 +164,7 @@ def _is_real(x: Tensor) -> bool:
 
 
 def _watches() -> bool:
-    return (_RUNNING.root is None or _RUNNING.root.watches) and not AUDITED.is_unwitnessed
+    return (_RUNNING.root is None or _RUNNING.root.watches) and not AUDITED.is_running
 
 
 def glance(x: Tensor) -> bytes | Tensor | None:

@@ -127,7 +127,7 @@ class _FirstCall:
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not module.training or not torch.is_grad_enabled() or AUDITED.originals or AUDITED.values is not None:
+        if not module.training or not torch.is_grad_enabled() or AUDITED.is_running:
             return
         if is_transformed() or is_measuring() or torch._C._current_graph_task_id() != -1:
             return

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from laconic.activations.audited import keeping_values, running_originals, unwitnessed
+from laconic.activations.audited import in_an_audit, keeping_values, running_originals
 from laconic.auditing.rounding_bound import Rounding, unrounded
 from laconic.auditing.state import ModelState
 from laconic.errors import AuditError
@@ -67,7 +67,7 @@ class Runs:
             switch = keeping_values(unrounded if way == "unrounded" else rounding)
         state = ModelState(self._model)
         try:
-            with torch.enable_grad(), _interpreted(), unwitnessed(), switch, self._nudging(way):
+            with torch.enable_grad(), _interpreted(), in_an_audit(), switch, self._nudging(way):
                 loss = self._loss()
                 gradients = self._backward(loss)
             buffers = {name: int(digest(local_part(x))) for name, x in self._model.named_buffers() if not x.is_meta}

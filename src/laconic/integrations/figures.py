@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from laconic.activations.audited import AUDITED
 from laconic.activations.checkpoint import runs_twice
 from laconic.activations.cuda_graph import is_captured
 from laconic.activations.largest_parts import largest_parts
@@ -49,7 +50,7 @@ class _FirstCall:
             return
         if runs_twice() or is_captured(next((p.device for p in module.parameters()), torch.device("cpu"))):
             return
-        if _FirstCall._is_measuring:  # this is the call that another one makes
+        if _FirstCall._is_measuring or AUDITED.is_running:  # this is a call that another one makes
             return
         for handle in self._handles:
             handle.remove()
