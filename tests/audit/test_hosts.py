@@ -167,3 +167,16 @@ def test_laconic_run_refuses_a_planted_fault(
     assert (code != 0) == (planted == "forward" and not flags)
     if planted == "nothing":
         assert ("audit: as in the exact computation" in said) == (not flags)
+
+
+CHECKPOINTED = "from torch.utils.checkpoint import checkpoint\n" + SCRIPT.replace(
+    "net(torch.randn(32, 64))", "checkpoint(net, torch.randn(32, 64).requires_grad_(), use_reentrant=False)"
+)
+
+
+def test_laconic_run_says_what_it_cannot_audit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(CHECKPOINTED, encoding="utf-8")
+    main(["run", str(script)])
+    said = capsys.readouterr().err
+    assert said.count("laconic audit: nothing was compared; left out: all, as the script calls it inside of") == 1

@@ -4,7 +4,7 @@ No relation to laconic.collectives.audit, which records the codecs that collecti
 """
 
 from laconic.auditing.batch import first_rows
-from laconic.auditing.first_call import audit_first_call, audit_now
+from laconic.auditing.first_call import audit_first_call, audit_now, say_left_out
 from laconic.auditing.first_step import AuditReport, audit, audit_loss
 
-__all__ = ["AuditReport", "audit", "audit_first_call", "audit_loss", "audit_now", "first_rows"]
+__all__ = ["AuditReport", "audit", "audit_first_call", "audit_loss", "audit_now", "first_rows", "say_left_out"]

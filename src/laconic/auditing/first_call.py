@@ -38,7 +38,7 @@ from laconic.optim import AdamW8bit
 from laconic.output_lines import say
 from laconic.replicas import verify_replicas
 
-__all__ = ["audit_first_call", "audit_now"]
+__all__ = ["audit_first_call", "audit_now", "say_left_out"]
 
 
 def audit_first_call(model: nn.Module, *, agrees: bool = True) -> None:
@@ -85,6 +85,15 @@ def audit_now(
         report = replace(report, left_out=(*report.left_out, f"what is not in {name}, which is called by itself"))
     _say(report)
     return report
+
+
+def say_left_out(reason: str) -> None:
+    """Print the line of an audit that compares nothing.
+
+    Args:
+        reason: why, such as "all, as no batch is there".
+    """
+    _say(AuditReport(left_out=(reason,)))
 
 
 def _say(report: AuditReport) -> None:
@@ -164,7 +173,7 @@ class _FirstStep:
             return False
         if not self.was_called:
             unseen = "all, as no training call of the model was seen before its optimizer's first step"
-            _say(AuditReport(left_out=(f"{unseen}; call laconic.audit(model, batch) before it",)))
+            say_left_out(f"{unseen}; call laconic.audit(model, batch) before it")
         elif isinstance(optimizer, AdamW8bit):
             gradients = {}
             for parameter in parameters:

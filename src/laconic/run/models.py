@@ -24,7 +24,7 @@ from laconic.activations.head import CausalForward
 from laconic.activations.replacement import replacements_of
 from laconic.activations.report import UNMEASURED, Call, Measurement, Report, measure
 from laconic.activations.suspended import is_compressed, measure_both
-from laconic.auditing import audit_now
+from laconic.auditing import audit_now, say_left_out
 from laconic.errors import ConfigError, LaconicError, ModelError
 from laconic.ops import BITS
 
@@ -217,6 +217,8 @@ class Model:
             return
         self.was_called, self.is_measured = True, called is module
         if runs_twice():
+            if self.wishes.audit and self.left_exact is None and self.unmeasured is None:
+                say_left_out(f"all, as {_CHECKPOINTED}")
             self.unmeasured = _CHECKPOINTED
             return
         call = Call(called, args, kwargs, is_hosts=True)
