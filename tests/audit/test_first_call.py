@@ -81,6 +81,16 @@ def test_a_fault_is_refused_whatever_is_called(
         train(step)
 
 
+def test_nothing_is_left_out_where_the_part_has_all_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(make_model("llama").train())
+    laconic.compress_activations(model, example_inputs={"input": make_ids(2, 24)})
+    audit_first_call(model)
+    whole(model[0], make_ids(4, 24)).backward()
+    said = capsys.readouterr().err
+    assert "gradients of 21 parameters" in said
+    assert "left out" not in said
+
+
 def test_a_copy_has_hooks_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     model = make_model("llama").train()
     laconic.compress_activations(model)

@@ -80,7 +80,8 @@ def audit_now(
     first_step.replicas = _replicas(model) if agrees else None
     first_step.was_called = True
     report = _audited(called, args, kwargs, agrees)
-    if called is not model and report.num_parameters:
+    has_more = len({*model.parameters()}) > len({*called.parameters()})
+    if has_more and report.num_parameters:
         name = next(name for name, module in model.named_modules() if module is called)
         report = replace(report, left_out=(*report.left_out, f"what is not in {name}, which is called by itself"))
     _say(report)
