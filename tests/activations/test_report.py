@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import laconic
 from laconic.activations import ActivationPlan, SavedTensorTracker, Site, find_sites, saved_nbytes_per_token, uniform
+from laconic.activations.report import UNMEASURED, Call
+from laconic.activations.suspended import measure_both
 from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
 from tests.activations.models import are_equal, gradients_of, loss_of, make_ids, make_model, relative_error
@@ -271,6 +274,52 @@ def test_the_tracker_counts_each_storage_once() -> None:
     assert tracker.by_module == {"0": 4 * 8 * 4, "1": 2 * 4 * 8 * 4}
     assert tracker.nbytes == 3 * 4 * 8 * 4
     del out
+
+
+class Block(nn.Module):
+    """A residual block; the residual stream is saved by nobody but its norm."""
+
+    def __init__(self, does_backward: bool) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+        self.does_backward = does_backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(self.up(self.norm(x)).tanh())
+        if self.does_backward:  # as a force is made of an energy
+            (slope,) = torch.autograd.grad(y.square().sum(), self.up.weight, retain_graph=True)
+            return y + slope.mean()
+        return y
+
+
+@pytest.mark.parametrize("mode", ["sites", "hooks", "combined"])
+@pytest.mark.parametrize("backward_at", [None, 0, 5])
+def test_measuring_holds_no_saved_tensors(mode: Any, backward_at: int | None) -> None:
+    model = nn.Sequential(*(Block(number == backward_at) for number in range(6)))
+    x, alive = torch.randn(32, 64), []
+    refs: list[StorageWeakRef] = []
+
+    def watch(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        alive.append(sum(not ref.expired() for ref in refs))
+        refs.append(StorageWeakRef(out.untyped_storage()))
+
+    laconic.compress_activations(model, bits=8, mode=mode, example_inputs=UNMEASURED)
+    handles = [block.norm.register_forward_hook(watch) for block in model]
+    before, after, unmeasured = measure_both(model, Call(model, (x,), {}, is_hosts=True))
+    for handle in handles:
+        handle.remove()
+    assert unmeasured is None
+    assert before is not None
+    assert after is not None
+    if backward_at is None:
+        assert alive == [0] * 12
+    with SavedTensorTracker(model) as tracker:
+        model(x)
+    assert after.nbytes == tracker.nbytes
+    laconic.decompress_activations(model)
+    with SavedTensorTracker(model) as tracker:
+        model(x)
+    assert before.by_module == tracker.by_module
 
 
 class Renewing(nn.Module):

@@ -335,12 +335,27 @@ def measure(model: nn.Module, call: Call) -> Measurement:
     """Make a call as training does, and count the bytes that it saves for backward. Everything stays as it was.
 
     So with dropout, and with the gradient checkpointing that is switched on, which are without effect in evaluation.
+    What is saved is counted and let go of: who compresses may have no memory for all of it.
     """
+    tracker = SavedTensorTracker(model, drops=True)
+    try:
+        _count(model, call, tracker)
+    except Exception:
+        if not tracker.was_asked:
+            raise
+    if tracker.was_asked:  # a forward with a backward of its own, as for forces
+        tracker = SavedTensorTracker(model)
+        _count(model, call, tracker)
+    largest = sorted(tracker.tensors, key=lambda tensor: tensor.nbytes, reverse=True)[:3]
+    return Measurement(call.tokens, dict(tracker.by_module), tuple(largest), call.is_of_tokens)
+
+
+def _count(model: nn.Module, call: Call, tracker: SavedTensorTracker) -> None:
     eagerly = torch.compiler.set_stance("force_eager")  # a compiled part has hooks of its own
     inputs = tree_map_only(
         Tensor, lambda x: x.clone() if x.is_inference() else x, (tuple(call.args), dict(call.kwargs))
     )
-    with seeds_restored(), preserved(model, inputs), torch.enable_grad(), eagerly, SavedTensorTracker(model) as tracker:
+    with seeds_restored(), preserved(model, inputs), torch.enable_grad(), eagerly, tracker:
         if not (call.is_hosts or model.training):
             model.train()
         _MEASURING.now = True
@@ -348,8 +363,6 @@ def measure(model: nn.Module, call: Call) -> Measurement:
             call.module(*inputs[0], **inputs[1])
         finally:
             _MEASURING.now = False
-    largest = sorted(tracker.tensors, key=lambda tensor: tensor.nbytes, reverse=True)[:3]
-    return Measurement(call.tokens, dict(tracker.by_module), tuple(largest), call.is_of_tokens)
 
 
 def measure_first(model: nn.Module, samples: Sequence[Call]) -> tuple[Measurement | None, Call | None, str | None]:

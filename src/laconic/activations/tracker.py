@@ -7,7 +7,7 @@ exist anyway and do not count. The tracker watches and changes nothing: values a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -85,6 +85,18 @@ def _compiled(root: nn.Module) -> set[nn.Module]:
     return {inner for module in compiled for inner in module.modules()}
 
 
+def _unpack(asked: list[bool]) -> Callable[[Tensor | None], Tensor]:
+    """What hands a saved tensor back; a function without the tracker, which holds the model that may hold the graph."""
+
+    def unpack(kept: Tensor | None) -> Tensor:
+        if kept is None:
+            asked.append(True)
+            raise RuntimeError("a backward asks for a tensor that a measuring forward has dropped")
+        return kept
+
+    return unpack
+
+
 class SavedTensorTracker:
     """Context manager that counts the bytes autograd saves while it is open.
 
@@ -97,15 +109,20 @@ class SavedTensorTracker:
 
     Args:
         module: the model whose forward runs inside; its submodules give the names.
+        drops: let go of what is saved, so that a forward without backward needs no memory for it. A backward in the
+            block that asks for a dropped tensor raises, and makes `was_asked` true.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, drops: bool = False) -> None:
+        self._drops = drops
+        self._asked: list[bool] = []
         self._root = module
         self._names = {id(child): name for name, child in module.named_modules()}
         self._kinds = {name: kind_of(child, name, module) for name, child in module.named_modules()}
         self._stack: list[str] = []
-        # Storages are kept alive while counting, so an address cannot be reused and mistaken for one seen before.
-        self._seen: dict[int, torch.UntypedStorage] = {}
+        # A storage, or a weak reference to it, is held while counting: so its address cannot be reused and mistaken
+        # for one seen before. A weak reference lets go of the memory.
+        self._seen: dict[int, torch.UntypedStorage | StorageWeakRef] = {}
         self._parameters: dict[int, StorageWeakRef] = {}
         self._handles: list[Any] = []
         self.by_module: Counter[str] = Counter()
@@ -116,6 +133,11 @@ class SavedTensorTracker:
     def nbytes(self) -> int:
         """Bytes saved for backward, each storage once, parameters and buffers left out."""
         return sum(self.by_module.values())
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether a backward asked for a tensor that had been dropped."""
+        return bool(self._asked)
 
     @property
     def by_kind(self) -> dict[str, int]:
@@ -145,7 +167,7 @@ class SavedTensorTracker:
             storage = part.untyped_storage()
             key = storage._cdata
             if key not in self._parameters and key not in self._seen:
-                self._seen[key] = storage
+                self._seen[key] = StorageWeakRef(storage) if self._drops else storage
                 if part.device.type == "cpu" and part.is_pinned():
                     self.host_nbytes += storage.nbytes()
                     continue
@@ -153,8 +175,10 @@ class SavedTensorTracker:
                 self.by_module[module] += storage.nbytes()
                 self.tensors.append(SavedTensor(module, tuple(part.shape), part.dtype, storage.nbytes()))
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def _pack(self, tensor: Tensor) -> Tensor | None:
         self.count(tensor)
+        if self._drops:
+            return None
         # The same bytes, but not the node that made them: a graph that holds itself through a hook is never freed.
         return tensor.detach()
 
@@ -166,7 +190,7 @@ class SavedTensorTracker:
                 continue
             self._handles.append(child.register_forward_pre_hook(self._enter_module, prepend=True))
             self._handles.append(child.register_forward_hook(self._exit_module, always_call=True))
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack(self._asked))
         self._hooks.__enter__()
         _OPEN.append(self)
         return self
