@@ -556,6 +556,64 @@ def test_a_shallow_copy_runs_in_its_own_mode_with_its_own_parameters(mode: Any, 
     assert any(replacement for module in model.modules() for replacement in replacements_of(module))
 
 
+def by_dictionary(module: nn.Module) -> nn.Module:
+    """A copy whose dictionary has what the module's has, as learn2learn's `clone_module` makes it."""
+    twin = module.__new__(type(module))
+    twin.__dict__ = module.__dict__.copy()
+    return of_ones_own(twin, module, by_dictionary)
+
+
+def by_attributes(module: nn.Module) -> nn.Module:
+    """A copy of a class of the host's own that is given the module's attributes one by one, as higher makes it."""
+    twin = type("Patched", (type(module),), {}).__new__(type("Patched", (type(module),), {}))
+    nn.Module.__init__(twin)
+    for name, value in vars(module).items():
+        if not (name.startswith("_") and name in vars(nn.Module())):
+            setattr(twin, name, value)
+    return of_ones_own(twin, module, by_attributes)
+
+
+def of_ones_own(twin: nn.Module, module: nn.Module, copied: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """The copy with halves of the module's parameters and with copies of its children."""
+    twin.train(module.training)
+    twin._parameters = {name: None if p is None else p.clone() * 0.5 for name, p in module._parameters.items()}
+    twin._modules = {name: None if child is None else copied(child) for name, child in module._modules.items()}
+    return twin
+
+
+@pytest.mark.parametrize("mode", ["sites", "hooks", "combined"])
+@pytest.mark.parametrize("copied", [by_dictionary, by_attributes])
+@pytest.mark.parametrize("kind", ["noisy", "attention"])
+def test_a_copy_of_attributes_computes_with_its_own_weights(
+    mode: Any, copied: Callable[[nn.Module], nn.Module], kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, 64)
+    plain = Noisy() if kind == "noisy" else nn.Sequential(nn.LayerNorm(64), Attention(), nn.Linear(64, 8))
+    model = copy.deepcopy(plain)
+    laconic.compress_activations(model, bits=8, mode=mode, example_inputs={"x" if kind == "noisy" else "input": x})
+    converted = [len(list(replacements_of(module))) for module in model.modules()]
+    for training in (False, True):
+        plain.train(training), model.train(training)
+        found = []
+        for each in (plain, model):
+            twin = copied(each)
+            torch.manual_seed(1)
+            y = twin(x)
+            parameters = list(each.parameters())
+            found.append((y, torch.autograd.grad(y.square().sum(), parameters)))
+        assert torch.equal(found[1][0], found[0][0])
+        assert are_equal(dict(enumerate(found[1][1])), dict(enumerate(found[0][1])))
+        assert "made by copying its attributes" in caplog.text
+    assert [len(list(replacements_of(module))) for module in model.modules()] == converted
+    tracked = []
+    for each in (plain, model):
+        with SavedTensorTracker(each) as tracker:
+            each(x)
+        tracked.append(tracker.nbytes)
+    assert tracked[1] < tracked[0]  # the model itself still saves little
+
+
 def test_a_shallow_copy_of_a_language_model_shares_its_layers() -> None:
     model, ids = _compressed("llama"), make_ids()
     twin = copy.copy(model)

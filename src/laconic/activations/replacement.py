@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, MethodType
 from typing import Any, cast
@@ -163,6 +165,39 @@ def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
     return _unrestored, (make, *args), state, *rest
 
 
+def _exactly(module: nn.Module) -> None:
+    """Give a copy that a host has made attribute by attribute the forwards that it had without the conversion.
+
+    [Note: copied attributes] Meta-learning copies what a module's dictionary holds into a new module and puts other
+    weights there (learn2learn's `clone_module`, higher's `monkeypatch`). The forwards that come along compute with the
+    weights of the converted model, and some of them with layers of it. Nothing asks for them when they are copied, so
+    the forward of the whole model looks who calls it. Such a copy computes as its class is written, exactly.
+    """
+    for part in module.modules():
+        owners = list(_owners(forward_of(part)))
+        if any(owner.module is not part for owner in owners):
+            store_forward(part, owners[-1].replaced)
+            part.__dict__.pop(_REPLICATE, None)
+            part.__dict__.pop(_REDUCE, None)
+        for name, value in list(vars(part).items()):
+            if isinstance(value, OfModule) and value.module is not part:
+                del part.__dict__[name]
+    logging.getLogger("laconic").warning(
+        "%s is a copy of a converted model that was made by copying its attributes (as learn2learn and higher do); it "
+        "computes exactly and keeps what the unconverted model does",
+        type(module).__name__,
+    )
+
+
+def _owners(forward: Callable[..., Any] | None) -> Iterator[Replacement]:
+    """A replaced forward and those right below it."""
+    while isinstance(
+        owner := forward if isinstance(forward, Replacement) else getattr(forward, "__self__", None), Replacement
+    ):
+        yield owner
+        forward = owner.replaced
+
+
 def _unrestored(make: Callable[..., nn.Module], *args: Any) -> nn.Module:
     """A module without its state, which `_restore` is going to set."""
     module = make(*args)
@@ -224,6 +259,12 @@ class ModelReplacement(Replacement, RootForward):
         """`run` while this forward is enabled, else the original one."""
         if args and args[0] is self.module:  # bound to the model by a host
             args = args[1:]
+        if not torch.compiler.is_compiling():
+            # `self` of the frame that calls this: the module, or a copy that shares the dictionary's values.
+            caller = sys._getframe(1).f_locals.get("self")
+            if caller is not self.module and isinstance(caller, nn.Module) and vars(caller).get("forward") is self:
+                _exactly(caller)
+                return caller.forward(*args, **kwargs)
         # Here and not in `run`, which may be one that torch.export cannot enter.
         if not self.enabled or torch.compiler.is_exporting():
             return self.original(*args, **kwargs)
