@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import laconic
 import laconic.auditing
 from laconic.activations import seed_rounding
+from laconic.auditing import audit_first_call
 from laconic.errors import AuditError
 from tests.activations.models import FAMILIES, MIXTURES, OTHERS, make_ids, make_model
 from tests.grid import grid
@@ -269,3 +270,33 @@ def test_a_factor_is_found_whatever_made_it(factor: float) -> None:
     layer.forward = lambda x: before(x) if AUDITED.originals else Scaled.apply(before(x))
     with pytest.raises(AuditError, match=rf"layers.1.mlp.down_proj.weight has {factor:.3f} times the expected"):
         audited(model)
+
+
+class Apart(nn.Module):
+    """Returns a loss that no parameter has a gradient of, but only when it is `apart`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.apart = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.net(x)
+        return (y.detach().requires_grad_() if self.apart else y).square().mean()
+
+
+@pytest.mark.parametrize("mode", ["sites", "hooks", "combined"])
+def test_a_call_that_trains_nothing_is_not_the_first_one(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    x = torch.randn(4, 64)
+    model = Apart()
+    laconic.compress_activations(model, bits=8, mode=mode, example_inputs={"x": x})  # type: ignore[arg-type]
+    audit_first_call(model, agrees=False)
+    model.requires_grad_(False)
+    assert "no parameter of the model requires a gradient" in str(laconic.audit(model, x))
+    model(x.clone().requires_grad_()).backward()
+    assert "audit" not in capsys.readouterr().err
+    model.requires_grad_(True)
+    model.apart = True
+    assert "gradients, as none reaches a parameter" in str(laconic.audit(model, x))
+    model.apart = False
+    model(x)
+    assert "gradients of 6 parameters" in capsys.readouterr().err

@@ -173,6 +173,21 @@ def test_a_figure_before_the_first_step_is_of_training_mode(head: str, checkpoin
     assert report.after_nbytes_per_token == pytest.approx(after.nbytes / after.tokens, rel=0.25)
 
 
+def test_a_call_of_frozen_parameters_has_no_figure() -> None:
+    model: Any = HEADS["causal"][0]().train()
+    compress(model, LaconicConfig())
+    batch = {"input_ids": ids(4), "labels": ids(4)}
+    found: list[Any] = []
+    measure_first_call(model, lambda before, after: found.append((before, after)))
+    model.requires_grad_(False)
+    model(**batch)
+    assert not found
+    model.requires_grad_(True)
+    model(**batch)
+    [(before, after)] = found
+    assert 0 < after.nbytes < before.nbytes
+
+
 def test_short_memory_measures_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     from laconic.activations import suspended
 

@@ -275,6 +275,40 @@ def critic_and_generator(run: Run) -> None:
 
 
 @script({"Critic": 1, "Generator": 1})
+def networks_that_are_frozen_in_turn(run: Run) -> None:
+    critic, generator = Critic(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 1)), Generator(Net(), Net())
+    of_critic, of_generator = adamw(critic), adamw(generator)
+    for _ in range(STEPS):
+        run.begin_step()
+        generator.requires_grad_(False)
+        fake = generator(batch())
+        with run.counts(critic, name="Critic"):
+            real = critic(batch())
+        (critic(fake).mean() - real.mean()).backward()
+        of_critic.step()
+        generator.requires_grad_(True)
+        critic.requires_grad_(False)
+        with run.counts(generator, name="Generator"):
+            fake = generator(batch())
+        (-critic(fake).mean()).backward()
+        of_generator.step()
+        critic.requires_grad_(True)
+        of_critic.zero_grad()
+        of_generator.zero_grad()
+        run.losses.append(real.mean().detach())
+
+
+@script({"Net": 1})
+def frozen_first(run: Run) -> None:
+    net = Net()
+    optimizer = adamw(net)
+    net.requires_grad_(False)
+    net(batch().requires_grad_()).sum().backward()  # as in a test of an equation's residual
+    net.requires_grad_(True)
+    loop(run, lambda: net(batch()).square().mean(), optimizer, of=(("Net", (net,)),))
+
+
+@script({"Critic": 1, "Generator": 1})
 def one_model_after_the_other(run: Run) -> None:
     for model in (Critic(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 1)), Generator(Net(), Net())):
         optimizer = adamw(model)

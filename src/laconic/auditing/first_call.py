@@ -139,6 +139,8 @@ class _FirstCall:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not module.training or not torch.is_grad_enabled() or AUDITED.is_running:
             return
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return  # frozen for a while, as one network of a GAN
         if is_transformed() or is_measuring() or torch._C._current_graph_task_id() != -1:
             return
         for part in self.parts:

@@ -209,6 +209,9 @@ class _Audit:
         if not (is_compressed or self._has_more_of_ours):
             self._left_out.append("all, as nothing of laconic's computes here")
             return self._report(begun)
+        if not any(parameter.requires_grad for parameter in self._model.parameters()):
+            self._left_out.append("all, as no parameter of the model requires a gradient")
+            return self._report(begun)
         with self._agreeing():
             first = self._first_run()
             if first is not None:
@@ -338,6 +341,8 @@ class _Audit:
         assert rounded is not None
         assert outcome is not None
         errors = _errors(rounded, exact)
+        if not errors:
+            self._left_out.append("gradients, as none reaches a parameter in this call's forward")
         median = errors[len(errors) // 2] if errors else None
         self._found |= {"num_parameters": len(errors), "loss_bits": bits, "median_error": median}
         return outcome

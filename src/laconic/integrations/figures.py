@@ -48,6 +48,8 @@ class _FirstCall:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
             return
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return  # frozen for a while, as one network of a GAN
         if runs_twice() or is_captured(next((p.device for p in module.parameters()), torch.device("cpu"))):
             return
         if _FirstCall._is_measuring or AUDITED.is_running:  # this is a call that another one makes

@@ -157,6 +157,8 @@ class Savings:
 
     def _take_note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         called = unwrapped(module)
+        if self._is_frozen(called):
+            return  # a training call may follow: a GAN freezes one network while the other one trains
         model = self._model_with(called)
         if not {id(parameter) for parameter in called.parameters()}.isdisjoint(self._pending):
             if model is None and not module.training:
@@ -170,6 +172,11 @@ class Savings:
         if model is not None:
             model.note(called, args, kwargs)
         self._unwatch_if_all_is_met()
+
+    def _is_frozen(self, module: nn.Module) -> bool:
+        """Whether an optimizer trains parameters of a module, but none requires a gradient now."""
+        parameters = list(module.parameters())
+        return not any(p.requires_grad for p in parameters) and any(id(p) in self._trained for p in parameters)
 
     def _model_with(self, module: nn.Module) -> Model | None:
         return next((model for model in self.models if model.holds(module)), None)
