@@ -2,25 +2,29 @@
 
 Cosmic-ray changes one operator, number or branch at a time in a sample of the lines of each room, in place, and runs
 the tests of that room. A mutant that no test notices survives and is printed with its line, for somebody to read: it
-gets a test, or a reason. `make mutants` runs this in an environment that has cosmic-ray beside the one of `make test`.
+gets a test, or a reason (docs/reliability.md). A test that fails, an import that fails and a run that takes longer than
+--timeout notice a mutant alike. `make mutants` runs this in an environment that has cosmic-ray beside the one of
+`make test`.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import random
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from cosmic_ray.commands import execute, init
 from cosmic_ray.config import ConfigDict
 from cosmic_ray.work_db import WorkDB, use_db
-from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkItem, WorkResult
+from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkResult
 
 ROOT = Path(__file__).resolve().parent.parent
 SRC = "src/laconic"
@@ -59,7 +63,10 @@ ROOMS = {
         ),
     ),
     "activations": Room(
-        tuple(f"activations/{name}.py" for name in ("functions", "gated", "kept", "norms")),
+        (
+            *(f"activations/{name}.py" for name in ("functions", "gated", "kept", "norms", "witnesses")),
+            "ops/derivatives.py",
+        ),
         tuple(
             f"activations/test_{name}.py"
             for name in (
@@ -80,7 +87,7 @@ ROOMS = {
     ),
     "gradients": Room(
         ("gradients/store.py", "formats/coded_gradient.py", "formats/gradient.py"),
-        ("gradients/test_store.py", "gradients/test_coded_gradient.py", "gradients/test_bound.py"),
+        tuple(f"gradients/test_{name}.py" for name in ("store", "coded_gradient", "bound")),
     ),
     "coded sums": Room(("gradients/reduce.py",), ("gradients/test_bound.py", "gradients/test_store_ranks.py")),
     "dispatch": Room(
@@ -88,6 +95,20 @@ ROOMS = {
         tuple(f"moe/test_{name}.py" for name in ("flat", "order", "cuts", "traffic", "capacity", "legs")),
     ),
 }
+
+
+@dataclass(frozen=True)
+class Score:
+    """What became of the mutants of a room.
+
+    Attributes:
+        noticed: how many made a test fail.
+        survived: the others, each with its place and its lines as a diff.
+    """
+
+    room: str
+    noticed: int
+    survived: tuple[str, ...]
 
 
 def main() -> int:
@@ -102,103 +123,88 @@ def main() -> int:
     args = parser.parse_args()
     if _git("status", "--porcelain", "--", SRC):
         parser.error(f"{SRC} has changes that are not committed; mutants are made in place, so commit or stash them")
-    rows = []
+    args.report.parent.mkdir(parents=True, exist_ok=True)
+    scores = []
     for name in args.rooms:
         try:
-            rows.append(_run(name, ROOMS[name], args))
-        finally:
+            scores.append(_run(name, args))
+        finally:  # cosmic-ray restores what it changed; a process that is killed does not
             _git("checkout", "--", SRC)
-        _write(args.report, rows, args)
+        _write(args.report, scores, args)
     return 0
 
 
-@dataclass(frozen=True)
-class _Row:
-    room: str
-    noticed: int
-    survived: tuple[str, ...]
-
-
-def _run(name: str, room: Room, args: argparse.Namespace) -> _Row:
-    files = [Path(SRC, file) for file in room.files]
-    tests = [f"tests/{test}" for test in room.tests]
-    command = [args.python, "-m", "pytest", "-n", "0", "-x", "-q", "--hypothesis-profile", "ci", *tests]
-    if subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode:
-        raise SystemExit(f"the tests of {name} fail without any mutant: {shlex.join(command)}")
-    config = ConfigDict(
-        {
-            "timeout": args.timeout,
-            "excluded-modules": [],
-            "test-command": shlex.join(command),
-            "distributor": {"name": "local"},
-        }
-    )
+def _run(name: str, args: argparse.Namespace) -> Score:
+    room = ROOMS[name]
+    command = [args.python, "-m", "pytest", "-n", "0", "-x", "-q", "--hypothesis-profile", "ci"]
+    command += [f"tests/{test}" for test in room.tests]
+    _check_baseline(name, command)
     session = args.report.parent / f"mutation-{name.replace(' ', '-')}.sqlite"
-    session.parent.mkdir(parents=True, exist_ok=True)
     with use_db(session, WorkDB.Mode.create) as db:
-        init(files, db, {})
-        items = [item for item in db.work_items if _changes_code(item)]
-        chosen = set(
-            random.Random(f"{args.seed} {name}").sample([item.job_id for item in items], min(args.mutants, len(items)))
-        )
-        for item in db.work_items:
-            if item.job_id not in chosen:
-                db.set_result(item.job_id, WorkResult(WorkerOutcome.SKIPPED))
-        execute(db, config)
-        results = [(job, result) for job, result in db.results if job in chosen]
-        items_of = {item.job_id: item for item in db.work_items}
-    survived = tuple(
-        _described(items_of[job], result) for job, result in results if result.test_outcome == TestOutcome.SURVIVED
+        init([Path(SRC, file) for file in room.files], db, {})
+        mutations = {item.job_id: item.mutations[0] for item in db.work_items}
+        live = [job for job, mutation in mutations.items() if not _is_in_annotation(mutation)]
+        chosen = set(random.Random(f"{args.seed} {name}").sample(live, min(args.mutants, len(live))))
+        for job in mutations.keys() - chosen:
+            db.set_result(job, WorkResult(WorkerOutcome.SKIPPED))
+        config = {"timeout": args.timeout, "test-command": shlex.join(command), "distributor": {"name": "local"}}
+        execute(db, ConfigDict(config))
+        results = {job: result for job, result in db.results if job in chosen}
+    survived = []
+    for job, result in results.items():
+        if result.worker_outcome != WorkerOutcome.NORMAL or result.test_outcome == TestOutcome.INCOMPETENT:
+            raise SystemExit(f"a mutant of {name} was not made or not tested:\n{mutations[job]}\n{result.output}")
+        if result.test_outcome == TestOutcome.SURVIVED:
+            survived.append(_described(mutations[job], result.diff))
+    print(f"{name}: {len(results) - len(survived)} of {len(results)} noticed", *survived, sep="\n", flush=True)
+    return Score(name, len(results) - len(survived), tuple(survived))
+
+
+def _check_baseline(name: str, command: list[str]) -> None:
+    started = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"the tests of {name} fail without any mutant: {shlex.join(command)}\n{done.stdout[-2000:]}")
+    print(f"{name}: its tests take {time.monotonic() - started:.0f} s", flush=True)
+
+
+def _is_in_annotation(mutation: MutationSpec) -> bool:
+    """Whether nobody runs the changed expression: `from __future__ import annotations` holds in all of src."""
+    spans = _annotations(ROOT / mutation.module_path)
+    return any(start <= tuple(mutation.start_pos) < end for start, end in spans)
+
+
+@functools.cache
+def _annotations(path: Path) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
+    """First and last position (line, column) of each annotation and of each alias of types in a file."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return tuple(
+        ((node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)) for node in _types_in(tree)
     )
-    print(f"{name}: {len(results) - len(survived)} of {len(results)} noticed", flush=True)
-    for line in survived:
-        print(line, flush=True)
-    return _Row(name, len(results) - len(survived), survived)
 
 
-def _changes_code(item: WorkItem) -> bool:
-    """Whether a mutant is neither in an annotation, which nobody runs, nor in an overload of a decorator."""
-    [mutation] = item.mutations
-    return mutation.start_pos[0] not in _lines_of_annotations(str(mutation.module_path)) or "BitOr" not in (
-        mutation.operator_name
-    )
-
-
-def _lines_of_annotations(path: str, _cache: dict[str, set[int]] = {}) -> set[int]:  # noqa: B006
-    if path not in _cache:
-        tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-        _cache[path] = {
-            line
-            for annotation in _annotations(ast.walk(tree))
-            for line in range(annotation.lineno, (annotation.end_lineno or annotation.lineno) + 1)
-        }
-    return _cache[path]
-
-
-def _annotations(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
-    for node in nodes:
+def _types_in(tree: ast.Module) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
             yield node.annotation
         elif isinstance(node, ast.FunctionDef) and node.returns is not None:
             yield node.returns
-        elif (
-            isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp) and isinstance(node.value.op, ast.BitOr)
-        ):
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and _is_capwords(node.targets[0].id):
             yield node.value  # an alias of types
 
 
-def _described(item: WorkItem, result: WorkResult) -> str:
-    [mutation] = item.mutations
-    changed = [line for line in (result.diff or "").splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
-    return "\n".join(
-        [
-            f"- `{mutation.module_path}:{mutation.start_pos[0]}` {mutation.operator_name}",
-            *(f"      {line}" for line in changed),
-        ]
-    )
+def _is_capwords(name: str) -> bool:
+    return name.lstrip("_")[:1].isupper() and not name.isupper()
 
 
-def _write(report: Path, rows: list[_Row], args: argparse.Namespace) -> None:
+def _described(mutation: MutationSpec, diff: str | None) -> str:
+    changed = [line for line in (diff or "").splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+    place = f"- `{mutation.module_path}:{mutation.start_pos[0]}` {mutation.operator_name}"
+    return "\n".join([place, *(f"      {line}" for line in changed)])
+
+
+def _write(report: Path, scores: list[Score], args: argparse.Namespace) -> None:
     lines = [
         f"# Mutants at {_git('rev-parse', '--short', 'HEAD')}",
         "",
@@ -207,10 +213,12 @@ def _write(report: Path, rows: list[_Row], args: argparse.Namespace) -> None:
         "| room | mutants | noticed | survived |",
         "|---|---|---|---|",
     ]
-    for row in rows:
-        lines.append(f"| {row.room} | {row.noticed + len(row.survived)} | {row.noticed} | {len(row.survived)} |")
-    for row in rows:
-        lines += ["", f"## {row.room}", "", *row.survived]
+    for score in scores:
+        made = score.noticed + len(score.survived)
+        lines.append(f"| {score.room} | {made} | {score.noticed} | {len(score.survived)} |")
+    for score in scores:
+        if score.survived:
+            lines += ["", f"## {score.room}", "", *score.survived]
     report.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
