@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from laconic.activations import kept
 from tests.activations.models import FAMILIES
@@ -17,3 +21,11 @@ def family(request: pytest.FixtureRequest) -> str:
 def nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets every site keep its tensor as it is, which leaves the hand-written backward alone under test."""
     monkeypatch.setattr(kept, "_producer_holds", lambda x, nodes: True)
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """One process on the CPU, for DTensors."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
