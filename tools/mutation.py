@@ -91,7 +91,7 @@ ROOMS = {
     ),
     "coded sums": Room(("gradients/reduce.py",), ("gradients/test_store_ranks.py",)),
     "dispatch": Room(
-        tuple(f"moe/dispatch/{name}.py" for name in ("flat", "send_plan", "token_slices", "traffic")),
+        tuple(f"moe/dispatch/{name}.py" for name in ("chunking", "flat", "send_plan", "staged", "traffic")),
         tuple(f"moe/test_{name}.py" for name in ("traffic", "legs", "cuts", "flat")),
     ),
 }
