@@ -165,6 +165,36 @@ def test_any_layout_and_size_of_parameter() -> None:
     AdamW8bit(model.parameters()).step()
 
 
+@pytest.mark.parametrize("bits", [8, 12])
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "transposed"])
+def test_values_lie_as_the_parameter_does(layout: str, bits: int) -> None:
+    value = torch.randn(4, 3, 5, 5)
+    if layout == "channels last":
+        value = value.to(memory_format=torch.channels_last)
+    elif layout == "transposed":
+        value = value.transpose(0, 3)
+    parameter = nn.Parameter(value)
+    codes = QuantizedGradient.zeros(parameter.shape, bits)
+    exact = torch.randn(parameter.shape)
+    codes.accumulate_(exact)
+    set_quantized_gradient(parameter, codes)
+    assert isinstance(parameter.grad, CodedGradient)
+    found = parameter.grad.dequantize()
+    assert found.stride() == parameter.stride()
+    assert torch.equal(found, codes.dequantize())
+
+
+def test_codes_move_to_the_device_that_is_asked_for() -> None:
+    coded, _ = pair()
+    assert isinstance(coded.grad, CodedGradient)
+    moved = coded.grad.to("meta")
+    assert isinstance(moved, CodedGradient)
+    assert {part.device.type for part in (moved.codes.codes, *moved.codes.all_scales())} == {"meta"}
+    stayed = coded.grad.to(torch.bfloat16)
+    assert isinstance(stayed, CodedGradient)
+    assert stayed.codes.codes.device.type == "cpu"
+
+
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "whole": lambda x: x,
     "data": lambda x: x.data,

@@ -141,6 +141,16 @@ def test_store_takes_the_bytes_it_says(bits: int, bytes_per_element: float) -> N
     assert gradients.nbytes == 0
 
 
+def test_its_line_names_bytes_and_what_has_no_gradient() -> None:
+    model = Net()
+    gradients = compress_gradients(model)
+    model(batch(1)).sum().backward()
+    held = 2 * (12 + 12 * 12) + 4 * 2 * (1 + 2)  # codes of 8 bits, a scale to 128 of them
+    assert str(gradients) == (
+        f"gradients of 4 parameters in 8 bits: {held:,} bytes held now for 312 elements, float32 takes 1,248"
+    )
+
+
 def test_tied_parameter_gets_the_sum_once() -> None:
     model = Net(tied=True)
     expected = plain_gradients(model, [lambda m: m(batch(1)).square().sum()])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -153,6 +156,21 @@ def test_a_gradient_may_have_any_strides_and_there_may_be_no_rows() -> None:
     assert all(map(same_bits, found, expected))
     none = tuple(part[:0] for part in packed)
     assert gated_product_blockwise(*none, length=100, activation="silu").shape == (0, 100)
+
+
+@pytest.mark.parametrize("implementation", [reference, native], ids=["reference", "native"])
+@pytest.mark.parametrize("leading", [(), (6,), (2, 3), (3, 1, 2)], ids=str)
+def test_gradients_of_any_leading_dimensions_are_those_of_rows(leading: tuple[int, ...], implementation: Any) -> None:
+    rows = math.prod(leading)
+    codes = pair(rows, 70, "int8", 64, torch.float32)
+    grad = gradient(rows, 70, torch.float32)
+    options = "int8", 64, "silu"
+    expected = implementation.gated_backward_blockwise(grad, *codes, *options)
+    shaped = [part.reshape(*leading, part.shape[-1]) for part in codes]
+    found = implementation.gated_backward_blockwise(grad.reshape(*leading, 70), *shaped, *options)
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == (*leading, 70)
+        assert same_bits(a.reshape(rows, 70), b)
 
 
 def test_what_is_not_supported_is_refused_by_name() -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from laconic.errors import FormatError
-from laconic.ops import lossless_decode_, lossless_decode_add_, lossless_encode, reference
-from laconic.ops.lossless import Status, max_nbytes
+from laconic.ops import lossless_decode_, lossless_decode_add_, lossless_encode, native, reference
+from laconic.ops.lossless import HEADER_NBYTES, Status, max_nbytes
 from tests.formats.lossless_cases import DTYPES, bits, normal, same_tensor
 
 ENCODE = torch.ops.laconic.lossless_encode.default
@@ -147,6 +147,18 @@ def test_bad_argument_of_encode_is_named(change: dict[str, object], message: str
 def test_bad_argument_of_decode_is_named(out: Tensor, message: Tensor, text: str) -> None:
     with pytest.raises(FormatError, match=re.escape(text)):
         lossless_decode_(out, message)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 100), (2, 3, 50), (2, 1, 3, 50)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_message_that_does_not_fit_is_a_header_that_says_so(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.ones(shape).to(dtype)
+    capacity = HEADER_NBYTES + 8 * len(shape)
+    message, expected = (
+        encode(x, "tiered", capacity) for encode in (reference.lossless_encode, native.lossless_encode)
+    )
+    assert torch.equal(message, expected)
+    assert int.from_bytes(bytes(message[16:24].tolist()), "little") == capacity
 
 
 def test_sums_are_float32() -> None:
