@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -375,7 +375,7 @@ def test_a_fault_of_a_checkpointed_layers_input_is_found(fault: str, monkeypatch
     step()
     plain = BlockTensor.dequantize
     monkeypatch.setattr(BlockTensor, "dequantize", lambda self, **kwargs: plain(FAULTS[fault](self), **kwargs))
-    with pytest.raises(ModelError, match=r"checkpointed layer.*what backward computes with"):
+    with pytest.raises(ModelError, match=r"input: what backward computes with"):
         step()
 
 
@@ -455,10 +455,7 @@ def test_what_a_format_rounds_is_no_fault(
     x = DATA[data](torch.randn(shape).to(dtype))
     center = torch.randn(shape[-1]) if is_centered and shape else None
     saved = pack(x, BlockFormat(code, block_size, scale_dtype), "test", center)
-    if saved.bits is None:  # codes and scales of so few values are no smaller
-        assert saved.tensors[0] is x
-        return
-    assert isinstance(saved.witness, Witness)
+    assert isinstance(saved.witness, Witness) == (saved.bits is not None)  # what codes do not shorten is kept as it is
     saved.memo.announce()
     saved.memo.take(saved.tensors)  # outside of backward the comparison is made at once
 
@@ -490,6 +487,7 @@ def test_what_a_gated_product_rounds_is_no_fault(
     gate, up, grad = (DATA[data](torch.randn(5, length).to(dtype)) for data in (of_gate, of_up, of_grad))
     format = BlockFormat(code, 64, scale_dtype)
     packed = [pack(x, format, "test") for x in (gate, up)]
+    assume(packed[0].format is not None)  # rows that share blocks, or are kept as they are, make no gated product
     assert packed[0].witness is not None
     assert packed[1].witness is not None
     both = (packed[0].witness, packed[1].witness)

@@ -10,9 +10,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import laconic
@@ -21,6 +25,7 @@ from laconic.errors import ConfigError, FormatError, ModelError, TrainingError
 from laconic.formats import CodedGradient, QuantizedGradient, quantized_gradient, set_quantized_gradient
 from laconic.gradients import CompressedGradients, compress_gradients
 from laconic.gradients.buckets import Buckets
+from laconic.gradients.store import _gradient_like
 from tests.activations.models import loss_of, make_ids, make_model
 
 BITS = (8, 12)
@@ -408,6 +413,24 @@ def test_model_that_is_compressed_is_refused() -> None:
     compress_gradients(model)
     with pytest.raises(ModelError, match=r"first.weight is compressed already; call remove\(\)"):
         compress_gradients(model)
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
+def test_a_gradient_that_lies_otherwise_than_its_parameter_is_stored_as_the_parameter_lies(
+    placement: Replicate | Shard,
+) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        whole = torch.arange(48.0).view(6, 8)
+        value = DTensor.from_local(whole, mesh, [Replicate()])
+        parameter = nn.Parameter(torch.zeros_like(value).redistribute(placements=[placement]))
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.data = value
+        expected = {0: whole[3:], 1: whole[:, 4:], None: whole}[getattr(placement, "dim", None)]
+        assert torch.equal(_gradient_like(parameter, "weight"), expected)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_sparse_gradient_is_refused_and_kept() -> None:
