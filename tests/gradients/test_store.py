@@ -425,8 +425,7 @@ def test_a_gradient_that_lies_otherwise_than_its_parameter_is_stored_as_the_para
         whole = torch.arange(48.0).view(6, 8)
         value = DTensor.from_local(whole, mesh, [Replicate()])
         parameter = nn.Parameter(torch.zeros_like(value).redistribute(placements=[placement]))
-        parameter.grad = torch.zeros_like(parameter)
-        parameter.grad.data = value
+        parameter.grad = value
         expected = {0: whole[3:], 1: whole[:, 4:], None: whole}[getattr(placement, "dim", None)]
         assert torch.equal(_gradient_like(parameter, "weight"), expected)
     finally:

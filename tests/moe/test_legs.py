@@ -112,6 +112,7 @@ def test_an_assignment_keeps_the_order_of_its_row() -> None:
     assert plan_recv(leg.ids[2:], 2).rows.tolist() == [0, 0, 1]
 
 
-def test_ids_of_another_number_of_rows_are_refused() -> None:
-    with pytest.raises(FormatError, match="3 rows came with the experts of 2"):
-        plan_recv(torch.tensor([1, 2, 5]), 3)
+@pytest.mark.parametrize("num_rows", [0, 1, 3])
+def test_ids_of_another_number_of_rows_are_refused(num_rows: int) -> None:
+    with pytest.raises(FormatError, match=f"{num_rows} rows came with the experts of 2"):
+        plan_recv(torch.tensor([1, 2, 5]), num_rows)
