@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.distributed.processes import ROOT, environment, finish, start
 
@@ -59,12 +60,13 @@ def test_torch_finds_the_backends_by_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", _BROKEN)
 def test_torch_goes_on_without_the_package(case: str, tmp_path: Path) -> None:
     """As after an editable install whose folder was moved: metadata that outlives the code."""
-    paths = _installed(tmp_path / "a sp\u00e1ce")
+    # Without `site`, which would run the hook by which an editable install finds its package.
+    paths = os.pathsep.join([_installed(tmp_path / "a sp\u00e1ce"), str(Path(torch.__file__).parents[1])])
     files = {"__init__.py": "", **_BROKEN[case]}
     for name, text in files.items():
         (tmp_path / "a sp\u00e1ce" / "laconic").mkdir(exist_ok=True)
         (tmp_path / "a sp\u00e1ce" / "laconic" / name).write_text(text)
-    program = ["-c", "import torch; print(torch.ones(2).sum())"]
+    program = ["-S", "-c", "import torch; print(torch.ones(2).sum())"]
     ending = finish(start(program, environment(PYTHONPATH=paths, PYTHONWARNINGS="default")))
     assert (ending.code, ending.out) == (0, "tensor(2.)\n"), ending.err
     assert "laconic is installed, but cannot be imported" in ending.err

@@ -11,6 +11,7 @@ from torch import nn
 
 import laconic
 from laconic.activations import SavedTensorTracker, find_sites
+from laconic.activations.kept import pack
 from laconic.cost import Batch, Choice, Job, Layout, ModelShape, Settings, predict
 from laconic.cost.memory.families import FAMILIES
 from laconic.cost.memory.saved_tensors import CODE_BITS, EXACT, PRECISIONS, Unit, head_unit, layer_units
@@ -142,11 +143,12 @@ def test_parameters_and_sites_are_those_of_the_model(family: str, overrides: dic
 
 
 @pytest.mark.parametrize("code", CODE_BITS)
-@pytest.mark.parametrize("length", [1, 7, 64, 65, 300])
-def test_packed_bytes_are_those_of_the_format(code: str, length: int) -> None:
+@pytest.mark.parametrize("length", [1, 7, 16, 57, 64, 65, 96, 127, 300])
+def test_packed_bytes_are_those_that_are_kept(code: str, length: int) -> None:
     format = BlockFormat(code, 64)
-    assert Choice(code).packed_nbytes(3, length) == format.nbytes((3, length))
-    assert format.bits == CODE_BITS[code]
+    kept = pack(torch.randn(9, length), format, "linear")
+    assert kept.bits == CODE_BITS[code]
+    assert Choice(code).packed_nbytes(9, length) == sum(tensor.nbytes for tensor in kept.tensors)
 
 
 def test_choices_go_through_json() -> None:

@@ -397,5 +397,6 @@ PAGES = {
     "inference_planning.md": Page(_inference),
     "inference_schedule.md": Page(_nothing),
     "serving.md": Page(_serving),
+    "reliability.md": Page(_nothing),
 }
 """Every page with Python that is run."""

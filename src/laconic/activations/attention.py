@@ -45,7 +45,7 @@ from laconic.activations.replay import Replay, forgetting, swapped_parameters
 from laconic.activations.rerun import graft, rebuilt
 from laconic.activations.sites import Site
 from laconic.activations.traceable import as_result
-from laconic.activations.witnesses import named
+from laconic.activations.witnesses import check_unchanged, glances, named
 from laconic.errors import ModelError
 from laconic.ops import DTYPES
 from laconic.ops.derivatives import connected, edge_of
@@ -303,6 +303,8 @@ class _Attention(torch.autograd.Function):
         ctx.memo, ctx.run = memo, run
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*map(edge_of, inputs[:3]), *inputs[3:])
+        start = 3 + sum(run.counts)
+        ctx.glances = glances(inputs[start : start + len(run.own)])
         return tuple(as_result(value) for value in values)
 
     @staticmethod
@@ -310,6 +312,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         all_saved = ctx.saved_tensors
         edges, saved = all_saved[:3], all_saved[3:]
+        start = sum(ctx.run.counts)
+        check_unchanged(ctx.glances, saved[start : start + len(ctx.run.own)])
         has_graph = torch.is_grad_enabled()
         if has_graph:
             ctx.memo.leave()

@@ -31,7 +31,7 @@ from laconic.activations.replay import Replay, forgetting, swapped_parameters
 from laconic.activations.rerun import graft, rebuilt
 from laconic.activations.sites import Site
 from laconic.activations.traceable import as_result
-from laconic.activations.witnesses import named
+from laconic.activations.witnesses import check_unchanged, glances, named
 from laconic.ops.derivatives import edge_of
 
 __all__ = ["ExpertsForward", "RouterForward"]
@@ -175,6 +175,7 @@ class _Experts(torch.autograd.Function):
         run.memo.announce()
         ctx.run = run
         ctx.save_for_backward(edge_of(inputs[0]), *inputs[1:])
+        ctx.glances = glances(inputs[1 : 1 + len(run.own)])
         return as_result(value[0])
 
     @staticmethod
@@ -188,6 +189,7 @@ class _Experts(torch.autograd.Function):
             saved[num_given:][: run.num_kept],
             saved[num_given + run.num_kept :],
         )
+        check_unchanged(ctx.glances, given[: len(run.own)])
         inputs = (take(run.memo, tuple(kept), edge, after=grad), *given)
         has_graph = torch.is_grad_enabled()
         leaves = tuple(

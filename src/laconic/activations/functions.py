@@ -25,6 +25,7 @@ from laconic.activations.gated import gated_product
 from laconic.activations.kept import Gate, Kept, Memo, attach, derive, found, keep
 from laconic.activations.norms import NormSpec, norm_again, norm_backward, norm_formula
 from laconic.activations.traceable import as_result, traceable
+from laconic.activations.witnesses import check_unchanged, glances
 from laconic.ops import GATED_ACTIVATIONS
 from laconic.ops.derivatives import edge_of, gradients
 
@@ -118,12 +119,14 @@ class _Norm(torch.autograd.Function):
         ctx.memo, ctx.origin, ctx.spec = kept.memo, kept.origin, spec
         ctx.dtype = x.dtype
         ctx.save_for_backward(edge_of(x), weight, bias, *saved)
+        ctx.glances = glances((weight, bias))
         return as_result(value[0])
 
     @staticmethod
     @derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         edge, weight, bias, *saved = ctx.saved_tensors
+        check_unchanged(ctx.glances, (weight, bias))
         x = take(ctx.memo, tuple(saved), edge, after=grad)
         needs = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():
@@ -189,12 +192,14 @@ class _Linear(torch.autograd.Function):
         ctx.dtype = x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(edge_of(x), weight, *saved)
+        ctx.glances = glances((weight,))
         return as_result(value[0])
 
     @staticmethod
     @derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         edge, weight, *saved = ctx.saved_tensors
+        check_unchanged(ctx.glances, (weight,))
         dim = row_dim(grad)
         if torch.is_grad_enabled():  # batched gradients have no rule for flatten
             rows = grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1])

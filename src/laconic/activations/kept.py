@@ -46,7 +46,7 @@ from laconic.activations.exact_codes import Layout
 from laconic.activations.offload import offloader_of
 from laconic.activations.rounding import quantized
 from laconic.activations.storages import place_of
-from laconic.activations.witnesses import Witness, glance, root, same, witness_of
+from laconic.activations.witnesses import Witness, check_unchanged, glance, glances, root, same, witness_of
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops import BITS
 
@@ -432,8 +432,12 @@ def derive(
     memos = tuple(kept.memo for kept in inner)
     counts = tuple(len(kept.tensors) for kept in inner)
 
+    before = glances(parameters)
+
     def rebuild(tensors: Tensors, after: Tensor | None) -> Tensor:
-        return function(*take_all(memos, counts, tensors, after), *tensors[sum(counts) :])
+        given = tensors[sum(counts) :]
+        check_unchanged(before, given)
+        return function(*take_all(memos, counts, tensors, after), *given)
 
     tensors = tuple(tensor for kept in inner for tensor in kept.tensors)
     return Kept((*tensors, *parameters), Memo(rebuild, memos, makes_new=makes_new), origin)

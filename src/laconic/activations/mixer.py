@@ -30,6 +30,7 @@ from laconic.activations.forwards import SiteForward
 from laconic.activations.replay import Replay, forgetting
 from laconic.activations.rounding import quantized
 from laconic.activations.sites import Site
+from laconic.activations.witnesses import Glances, check_unchanged, glances
 from laconic.formats import BlockFormat
 
 __all__ = ["MixerForward"]
@@ -88,13 +89,16 @@ class MixerForward(SiteForward):
 
     def _writing_once(self) -> Callable[..., Any]:
         """The module's own forward; what its first call writes to a cache stays there, and later ones get none."""
-        has_run = False
+        before: Glances | None = None
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal has_run
-            if has_run:
+            nonlocal before
+            parameters = tuple(self.module.parameters())
+            if before is None:
+                before = glances(parameters)
+            else:
+                check_unchanged(before, parameters)
                 args, kwargs = _without_caches(args, kwargs)
-            has_run = True
             return self.run_module(*args, **kwargs)
 
         return run

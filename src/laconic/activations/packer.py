@@ -29,7 +29,7 @@ from laconic.activations.kept import Kept, attach, derive, found, known, pack
 from laconic.activations.masked_relu import masked_relu, may_be_masked
 from laconic.activations.storages import place_of
 from laconic.activations.tracker import own_storages
-from laconic.activations.witnesses import glance, named, same
+from laconic.activations.witnesses import Glances, check_unchanged, glance, glances, named, same
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 from laconic.ops import DTYPES
@@ -323,12 +323,13 @@ def _shaped(value: Tensor, shape: torch.Size) -> Tensor:
     return value if value.shape == shape else value.view(shape)
 
 
-def _state(tensor: Tensor) -> tuple[tuple[int, ...], int]:
-    """The address and the version of what a tensor holds."""
-    return place_of(tensor), tensor._version
+def _state(tensor: Tensor) -> tuple[tuple[int, ...], int, Glances]:
+    """The address, the version and, if somebody trains it, some values of what a tensor holds."""
+    # Statistics of a batch norm are saved, changed by its own forward, and not read in backward.
+    return place_of(tensor), tensor._version, glances((tensor if tensor.requires_grad else None,))
 
 
-def _unchanged(tensor: Tensor, state: tuple[tuple[int, ...], int]) -> Tensor:
+def _unchanged(tensor: Tensor, state: tuple[tuple[int, ...], int, Glances]) -> Tensor:
     """The tensor, if nobody changed it in place since it had `state`; torch does not look where hooks are in force.
 
     A copy, which hooks around ours may make, has not been changed.
@@ -336,11 +337,12 @@ def _unchanged(tensor: Tensor, state: tuple[tuple[int, ...], int]) -> Tensor:
     Raises:
         ModelError: it was.
     """
-    address, version = _state(tensor)
-    if address == state[0] and version != state[1]:
+    address, version, values = state
+    if place_of(tensor) == address and tensor._version != version:
         raise ModelError(
             f"a tensor {list(tensor.shape)} that backward needs was changed in place after the forward that saved it "
-            f"(version {version} instead of {state[1]}), so the gradient would be wrong; call backward before the "
-            f"change, or change a copy"
+            f"(version {tensor._version} instead of {version}), so the gradient would be wrong; call backward before "
+            f"the change, or change a copy"
         )
+    check_unchanged(values, (tensor,))
     return tensor

@@ -166,7 +166,9 @@ class SavedTensorTracker:
         for part in dense_parts(tensor.detach()):
             storage = part.untyped_storage()
             key = storage._cdata
-            if key not in self._parameters and key not in self._seen:
+            if (
+                key not in self._parameters and key not in self._seen and storage.nbytes()
+            ):  # a place in the graph has none
                 self._seen[key] = StorageWeakRef(storage) if self._drops else storage
                 if part.device.type == "cpu" and part.is_pinned():
                     self.host_nbytes += storage.nbytes()

@@ -9,7 +9,8 @@ producer to backward:
    host wait, so it is made late there, and what differs is refused.
 2. Backward. A packed tensor has a `Witness`: values and scales from the moment of packing. What is dequantized has to
    lie within the bound of the format around these values, and the scales have to be the same bits. A gated product,
-   which is never dequantized, is held to bounds that follow from those of its factors.
+   which is never dequantized, is held to bounds that follow from those of its factors. A parameter that backward
+   reads has to hold what it held in forward (`check_unchanged`).
 
 The first comparison reads host memory in every forward, at a microsecond a tensor. The second, and the first on CUDA
 devices, cost a few calls of torch a tensor: they are made in a model's first forwards and then in one of some.
@@ -53,7 +54,9 @@ __all__ = [
     "NUM_PLACES",
     "RootForward",
     "Witness",
+    "check_unchanged",
     "glance",
+    "glances",
     "named",
     "root",
     "same",
@@ -64,6 +67,7 @@ __all__ = [
 ]
 
 Tensors = tuple[Tensor, ...]
+Glances = tuple[bytes | Tensor | None, ...]
 
 NUM_PLACES = 16
 """Values of each tensor that are compared, spread evenly from the first to the last."""
@@ -160,7 +164,10 @@ def _is_real(x: Tensor) -> bool:
     # Dynamo looks into code of ours that runs between the graphs it breaks.
     if torch.compiler.is_compiling():
         return False
-    return type(x) is Tensor and (x.is_cpu or x.is_cuda) and x.layout == torch.strided
+    return type(x) in _CLASSES and (x.is_cpu or x.is_cuda) and x.layout == torch.strided
+
+
+_CLASSES = (Tensor, torch.nn.Parameter)
 
 
 def _watches() -> bool:
@@ -181,7 +188,10 @@ def glance(x: Tensor) -> bytes | Tensor | None:
     words = _WORDS.get(x.element_size())
     if words is None or not (x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=_CHANNELS_LAST))):
         return sample(x)
-    return memoryview(_array(words, numel).from_address(x.data_ptr()))[:: max(1, (numel - 1) // _STEPS)].tobytes()
+    address = x.data_ptr()
+    if address == 0:  # memory that FSDP2 has given back for a while
+        return None
+    return memoryview(_array(words, numel).from_address(address))[:: max(1, (numel - 1) // _STEPS)].tobytes()
 
 
 _STEPS = NUM_PLACES - 1
@@ -203,6 +213,45 @@ def same(before: bytes | Tensor, x: Tensor) -> bool:
             return True
         return torch.equal(_bits(before), _bits(now))
     return before == now or x.is_cuda
+
+
+def glances(tensors: Sequence[Tensor | None]) -> Glances:
+    """What `check_unchanged` compares: glances of the parameters and other floats that backward is going to read."""
+    return tuple(None if x is None or not x.is_floating_point() else glance(x) for x in tensors)
+
+
+def check_unchanged(before: Glances, tensors: Sequence[Tensor | None]) -> None:
+    """Check that parameters hold in backward what they held in forward. On CUDA devices that is found later.
+
+    torch sees a change by its version counter, but not one through `.data`, NumPy or a kernel of one's own, nor another
+    tensor in the parameter's place (`p.data = ...`); torch's own backward has kept some of the old values then.
+
+    Args:
+        before: their `glances` in forward.
+        tensors: the parameters now.
+
+    Raises:
+        ModelError: one holds other values.
+    """
+    for values, x in zip(before, tensors, strict=True):
+        now = None if values is None or x is None else glance(x)
+        if values is None or now is None:
+            continue
+        if isinstance(values, Tensor) and isinstance(now, Tensor):
+            if values.is_cuda:
+                _record(_Entry(_differs, (), (values, now), (_RUNNING.site,), "a parameter that was changed"))
+                continue
+            is_same = values.dtype == now.dtype and torch.equal(_bits(values), _bits(now))
+        else:
+            is_same = type(values) is type(now) and values == now
+        if not is_same:
+            assert x is not None
+            raise ModelError(
+                f"a parameter {list(x.shape)} holds other values in backward than in forward, so the gradient would be "
+                f"wrong; it was changed in a way that torch does not see: through .data, NumPy or a kernel of one's "
+                f"own. Call backward before the change, or train these layers exactly: "
+                f"laconic.decompress_activations(model)"
+            )
 
 
 @dataclass(frozen=True, eq=False, slots=True)

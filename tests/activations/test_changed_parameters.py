@@ -1,0 +1,104 @@
+"""Parameters that change between forward and backward in ways that torch does not see: refused, or right."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import laconic
+from laconic.errors import ModelError
+from tests.activations.models import make_model
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.act = nn.LayerNorm(64), nn.Linear(64, 128), nn.SiLU()
+        self.down, self.last, self.out = nn.Linear(128, 64), nn.RMSNorm(64), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.out(self.last(self.down(self.act(self.up(self.norm(x))))))
+        return result
+
+
+def convolutions() -> nn.Module:
+    parts = (nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3))
+    return nn.Sequential(*parts, nn.Flatten(), nn.Linear(128, 8))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "block": (Block, lambda: torch.randn(32, 64)),
+    "convolutions": (convolutions, lambda: torch.randn(4, 3, 8, 8)),
+    "lstm": (lambda: nn.LSTM(64, 64), lambda: torch.randn(8, 4, 64)),
+    "transformer": (lambda: nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0), lambda: torch.randn(8, 4, 64)),
+    "llama": (lambda: make_model("llama"), lambda: torch.randint(64, (2, 16))),
+    "mixtral": (lambda: make_model("mixtral"), lambda: torch.randint(64, (2, 16))),
+}
+
+
+def another_tensor(p: nn.Parameter) -> None:
+    p.data = p.data * 1.5
+
+
+def twice_another(p: nn.Parameter) -> None:
+    another_tensor(p)
+    another_tensor(p)
+
+
+def in_place(p: nn.Parameter) -> None:
+    p.data.mul_(1.5)
+
+
+def by_numpy(p: nn.Parameter) -> None:
+    p.detach().numpy()[...] *= 1.5
+
+
+def _gradients(model: nn.Module, x: Tensor, change: Callable[[nn.Parameter], None] | None) -> list[Tensor | None]:
+    y = model(x)
+    y = getattr(y, "logits", y)
+    y = y[0] if isinstance(y, tuple) else y
+    loss = (y * torch.randn(y.shape, generator=torch.Generator().manual_seed(3))).sum()
+    if change is not None:
+        for parameter in model.parameters():
+            change(parameter)
+    loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("change", [another_tensor, twice_another, in_place, by_numpy])
+@pytest.mark.parametrize("mode", ["sites", "hooks", "combined"])
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_are_those_of_forward_or_refused(
+    model: str, mode: Literal["sites", "hooks", "combined"], change: Callable[[nn.Parameter], None]
+) -> None:
+    make, inputs = MODELS[model]
+    changed = make().train()
+    laconic.compress_activations(changed, 8, mode=mode)
+    x = inputs()
+    expected = _gradients(copy.deepcopy(changed), x, None)
+    try:
+        found = _gradients(changed, x, change)
+    except ModelError as error:
+        assert "holds other values in backward than in forward" in str(error)  # noqa: PT017
+        return
+    for got, wanted in zip(found, expected, strict=True):
+        assert (got is None) == (wanted is None)
+        if got is not None and wanted is not None:
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_parameter_that_stays_is_no_change() -> None:
+    model = Block()
+    laconic.compress_activations(model, 8)
+    x = torch.randn(32, 64)
+    expected = _gradients(copy.deepcopy(model), x, None)
+
+    def other_memory(p: nn.Parameter) -> None:
+        p.data = p.data.clone()
+
+    torch.testing.assert_close(_gradients(model, x, other_memory), expected)
