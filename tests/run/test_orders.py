@@ -16,6 +16,7 @@ from laconic.errors import ConfigError
 from laconic.run.models import Refusal, Wishes
 from laconic.run.savings import Savings
 from laconic.run.summary import render, summarize
+from tests.grid import grid
 from tests.run.scripts import SCRIPTS, STEPS, Run, Script
 
 FLAGS: dict[str, dict[str, Any]] = {
@@ -75,8 +76,7 @@ KEEPS = re.compile(r"(\w+) keeps ([\d,]+) bytes for backward instead of ([\d,]+)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a refusal in a thread
-@pytest.mark.parametrize("flags", FLAGS)
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(("name", "flags"), grid(list(SCRIPTS), list(FLAGS), strength=1))
 def test_lines_bits_and_endings(name: str, flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     script, expected = SCRIPTS[name], plain(name)
     outcome = trained(name, FLAGS[flags], monkeypatch)
@@ -143,7 +143,9 @@ def test_lines_bits_and_endings(name: str, flags: str, monkeypatch: pytest.Monke
     torch.testing.assert_close(outcome.run.losses[-1], expected.losses[-1], rtol=0.2, atol=0.02)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name", [n if i % 8 == 0 else pytest.param(n, marks=pytest.mark.slow) for i, n in enumerate(SCRIPTS)]
+)
 def test_torch_is_its_own_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = nn.Module.__call__, torch.optim.Optimizer.add_param_group, torch.optim.AdamW
     trained(name, FLAGS["all"], monkeypatch)
