@@ -101,7 +101,7 @@ class Directory(RuleBasedStateMachine):
     def teardown(self) -> None:
         crashing.left = None
         if self.lock is not None:
-            self.lock.__exit__()
+            self.lock.__exit__(None)
         shutil.rmtree(self.run_dir)
 
     # --- saving ---
@@ -280,7 +280,7 @@ class Directory(RuleBasedStateMachine):
             other.acquire(self.run_dir)
             with pytest.raises(CheckpointError, match=r"is no longer this run's"):
                 self.save(2, False)
-            self.lock.__exit__()
+            self.lock.__exit__(None)
             assert (self.run_dir / LOCK_FILE).exists()  # the other's
         self.lock = None
 
@@ -288,7 +288,7 @@ class Directory(RuleBasedStateMachine):
     @rule()
     def unlocks(self) -> None:
         assert self.lock is not None
-        self.lock.__exit__()
+        self.lock.__exit__(None)
         self.lock = None
         assert not (self.run_dir / LOCK_FILE).exists()
 

@@ -27,7 +27,8 @@ class ModelState:
 
     Buffers and other tensors that modules hold, by their bits; numbers, strings, lists, dicts, sets and deques that
     modules and their compressed forwards hold (what lies in a list is not looked into); whether modules are in
-    training; random states of torch on the CPU and all CUDA devices, of NumPy and of Python; numbers of rounding.
+    training; what hooks of layers of experts (meters, balancers) hold; random states of torch on the CPU and all CUDA
+    devices, of NumPy and of Python; numbers of rounding.
 
     Args:
         model: may be wrapped and sharded.
@@ -37,6 +38,12 @@ class ModelState:
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._owners: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._contents: dict[int, tuple[Any, Any]] = {}
+        for hook in _hooks_of_layers(model):
+            self._contents[id(hook)] = (hook, dict(hook))
+            for value in hook.values():
+                self._note(value)
+                for inside in value.values() if type(value) is dict else value if type(value) in (list, tuple) else ():
+                    self._note(inside)
         for owner in _owners(model):
             self._owners.append((owner, {name: value for name, value in owner.items() if type(value) in _PLAIN}))
             for name, value in owner.items():
@@ -84,6 +91,15 @@ def _owners(model: nn.Module) -> Iterator[dict[str, Any]]:
         core = attention_core_of(module)
         if core is not None:
             yield core.__dict__
+
+
+def _hooks_of_layers(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """The dictionaries of the objects that layers of experts call in every forward."""
+    moe = sys.modules.get("laconic.moe.layer")  # whoever has such layers has imported it, which takes seconds
+    for layer in () if moe is None else moe.moe_layers(model).values():
+        for hook in layer.hooks:
+            if hasattr(hook, "__dict__"):
+                yield hook.__dict__
 
 
 def _refill(value: Any, before: Any) -> None:
