@@ -118,7 +118,8 @@ def differentiable(error: type[Exception], reason: str) -> Callable[[Backward], 
         @functools.wraps(backward)
         def run(ctx: Any, *grads: Any) -> Any:
             has_graph = torch.is_grad_enabled()
-            if not has_graph and not any(map(is_batched, grads)):
+            # Dynamo, which traces backwards between the graphs it breaks, has no words for the questions below.
+            if torch.compiler.is_compiling() or (not has_graph and not any(map(is_batched, grads))):
                 return backward(ctx, *grads)
             if any(map(_is_subclass, grads)):
                 with torch.no_grad():
