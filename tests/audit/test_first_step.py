@@ -300,3 +300,15 @@ def test_a_call_that_trains_nothing_is_not_the_first_one(mode: str, capsys: pyte
     model.apart = False
     model(x)
     assert "gradients of 6 parameters" in capsys.readouterr().err
+
+
+def test_an_audit_leaves_no_gradients_in_any_of_several_stores() -> None:
+    """A backward adds to all stores of a model, also to those that are not compared at that moment."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 8)).train()
+    batch = torch.randn(8, 64)
+    laconic.compress_activations(model, example_inputs={"input": batch})
+    stores = [laconic.compress_gradients(part, bits=8) for part in (model[0], model[2])]
+    laconic.audit(model, batch)
+    assert [store.state for store in stores] == ["empty", "empty"]
+    model(batch).sum().backward()
+    assert "there are some already" in str(laconic.audit(model, batch))

@@ -375,12 +375,12 @@ class _Audit:
 
     def _compare_store(self, made: Outcome) -> None:
         owners = {id(o): o for o in map(owner_of, self._model.parameters()) if isinstance(o, CompressedGradients)}
+        if any(store.state != "empty" for store in owners.values()):  # a backward adds to all of them
+            self._left_out.append("gradients in codes, as there are some already")
+            return
         for store in owners.values():
             if store.group is not None and store.group.size() > 1 and not self._agrees:
                 self._left_out.append("gradients in codes, as ranks reduce them together")
-                continue
-            if store.state != "empty":
-                self._left_out.append("gradients in codes, as there are some already")
                 continue
             names = {id(p): name for name, p in self._model.named_parameters()}
             gradients = {name: made.gradients.get(names.get(id(p), "")) for name, p in store.parameters.items()}
@@ -390,7 +390,11 @@ class _Audit:
                 self._loss().backward()
                 state.restore()
 
-            _refuse(check_store(store, gradients, backward), _IN_STORE)
+            try:
+                _refuse(check_store(store, gradients, backward), _IN_STORE)
+            finally:
+                for each in owners.values():
+                    each.zero_()
             self._found["num_stored"] = self._found.get("num_stored", 0) + len(gradients)
 
     def _compare_updates(self, made: Outcome) -> None:
