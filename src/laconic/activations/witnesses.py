@@ -248,9 +248,9 @@ def check_unchanged(before: Glances, tensors: Sequence[Tensor | None]) -> None:
             assert x is not None
             raise ModelError(
                 f"a parameter {list(x.shape)} holds other values in backward than in forward, so the gradient would be "
-                f"wrong; it was changed in a way that torch does not see: through .data, NumPy or a kernel of one's "
-                f"own. Call backward before the change, or train these layers exactly: "
-                f"laconic.decompress_activations(model)"
+                f"wrong; it was changed in place after the forward that saved it (also through .data, NumPy or a "
+                f"kernel of one's own), or another tensor was put in its place. Call backward before the change, or "
+                f"train these layers exactly: laconic.decompress_activations(model)"
             )
 
 
