@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from laconic.activations.attention import attention_core_of
 from laconic.activations.host_forward import forward_of, store_forward
@@ -16,7 +17,18 @@ from laconic.activations.replacement import ModelReplacement, Replacement, repla
 from laconic.activations.report import Call, Measurement, brief, measure, unmeasurable
 from laconic.errors import ModelError
 
-__all__ = ["fitting", "is_compressed", "measure_both", "suspended"]
+__all__ = ["fitting", "is_compressed", "measure_both", "suspended", "unwrapped"]
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The model inside of DDP and torch.compile."""
+    while True:
+        if isinstance(module, DistributedDataParallel):
+            module = module.module
+        elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
+            module = inner
+        else:
+            return module
 
 
 def is_compressed(model: nn.Module) -> bool:

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from laconic.activations.attention import attention_core_of
 from laconic.activations.head import CausalForward
 from laconic.activations.replacement import check_module, replacements_of
+from laconic.activations.suspended import is_compressed, unwrapped
 from laconic.auditing.batch import first_rows, num_rows
 from laconic.auditing.comparison import TOLERANCE, Difference, compare, relative_error, same_bits
 from laconic.auditing.gradient_store import check_store
@@ -123,7 +122,7 @@ def audit(
         ModelError: the model is no module, or does not run on the batch.
     """
     check_module(model)
-    inner = _unwrapped(model)
+    inner = unwrapped(model)
 
     def loss(rows: int | None) -> Tensor:
         part = TrainingCall(inner, batch if rows is None else first_rows(batch, rows, _TOKENS), loss_of, autocast)
@@ -205,8 +204,8 @@ class _Audit:
         Raises:
             AuditError: something differs.
         """
-        is_compressed, made = _is_compressed(self._model), None
-        if not (is_compressed or self._has_more_of_ours):
+        is_ours, made = is_compressed(self._model), None
+        if not (is_ours or self._has_more_of_ours):
             self._left_out.append("all, as nothing of laconic's computes here")
             return self._report(begun)
         if not any(parameter.requires_grad for parameter in self._model.parameters()):
@@ -215,7 +214,7 @@ class _Audit:
         with self._agreeing():
             first = self._first_run()
             if first is not None:
-                made = self._compare_gradients(*first) if is_compressed else first[1]
+                made = self._compare_gradients(*first) if is_ours else first[1]
         if not self._is_whole(made is not None):
             return self._report(begun)
         assert made is not None
@@ -512,17 +511,3 @@ def _watching_experts(model: nn.Module) -> AbstractContextManager[Any]:
     from laconic.auditing.experts_alone import watching_experts  # see has_experts
 
     return watching_experts(model)
-
-
-def _is_compressed(model: nn.Module) -> bool:
-    return any([*replacements_of(module)] or attention_core_of(module) is not None for module in model.modules())
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model

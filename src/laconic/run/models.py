@@ -16,19 +16,19 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DataParallel
 
 from laconic.activations import compress_activations, decompress_activations
 from laconic.activations.checkpoint import runs_twice
 from laconic.activations.head import CausalForward
 from laconic.activations.replacement import replacements_of
 from laconic.activations.report import UNMEASURED, Call, Measurement, Report, measure
-from laconic.activations.suspended import is_compressed, measure_both
+from laconic.activations.suspended import is_compressed, measure_both, unwrapped
 from laconic.auditing import audit_now, say_left_out
 from laconic.errors import ConfigError, LaconicError, ModelError
 from laconic.ops import BITS
 
-__all__ = ["Model", "Refusal", "Wishes", "holders_of", "model_of", "unwrapped"]
+__all__ = ["Model", "Refusal", "Wishes", "holders_of", "model_of"]
 
 _ATTENTIONS = ("exact", "recompute", *BITS)
 
@@ -281,17 +281,6 @@ _CHECKPOINTED = (
     "the script calls it inside of torch.utils.checkpoint, which keeps no more than the inputs of the call, and these "
     "exact"
 )
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The model inside of DDP and torch.compile."""
-    while True:
-        if isinstance(module, DistributedDataParallel):
-            module = module.module
-        elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
-            module = inner
-        else:
-            return module
 
 
 def model_of(called: nn.Module, trained: Collection[int]) -> nn.Module:
