@@ -13,6 +13,7 @@ from benchmarks.contenders.picture import _apart
 from benchmarks.contenders.text import rate_at
 from benchmarks.contenders.training import EXACT, Contender, Training, measured, tensor_nbytes
 from tests.benchmark_runs import run
+from tests.inductor import needs_inductor
 
 
 class _Model(nn.Module):
@@ -96,6 +97,7 @@ def test_learning_rate_rises_falls_and_labels_stay_apart() -> None:
 
 
 @pytest.mark.slow
+@needs_inductor
 def test_side_by_side_writes_its_tables() -> None:
     result = run("side-by-side", "--smoke", "--only", "loss", "files")
     for row in ("exact", "**laconic, chunked loss**", "torch, linear_cross_entropy, chunked"):

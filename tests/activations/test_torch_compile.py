@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ import laconic
 from laconic import BlockFormat
 from laconic.activations import SavedTensorTracker, Site
 from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
+from tests.inductor import needs_inductor
 
 # Dynamo asks the hidden states that enter a layer for their gradient.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -277,7 +277,7 @@ def test_a_whole_model_compiles_into_one_graph() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # inductor imports what torch itself deprecates
-@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
+@needs_inductor
 def test_inductor_saves_the_same_bytes_and_is_as_close_as_it_is_without_us() -> None:
     model = compressed("llama", bits=8, attention="int8")
     plain = make_model("llama")
@@ -293,7 +293,7 @@ def test_inductor_saves_the_same_bytes_and_is_as_close_as_it_is_without_us() -> 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
+@needs_inductor
 @pytest.mark.timeout(1800)
 def test_the_benchmark_runs_and_compiled_layers_keep_what_eager_ones_do() -> None:
     result = subprocess.run(

@@ -23,6 +23,7 @@ from laconic.auditing.training_call import find_loss
 from laconic.errors import ConfigError, ModelError
 from tests.activations.models import make_ids, make_model
 from tests.distributed.processes import run_ranks
+from tests.inductor import needs_inductor
 
 
 class Block(nn.Module):
@@ -257,6 +258,7 @@ def test_losses_are_found_where_models_put_them() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # inductor imports what torch itself deprecates
+@needs_inductor
 def test_compiled_models_keep_less_under_a_memory_budget() -> None:
     model = nn.Sequential(*(Block() for _ in range(3)))
     advice = laconic.advise(model, torch.randn(8, 32, 64), rounds=1, compile=True)

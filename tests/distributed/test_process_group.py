@@ -21,6 +21,7 @@ from laconic.train.launch.worker import leave
 from tests.distributed import over_backend
 from tests.distributed.over_backend import assert_same, join
 from tests.distributed.processes import finish, free_port, rank_environment, run_ranks, start
+from tests.inductor import needs_inductor
 
 CODED = ProcessGroupOptions(Lossless(), min_nbytes=1)
 
@@ -90,6 +91,7 @@ def test_traced_collectives_compute_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@needs_inductor
 def test_compiled_collectives_compute_the_same_bits(tmp_path: Path) -> None:
     run_ranks(compiled, (str(tmp_path), "inductor"), 2)
 

@@ -16,6 +16,7 @@ from transformers import AutoModel, AutoModelForImageClassification, ResNetForIm
 
 from laconic.errors import ModelError
 from laconic.vision import AFIResNetForImageClassification, AFIResNetModel, AFIStage, afi_resnet50
+from tests.inductor import needs_inductor
 from tests.vision.reference import averages, images, tiny, tiny_config
 
 
@@ -121,6 +122,7 @@ def test_compiles_into_one_graph() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # inductor imports what torch itself deprecates
+@needs_inductor
 def test_inductor_gives_the_same() -> None:
     model, x = tiny().eval(), images()
     torch.testing.assert_close(logits(torch.compile(model, fullgraph=True), x), logits(model, x), rtol=1e-4, atol=1e-5)
