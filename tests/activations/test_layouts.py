@@ -163,3 +163,70 @@ def test_batches_in_any_nest_are_measured(nest: str) -> None:
     assert nested.before.by_module == flat.before.by_module
     assert nested.after.by_module == flat.after.by_module
     assert nested.before.tokens == flat.before.tokens == 64
+
+
+VIEWS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
+    "a row of each sequence": ((NUM_NODES, 3, NUM_NODES), lambda x: x[:, :1]),
+    "some columns": ((NUM_NODES, 2 * NUM_NODES), lambda x: x[:, :NUM_NODES]),
+    "every second row": ((2 * NUM_NODES, NUM_NODES), lambda x: x[::2]),
+    "transposed": ((NUM_NODES, NUM_NODES), Tensor.t),
+    "permuted, with gaps": ((NUM_NODES, NUM_NODES, 6), lambda x: x[..., :2].permute(2, 0, 1)),
+    "expanded": ((1, 1, NUM_NODES), lambda x: x.expand(NUM_NODES, 1, NUM_NODES)),
+    "overlapping windows": ((2 * NUM_NODES - 1,), lambda x: x.unfold(0, NUM_NODES, 1)),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_the_second_run_reads_an_input_of_the_same_strides(view: str) -> None:
+    """With as many rows as features, a kernel that saves in another order would swap weight and input unnoticed."""
+    shape, of = VIEWS[view]
+    x, layer = torch.randn(shape, requires_grad=True), nn.Linear(NUM_NODES, NUM_NODES)
+    seen = []
+
+    def region(x: Tensor) -> Tensor:
+        seen.append((x.shape, x.stride()))
+        output: Tensor = layer(x)
+        return output
+
+    given = of(x)
+    expected = torch.autograd.grad(layer(given).square().sum(), (x, layer.weight))
+    got = torch.autograd.grad(laconic.activations.checkpoint(region, given).square().sum(), (x, layer.weight))
+    assert seen == 2 * [(given.shape, given.stride())]
+    for gradient, exact in zip(got, expected, strict=True):
+        assert (gradient - exact).norm() < 0.01 * exact.norm()
+
+
+class Attention(nn.Module):
+    """Attention that is spelled out, of some rows to all rows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, some: Tensor, rows: Tensor) -> Tensor:
+        query, key, value = self.query(some), self.key(rows), self.value(rows)
+        output: Tensor = self.out(torch.softmax(query @ key.transpose(1, 2) / 8, -1) @ value)
+        return output
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(NUM_NODES), nn.Linear(NUM_NODES, 3)
+        self.layers = nn.ModuleList([Attention(NUM_NODES)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(x)
+        output: Tensor = self.head(self.layers[0](rows[:, :1], rows))
+        return output
+
+
+def test_attention_of_one_row_of_each_sequence_is_trained_with() -> None:
+    model, x = Pooled(), torch.randn(NUM_NODES, 5, NUM_NODES)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    report = laconic.compress_activations(model, bits=8, example_inputs={"x": x})
+    assert "mixer" in str(report)
+    got = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    size = torch.stack([gradient.norm() for gradient in expected]).max()
+    for gradient, exact in zip(got, expected, strict=True):
+        assert (gradient - exact).norm() < 0.03 * exact.norm() + 1e-4 * size

@@ -174,8 +174,9 @@ def packed_inputs(
     if format is None or not tensors or AUDITED.originals:
         yield _as_it_is
         return
-    # Held by this frame, so that no address can be reused meanwhile.
-    places = {_place(x): x for x in tensors}
+    # Held by this frame, so that no address can be reused meanwhile. Values that share memory are kept exactly: that
+    # takes no more than the exact model does, and what is rebuilt could not have their strides.
+    places = {_place(x): x for x in tensors if not _overlaps(x)}
     known: dict[Any, Kept] = {}
 
     def packed(x: Tensor) -> Tensor | tuple[Kept, tuple[int, ...], Decisions | None]:
@@ -246,12 +247,26 @@ def _place(x: Tensor) -> tuple[Any, ...]:
 
 
 def _laid_out(x: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """`x` with the strides of the tensor it stands for, if that was a permuted one: functions may ask for them."""
-    order = sorted(range(x.dim()), key=lambda d: (stride[d], x.shape[d]), reverse=True)
-    dense = torch.empty([x.shape[d] for d in order], device="meta").stride()
-    if x.stride() == stride or tuple(stride[d] for d in order) != dense:
+    """`x` with the strides of the tensor it stands for, gaps included.
+
+    The second run hands what it saves to the nodes of the first by position, and torch's kernels save other tensors, or
+    in another order, where strides differ: a linear layer does for an input with gaps.
+    """
+    if x.stride() == stride:
         return x
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether values of x may lie in one place of memory, as those of an expanded tensor do."""
+    if x.is_contiguous():
+        return False
+    extent = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1):
+        if stride < extent:
+            return True
+        extent += (size - 1) * stride
+    return False
 
 
 def _packable(x: Any, with_data: bool) -> bool:
