@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from laconic.activations import functions
 from laconic.activations.choice import Packing
 from laconic.activations.decisions import Habit
 from laconic.activations.dtensors import is_packable
-from laconic.activations.forwards import SiteForward
+from laconic.activations.forwards import BlockMode, SiteForward
 from laconic.activations.kept import attach, derive, found, found_or_held
 from laconic.activations.replacement import replacements_of
 from laconic.activations.replay import Replay
@@ -113,7 +112,7 @@ PRODUCTS = (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul
 PARTS = (torch.chunk, torch.split, Tensor.chunk, Tensor.split, Tensor.__getitem__)
 
 
-class _Products(TorchFunctionMode):
+class _Products(BlockMode):
     """Lets the product of two tensors, one of which can be rebuilt, keep the other one packed."""
 
     def __init__(self, block: MlpForward) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from laconic.activations.choice import RECOMPUTED, Choice, Recompute
 from laconic.activations.derivatives import is_transformed
-from laconic.activations.replacement import ModelReplacement, replacements_of
+from laconic.activations.replacement import ModelReplacement, modules_of, replacements_of
 from laconic.activations.sites import Site, find_sites
 
 __all__ = ["follow"]
@@ -38,11 +38,11 @@ class _Follower:
         self.model = model
         self.choices = dict(choices)
         self.install = install
-        self.modules = list(model.modules())
+        self.modules = modules_of(model)
 
     def look(self) -> None:
         """Convert the new ones among the modules."""
-        modules = list(self.model.modules())
+        modules = modules_of(self.model)
         if modules == self.modules:
             return
         known, self.modules = {id(module) for module in self.modules}, modules

@@ -7,11 +7,14 @@ code runs unchanged.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from laconic.activations import functions
 from laconic.activations.checkpoint import runs_twice
@@ -26,7 +29,31 @@ from laconic.activations.trial import PlainAttributes
 from laconic.activations.witnesses import named
 from laconic.ops import DTYPES
 
-__all__ = ["LinearForward", "NormForward", "SiteForward"]
+__all__ = ["BlockMode", "LinearForward", "NormForward", "SiteForward"]
+
+
+class BlockMode(TorchFunctionMode):
+    """Base of modes that replace functions in a block's own code; the sites inside of the block run without them.
+
+    torch calls a mode for each function, method and property of a tensor, and the code of sites asks for many.
+    """
+
+
+_num_modes = torch._C._len_torch_function_stack
+
+
+@contextmanager
+def _without_block_modes() -> Iterator[None]:
+    """While the block runs, the innermost modes are not active that are of this kind."""
+    modes = []
+    while (depth := _num_modes()) and isinstance(mode := torch._C._get_function_stack_at(depth - 1), BlockMode):
+        torch._C._pop_torch_function_stack()
+        modes.append(mode)
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
 
 
 class SiteForward(Replacement):
@@ -102,6 +129,12 @@ class SiteForward(Replacement):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`run` where the call has to save something that is worth packing, else the original forward."""
+        if torch.compiler.is_compiling() or not _num_modes():
+            return self._run_or_left(args, kwargs)
+        with _without_block_modes():
+            return self._run_or_left(args, kwargs)
+
+    def _run_or_left(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = self.positional(args, kwargs)
         if len(args) != 1 or kwargs or not self.serves(args[0]) or not torch.is_grad_enabled():
             return self.left(*args, **kwargs)
@@ -137,7 +170,8 @@ class NormForward(SiteForward):
 
     def keeps(self, x: Tensor) -> bool:
         """Whether input or parameters need a gradient and the module still computes what was recognized."""
-        wanted = any(t.requires_grad for t in (x, *self.module.parameters(recurse=False)))
+        own = self.module._parameters.values()
+        wanted = x.requires_grad or any(p is not None and p.requires_grad for p in own)
         return wanted and not self.is_parametrized and self.attributes.unchanged(self.module)
 
     def run(self, x: Tensor) -> Tensor:

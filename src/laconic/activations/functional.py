@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from laconic.activations import functions
 from laconic.activations.attention import AttentionCore
@@ -31,7 +30,7 @@ from laconic.activations.code_scan import TorchCalls
 from laconic.activations.dropout import dropout
 from laconic.activations.elementwise import activation, is_worth_packing
 from laconic.activations.feedforward import PARTS, PRODUCTS, is_made, note_parts
-from laconic.activations.forwards import SiteForward
+from laconic.activations.forwards import BlockMode, SiteForward
 from laconic.activations.kept import attach, derive, found
 from laconic.activations.norms import NormSpec
 from laconic.activations.replay import forgetting
@@ -71,7 +70,7 @@ _MOVES = frozenset(
 )
 
 
-class _Functions(TorchFunctionMode):
+class _Functions(BlockMode):
     """Replaces the functions that the code of one module calls."""
 
     def __init__(self, forward: FunctionsForward) -> None:

@@ -33,7 +33,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -348,11 +348,11 @@ def pack(x: Tensor, format: Packing, origin: str, center: Tensor | None = None, 
         layout: of the tensor to rebuild, whose values in memory order x holds; None for x itself.
     """
     block_format = format.format if isinstance(format, Offload) else format
-    shares = center is None and layout is None and _has_short_rows(x.shape, block_format)
-    if center is None and not torch.compiler.is_compiling():
-        packed_nbytes = block_format.nbytes((x.numel(),) if shares else x.shape)
-        if packed_nbytes >= x.numel() * x.element_size():
-            return Kept((x,), Memo(_itself if layout is None else partial(_laid_out, layout)), origin)
+    # Only plain tensors have shapes that are numbers for certain.
+    find_size = _packed_size if type(x) is Tensor else _packed_size.__wrapped__
+    shares, packed_nbytes = find_size(x.shape, block_format, center is None and layout is None)
+    if center is None and not torch.compiler.is_compiling() and packed_nbytes >= x.numel() * x.element_size():
+        return Kept((x,), Memo(_itself if layout is None else partial(_laid_out, layout)), origin)
     whole_shape = x.shape
     if shares:
         x = x.reshape(-1)
@@ -398,6 +398,13 @@ def _stood_in(value: Tensor, laid_out: Callable[[Tensor], Tensor], origin: str, 
         return laid_out(tensors[0].clone())  # readers may change what they take
 
     return Kept((value, value.new_zeros(1)), Memo(rebuild), origin, bits)
+
+
+@lru_cache(maxsize=1024)
+def _packed_size(shape: torch.Size, format: BlockFormat, may_share: bool) -> tuple[bool, int]:
+    """Whether rows share blocks, and the bytes of codes and scales."""
+    shares = may_share and _has_short_rows(shape, format)
+    return shares, format.nbytes((shape.numel(),) if shares else shape)
 
 
 def _has_short_rows(shape: torch.Size, format: BlockFormat) -> bool:

@@ -30,6 +30,7 @@ __all__ = [
     "check_module",
     "follow_copies",
     "forget_copies",
+    "modules_of",
     "replacements_of",
 ]
 
@@ -327,6 +328,17 @@ def replacements_of(module: nn.Module) -> Iterator[Replacement]:
             forward = owner.replaced
         else:
             forward = getattr(forward, "__wrapped__", None)
+
+
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """`list(module.modules())` in another order and in a twentieth of the time, for what looks in every forward."""
+    found, seen = [module], {module}
+    for part in found:
+        for child in part._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                found.append(child)
+    return found
 
 
 def check_module(model: object) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from laconic.activations.cuda_graph import is_captured, without_draws
 from laconic.activations.decisions import Decisions
+from laconic.activations.replacement import modules_of
 from laconic.errors import ModelError
 
 __all__ = ["Replay", "check_attention", "forgets", "forgetting", "swapped_parameters"]
@@ -116,7 +117,7 @@ class Replay:
         self._decisions = decisions
         self._num_decided = 0
         self._device = device
-        self._modes = [(part, part.training) for part in module.modules()]
+        self._modes = [(part, part.training) for part in modules_of(module)]
         self._autocast = {
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in {device.type, "cpu"}

@@ -41,4 +41,6 @@ def storages_of(tensor: Tensor) -> tuple[torch.UntypedStorage, ...]:
 
 def place_of(tensor: Tensor) -> tuple[int, ...]:
     """Addresses of `storages_of`: equal for tensors that share all they hold, as long as one of them lives."""
+    if type(tensor) is Tensor and tensor.layout == torch.strided:  # nearly all
+        return (tensor.untyped_storage()._cdata,)
     return tuple(storage._cdata for storage in storages_of(tensor))

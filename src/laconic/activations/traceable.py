@@ -37,6 +37,8 @@ def traceable(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return function(*args, **kwargs)
         # None is no argument that a graph could hold.
         return traced(*args, **{name: value for name, value in kwargs.items() if value is not None})
 

@@ -191,7 +191,7 @@ def glance(x: Tensor) -> bytes | Tensor | None:
     address = x.data_ptr()
     if address == 0:  # memory that FSDP2 has given back for a while
         return None
-    return memoryview(_array(words, numel).from_address(address))[:: max(1, (numel - 1) // _STEPS)].tobytes()
+    return _window(address, words, numel).tobytes()
 
 
 _STEPS = NUM_PLACES - 1
@@ -199,9 +199,10 @@ _CHANNELS_LAST = torch.channels_last
 _WORDS: dict[int, Any] = {2: ctypes.c_uint16, 4: ctypes.c_uint32}
 
 
-@lru_cache(maxsize=256)
-def _array(word: Any, numel: int) -> Any:
-    return word * numel
+@lru_cache(maxsize=4096)
+def _window(address: int, word: Any, numel: int) -> memoryview:
+    """The compared words of the memory at an address, to be read only while a tensor of so many words lies there."""
+    return memoryview((word * numel).from_address(address))[:: max(1, (numel - 1) // _STEPS)]
 
 
 def same(before: bytes | Tensor, x: Tensor) -> bool:

@@ -40,11 +40,19 @@ def edge_of(x: Tensor) -> Tensor | None:
         if type(x) is not Tensor and _is_subclass(x):  # a DTensor, say, whose second derivatives are refused
             refused: Tensor = _Place.apply(x)
             return refused
-        edge: Tensor = _unsafe_view(x, x.shape)  # a node of its own that saves nothing, not a view
-        edge.data = x.new_empty(0)  # it lets go of the memory
+        # Either is a node of its own that saves nothing, and no view; the first one takes a third of the time.
+        edge: Tensor = x.unsafe_split_with_sizes(x.shape[:1])[0] if x.dim() else _unsafe_view(x, x.shape)
+        # It lets go of the memory.
+        edge.data = _no_elements(x.dtype, x.device) if type(x) is Tensor else x.new_empty(0)
     finally:
         torch._C._set_grad_enabled(before)
     return edge
+
+
+@functools.cache
+def _no_elements(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # or autograd could not save it
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 class _Place(torch.autograd.Function):
