@@ -78,7 +78,7 @@ ALWAYS, EVERY = 10, 50
 _SLOPE, _CURVATURE = 1.2, 1.0
 """More than the largest first and second derivative of any activation in CURVES."""
 
-_INTEGERS = {4: torch.int32, 2: torch.int16}
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class _Root:
