@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["NEGLIGIBLE", "TOLERANCE", "Difference", "compare", "relative_error", "same_bits"]
+__all__ = ["NEGLIGIBLE", "TOLERANCE", "Difference", "compare", "in_doubles", "relative_error", "same_bits"]
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-4, torch.float16: 2.0**-4, torch.bfloat16: 2.0**-3}
 """Relative error of a gradient that the order of sums may make, by dtype."""
@@ -78,7 +78,7 @@ def compare(
         gradient = got.get(name)
         if wanted is None or gradient is None:
             missing = gradient if wanted is None else wanted
-            if missing is None or float(missing.float().norm()) <= NEGLIGIBLE * scale * math.sqrt(missing.numel()):
+            if missing is None or float(in_doubles(missing).norm()) <= NEGLIGIBLE * scale * math.sqrt(missing.numel()):
                 continue
             what = "has a gradient, and none in the exact run" if wanted is None else "has no gradient"
             found.append(Difference(name, math.inf, 0.0, what))
@@ -96,7 +96,7 @@ def relative_error(got: Tensor, expected: Tensor, scale: float) -> tuple[float, 
     """Norm of the difference over that of `expected` and of its negligible part; and the slope of one on the other."""
     if expected.numel() == 0:
         return 0.0, 1.0
-    wanted, found = expected.detach().double().flatten(), got.detach().double().flatten()
+    wanted, found = in_doubles(expected), in_doubles(got)
     finite = wanted.isfinite()
     if not bool(finite.all()):
         if not torch.equal(finite, found.isfinite()):
@@ -109,6 +109,12 @@ def relative_error(got: Tensor, expected: Tensor, scale: float) -> tuple[float, 
     return (difference / size if size else (math.inf if difference else 0.0)), slope
 
 
+def in_doubles(x: Tensor) -> Tensor:
+    """All numbers of x, float64 [n]; of complex ones both parts."""
+    x = x.detach()
+    return (torch.view_as_real(x) if x.is_complex() else x).double().flatten()
+
+
 def _is_scaled(error: float, slope: float) -> bool:
     """Whether a factor explains the error."""
     return math.isfinite(slope) and abs(abs(slope - 1) - error) <= 0.05 * error
@@ -118,7 +124,7 @@ def _root_mean_square(gradients: Mapping[str, Tensor | None]) -> float:
     total = count = 0.0
     for gradient in gradients.values():
         if gradient is not None:
-            values = gradient.detach().double()
+            values = in_doubles(gradient)
             total += float(values[values.isfinite()].square().sum())
             count += gradient.numel()
     return math.sqrt(total / count) if count else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from laconic.activations.head import CausalForward
 from laconic.activations.replacement import check_module, replacements_of
 from laconic.activations.suspended import is_compressed, unwrapped
 from laconic.auditing.batch import first_rows, num_rows
-from laconic.auditing.comparison import TOLERANCE, Difference, compare, relative_error, same_bits
+from laconic.auditing.comparison import TOLERANCE, Difference, compare, in_doubles, relative_error, same_bits
 from laconic.auditing.gradient_store import check_store
 from laconic.auditing.optimizer_update import check_updates
 from laconic.auditing.runs import Outcome, Runs, Way
@@ -48,7 +49,8 @@ class AuditReport:
         num_parameters: whose gradients were compared.
         loss_bits: whether the losses had the same bits; None where they cannot (a chunked loss, a model that does not
             repeat itself).
-        median_error: of a compressed gradient against the exact one, relative; None if nothing was compressed.
+        gradient_error: of all compressed gradients together against the exact ones, relative; None if nothing was
+            compressed.
         num_updates: parameters whose first updates by AdamW8bit were compared.
         num_stored: parameters whose gradients in codes were.
         num_layers_of_experts: that were compared with every token on its own.
@@ -59,7 +61,7 @@ class AuditReport:
 
     num_parameters: int = 0
     loss_bits: bool | None = None
-    median_error: float | None = None
+    gradient_error: float | None = None
     num_updates: int = 0
     num_stored: int = 0
     num_layers_of_experts: int = 0
@@ -71,7 +73,7 @@ class AuditReport:
         found = []
         if self.num_parameters:
             bits = {True: "loss bit for bit, ", False: "", None: "loss, "}[self.loss_bits]
-            off = "" if self.median_error is None else f" (rounding moves them by {100 * self.median_error:.1f} %)"
+            off = "" if self.gradient_error is None else f" (rounding moves them by {100 * self.gradient_error:.2g} %)"
             found.append(f"{bits}gradients of {self.num_parameters} parameters{off}")
         for number, what in (
             (self.num_stored, "gradients in codes"),
@@ -339,11 +341,10 @@ class _Audit:
             raise faults[0]
         assert rounded is not None
         assert outcome is not None
-        errors = _errors(rounded, exact)
-        if not errors:
+        number, error = _total_error(rounded, exact)
+        if not number:
             self._left_out.append("gradients, as none reaches a parameter in this call's forward")
-        median = errors[len(errors) // 2] if errors else None
-        self._found |= {"num_parameters": len(errors), "loss_bits": bits, "median_error": median}
+        self._found |= {"num_parameters": number, "loss_bits": bits, "gradient_error": error if number else None}
         return outcome
 
     def _differing(
@@ -468,13 +469,17 @@ def _bare(optimizer: Optimizer | None) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _errors(outcome: Outcome, exact: Outcome) -> list[float]:
-    """Relative errors of the gradients that are not zero, sorted."""
-    return sorted(
-        relative_error(one, wanted, 0.0)[0]
-        for name, wanted in exact.gradients.items()
-        if wanted is not None and (one := outcome.gradients[name]) is not None and bool(wanted.any())
-    )
+def _total_error(outcome: Outcome, exact: Outcome) -> tuple[int, float]:
+    """How many gradients are not zero, and the relative error of these together."""
+    number, difference, size = 0, 0.0, 0.0
+    for name, wanted in exact.gradients.items():
+        one = outcome.gradients[name]
+        if wanted is not None and one is not None and bool(wanted.any()):
+            values = in_doubles(wanted)
+            finite = values.isfinite()
+            difference += float((in_doubles(one) - values)[finite].square().sum())
+            number, size = number + 1, size + float(values[finite].square().sum())
+    return number, math.sqrt(difference / size) if size else 0.0
 
 
 def _is_chunked(model: nn.Module) -> bool:

@@ -75,7 +75,8 @@ class Runs:
             state.restore()
         if rounding.fault is not None:
             raise AuditError(rounding.fault)
-        return Outcome(loss.detach().clone(), gradients, buffers)
+        found = {name: None if grad is None else _dense(grad) for name, grad in gradients.items()}
+        return Outcome(loss.detach().clone(), found, buffers)
 
     @contextmanager
     def _nudging(self, way: Way) -> Iterator[None]:
@@ -133,3 +134,8 @@ def _interpreted() -> Iterator[None]:
     dynamo = sys.modules.get("torch._dynamo")
     with nullcontext() if dynamo is None else torch.compiler.set_stance("force_eager"):
         yield
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """The gradient with all its zeros, which those of an embedding may leave out."""
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
