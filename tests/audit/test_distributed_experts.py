@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
-from laconic.auditing import AuditReport, audit_first_call
+from laconic.auditing import AuditReport, audit_first_call, audit_loss
 from laconic.collectives.codec import Blockwise
-from laconic.errors import AuditError
+from laconic.errors import AuditError, ModelError
 from laconic.formats import BlockFormat
 from laconic.formats.shards import local_part
 from laconic.moe import (
@@ -468,3 +468,37 @@ def four_ranks(rank: int, store: str) -> None:
 def test_replicas_of_experts() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(four_ranks, (os.path.join(folder, "store"),), 4)
+
+
+# --- batches that do not run on one of them ---
+
+
+def one_rank_cannot(rank: int, store: str) -> None:
+    with joined(rank, store):
+        model: Any = make_model("mixtral").train()
+        parallelize(model, Grid(ep=2))
+        laconic.compress_activations(model)
+        ids = make_ids(4, 16, seed=rank)
+        labels = ids.clone()
+        if rank == 1:
+            labels[:2] = -100  # no label in the rows that are tried first: their loss is not a number
+        report = laconic.audit(model, {"input_ids": ids, "labels": labels})
+        assert report.num_layers_of_experts == 2, report
+        labels = torch.full_like(ids, -100) if rank == 1 else ids
+        said = str(laconic.audit(model, {"input_ids": ids, "labels": labels}))
+        assert ("as rank 1 could not run" if rank == 0 else "as the exact loss is not finite") in said, said
+        # A batch that raises before ranks meet.
+        with pytest.raises(ModelError if rank == 0 else ValueError, match="rank 1" if rank == 0 else "no batch"):
+            audit_loss(model, [partial(refuses, model, ids, rank == 1)])
+
+
+def refuses(model: nn.Module, ids: Tensor, here: bool) -> Tensor:
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    if here:
+        raise ValueError("no batch")
+    return loss.detach().requires_grad_()
+
+
+def test_a_batch_that_one_rank_cannot_run_is_no_hang() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(one_rank_cannot, (os.path.join(folder, "store"),), 2)

@@ -218,9 +218,8 @@ class _Audit:
             return self._report(begun)
         with self._agreeing():
             first = self._first_run()
-        if not self._is_whole(first is not None):
+        if first is None:  # alike on all ranks
             return self._report(begun)
-        assert first is not None
         runs, exact, experts = first
         if experts is not None:
             with self._agreeing():
@@ -273,13 +272,6 @@ class _Audit:
         if max(votes) == 1:
             raise ModelError(f"the first step does not run on {_named(failed)}; the error there says why")
 
-    def _is_whole(self, here: bool) -> bool:
-        """Whether all ranks have something to compare."""
-        lacking = self._ranks_that(not here)
-        if lacking and here:
-            self._left_out.append(f"all, as rank {lacking[0]} could not run")
-        return not lacking
-
     def _ranks_that(self, holds: bool) -> list[int]:
         """The ranks on which something holds; one small all-reduce."""
         return [rank for rank, vote in enumerate(self._votes(int(holds))) if vote]
@@ -316,15 +308,15 @@ class _Audit:
             except (ModelError, RuntimeError, ValueError, IndexError, TypeError) as found:
                 error = found
             is_finite = exact is not None and bool(exact.loss.isfinite().all())
-            if not self._ranks_that(not is_finite):
+            lacking = self._ranks_that(not is_finite)
+            if not lacking:
                 assert exact is not None
                 self._loss = loss
                 return runs, exact, experts
             if number == tries - 1 or (self._num_ranks == 1 and "memory" in reason):
                 if error is not None:
                     raise error
-                if not is_finite:
-                    self._left_out.append(reason)
+                self._left_out.append(f"all, as rank {lacking[0]} could not run" if is_finite else reason)
                 return None
         return None
 
