@@ -133,7 +133,11 @@ def _held(
 
     def holders(tensor: Tensor, parameter: nn.Parameter | None) -> Sequence[int]:
         if isinstance(tensor, DTensor):
-            return [rank for rank in _replicas(tensor) if rank in members]
+            return [
+                rank
+                for rank in _holders(tensor, groups.get(parameter) if parameter is not None else None)
+                if rank in members
+            ]
         if parameter is not None and isinstance(parameter, DTensor):
             return own if tensor.dim() else members  # state that a shard's rank made for itself; the step is everyone's
         if parameter is not None and parameter in groups:
@@ -153,6 +157,18 @@ def _held(
                     yield _Held(f"{key} of {name}", local_part(value), holders(value, parameter))
     for name, buffer in plain.named_buffers() if buffers else ():
         yield _Held(name, local_part(buffer), holders(buffer, None))
+
+
+def _holders(tensor: DTensor, group: dist.ProcessGroup | None) -> Sequence[int]:
+    """The same, where a mesh lies once on each rank of `group` but this one: its shards have replicas there.
+
+    FSDP2 that shards over the group has a mesh with all its ranks.
+    """
+    found = _replicas(tensor)
+    outside = [] if group is None else [rank for rank in registered_ranks(group) if rank != dist.get_rank()]
+    if found != [dist.get_rank()] or {*outside} & {*tensor.device_mesh.mesh.flatten().tolist()}:
+        return found
+    return sorted([*outside, dist.get_rank()])
 
 
 def _replicas(tensor: DTensor) -> Sequence[int]:

@@ -27,8 +27,9 @@ from laconic.activations.audited import AUDITED
 from laconic.activations.derivatives import is_transformed
 from laconic.activations.largest_parts import largest_parts
 from laconic.activations.report import is_measuring
-from laconic.auditing.first_step import AuditReport, audit_call, has_experts
+from laconic.auditing.first_step import AuditReport, audit_call
 from laconic.auditing.optimizer_update import check_updates
+from laconic.auditing.replicated import compare_replicas, is_sharded_by_fsdp, spread_experts
 from laconic.errors import AuditError, LaconicError, ModelError
 from laconic.formats import quantized_gradient
 from laconic.formats.shards import is_deepspeeds, sharded_like
@@ -36,7 +37,6 @@ from laconic.gradients import CompressedGradients
 from laconic.gradients.turns import owner_of
 from laconic.optim import AdamW8bit
 from laconic.output_lines import say
-from laconic.replicas import verify_replicas
 
 __all__ = ["audit_first_call", "audit_now", "say_left_out"]
 
@@ -103,14 +103,16 @@ def _say(report: AuditReport) -> None:
 
 
 def _replicas(model: nn.Module) -> dist.ProcessGroup | None:
-    """The group whose ranks have the same weights after each step; None if that is not known."""
-    if has_experts(model):
-        return None
+    """The group whose ranks have the same weights after each step, but for experts that are spread; None: not known."""
+    spread = spread_experts(model)
     for store in map(owner_of, model.parameters()):
         if isinstance(store, CompressedGradients):
-            return store.group
+            return None if spread else store.group
     around = DistributedDataParallel._get_active_ddp_module()
-    if around is None or around.parameters_to_ignore or not any(m is model for m in around.module.modules()):
+    if around is None or not any(m is model for m in around.module.modules()):
+        return None
+    spread_names = {name for name, parameter in around.module.named_parameters() if parameter in spread}
+    if {*around.parameters_to_ignore} != spread_names or None in spread.values():
         return None
     hooks = [hook for hook, _ in getattr(around, "_comm_hooks", ())]  # one of another may leave ranks apart for a while
     known = all(getattr(hook, "__module__", "").startswith("laconic") for hook in hooks)
@@ -118,8 +120,10 @@ def _replicas(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def _audited(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], agrees: bool) -> AuditReport:
+    # Ranks with other experts meet in each run, so they have to decide together.
+    experts = {} if not agrees or is_sharded_by_fsdp(model) else spread_experts(model)
     for parameter in model.parameters():
-        if isinstance(parameter, DTensor) or is_deepspeeds(parameter):
+        if (isinstance(parameter, DTensor) and parameter not in experts) or is_deepspeeds(parameter):
             return AuditReport(
                 left_out=("all, as the model is sharded; call laconic.audit(model, batch) before a step",)
             )
@@ -198,7 +202,7 @@ class _FirstStep:
         if model is None or self.replicas is None or self.replicas.size() == 1:
             return
         try:
-            verify_replicas(model, group=self.replicas)
+            compare_replicas(model, self.replicas)
         except LaconicError as error:
             raise AuditError(
                 f"after the first step {error}; likely causes: a bucket that was not reduced, gradients clipped or "

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,18 @@ from laconic.auditing.batch import first_rows, num_rows
 from laconic.auditing.comparison import TOLERANCE, Difference, compare, in_doubles, relative_error, same_bits
 from laconic.auditing.gradient_store import check_store
 from laconic.auditing.optimizer_update import check_updates
+from laconic.auditing.replicated import compare_replicas
 from laconic.auditing.runs import Outcome, Runs, Way
 from laconic.auditing.state import ModelState
 from laconic.auditing.training_call import LossOf, TrainingCall, copied, find_loss
+from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.errors import AuditError, LaconicError, ModelError
 from laconic.gradients import CompressedGradients
 from laconic.gradients.turns import owner_of
 from laconic.optim import AdamW8bit
-from laconic.replicas import verify_replicas
+
+if TYPE_CHECKING:
+    from laconic.auditing.experts_alone import ExpertsWatch
 
 __all__ = ["AuditReport", "audit", "audit_call", "audit_loss", "has_experts"]
 
@@ -53,7 +57,7 @@ class AuditReport:
             compressed.
         num_updates: parameters whose first updates by AdamW8bit were compared.
         num_stored: parameters whose gradients in codes were.
-        num_layers_of_experts: that were compared with every token on its own.
+        num_layers_of_experts: that were compared with every token on its own, wherever their experts are.
         num_replicas: tensors that were compared with those of other ranks.
         seconds: it took.
         left_out: why something, or all, was not compared.
@@ -102,7 +106,8 @@ def audit(
     A few rows of the batch run exactly and compressed, from the same random state. Compared are the loss, bit for bit;
     each parameter's gradient, of which docs/reliability.md has the bound, and whether it has one; where gradients are
     held in codes, what the store makes of two micro-batches on all its ranks; two updates of an AdamW8bit; layers of
-    experts with every token on its own; weights of the ranks of a process group. Weights, buffers, gradients, random
+    experts, also over several ranks, with every token on its own, and their gradients; weights of the ranks of a
+    process group. Weights, buffers, gradients, random
     states, hooks and training modes are as before, bit for bit. It takes four forwards and backwards of those rows,
     and memory for the gradients three times. What torch.compile compiled runs as it is written.
 
@@ -206,7 +211,7 @@ class _Audit:
         Raises:
             AuditError: something differs.
         """
-        is_ours, made = is_compressed(self._model), None
+        is_ours = is_compressed(self._model)
         if not (is_ours or self._has_more_of_ours):
             self._left_out.append("all, as nothing of laconic's computes here")
             return self._report(begun)
@@ -215,11 +220,14 @@ class _Audit:
             return self._report(begun)
         with self._agreeing():
             first = self._first_run()
-            if first is not None:
-                made = self._compare_gradients(*first) if is_ours else first[1]
-        if not self._is_whole(made is not None):
+        if first is None:  # alike on all ranks
             return self._report(begun)
-        assert made is not None
+        runs, exact, experts = first
+        if experts is not None:
+            with self._agreeing():
+                self._compare_experts(experts)
+        with self._agreeing():
+            made = self._compare_gradients(runs, exact) if is_ours else exact
         with self._agreeing():
             self._compare_store(made)
         with self._agreeing():
@@ -245,55 +253,85 @@ class _Audit:
     @contextmanager
     def _agreeing(self) -> Iterator[None]:
         """Raise on all ranks when the block raises on one: none of them goes on alone."""
-        error = None
+        error: Exception | None = None
         try:
             yield
-        except AuditError as found:
+        except Exception as found:
             error = found
-        failed = self._ranks_that(error is not None)
+        try:
+            votes = self._votes(0 if error is None else 2 if isinstance(error, AuditError) else 1)
+        except Exception:
+            if error is not None:
+                raise error from None  # ranks cannot meet any more, and it says why
+            raise
         if error is not None:
             raise error
-        if failed:
-            ranks = f"ranks {', '.join(map(str, failed))}" if len(failed) > 1 else f"rank {failed[0]}"
-            raise AuditError(f"the first step of {ranks} differs from the exact one; the error there says where")
-
-    def _is_whole(self, here: bool) -> bool:
-        """Whether all ranks have something to compare."""
-        lacking = self._ranks_that(not here)
-        if lacking and here:
-            self._left_out.append(f"what ranks compare together, as rank {lacking[0]} could not run")
-        return not lacking
+        failed = [rank for rank, vote in enumerate(votes) if vote == max(votes)]
+        if max(votes) == 2:
+            raise AuditError(
+                f"the first step of {_named(failed)} differs from the exact one; the error there says where"
+            )
+        if max(votes) == 1:
+            raise ModelError(f"the first step does not run on {_named(failed)}; the error there says why")
 
     def _ranks_that(self, holds: bool) -> list[int]:
         """The ranks on which something holds; one small all-reduce."""
+        return [rank for rank, vote in enumerate(self._votes(int(holds))) if vote]
+
+    def _votes(self, own: int) -> list[int]:
+        """A number of each rank."""
         if self._num_ranks == 1:
-            return [0] if holds else []
+            return [own]
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         found = torch.zeros(self._num_ranks, device=device)
-        found[dist.get_rank(self._group)] = float(holds)
+        found[dist.get_rank(self._group)] = own
         dist.all_reduce(found, group=self._group)
-        return list(found.nonzero().flatten().tolist())
+        return [int(vote) for vote in found.tolist()]
 
-    def _first_run(self) -> tuple[Runs, Outcome] | None:
-        """The exact run of the first batch that runs and has a finite loss."""
-        for number, loss in enumerate(self._losses):
-            runs = Runs(self._model, loss)
+    def _first_run(self) -> tuple[Runs, Outcome, ExpertsWatch | None] | None:
+        """The exact run of the first batch that runs and has a finite loss, and what its layers of experts did.
+
+        All ranks try again where one cannot: those of some models meet in each run.
+        """
+        tries = len(self._losses)
+        if self._ranks_that(tries > 1):
+            tries = max(tries, 2)
+        for number in range(tries):
+            loss = self._losses[min(number, len(self._losses) - 1)]
+            runs, reason = Runs(self._model, loss), "all, as the exact loss is not finite"
+            exact, error = None, None
             try:
                 with _watching_experts(self._model) as experts:
                     exact = runs.run("exact")
             except torch.OutOfMemoryError:
-                self._left_out.append("all, as the exact run does not fit in memory")
-                return None
-            except (ModelError, RuntimeError, ValueError, IndexError, TypeError) as error:
-                if isinstance(error, AuditError) or number == len(self._losses) - 1:
-                    raise
-                continue
-            if bool(exact.loss.isfinite().all()):
+                reason = "all, as the exact run does not fit in memory"
+            except AuditError:
+                raise
+            except (ModelError, RuntimeError, ValueError, IndexError, TypeError) as found:
+                error = found
+            is_finite = exact is not None and bool(exact.loss.isfinite().all())
+            lacking = self._ranks_that(not is_finite)
+            if not lacking:
+                assert exact is not None
                 self._loss = loss
-                self._found["num_layers_of_experts"] = 0 if experts is None else experts.compared
-                return runs, exact
-        self._left_out.append("all, as the exact loss is not finite")
+                return runs, exact, experts
+            if number == tries - 1 or (self._num_ranks == 1 and "memory" in reason):
+                if error is not None:
+                    raise error
+                self._left_out.append(f"all, as rank {lacking[0]} could not run" if is_finite else reason)
+                return None
         return None
+
+    def _compare_experts(self, experts: ExpertsWatch) -> None:
+        """Compare layers of experts with every token on its own; ranks that decide together meet."""
+        members: Sequence[int] | None = None
+        if self._agrees:
+            group = dist.group.WORLD if self._group is None else self._group
+            assert group is not None, "a group exists"
+            members = ranks_of(group)
+        experts.compare(members)
+        self._found["num_layers_of_experts"] = experts.num_compared
+        self._left_out += experts.left_out
 
     def _compare_gradients(self, runs: Runs, exact: Outcome) -> Outcome:
         """Compare the runs along the chain of comparison.py; returns the compressed one."""
@@ -410,7 +448,7 @@ class _Audit:
 
     def _compare_replicas(self) -> int:
         try:
-            return verify_replicas(self._model, group=self._group).num_tensors
+            return compare_replicas(self._model, self._group).num_tensors
         except LaconicError as error:
             raise AuditError(str(error)) from error
 
@@ -462,6 +500,10 @@ def _check_near(got: Tensor, expected: Tensor, tolerance: float) -> None:
             f"the chunked loss is {got.item():.6g} and the model's own {expected.item():.6g}; likely causes: labels "
             "that are shifted or ignored otherwise, a number of items in the batch that only one of the two divides by"
         )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else f"rank {ranks[0]}"
 
 
 def _bare(optimizer: Optimizer | None) -> Any:

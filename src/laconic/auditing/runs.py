@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from laconic.activations.audited import in_an_audit, keeping_values, running_originals
+from laconic.auditing.replicated import is_sharded_by_fsdp, spread_experts
 from laconic.auditing.rounding_bound import Rounding, unrounded
 from laconic.auditing.state import ModelState
 from laconic.errors import AuditError
@@ -50,7 +51,9 @@ class Runs:
         self._loss = loss
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # FSDP2 computes with parameters of its own and reduces their gradients into those of the model.
-        self._through_leaves = any(isinstance(p, DTensor) for p in self._parameters.values())
+        # Experts that lie on several ranks are leaves themselves.
+        leaves = {} if is_sharded_by_fsdp(model) else spread_experts(model)
+        self._through_leaves = any(isinstance(p, DTensor) and p not in leaves for p in self._parameters.values())
 
     def run(self, way: Way) -> Outcome:
         """Loss and gradients in one of the ways; the model's state and gradients stay as they were.
@@ -101,7 +104,8 @@ class Runs:
         if not self._through_leaves:
             try:
                 found = torch.autograd.grad(loss, list(self._parameters.values()), allow_unused=True)
-                return dict(zip(self._parameters, found, strict=True))
+                parts = [None if gradient is None else local_part(gradient) for gradient in found]
+                return dict(zip(self._parameters, parts, strict=True))
             except RuntimeError as error:
                 if "use_reentrant" not in str(error):
                     raise

@@ -17,7 +17,7 @@ from laconic.activations.rounding import seeds_restored
 
 __all__ = ["ModelState"]
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None))
 _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that nn.Module keeps itself (parameters, hooks); those of a model are beside them."""
 
@@ -27,8 +27,8 @@ class ModelState:
 
     Buffers and other tensors that modules hold, by their bits; numbers, strings, lists, dicts, sets and deques that
     modules and their compressed forwards hold (what lies in a list is not looked into); whether modules are in
-    training; what hooks of layers of experts (meters, balancers) hold; random states of torch on the CPU and all CUDA
-    devices, of NumPy and of Python; numbers of rounding.
+    training; what layers of experts, their dispatchers and hooks (meters, balancers) hold; random states of torch on
+    the CPU and all CUDA devices, of NumPy and of Python; numbers of rounding.
 
     Args:
         model: may be wrapped and sharded.
@@ -45,7 +45,8 @@ class ModelState:
                 for inside in value.values() if type(value) is dict else value if type(value) in (list, tuple) else ():
                     self._note(inside)
         for owner in _owners(model):
-            self._owners.append((owner, {name: value for name, value in owner.items() if type(value) in _PLAIN}))
+            kept = {name: value for name, value in owner.items() if _is_kept(name, value)}
+            self._owners.append((owner, kept))
             for name, value in owner.items():
                 if name not in _OF_TORCH:
                     self._note(value)
@@ -82,6 +83,11 @@ class ModelState:
         self._numbers.__enter__()
 
 
+def _is_kept(name: str, value: Any) -> bool:
+    """Whether an attribute is to be the same object afterwards."""
+    return type(value) in _PLAIN or (name not in _OF_TORCH and isinstance(value, Tensor | list | set | deque | dict))
+
+
 def _owners(model: nn.Module) -> Iterator[dict[str, Any]]:
     """The dictionaries of the modules and of what stands in the place of their forwards."""
     for module in model.modules():
@@ -91,12 +97,21 @@ def _owners(model: nn.Module) -> Iterator[dict[str, Any]]:
         core = attention_core_of(module)
         if core is not None:
             yield core.__dict__
+    for layer in _layers_of_experts(model):
+        yield layer.__dict__
+        if hasattr(layer.dispatcher, "__dict__"):
+            yield layer.dispatcher.__dict__
+
+
+def _layers_of_experts(model: nn.Module) -> Iterator[Any]:
+    """Layers of laconic.moe; whoever has some has imported it, which takes seconds."""
+    moe = sys.modules.get("laconic.moe.layer")
+    yield from () if moe is None else moe.moe_layers(model).values()
 
 
 def _hooks_of_layers(model: nn.Module) -> Iterator[dict[str, Any]]:
     """The dictionaries of the objects that layers of experts call in every forward."""
-    moe = sys.modules.get("laconic.moe.layer")  # whoever has such layers has imported it, which takes seconds
-    for layer in () if moe is None else moe.moe_layers(model).values():
+    for layer in _layers_of_experts(model):
         for hook in layer.hooks:
             if hasattr(hook, "__dict__"):
                 yield hook.__dict__

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from laconic.auditing.comparison import relative_error
 from laconic.collectives import api
 from laconic.collectives.codec import Blockwise, Codec, Raw
 from laconic.formats import BlockFormat, quantized_gradient
@@ -32,7 +33,13 @@ from laconic.moe.pipeline.grad_reduce_fsdp2 import reduce_in_slots
 from laconic.moe.pipeline.schedule import ChunkedSchedule
 from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.comm_compression import zip_codec
-from laconic.train.distributed.data_parallel import accumulate, clip_gradients, full_value, gradient_norm
+from laconic.train.distributed.data_parallel import (
+    accumulate,
+    clip_gradients,
+    full_value,
+    gradient_norm,
+    plain_model,
+)
 from laconic.train.distributed.parallel_state import ParallelState
 
 __all__ = [
@@ -57,6 +64,11 @@ class Gradients(ABC):
     @abstractmethod
     def reduce(self) -> None:
         """Average over the replicas the gradients that backward has not averaged yet."""
+
+    def reduce_audited(self) -> str | None:
+        """`reduce`, compared with plain collectives where it does more than call its parts; what differs, in words."""
+        self.reduce()
+        return None
 
     @abstractmethod
     def add_copies(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -155,6 +167,7 @@ class ExpertParallelGradients(PlainGradients):
         self._experts = [p for p in experts.experts() if p.requires_grad] if config.parallel == "ddp" else []
         for layer in experts.layers.values():
             layer.averages_under_ddp = False  # `reduce` does it, once for all micro-batches and over a codec
+        self._names = {id(p): name for name, p in plain_model(model).named_parameters()}
         self._grid, self._q8 = grid, config.reduce == "q8"
         self._codec: Codec | str = zip_codec(config) or Raw()
 
@@ -171,6 +184,29 @@ class ExpertParallelGradients(PlainGradients):
             else:
                 api.all_reduce(gradient, self._grid.edp, codec=self._codec).wait()
                 gradient.div_(self._grid.layout.dp)
+
+    def reduce_audited(self) -> str | None:
+        """`reduce`; some values of each expert's gradient are compared with a plain sum over its replicas."""
+        parts = [
+            torch.zeros_like(_some(p)) if p.grad is None else _some(local_part(p.grad)).clone() for p in self._experts
+        ]
+        self.reduce()
+        if not parts:
+            return None
+        expected = torch.cat([part.double() for part in parts])
+        if self._grid.layout.edp > 1:
+            dist.all_reduce(expected, group=self._grid.edp)
+        expected /= self._grid.layout.dp
+        tolerance = 2.0**-4 if self._q8 else 1e-3
+        for parameter, wanted in zip(self._experts, expected.split([len(part) for part in parts]), strict=True):
+            assert parameter.grad is not None
+            error, slope = relative_error(_some(local_part(parameter.grad)), wanted, 0.0)
+            if not error <= tolerance:
+                return (
+                    f"the gradient of {self._names[id(parameter)]} is {slope:.3f} times the mean over all processes, "
+                    f"off by {error:.2g}"
+                )
+        return None
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """2-norm in which each expert counts once, whichever process has it."""
@@ -315,6 +351,12 @@ def make_gradients(
     return StoredGradients(
         [compress_gradients(_Subset(model, experts.dense()), group, bits=bits), sums], unpack, divided=sums
     )
+
+
+def _some(gradient: Tensor) -> Tensor:
+    """At most some thousand values of a gradient or parameter, evenly chosen; flat."""
+    flat = local_part(gradient.detach()).reshape(-1)
+    return flat[:: max(1, len(flat) // 4096)]
 
 
 class _Subset(nn.Module):

@@ -576,6 +576,7 @@ def _steps(
 
     Raises:
         TrainingError: loss or gradient was not finite in several steps in a row.
+        AuditError: replicas differ after the first step.
         CorruptionError: replicas differ.
     """
     skipped_in_a_row = 0
@@ -585,6 +586,8 @@ def _steps(
         begin_step(done)
         counts = done % load_stride == 0
         result = _step(done, training, run_logger, stop, record=done == recorded, count_loads=counts)
+        if done == first_step + 1 and config.audit and (number := training.votes.audit(done)):
+            run_logger.message(f"audit: after step {done}, {number} replicated tensors have the same bits")
         skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
         if skipped_in_a_row == _MAX_SKIPPED_STEPS:
             raise TrainingError(

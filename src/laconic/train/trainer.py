@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.activations import SavedTensorTracker, seed_rounding
 from laconic.auditing import AuditReport, audit_loss, first_rows
 from laconic.collectives import audit
+from laconic.errors import AuditError
 from laconic.optim import AdamW8bit
 from laconic.train.config.schema import OptimizerConfig, TrainConfig
 from laconic.train.data.sampler import global_indices, split_mix
@@ -110,6 +111,7 @@ class Trainer:
         """When the last step's small all-reduce ended, by the same clock: everywhere at nearly the same moment."""
         self._other_nbytes: int | None = None  # what torch's own collectives send, the same in each step
         self._num_counted = 0
+        self._audits_reduction = False
         self.before_update: Callable[[], None] | None = None
         """Called in each step that updates, between backward and the update."""
 
@@ -138,6 +140,8 @@ class Trainer:
     def audit(self, step: int) -> AuditReport | None:
         """Compare some rows of step `step` (0-based) with the exact computation; all processes call it together.
 
+        The next step compares how it averages gradients of experts, too.
+
         None where the configuration leaves it out. Weights, statistics and random states stay as they are.
 
         Raises:
@@ -145,6 +149,7 @@ class Trainer:
         """
         if not self._config.audit:
             return None
+        self._audits_reduction = True
         if self._pipeline is not None:
             return AuditReport(left_out=("all, as no process of a pipeline has the whole model",))
         samples = next(self._micro_batches(step))
@@ -244,7 +249,13 @@ class Trainer:
                     loss, whole = self._training_loss(samples)
                     (whole / config.micro_batches).backward()
                 total += loss.detach().double() / config.micro_batches
-        gradients.reduce()
+        if self._audits_reduction:
+            self._audits_reduction = False
+            error = self._world.first_error(gradients.reduce_audited())
+            if error is not None:
+                raise AuditError(f"in the first step {error}; likely causes: replicas that were not averaged, or twice")
+        else:
+            gradients.reduce()
         if pipeline is not None and parallel_state.embedding_group is not None:
             gradients.add_copies(pipeline.copies, parallel_state.embedding_group)
         return total

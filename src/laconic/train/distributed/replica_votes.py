@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from laconic.errors import ConfigError, CorruptionError
+from laconic.errors import AuditError, ConfigError, CorruptionError
 from laconic.moe.huggingface import Parallelized
 from laconic.replicas import ReplicaReport, verify_replicas
 from laconic.train.config.schema import TrainConfig
@@ -63,16 +63,8 @@ class ReplicaVotes:
             CorruptionError: on every process: some replicas differ.
         """
         began = time.perf_counter()
-        error: str | None = None
         first = self._report is None
-        if self._group is not None:  # else this stage has no replica
-            try:
-                self._report = verify_replicas(
-                    self._model, self._optimizer, self._group, groups=self._groups, buffers=True
-                )
-            except (CorruptionError, ConfigError) as failure:
-                error = str(failure)
-        error = self._world.first_error(error)
+        error = self._compare()
         if error is not None:
             before = "this was the first vote" if self._last_good is None else f"equal after step {self._last_good}"
             raise CorruptionError(
@@ -85,6 +77,42 @@ class ReplicaVotes:
         if not first:
             return None
         return f"replicas, every {self._every} steps: {self._report or 'this stage has none, nothing is compared'}"
+
+    def audit(self, done: int) -> int:
+        """Compare the replicas after the first `done` steps of a run; all processes call it together.
+
+        It is no vote, and takes place with votes off, too.
+
+        Returns:
+            Tensors of this process that were compared.
+
+        Raises:
+            AuditError: on every process: some replicas differ.
+        """
+        if self._world.size == 1:
+            return 0
+        kept = self._report
+        error = self._compare()
+        found, self._report = self._report, kept
+        if error is not None:
+            raise AuditError(
+                f"after step {done}, the first of this run, {error}; likely causes: a bucket that was not reduced, "
+                "gradients clipped or scaled on one process alone, weights or moments that were not loaded alike; "
+                "nothing was saved"
+            )
+        return 0 if found is None else found.num_tensors
+
+    def _compare(self) -> str | None:
+        """What differs on any process; None if nothing does."""
+        error: str | None = None
+        if self._group is not None:  # else this stage has no replica
+            try:
+                self._report = verify_replicas(
+                    self._model, self._optimizer, self._group, groups=self._groups, buffers=True
+                )
+            except (CorruptionError, ConfigError) as failure:
+                error = str(failure)
+        return self._world.first_error(error)
 
     def summary(self) -> dict[str, Any] | None:
         """The entry of summary.json; None without votes."""
