@@ -503,15 +503,17 @@ def _producer_holds(x: Tensor, nodes: frozenset[str]) -> bool:
     """Whether the function that made `x` saves the very same storage for its own backward."""
     output = x._base if x._base is not None else x
     node = output.grad_fn
-    place = place_of(x)
-    if node is None or not place or place_of(output) != place:
+    name = None if node is None else node.name()
+    if node is None or (name not in nodes and name != "CompiledFunctionBackward"):
         return False
-    if node.name() in nodes:
+    place = place_of(x)
+    if not place or place_of(output) != place:
+        return False
+    if name in nodes:
         return True
     # A compiled graph shows what it saved, not what it ran. Under saved-tensor hooks reading would unpack, which
     # in a checkpointed region means to run it again.
-    hooks: object = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if node.name() != "CompiledFunctionBackward" or hooks is not None:
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return False
     saved: tuple[Tensor | None, ...] = getattr(node, "saved_tensors", ())
     return any(tensor is not None and place_of(tensor) == place for tensor in saved)
