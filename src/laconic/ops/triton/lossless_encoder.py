@@ -31,9 +31,14 @@ _COUNTS = ("numel", "num_blocks")
 """Compiled once for all tensors, not anew for 1 or for multiples of 16."""
 
 _NUM_WARPS = 16
-"""Of the kernels that measure and write, so that 4096 words and what is known of each fit the registers."""
+"""Of the kernels that measure and write, so that 4096 words and what is known of each fit the registers.
+
+With 128 registers a thread little fits beside the words. So words are read again where they are needed again, loops
+move nothing out (`disable_licm`: numbers and addresses of lanes would fill the registers for the whole loop), and what
+pairs each of 256 values with others is added up over the first axis, inside a thread.
+"""
 _MAX_PROGRAMS = 1024
-"""Of the writing kernel; each has 4096 bytes of scratch, so that all of it stays in the L2 cache."""
+"""Of the writing kernel; each has scratch for 8192 words, so that all of it stays in the L2 cache."""
 
 
 # --- what a block becomes ---
