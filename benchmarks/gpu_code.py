@@ -17,7 +17,7 @@ from benchmarks.kit.kernel_launches import Launch, Recording, record
 from benchmarks.kit.machine_code import ARCHITECTURES, MachineCode, compile_launch, compiler_version, missing_tools
 from benchmarks.registry import Options, Table, benchmark
 
-_COMPILED_FOR = (80, 90)
+_COMPILED_FOR = (80, 90, 100, 120)
 _ELEMENTS = 1 << 24
 _BANDWIDTH = {"H200": 4.8e12, "RTX 4090": 1.008e12}
 """Bytes per second of device memory (NVIDIA's data sheets)."""
@@ -64,7 +64,7 @@ def _code_table(ops: list[_Op]) -> Table:
                 seen.add(launch.specialization)
                 rows += [_row(op, launch, architecture) for architecture in _COMPILED_FOR]
     return Table.of(
-        "Machine code of each kernel, for compute capability 8.0 and 9.0",
+        "Machine code of each kernel, for compute capability 8.0, 9.0, 10.0 and 12.0",
         rows,
         [
             ("kernel", lambda row: row.kernel),
@@ -79,11 +79,13 @@ def _code_table(ops: list[_Op]) -> Table:
             ("stores, bits", lambda row: row.code.widths(row.code.stores)),
         ],
         f"Triton {triton.__version__}, ptxas"
-        f" {' and '.join(f'{compiler_version(number)} for sm_{number}' for number in _COMPILED_FOR)}."
-        " Compiled, not run. Spills are loads and stores of local memory in the code; loads and stores are those of"
-        " global memory, by bits per thread, counted in the code. 32-bit loads of nf4 and of the optimizer look up"
-        " levels in tables that stay in L1. Planes of lossless messages begin at any byte, so their accesses are a byte"
-        " wide.",
+        f" {', '.join(f'{compiler_version(number)} for sm_{number}' for number in _COMPILED_FOR)}."
+        " Compiled, not run. Occupancy is predicted: the share of a multiprocessor's warps that can be resident by"
+        " registers, shared memory and warps per program. Spills are loads and stores of local memory in the code;"
+        " loads and stores are those of global memory, by bits per thread, counted in the code. 32-bit loads of nf4 and"
+        " of the optimizer look up levels in tables that stay in L1. Planes of lossless messages begin at any byte, so"
+        " their accesses are a byte wide. Accesses of one word in measure and write are of samples, of words behind the"
+        " last whole eight of a block, and stores to scratch.",
     )
 
 

@@ -56,8 +56,10 @@ ARCHITECTURES = {
     80: Architecture(80, max_warps=64, max_programs=32, shared_nbytes=164 << 10),
     89: Architecture(89, max_warps=48, max_programs=24, shared_nbytes=100 << 10),
     90: Architecture(90, max_warps=64, max_programs=32, shared_nbytes=228 << 10),
+    100: Architecture(100, max_warps=64, max_programs=32, shared_nbytes=228 << 10),
+    120: Architecture(120, max_warps=48, max_programs=24, shared_nbytes=100 << 10),
 }
-"""A100, RTX 4090, H100 and H200."""
+"""A100, RTX 4090, H100 and H200, B200, RTX 5090."""
 
 
 @dataclass(frozen=True)

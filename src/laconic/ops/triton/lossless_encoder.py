@@ -31,20 +31,41 @@ _COUNTS = ("numel", "num_blocks")
 """Compiled once for all tensors, not anew for 1 or for multiples of 16."""
 
 _NUM_WARPS = 16
-"""Of the kernels that measure and write, so that 4096 words and what is known of each fit the registers."""
-_MAX_PROGRAMS = 2048
-"""Of the writing kernel; each has 4096 bytes of scratch, so that all of it stays in the L2 cache."""
+"""Of the kernels that measure and write, so that 4096 words and what is known of each fit the registers.
+
+With 128 registers a thread little fits beside the words. So words are read again where they are needed again, loops
+move nothing out (`disable_licm`: numbers and addresses of lanes would fill the registers for the whole loop), and what
+pairs each of 256 values with others is added up over the first axis, inside a thread.
+"""
+_MAX_PROGRAMS = 1024
+"""Of the writing kernel; each has scratch for 8192 words, so that all of it stays in the L2 cache."""
 
 
 # --- what a block becomes ---
 
 
 @triton.jit
-def _load_words(words_ptr, block, i, n, NBYTES: tl.constexpr):
-    words = tl.load(words_ptr + block * _BLOCK + i, mask=i < n, other=0).to(tl.int32)
+def _as_numbers(words, NBYTES: tl.constexpr):
+    """The bits of words as int32, those of two bytes without their sign's copies."""
+    words = words.to(tl.int32)
     if NBYTES == 2:
         words = words & 0xFFFF
     return words
+
+
+@triton.jit
+def _load_words(words_ptr, block, i, n, NBYTES: tl.constexpr):
+    return _as_numbers(tl.load(words_ptr + block * _BLOCK + i, mask=i < n, other=0), NBYTES)
+
+
+@triton.jit
+def _load_block(ptr, n, NBYTES: tl.constexpr):
+    """The words [4096] of a block, 0 from the n-th on."""
+    # Eight words share a mask, so that they are one access; those behind the last whole eight are loaded one by one.
+    i = tl.arange(0, _BLOCK)
+    words = tl.load(ptr + i, mask=i // 8 < n // 8, other=0)
+    rest = (i // 8 == n // 8) & (i < n)
+    return _as_numbers(words | tl.load(ptr + i, mask=rest, other=0), NBYTES)
 
 
 @triton.jit
@@ -169,9 +190,9 @@ def _rank_plane(values, kept, m, is_last):
     num_values = tl.sum((count > 0).to(tl.int32), axis=0)
     key = count * 256 + (255 - v)
     rank = tl.zeros_like(v)
-    for start in range(0, 256, _SPAN):
+    for start in tl.range(0, 256, _SPAN, disable_licm=True):
         others = tl.gather(key, start + tl.arange(0, _SPAN), 0)
-        rank += tl.sum((others[None, :] > key[:, None]).to(tl.int32), axis=1)
+        rank += tl.sum((others[:, None] > key[None, :]).to(tl.int32), axis=0)
 
     # 2. What each code costs.
     c = tl.arange(0, _NUM_RANK_CODES)
@@ -182,7 +203,7 @@ def _rank_plane(values, kept, m, is_last):
         width = ((tl.full([], shared.RANK_WIDTHS[tier], tl.int64) >> (4 * c)) & 15).to(tl.int32)
         total += width * ((left + 7) // 8)
         size += (1 << width) - 1
-        left = m - tl.sum(tl.where(rank[None, :] < size[:, None], count[None, :], 0), axis=1)
+        left = m - tl.sum(tl.where(rank[:, None] < size[None, :], count[:, None], 0), axis=0)
     is_complete = num_values <= size + 1
     listed = tl.where(is_complete, num_values, size)
     total += listed + tl.where(is_complete, 0, left)
@@ -200,7 +221,7 @@ def _measure_kernel(words_ptr, numel, num_blocks, measures_ptr, choices_ptr, LAY
     block = tl.program_id(0).to(tl.int64)
     n = tl.minimum(numel - block * _BLOCK, _BLOCK).to(tl.int32)
     i = tl.arange(0, _BLOCK)
-    words = _load_words(words_ptr, block, i, n, LAYOUT & 7)
+    words = _load_block(words_ptr + block * _BLOCK, n, LAYOUT & 7)
     total, weighted = shared.block_sums(words, block, LAYOUT & 7)
     length_ptr = measures_ptr + block
     is_ranked_ptr = length_ptr + 3 * num_blocks.to(tl.int64)
@@ -253,10 +274,11 @@ def _measure_kernel(words_ptr, numel, num_blocks, measures_ptr, choices_ptr, LAY
         is_ranked = tl.zeros_like(m)
         drops_zeros = is_masked & (LAYOUT & 7 > 1)
         if _may_be_ranked(words_ptr, block, n, drops_zeros, low_plane, is_bad, LAYOUT):
-            ranked = (i < n) & ((words | (drops_zeros == 0).to(tl.int32)) != 0)
             num_ranked = tl.where(drops_zeros, m, n)
             ranked_nbytes = tl.where(drops_zeros, (n + 7) // 8, 0)
-            for number in range(0, LAYOUT & 7):
+            for number in tl.range(0, LAYOUT & 7, disable_licm=True):
+                words = _load_block(words_ptr + block * _BLOCK, n, LAYOUT & 7)
+                ranked = (i < n) & ((words | (drops_zeros == 0).to(tl.int32)) != 0)
                 values = shared.plane_of(words, number, LAYOUT)
                 ranked_nbytes += _rank_plane(values, ranked, num_ranked, number == (LAYOUT & 7) - 1)[3]
             is_ranked = (ranked_nbytes < length).to(tl.int32)
@@ -345,35 +367,42 @@ def _write_header_kernel(
 
 @triton.jit
 def _store_planes(ptr, codes, num_codes, width):
-    """`width` planes of codes [4096], of which the first num_codes count; return their bytes."""
+    """`width` planes of the first num_codes of codes [4096]; return their bytes."""
     bit = tl.arange(0, 8)
-    rows = tl.reshape(codes, [_BLOCK // 8, 8])
+    rows = tl.reshape(tl.where(tl.arange(0, _BLOCK) < num_codes, codes, 0), [_BLOCK // 8, 8])
     byte = tl.arange(0, _BLOCK // 8)
     nbytes = (num_codes + 7) // 8
-    for plane in range(0, width):
+    for plane in tl.range(0, width, disable_licm=True):
         packed = tl.sum(((rows >> plane) & 1) << bit[None, :], axis=1)
         tl.store(ptr + plane * nbytes + byte, packed.to(tl.uint8), mask=byte < nbytes)
     return width * nbytes
 
 
 @triton.jit
-def _move_together(scratch_ptr, values, left, rank, count):
-    """Move `values` [4096] where `left` to the front, in order, zeros behind, through memory that the program owns."""
-    i = tl.arange(0, _BLOCK)
+def _keep(ptr, values, left):
+    """Write `values` [4096] where `left`, one after the other, to memory that the program owns; return how many."""
+    number = left.to(tl.int32)
+    rank = tl.cumsum(number, axis=0) - number
     tl.debug_barrier()
-    tl.store(scratch_ptr + rank, values.to(tl.uint8), mask=left)
+    # As 64 bits: so it is the ranks that change hands between threads, and not pointers.
+    tl.store(ptr + rank.to(tl.int64), values.to(ptr.dtype.element_ty), mask=left)
     tl.debug_barrier()
-    return tl.load(scratch_ptr + i, mask=i < count, other=0).to(tl.int32)
+    return tl.sum(number, axis=0)
 
 
 @triton.jit
-def _write_plane(ptr, scratch_ptr, values, is_last, left, place, m):
-    """A byte plane of the words that are kept, by rank; returns its bytes. `place` is where each is among them.
+def _load_kept(ptr, count, NBYTES: tl.constexpr):
+    """What `_keep` has written, zeros behind: int32 [4096]."""
+    i = tl.arange(0, _BLOCK)
+    return tl.where(i < count, _as_numbers(tl.load(ptr + i), NBYTES), 0)
 
-    `scratch_ptr` has 4096 bytes and 256 for ranks.
-    """
+
+@triton.jit
+def _write_plane(ptr, scratch_ptr, values, is_last, m, NBYTES: tl.constexpr):
+    """A byte plane by rank, of which the first m of values [4096] count; returns its bytes."""
     # 1. Its code and the values by rank.
-    rank_of, number, num_listed, nbytes = _rank_plane(values, left, m, is_last)
+    i = tl.arange(0, _BLOCK)
+    rank_of, number, num_listed, nbytes = _rank_plane(values, i < m, m, is_last)
     v = tl.arange(0, 256)
     tl.store(ptr, number.to(tl.uint8))
     tl.store(ptr + 1, num_listed.to(tl.uint8))
@@ -381,23 +410,17 @@ def _write_plane(ptr, scratch_ptr, values, is_last, left, place, m):
     ptr += 2 + num_listed
 
     # 2. Ranks, tier by tier, and what escapes them.
-    table_ptr = scratch_ptr + _BLOCK
-    tl.debug_barrier()
-    tl.store(table_ptr + v, rank_of.to(tl.uint8))
-    tl.debug_barrier()
-    rank = tl.load(table_ptr + values).to(tl.int32)
     size = tl.zeros_like(m)
-    for tier in range(0, 3):
+    for tier in tl.range(0, 3, disable_licm=True):
         width = shared.rank_width(number, tier)
         if width > 0:
             passes = (1 << width) - 1
-            code = _move_together(scratch_ptr, tl.minimum(rank - size, passes), left, place, m)
-            ptr += _store_planes(ptr, code, m, width)
-            left = left & (rank >= size + passes)
-            place = tl.cumsum(left.to(tl.int32), axis=0) - left.to(tl.int32)
-            m = tl.sum(left.to(tl.int32), axis=0)
+            rank = tl.gather(rank_of, values, 0) - size
+            ptr += _store_planes(ptr, tl.minimum(rank, passes), m, width)
+            m = _keep(scratch_ptr, values, (i < m) & (rank >= passes))
+            values = _load_kept(scratch_ptr, m, NBYTES)
             size += passes
-    tl.store(ptr + place, values.to(tl.uint8), mask=left & (place < tl.where(num_listed <= size, m, 0)))
+    tl.store(ptr + i, values.to(tl.uint8), mask=i < tl.where(num_listed <= size, m, 0))
     return nbytes
 
 
@@ -421,14 +444,14 @@ def _write_kernel(
     code = tl.load(info_ptr + shared.CODE)
     lists_ptr = message_ptr + tl.load(info_ptr + shared.DIRECTORY)
     payload_ptr = message_ptr + tl.load(info_ptr + shared.PAYLOAD)
-    scratch_ptr += tl.program_id(0).to(tl.int64) * (_BLOCK + 256)
+    scratch_ptr += tl.program_id(0).to(tl.int64) * (2 * _BLOCK)
     i = tl.arange(0, _BLOCK)
     end = tl.where(code == _TOO_LONG, 0, num_blocks)
-    for index in range(tl.program_id(0), end, tl.num_programs(0)):
+    for index in tl.range(tl.program_id(0), end, tl.num_programs(0), disable_licm=True):
         # 1. What and where.
         block = tl.zeros_like(code) + index
         n = tl.minimum(numel - block * _BLOCK, _BLOCK).to(tl.int32)
-        words = _load_words(words_ptr, block, i, n, NBYTES)
+        source_ptr = words_ptr + block * _BLOCK
         kind = tl.zeros_like(n)
         choice = tl.zeros_like(n)
         ptr = payload_ptr + block * _BLOCK * NBYTES
@@ -445,61 +468,56 @@ def _write_kernel(
 
         if kind == 0:
             # 2. The original bytes.
+            words = _load_block(source_ptr, n, NBYTES)
             for k in tl.static_range(NBYTES):
                 tl.store(ptr + i * NBYTES + k, ((words >> (8 * k)) & 255).to(tl.uint8), mask=i < n)
-        elif (kind & 7) == shared.RANKED:
-            # 3. Zero mask, and byte planes by rank.
-            drops_zeros = (kind & shared.ZEROS_LEFT_OUT) != 0
-            kept = (i < n) & ((words | (drops_zeros == 0).to(tl.int32)) != 0)
-            if drops_zeros:
-                ptr += _store_planes(ptr, kept.to(tl.int32), n, 1)
-            kept_rank = tl.cumsum(kept.to(tl.int32), axis=0) - kept.to(tl.int32)
-            num_kept = tl.sum(kept.to(tl.int32), axis=0)
-            for number in range(0, NBYTES):
-                values = shared.plane_of(words, number, LAYOUT)
-                ptr += _write_plane(ptr, scratch_ptr, values, number == NBYTES - 1, kept, kept_rank, num_kept)
         else:
-            # 4. Zero mask, mantissas and signs.
-            left = i < n
+            # 3. Zero mask. The words that are left lie one after the other from here on.
+            m = n
             if (kind & shared.ZEROS_LEFT_OUT) != 0:
+                words = _load_block(source_ptr, n, NBYTES)
                 ptr += _store_planes(ptr, (words != 0).to(tl.int32), n, 1)
-                left = left & (words != 0)
-            rank = tl.cumsum(left.to(tl.int32), axis=0) - left.to(tl.int32)
-            m = tl.sum(left.to(tl.int32), axis=0)
-            for plane in tl.static_range((LAYOUT >> 12) & 3):
-                value = (words >> (8 * plane)) & 255
-                if ((LAYOUT >> 14) & 1 == 1) and (plane == ((LAYOUT >> 12) & 3) - 1):
-                    value = (value & 127) | (((words >> (8 * NBYTES - 1)) & 1) << 7)
-                is_there = (kind & (shared.PLANE_LEFT_OUT << plane)) == 0
-                tl.store(ptr + rank, value.to(tl.uint8), mask=left & (rank < tl.where(is_there, m, 0)))
-                ptr += tl.where(is_there, m, 0)
-            if num_bits > 0:
-                value = (words >> first_bit) & ((1 << low_bits) - 1)
-                if (LAYOUT >> 20) & 1 == 1:
-                    value = value | (((words >> (8 * NBYTES - 1)) & 1) << low_bits)
-                value = _move_together(scratch_ptr, value, left, rank, m)
-                ptr += _store_planes(ptr, value, m, num_bits)
+                source_ptr = scratch_ptr + _BLOCK
+                m = _keep(source_ptr, words, words != 0)
+            if (kind & 7) == shared.RANKED:
+                # 4. Byte planes by rank.
+                for number in tl.range(0, NBYTES, disable_licm=True):
+                    values = shared.plane_of(_load_block(source_ptr, m, NBYTES), number, LAYOUT)
+                    ptr += _write_plane(ptr, scratch_ptr, values, number == NBYTES - 1, m, NBYTES)
+            else:
+                # 5. Mantissas and signs.
+                words = _load_block(source_ptr, m, NBYTES)
+                for plane in tl.static_range((LAYOUT >> 12) & 3):
+                    value = (words >> (8 * plane)) & 255
+                    if ((LAYOUT >> 14) & 1 == 1) and (plane == ((LAYOUT >> 12) & 3) - 1):
+                        value = (value & 127) | (((words >> (8 * NBYTES - 1)) & 1) << 7)
+                    count = tl.where((kind & (shared.PLANE_LEFT_OUT << plane)) == 0, m, 0)
+                    tl.store(ptr + i, value.to(tl.uint8), mask=i < count)
+                    ptr += count
+                if num_bits > 0:
+                    value = (words >> first_bit) & ((1 << low_bits) - 1)
+                    if (LAYOUT >> 20) & 1 == 1:
+                        value = value | (((words >> (8 * NBYTES - 1)) & 1) << low_bits)
+                    ptr += _store_planes(ptr, value, m, num_bits)
 
-            # 5. Exponents, tier by tier.
-            e = _exponent(words, LAYOUT)
-            start = (choice >> 8) & 255
-            inner = tl.zeros_like(kind)
-            for tier in range(0, 3):
-                offset = tl.where(tier > 0, (choice >> (13 + 3 * tier)) & 7, 0)
-                start -= offset
-                width = shared.tier_width(kind & 7, tier)
-                if width > 0:
-                    passes = (1 << width) - 1
-                    distance = (e - start) & 255
-                    value = tl.where(distance < offset, distance, distance - inner)
-                    further = distance >= inner + passes
-                    value = _move_together(scratch_ptr, tl.where(further, passes, value), left, rank, m)
-                    ptr += _store_planes(ptr, value, m, width)
-                    left = left & further
-                    rank = tl.cumsum(left.to(tl.int32), axis=0) - left.to(tl.int32)
-                    m = tl.sum(left.to(tl.int32), axis=0)
-                    inner += passes
-            tl.store(ptr + rank, e.to(tl.uint8), mask=left)
+                # 6. Exponents, tier by tier.
+                e = _exponent(words, LAYOUT)
+                start = (choice >> 8) & 255
+                inner = tl.zeros_like(kind)
+                for tier in tl.range(0, 3, disable_licm=True):
+                    offset = tl.where(tier > 0, (choice >> (13 + 3 * tier)) & 7, 0)
+                    start -= offset
+                    width = shared.tier_width(kind & 7, tier)
+                    if width > 0:
+                        passes = (1 << width) - 1
+                        distance = (e - start) & 255
+                        value = tl.where(distance < offset, distance, distance - inner)
+                        further = distance >= inner + passes
+                        ptr += _store_planes(ptr, tl.where(further, passes, value), m, width)
+                        m = _keep(scratch_ptr, e, (i < m) & further)
+                        e = _load_kept(scratch_ptr, m, NBYTES)
+                        inner += passes
+                tl.store(ptr + i, e.to(tl.uint8), mask=i < m)
 
 
 @triton.jit
@@ -522,7 +540,7 @@ def encode(x: Tensor, code: str, capacity_nbytes: int | None, size_nbytes: int) 
     new = torch.empty if capacity_nbytes is None else torch.zeros
     message = new(size_nbytes, dtype=torch.uint8, device=x.device)
     num_programs = min(num_blocks, _MAX_PROGRAMS)
-    scratch = torch.empty(num_programs, _BLOCK.value + 256, dtype=torch.uint8, device=x.device)
+    scratch = torch.empty(num_programs, 2 * _BLOCK.value, dtype=words.dtype, device=x.device)
     with _on_device(x):
         if num_blocks:
             _measure_kernel[(num_blocks,)](
