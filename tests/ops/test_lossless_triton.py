@@ -243,7 +243,7 @@ def test_kernels_compile_without_atomics_or_fused_or_flushing_arithmetic(dtype: 
     for ptx in (
         ptx_of(lossless_encoder._measure_kernel, types, {"LAYOUT": layout, "CODE": code}),
         ptx_of(lossless_encoder._write_header_kernel, types | {"size1": "i64"}, header),
-        ptx_of(lossless_encoder._write_kernel, types | {"numel": "i64"}, {"LAYOUT": layout}),
+        ptx_of(lossless_encoder._write_kernel, types | {"numel": "i64", "scratch_ptr": words}, {"LAYOUT": layout}),
         ptx_of(lossless_words._front_sums_kernel, types, {}),
         ptx_of(lossless_decoder._read_header_kernel, types, {"LAYOUTS": layouts, "ITEMS": items}),
         ptx_of(lossless_decoder._read_lists_kernel, types, {}),
