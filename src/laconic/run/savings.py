@@ -21,9 +21,11 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -37,6 +39,9 @@ from laconic.run.models import Model, Refusal, Wishes, holders_of, model_of
 from laconic.run.tcp import tcp_sent_nbytes
 
 __all__ = ["Savings"]
+
+_PATIENCE = 60.0
+"""Seconds that a call waits for another thread's, which is converted, measured and audited."""
 
 
 @dataclass
@@ -63,12 +68,13 @@ class Savings:
 
     def __post_init__(self) -> None:
         self._process = os.getpid()
-        self._busy = threading.Lock()
+        self._busy, self._noted_by = threading.Lock(), cast("int | None", None)
         self._trained: dict[int, weakref.ref[Tensor]] = {}
         self._pending: set[int] = set()
         self._checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._in_evaluation: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._due: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._missed: dict[int, int] = {}
         self._judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._ends: weakref.WeakKeyDictionary[Optimizer, float] = weakref.WeakKeyDictionary()
@@ -94,12 +100,22 @@ class Savings:
         ]
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None and self.refusal is None and self._missed and self.wishes.of_models:
+            self.refusal = Refusal(
+                f"{self.missed:,} values of parameters were trained exactly, in threads that ran while a model of "
+                f"another thread was converted and measured; train one model after the other"
+            )
         Optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
         self._name_adamw(self._adamw)
         self._unwatch()
         for handle in self._handles:
             handle.remove()
+
+    @property
+    def missed(self) -> int:
+        """How many values of parameters trained only while another thread took notes, and are in no model."""
+        return sum(self._missed.values())
 
     @property
     def is_forked(self) -> bool:
@@ -144,17 +160,35 @@ class Savings:
         if not self._pending and all(model.is_measured for model in self.models):
             self._unwatch()
 
+    @contextmanager
+    def _noting(self) -> Iterator[bool]:
+        """In the block no other thread takes notes; yields False where that is not so, or we are called by ourselves.
+
+        A call that another thread makes meanwhile waits for its turn, or its model would stay exact unnoticed. Not
+        inside of a backward, for which the thread that takes notes may be waiting; nor without end, as threads that
+        meet in collectives may wait for each other.
+        """
+        is_free = self._noted_by != (thread := threading.get_ident()) and self._busy.acquire(
+            timeout=0 if torch._C._current_graph_task_id() != -1 else _PATIENCE
+        )
+        if not is_free:
+            yield False
+            return
+        self._noted_by = thread
+        try:
+            yield True
+        finally:
+            self._noted_by = None
+            self._busy.release()
+
     @torch.compiler.disable
     def _meet(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take note of a module that is called with gradients, the outermost first."""
         if module in self._checked or torch._C._current_graph_task_id() != -1:  # a second run of a checkpoint
             return
-        if not self._busy.acquire(blocking=False):  # called by ourselves, or while another thread's call is noted
-            return
-        try:
-            self._take_note(module, args, kwargs)
-        finally:
-            self._busy.release()
+        with self._noting() as is_free:
+            if is_free:
+                self._take_note(module, args, kwargs)
 
     def _take_note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         called = unwrapped(module)
@@ -238,10 +272,13 @@ class Savings:
         if not (is_first or self._due):
             return
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not trained or not self._busy.acquire(blocking=False):
-            return
-        try:
+        with self._noting() as is_free:
+            if not trained or not is_free:
+                if is_first and trained and self._noted_by != threading.get_ident():
+                    self._missed[id(optimizer)] = sum(p.numel() for p in trained if id(p) in self._pending)
+                return
             self._judged.add(optimizer)
+            self._missed.pop(id(optimizer), None)
             step = self._steps.get(optimizer, 0) + 2
             if is_first:
                 self._look_for([parameter for parameter in trained if id(parameter) in self._pending], step)
@@ -250,8 +287,6 @@ class Savings:
             if self._due:
                 self._due.clear()
                 self._watch()
-        finally:
-            self._busy.release()
         if is_first and self.wishes.of_models:
             self._check_flags(optimizer, {id(parameter) for parameter in trained})
 

@@ -22,7 +22,8 @@ def summarize(savings: Savings, groups: ZippedGroups | None = None) -> dict[str,
         of, each called by itself; 0 where the model itself is called), "since_step" (of its optimizer, from which on it
         is converted), "left_exact" (why the whole model is as it was, or None), "by_script" (whether the script
         compresses it itself) and "exact_modules"; "outside": values of parameters that get gradients and lie in no
-        module; "asked_exact": whether the flags leave activations exact;
+        module; "missed": those that trained only while another thread's model was converted; "asked_exact": whether the
+        flags leave activations exact;
         "optimizers": class -> steps; "step_seconds": median between
         two steps of the same optimizer, None below two steps; "step_nbytes": median of what TCP sent meanwhile for this
         process, whatever sent it, None outside of process groups or where the kernel does not tell; "sent": without
@@ -35,6 +36,7 @@ def summarize(savings: Savings, groups: ZippedGroups | None = None) -> dict[str,
     return {
         "models": [_model(outcome) for outcome in savings.models],
         "outside": savings.outside,
+        "missed": savings.missed,
         "asked_exact": not savings.wishes.converts,
         "optimizers": dict(savings.optimizers),
         "step_seconds": median(seconds) if seconds else None,
@@ -86,6 +88,11 @@ def render(summary: dict[str, Any]) -> str:
         lines.append(
             f"{summary['outside']:,} values of parameters lie in no module; what is computed with them is exact"
         )
+    if summary["missed"]:
+        lines.append(
+            f"{summary['missed']:,} values of parameters are exact, as they trained while another thread's model was "
+            f"converted"
+        )
     steps = ", ".join(f"{count} of {name}" for name, count in summary["optimizers"].items())
     if not steps:
         lines.append("no optimizer of torch made a step: the script did not train with one")
@@ -94,7 +101,7 @@ def render(summary: dict[str, Any]) -> str:
         lines.append(f"steps: {steps}" + ("" if time is None else f"; {time * 1e3:.1f} ms per step (median)"))
         if summary["asked_exact"]:
             lines.append("activations are exact, as --activations 16 asks for")
-        elif not (summary["models"] or summary["outside"]):
+        elif not (summary["models"] or summary["outside"] or summary["missed"]):
             lines.append("activations are exact: no parameter of an optimizer had a gradient when it made a step")
     if summary["spawned"]:
         first = "the script's own process" if summary["own"] else "the first of them to end"
