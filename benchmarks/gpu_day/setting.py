@@ -1,0 +1,133 @@
+"""Where a part runs: on a CUDA device at full size, or on the CPU, tiny, with interpreted kernels."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import pkgutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+
+import laconic.ops.triton
+from benchmarks.gpu_day.record import Report
+from benchmarks.kit.timing import Timing, in_rounds
+from benchmarks.registry import Table
+
+__all__ = ["Setting", "is_fatal", "kernel_of"]
+
+T = TypeVar("T")
+_CACHE_NBYTES = 1 << 28
+"""More than the second-level cache of any device so far."""
+
+
+def is_fatal(error: BaseException) -> bool:
+    """Whether a device fault ended all further work of this process; running out of memory does not."""
+    return isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError)
+
+
+def kernel_of(op: str) -> Callable[..., Any]:
+    """The function that launches an op's Triton kernels, whatever the device; takes the op's arguments in order."""
+    for module in pkgutil.iter_modules(laconic.ops.triton.__path__):
+        found = getattr(_triton(module.name), op, None)
+        if found is not None and found.__module__ == f"laconic.ops.triton.{module.name}":
+            return found
+    raise KeyError(f"no Triton kernel of {op}")
+
+
+def _triton(name: str) -> ModuleType:
+    return importlib.import_module(f"laconic.ops.triton.{name}")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a part is told."""
+
+    rehearses: bool
+    report: Report = field(default_factory=lambda: Report(is_fatal=is_fatal))
+
+    @property
+    def device(self) -> str:
+        """ "cuda", or "cpu" in a rehearsal."""
+        return "cpu" if self.rehearses else "cuda"
+
+    def sized(self, full: T, tiny: T) -> T:
+        """The size for a device, or that for a rehearsal."""
+        return tiny if self.rehearses else full
+
+    def table(self, table: Table) -> None:
+        """Report a table; a later one with the same title takes its place."""
+        self.report.table(table.render(), table.title)
+
+    @cached_property
+    def _cache(self) -> torch.Tensor:
+        return torch.empty(self.sized(_CACHE_NBYTES, 1), dtype=torch.uint8, device=self.device)
+
+    def device_seconds(self, call: Callable[[], object], rounds: int = 20, warm_ups: int = 3) -> Timing:
+        """Seconds on the device's own clock, with cold caches; on the CPU those on the wall."""
+        rounds, warm_ups = self.sized((rounds, warm_ups), (1, 0))
+        readings = in_rounds(
+            {"": call}, rounds, self._events, warm_up_rounds=warm_ups, before=lambda _: self._cache.zero_()
+        )
+        return Timing([read() for read in readings[""]])
+
+    def host_seconds(self, call: Callable[[], object], rounds: int = 20) -> Timing:
+        """Seconds until the host has issued all work; on the CPU until the work is done."""
+
+        def read(case: Callable[[], object]) -> float:
+            self.wait()
+            started = time.perf_counter()
+            case()
+            return time.perf_counter() - started
+
+        return Timing(in_rounds({"": call}, self.sized(rounds, 1), read, warm_up_rounds=self.sized(3, 0))[""])
+
+    def seconds_once(self, call: Callable[[], object]) -> float:
+        """Seconds on the wall of one call and of all work that it gave the device."""
+        self.wait()
+        started = time.perf_counter()
+        call()
+        self.wait()
+        return time.perf_counter() - started
+
+    def _events(self, case: Callable[[], object]) -> Callable[[], float]:
+        if self.rehearses:
+            started_at = time.perf_counter()
+            case()
+            taken = time.perf_counter() - started_at
+            return lambda: taken
+        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        started.record()
+        case()
+        ended.record()
+
+        def seconds() -> float:
+            ended.synchronize()
+            return started.elapsed_time(ended) / 1e3
+
+        return seconds
+
+    def wait(self) -> None:
+        """Until the device has done all it was given."""
+        if not self.rehearses:
+            torch.cuda.synchronize()
+
+    def peak_nbytes(self, call: Callable[[], object]) -> int:
+        """Most bytes that the allocator held while `call` ran, those before it included; 0 in a rehearsal."""
+        if self.rehearses:
+            call()
+            return 0
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        return torch.cuda.max_memory_allocated()
+
+    def free(self) -> None:
+        """Give back the memory of what is no longer referenced, as after a case that ran out of it."""
+        gc.collect()
+        if not self.rehearses:
+            torch.cuda.empty_cache()
