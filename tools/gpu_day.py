@@ -41,50 +41,57 @@ _REHEARSAL_FACTOR = 10
 _LEAST_SECONDS = 10
 """A part is not begun with less."""
 
-Prepare = Callable[[Path, Path | None, Path, dict[str, str]], list[str]]
-Check = Callable[[Path, dict[str, str], bool], preflight.Findings]
-
 
 def main(
     arguments: Sequence[str],
     parts: Sequence[DayPart] = PARTS,
-    prepare: Prepare = preflight.prepare,
-    check: Check = preflight.check,
+    check: Callable[[Path, dict[str, str], bool], preflight.Findings] = preflight.check,
 ) -> int:
     """Run the day; returns the exit code.
 
     Args:
         arguments: of the command line.
-        parts, prepare, check: others than those of the day, for tests.
+        parts, check: others than those of the day, for tests.
     """
     options = _parser(parts).parse_args(arguments)
     options.report = options.report or Path("build/gpu_day_rehearsal" if options.rehearse else "build/gpu_day")
     try:
         journal = Journal(options.report)
     except OSError as error:
-        print(f"{options.report} cannot be written to ({error.strerror}): name another folder with --report")
-        return 2
-    if not options.page and any(call["rehearses"] != options.rehearse for call in journal.calls):
-        kind = "measured" if options.rehearse else "rehearsed"
-        print(f"{options.report} holds a day that was {kind}: name another folder with --report")
-        return 2
+        return _refuse([f"{options.report} cannot be written to ({error.strerror}): name another folder with --report"])
     day = _Day(options, journal, parts)
     if options.page:
         day.write_page()
         return day.exit_code()
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    if options.rehearse:
-        environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with tempfile.TemporaryDirectory(prefix="gpu_day_") as site:
-        environment["LACONIC_GPU_DAY_JOURNAL"] = str(journal.path.resolve())
-        stops = prepare(ROOT, options.wheels, Path(site), environment)
-        findings = preflight.Findings(stops) if stops else check(ROOT, environment, options.rehearse)
+    if any(call["rehearses"] != options.rehearse for call in journal.calls):
+        kind = "measured" if options.rehearse else "rehearsed"
+        return _refuse([f"{options.report} holds a day that was {kind}: name another folder with --report"])
+    with tempfile.TemporaryDirectory(prefix="gpu_day_") as folder:
+        site = Path(folder)
+        environment = os.environ | {
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)]),
+            "LACONIC_GPU_DAY_JOURNAL": str(journal.path.resolve()),
+            "LACONIC_GPU_DAY_INFERENCE": str(site / preflight.INFERENCE),
+        }
+        if options.rehearse:
+            environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        if stops := preflight.unpack(options.wheels, site, ROOT):
+            return _refuse(stops)
+        findings = check(ROOT, environment, options.rehearse)
         if findings.stops:
-            print("Nothing was started, because something is missing:", *findings.stops, sep="\n- ")
-            return 2
-        print(*(f"note: {note}" for note in findings.notes), sep="\n", flush=True)
-        command = shlex.join(["python", "tools/gpu_day.py", *arguments])
-        return day.run(command, findings, environment)
+            return _refuse(findings.stops)
+        if not findings.has_kernels:
+            print("laconic is built here, which takes minutes on few cores", flush=True)
+            if stops := preflight.build(ROOT, site):
+                return _refuse(stops)
+        print(*(f"note: {note}\n" for note in findings.notes), sep="", end="", flush=True)
+        return day.run(shlex.join(["python", "tools/gpu_day.py", *arguments]), findings, environment)
+
+
+def _refuse(stops: Sequence[str]) -> int:
+    print("Nothing was started, because something is missing:", *stops, sep="\n- ", flush=True)
+    return 2
 
 
 class _Interrupted(BaseException):
@@ -158,12 +165,14 @@ class _Day:
             if found is None:
                 print(line, end="", flush=True)
                 return
-            print(found.get("table") or found, flush=True)
+            if "figure" not in found:
+                print(f"{part.name}: {found.get('key') or found}", flush=True)
             self._journal.add(part.name, found)
             self.write_page()
 
         ended = run_part(part.name, part.command(part.name, self._options.rehearse), seconds, take, environment)
         self._journal.end(part.name, time.monotonic() - began, ended.failure)
+        print(*self._journal.attempts[part.name].tables.values(), sep="\n")
         print(f"== {part.name}: {ended.failure or 'done'}, {time.monotonic() - began:.0f} s", flush=True)
         self.write_page()
 

@@ -2,6 +2,7 @@
 
     python tools/gpu_wheels.py wheels                 # pydantic and what it needs, tomli-w
     python tools/gpu_wheels.py wheels --laconic       # and laconic itself, so that nothing is compiled there
+    python tools/gpu_wheels.py wheels --transformers  # and 13 MB more: the transformers that the inference engine knows
 
 Versions are those of constraints.txt, for CPython 3.12 on Linux and x86_64. laconic's wheel is built by a Python of
 3.12 or later, whose kernels are of the stable ABI; the day takes its kernels and the checkout's Python.
@@ -19,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_day.preflight import WHEELS  # noqa: E402
+from benchmarks.gpu_day.preflight import INFERENCE, WHEELS  # noqa: E402
 
 MOST_NBYTES = 10 << 20
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
@@ -30,17 +31,23 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--laconic", action="store_true", help="build laconic's wheel, too")
+    parser.add_argument("--transformers", action="store_true", help="bring the one that the engine knows, too")
     parser.add_argument("--python", default="python3.12", help="builds laconic's wheel (python3.12)")
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
-    for old in options.folder.glob("*.whl"):
+    for old in options.folder.rglob("*.whl"):
         old.unlink()
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
     pip += ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp", "--abi", "cp312"]
     pip += ["--abi", "abi3", "--abi", "none", *(f"--platform={name}" for name in (*_PLATFORMS, "any"))]
-    pins = pinned((ROOT / "constraints.txt").read_text(encoding="utf-8"), WHEELS)
-    if (code := subprocess.run([*pip, "--dest", str(options.folder), *pins], check=False).returncode) != 0:
-        return code
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    wanted = [(options.folder, WHEELS)]
+    if options.transformers:
+        wanted.append((options.folder / INFERENCE, ("transformers",)))
+    for folder, names in wanted:
+        command = [*pip, "--dest", str(folder), *pinned(constraints, names)]
+        if (code := subprocess.run(command, check=False).returncode) != 0:
+            return code
     if options.laconic:
         build = [options.python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(options.folder)]
         if (code := subprocess.run([*build, str(ROOT)], check=False).returncode) != 0:

@@ -47,7 +47,7 @@ def run(setting: Setting) -> None:
 
 def _doctor_table() -> Table:
     done = subprocess.run(
-        [sys.executable, "-m", "laconic.cli.main", "doctor", "--json"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "laconic", "doctor", "--json"], capture_output=True, text=True, check=False
     )
     if not done.stdout.startswith("{"):
         raise RuntimeError(f"laconic doctor printed no JSON: {done.stderr.strip()[-500:]}")

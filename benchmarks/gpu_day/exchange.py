@@ -10,8 +10,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ def _exchange(
                     reason = f"killed after {seconds * setting.sized(1, 10):.0f} s"
                     break
         except Exception as error:
-            reason = str(error).strip()[-1500:]
+            reason = "\n".join(str(error).strip().splitlines()[-4:])
         finally:
             for process in context.processes:
                 process.kill()
@@ -110,16 +110,31 @@ def _as_rank(rank: int, folder: Path, rehearses: bool, work: Callable[..., None]
             with (folder / "rows.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(cells) + "\n")
 
-    store = dist.FileStore(str(folder / "store"), _NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=_NUM_RANKS, timeout=_TIMEOUT)
     work(rank, folder, rehearses, put, *arguments)
-    dist.destroy_process_group()
+
+
+@contextmanager
+def _gloo(rank: int, store: Path) -> Iterator[dist.ProcessGroup]:
+    """The default group of both processes while the block runs."""
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(store), _NUM_RANKS), rank=rank, world_size=_NUM_RANKS, timeout=_TIMEOUT
+    )
+    assert dist.group.WORLD is not None
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
 
 
 def _collectives(rank: int, folder: Path, rehearses: bool, put: Callable[..., None]) -> None:
     """Each operation with each codec; what it has to leave is computed from all ranks' inputs, on the CPU."""
     device = "cpu" if rehearses else "cuda"
     inputs = [_normal(1 << (12 if rehearses else 22), seed) for seed in range(_NUM_RANKS)]
+    with _gloo(rank, folder / "store"):
+        _compare_collectives(rank, device, inputs, put)
+
+
+def _compare_collectives(rank: int, device: str, inputs: Sequence[Tensor], put: Callable[..., None]) -> None:
     for operation in _OPERATIONS:
         expected = _expected(operation, inputs, rank)
         for name, codec in _CODECS.items():
@@ -234,23 +249,32 @@ def _trained(rank: int, folder: Path, rehearses: bool, put: Callable[..., None],
     from tests.streams import programs
     from tests.streams.test_wrappers import recorded
 
-    group = dist.group.WORLD
-    assert group is not None
-    for number, program in enumerate(getattr(programs, kind)):
+    chosen: list[Any] = getattr(programs, kind)
+    with _gloo(rank, folder / "cpu") as group:
+        expected = [program(torch.device("cpu"), group, rank) for program in chosen]
+
+    def found(number: int) -> list[Tensor]:
+        if rehearses:
+            device, parameters = recorded(rank, chosen[number], folder / f"simulated {number}")
+            device.check(5, seed=rank)
+            return parameters
+        with _gloo(rank, folder / f"device {number}") as group:
+            return chosen[number](torch.device("cuda"), group, rank)
+
+    for number, program in enumerate(chosen):
         started = time.perf_counter()
-        expected = program(torch.device("cpu"), group, rank)
         try:
-            if rehearses:
-                device, found = recorded(rank, program, folder / f"{kind} {number}")
-                device.check(5, seed=rank)
-            else:
-                found = program(torch.device("cuda"), group, rank)
-            # Products of a device add in another order than the CPU's.
-            is_near = all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(found, expected, strict=True))
-            is_equal = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-            verdict = "equal" if is_equal else "near" if is_near else "other values"
+            verdict = _beside(found(number), expected[number])
         except Exception as error:
             verdict = reason_of(error).splitlines()[0]
         put(program.__name__, verdict, f"{time.perf_counter() - started:.1f}")
         if verdict not in _RIGHT:  # the ranks may no longer be at the same call
             raise RuntimeError(f"{program.__name__}: {verdict}")
+
+
+def _beside(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
+    """Products of a device add in another order than the CPU's."""
+    if all(torch.equal(one, right) for one, right in zip(found, expected, strict=True)):
+        return "equal"
+    is_near = all(torch.allclose(one, right, rtol=1e-4, atol=1e-5) for one, right in zip(found, expected, strict=True))
+    return "near" if is_near else "other values"

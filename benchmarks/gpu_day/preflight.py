@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -14,18 +13,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["WHEELS", "Findings", "check", "prepare"]
+__all__ = ["INFERENCE", "WHEELS", "Findings", "build", "check", "unpack"]
 
 WHEELS = ("pydantic", "pydantic_core", "annotated_types", "typing_inspection", "tomli_w")
 """What laconic imports and the machine does not have; tools/gpu_wheels.py fetches it."""
 
+INFERENCE = "inference"
+"""Folder beside the wheels for what only the inference engine takes: the transformers that it knows."""
+
 _NEEDED = ("torch", "numpy", "triton", "transformers", "safetensors", "psutil", *WHEELS, "pytest", "hypothesis")
-_NEEDED += ("pytest_timeout", "laconic", "laconic._kernels")
+_NEEDED += ("pytest_timeout",)
+_KERNELS = "laconic._kernels"
+_FOR_BUILDING = ("scikit_build_core", "nanobind", "cmake", "ninja")
 _PLANNED = {"python": "3.12", "torch": "2.11", "triton": "3.6", "transformers": "5.17"}
 _BUILD_SECONDS = 300
 _PROBE_SECONDS = 120
-_INTERPRETER_NUMPY = (2, 5)
-"""Triton 3.6's interpreter needs an older NumPy: it fails where a kernel takes a scalar from a tensor."""
+_INTERPRETER_NUMPY = (2, 4)
+"""Triton 3.6's interpreter needs an older NumPy, which makes scalars of arrays with one element."""
 
 
 @dataclass
@@ -38,41 +42,41 @@ class Findings:
     """What parts of the day will miss."""
     facts: dict[str, str] = field(default_factory=dict)
     """Versions, device and driver."""
+    has_kernels: bool = True
+    """Whether laconic is there with its kernels; if not, it is built."""
 
 
-def prepare(root: Path, wheels: Path | None, site: Path, environment: dict[str, str]) -> list[str]:
-    """Unpack wheels into `site` and put it before all else on the path; laconic is built if it has no kernels.
+def unpack(wheels: Path | None, site: Path, root: Path) -> list[str]:
+    """Install the wheels of a folder into `site`; of a wheel of laconic only the kernels stay, beside the checkout.
 
     Args:
+        wheels: folder that tools/gpu_wheels.py filled; None installs nothing.
+        site: an empty folder, which will be first on the path; `INFERENCE` below it is what the engine alone takes.
         root: of the checkout.
-        wheels: folder that tools/gpu_wheels.py filled; may hold a wheel of laconic, whose kernels are taken.
-        site: an empty folder.
-        environment: of the processes of parts; PYTHONPATH is set.
 
     Returns:
         What keeps the day from starting.
     """
-    environment["PYTHONPATH"] = os.pathsep.join([str(site), str(root)])
-    found: list[Path] = []
-    if wheels is not None:
-        if not wheels.is_dir():
-            return [f"--wheels is {wheels}, which is no folder: fill one with python tools/gpu_wheels.py {wheels}"]
-        found = sorted(wheels.glob("*.whl"))
-    stops = [reason for wheel in found if (reason := _install(wheel, site, environment))]
-    if stops or any(wheel.name.startswith("laconic-") for wheel in found) or _has_kernels(root, environment):
-        if (site / "laconic").is_dir():  # the checkout's Python; of the wheel only the kernels
-            shutil.copytree(root / "src" / "laconic", site / "laconic", dirs_exist_ok=True)
-        return stops
-    return _build(root, site, environment)
+    if wheels is None:
+        return []
+    if not wheels.is_dir():
+        return [f"--wheels is {wheels}, which is no folder: fill one with python tools/gpu_wheels.py {wheels}"]
+    stops = [reason for wheel in sorted(wheels.glob("*.whl")) if (reason := _install(wheel, site))]
+    for wheel in sorted((wheels / INFERENCE).glob("*.whl")):
+        if reason := _install(wheel, site / INFERENCE):
+            stops.append(reason)
+    if (site / "laconic").is_dir():
+        shutil.copytree(root / "src" / "laconic", site / "laconic", dirs_exist_ok=True)
+    return stops
 
 
-def _install(wheel: Path, site: Path, environment: Mapping[str, str]) -> str:
+def _install(wheel: Path, site: Path) -> str:
     """Why pip does not take a wheel; "" if it does."""
     if not zipfile.is_zipfile(wheel):
         return f"{wheel.name} is not a wheel, or was cut off: fetch it again with tools/gpu_wheels.py"
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
     command += ["--disable-pip-version-check", "--no-cache-dir", "--upgrade", "--target", str(site), str(wheel)]
-    done = subprocess.run(command, env=dict(environment), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not done.returncode:
         return ""
     errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr[-300:]]
@@ -84,32 +88,24 @@ def _install(wheel: Path, site: Path, environment: Mapping[str, str]) -> str:
     return f"{wheel.name} cannot be installed: {errors[0]}"
 
 
-def _has_kernels(root: Path, environment: Mapping[str, str]) -> bool:
-    """Whether Python finds the kernels: of an installation, or of a build beside the sources."""
-    command = [sys.executable, "-c", "import laconic._kernels"]
-    return not subprocess.run(command, env=dict(environment), capture_output=True, cwd=root, check=False).returncode
-
-
-def _build(root: Path, site: Path, environment: Mapping[str, str]) -> list[str]:
-    """Build laconic without isolation and without an index, and install what comes of it in `site`."""
+def build(root: Path, site: Path) -> list[str]:
+    """Build laconic without isolation and without an index, and install it in `site`; why it could not be built."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps", "--no-index"]
     command += ["--disable-pip-version-check", "--target", str(site), str(root)]
+    remedy = "bring its wheel, with tools/gpu_wheels.py --laconic"
     try:
-        done = subprocess.run(
-            command, env=dict(environment), capture_output=True, text=True, timeout=_BUILD_SECONDS, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return [f"laconic was not built in {_BUILD_SECONDS} s: bring its wheel, with tools/gpu_wheels.py --laconic"]
+        return [f"laconic was not built in {_BUILD_SECONDS} s: {remedy}"]
     if done.returncode:
-        tail = "; ".join(done.stderr.strip().splitlines()[-3:])
-        return [f"laconic cannot be built here: {tail}. Bring its wheel, with tools/gpu_wheels.py --laconic"]
+        return [f"laconic cannot be built here: {'; '.join(done.stderr.strip().splitlines()[-3:])}; {remedy}"]
     return []
 
 
 def check(root: Path, environment: Mapping[str, str], rehearses: bool) -> Findings:
     """What the Python of the parts has, and what the machine has beside it."""
     findings = Findings()
-    command = [sys.executable, "-m", "benchmarks.gpu_day.probe", *_NEEDED]
+    command = [sys.executable, "-m", "benchmarks.gpu_day.probe", *_NEEDED, _KERNELS, *_FOR_BUILDING]
     try:
         done = subprocess.run(
             command,
@@ -129,7 +125,7 @@ def check(root: Path, environment: Mapping[str, str], rehearses: bool) -> Findin
     if rehearses and _version(probed["modules"]["numpy"].get("version", "")) >= _INTERPRETER_NUMPY:
         triton = probed["modules"]["triton"].get("version", "")
         if _version(triton) < (3, 7):
-            findings.stops.append(f"the interpreter of Triton {triton} needs NumPy below 2.5: pip install 'numpy<2.5'")
+            findings.stops.append(f"the interpreter of Triton {triton} needs NumPy below 2.4: pip install 'numpy<2.4'")
     for tool, part in (("ncu", "sanitizer"), ("compute-sanitizer", "sanitizer")):
         if shutil.which(tool, path=environment.get("PATH")) is None:
             findings.notes.append(f"{tool} is not on the PATH: the part {part} says so where it would use it")
@@ -145,7 +141,10 @@ def check(root: Path, environment: Mapping[str, str], rehearses: bool) -> Findin
 
 def _take_modules(findings: Findings, probed: Mapping[str, Any]) -> None:
     versions = {"python": probed["python"]}
-    for name, module in probed["modules"].items():
+    findings.has_kernels = "error" not in probed["modules"][_KERNELS]
+    needed = _NEEDED if findings.has_kernels else (*_NEEDED, *_FOR_BUILDING)
+    for name in needed:
+        module = probed["modules"][name]
         if error := module.get("error"):
             remedy = ": bring its wheel, with tools/gpu_wheels.py" if name in WHEELS else ""
             findings.stops.append(f"{name} is missing ({error}){remedy}")

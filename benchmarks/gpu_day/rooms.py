@@ -1,4 +1,4 @@
-"""Part 7: a layer of experts, offload to pinned host memory, a captured step, and the inference engine.
+"""Part 7: a layer of experts, offload to pinned host memory, a captured step, and the inference engine (engine.py).
 
 What a device computes stands beside the CPU's result. In a rehearsal offload and the captured step run on a simulated
 device, the others on the CPU.
@@ -7,16 +7,17 @@ device, the others on the CPU.
 from __future__ import annotations
 
 import copy
-import tempfile
+import os
+import subprocess
+import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import laconic
-from benchmarks.gpu_day.setting import Setting
+from benchmarks.gpu_day.setting import Setting, relative_error
 from benchmarks.registry import Table
 from laconic.activations.choice import Choice, Offload
 from laconic.activations.sites import Site
@@ -35,18 +36,21 @@ def run(setting: Setting) -> None:
         "layer of experts": _experts_table,
         "offload": _offload_table,
         "CUDA graph": _graph_table,
-        "inference engine": _engine_table,
-        "attention on the device, experts on the CPU": _split_table,
     }
     for name, room in rooms.items():
         with setting.report.section(name):
             setting.table(room(setting))
         setting.free()
+    _run_engine(setting)
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
-    found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
-    return ((found - expected).norm() / expected.norm()).item()
+def _run_engine(setting: Setting) -> None:
+    """The engine in a process of its own, which finds the transformers that was brought along for it."""
+    path = [os.environ.get("LACONIC_GPU_DAY_INFERENCE", ""), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, "-m", "benchmarks.gpu_day", "engine", *(["--rehearse"] if setting.rehearses else [])]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}, check=False)
+    if done.returncode:
+        setting.report.problem("inference", f"its process ended with exit code {done.returncode}; it says more itself")
 
 
 def _need(is_right: bool, what: str) -> None:
@@ -70,7 +74,7 @@ def _experts_table(setting: Setting) -> Table:
         source.grad = None
 
     with torch.no_grad():
-        error = _error(twin(source[few]), layer(x[few]))
+        error = relative_error(twin(source[few]), layer(x[few]))
     _need(error < _NEAR, f"the layer's output on the device is off by {error:.1e} of its norm")
     step()
     row = [
@@ -92,13 +96,14 @@ def _offloaded(site: Site) -> Choice:
 
 
 def _offload_table(setting: Setting) -> Table:
-    """The gradients of a model whose packed values wait on the host are those of one that keeps them."""
+    """Gradients of a model whose packed values wait on the host, beside those of one that keeps them."""
     from tests.activations.models import make_ids, make_model
     from tests.streams.cuda import CUDA, cuda
     from tests.streams.test_activations import on_device, step
 
-    kept, sent = make_model("llama"), make_model("llama")
-    laconic.compress_activations(kept, 8, attention="exact", policy=_kept, sequence_length=4)
+    kept = make_model("llama", hidden_act="gelu")  # gradients of silu are made from codes on the device alone
+    sent = copy.deepcopy(kept)
+    laconic.compress_activations(kept, policy=_kept, sequence_length=4)
     laconic.compress_activations(sent, policy=_offloaded, sequence_length=4)
     ids = make_ids(length=32)
     if setting.rehearses:
@@ -113,12 +118,12 @@ def _offload_table(setting: Setting) -> Table:
         expected = _gradients(kept, lambda: step(kept, ids))
         found = _gradients(sent, lambda: step(sent, ids))
         peaks = [f"{setting.peak_nbytes(lambda m=m: step(m, ids)) / 2**20:.1f} MiB" for m in (kept, sent)]
-    differing = [name for name, gradient in expected.items() if not torch.equal(gradient, found[name])]
-    _need(not differing, f"gradients differ: {', '.join(differing)}")
+    error = max(relative_error(found[name], gradient) for name, gradient in expected.items())
+    _need(error < 1e-5, f"a gradient is off by {error:.1e} of its norm")
     return Table(
         "Packed values in pinned host memory until backward: a tiny Llama",
-        ["", "gradients", "peak"],
-        [["kept on the device", "", peaks[0]], ["offloaded", "equal", peaks[1]]],
+        ["", "largest error of a gradient", "peak"],
+        [["kept on the device", "", peaks[0]], ["offloaded", f"{error:.1e}", peaks[1]]],
     )
 
 
@@ -177,56 +182,3 @@ def _graph_table(setting: Setting) -> Table:
         ["attention", "gradients", "eager, host ms", "replayed, device ms"],
         rows,
     )
-
-
-def _engine_table(setting: Setting) -> Table:
-    """Tokens of the engine, whole and split, are those of `generate`."""
-    from laconic.infer import Engine
-    from tests.infer.models import NEW_TOKENS, PROMPTS, generated, make
-
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        path = make("qwen2_moe", Path(folder))
-        expected = generated(path)
-        for experts in (0, 1):
-            with Engine(path, experts=experts, device=setting.device, dtype="float32") as engine:
-                found = engine.generate(PROMPTS, NEW_TOKENS)
-            _need(found == expected, f"with {experts} expert workers tokens differ from those of generate: {found}")
-            rows.append([str(experts), str(sum(map(len, found))), "equal"])
-    return Table("Tokens of the inference engine", ["expert workers", "tokens", "beside generate on the CPU"], rows)
-
-
-def _split_table(setting: Setting) -> Table:
-    """Logits of a model whose attention is on the device and whose experts are on the CPU."""
-    from tests.infer.models import make
-
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for family in ("qwen2_moe", "deepseek_v3", "gpt_oss")[: setting.sized(3, 1)]:
-            error = _split_error(make(family, Path(folder)), setting.device)
-            _need(error < 1e-3, f"{family}: logits are off by {error:.1e} of their norm")
-            rows.append([family, f"{error:.1e}"])
-    return Table("Attention on the device, experts on the CPU", ["model", "error of the logits beside the CPU"], rows)
-
-
-def _split_error(path: Path, device: str) -> float:
-    from laconic.infer.attention_worker import put_remote_experts
-    from laconic.infer.expert_share import ExpertShare
-    from laconic.infer.links import LocalLink
-    from laconic.infer.remote_experts import RemoteExperts, RemoteLayer
-    from laconic.infer.split import Split
-    from laconic.infer.transformers_seam import load_attention_model, load_experts
-    from laconic.schedule.inference import InferencePlan
-
-    split = Split(1, 1)
-    layers = load_experts(path, torch.float32, lambda count: split.expert_range(0, count))
-    ranges = [[split.expert_range(0, layer.num_global_experts)] for layer in layers]
-    experts = RemoteExperts([LocalLink(ExpertShare(layers).run)], ranges, InferencePlan(num_slices=1))
-    model: Any = load_attention_model(path, torch.float32, lambda layer, _: RemoteLayer(experts, layer)).to(device)
-    put_remote_experts(model, experts)
-    whole: Any = load_attention_model(path, torch.float32, None)
-    tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
-    ends = torch.tensor([0, tokens.shape[1]], dtype=torch.int32)
-    with torch.no_grad():
-        found = model(tokens.to(device), use_cache=False, cu_seq_lens_q=ends).logits
-        return _error(found, whole(tokens, use_cache=False).logits)

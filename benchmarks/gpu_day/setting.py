@@ -19,7 +19,7 @@ from benchmarks.gpu_day.record import Report
 from benchmarks.kit.timing import Timing, in_rounds
 from benchmarks.registry import Table
 
-__all__ = ["Setting", "is_fatal", "kernel_of"]
+__all__ = ["Setting", "is_fatal", "kernel_of", "relative_error"]
 
 T = TypeVar("T")
 _CACHE_NBYTES = 1 << 28
@@ -42,6 +42,12 @@ def kernel_of(op: str) -> Callable[..., Any]:
 
 def _triton(name: str) -> ModuleType:
     return importlib.import_module(f"laconic.ops.triton.{name}")
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over that of `expected`, computed on the CPU."""
+    found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
+    return ((found - expected).norm() / expected.norm()).item()
 
 
 @dataclass(frozen=True)
