@@ -104,6 +104,7 @@ class _Day:
     def __init__(self, options: argparse.Namespace, journal: Journal, parts: Sequence[DayPart]) -> None:
         self._options, self._journal, self._parts = options, journal, parts
         self._page_error = ""
+        self._began = time.monotonic()
 
     def chosen(self) -> list[DayPart]:
         """Parts that are named; else those of the call that have not ended, as of a call that was cut off."""
@@ -121,7 +122,7 @@ class _Day:
         """Run them; returns the exit code."""
         options = self._options
         minutes = options.minutes or (_REHEARSAL_MINUTES if options.rehearse else _MINUTES)
-        end = time.monotonic() + 60 * minutes
+        end = self._began + 60 * minutes
         self._journal.begin(
             {
                 "command": command,

@@ -52,10 +52,10 @@ def run(setting: Setting) -> None:
         elements = setting.sized(1 << 26, 1 << 12)
         setting.table(gpu_ops.lossless_table(elements, setting.device, setting.device_seconds))
     title = f"over gloo, two processes{' on one device' if not setting.rehearses else ''}"
-    _exchange(setting, f"Collectives {title}", ["operation", "codec", "result", "ms"], _collectives, 60)
+    _exchange(setting, f"Collectives {title}", ["operation", "codec", "result", "ms"], _collectives, 40)
     header = ["program", "parameters beside those on the CPU", "s"]
     for name in ("FSDP2", "DDP"):
-        _exchange(setting, f"{name} {title}", header, _trained, 60, name)
+        _exchange(setting, f"{name} {title}", header, _trained, 30, name)
 
 
 def _exchange(

@@ -22,7 +22,7 @@ INFERENCE = "inference"
 """Folder beside the wheels for what only the inference engine takes: the transformers that it knows."""
 
 _NEEDED = ("torch", "numpy", "triton", "transformers", "safetensors", "psutil", *WHEELS, "pytest", "hypothesis")
-_NEEDED += ("pytest_timeout",)
+_NEEDED += ("pytest_timeout", "packaging")
 _KERNELS = "laconic._kernels"
 _FOR_BUILDING = ("scikit_build_core", "nanobind", "cmake", "ninja")
 _PLANNED = {"python": "3.12", "torch": "2.11", "triton": "3.6", "transformers": "5.17"}
@@ -47,7 +47,7 @@ class Findings:
 
 
 def unpack(wheels: Path | None, site: Path, root: Path) -> list[str]:
-    """Install the wheels of a folder into `site`; of a wheel of laconic only the kernels stay, beside the checkout.
+    """Unpack the wheels of a folder into `site`; of a wheel of laconic only the kernels stay, beside the checkout.
 
     Args:
         wheels: folder that tools/gpu_wheels.py filled; None installs nothing.
@@ -61,31 +61,34 @@ def unpack(wheels: Path | None, site: Path, root: Path) -> list[str]:
         return []
     if not wheels.is_dir():
         return [f"--wheels is {wheels}, which is no folder: fill one with python tools/gpu_wheels.py {wheels}"]
-    stops = [reason for wheel in sorted(wheels.glob("*.whl")) if (reason := _install(wheel, site))]
-    for wheel in sorted((wheels / INFERENCE).glob("*.whl")):
-        if reason := _install(wheel, site / INFERENCE):
-            stops.append(reason)
+    stops = _install(sorted(wheels.glob("*.whl")), site)
+    stops += _install(sorted((wheels / INFERENCE).glob("*.whl")), site / INFERENCE)
     if (site / "laconic").is_dir():
         shutil.copytree(root / "src" / "laconic", site / "laconic", dirs_exist_ok=True)
     return stops
 
 
-def _install(wheel: Path, site: Path) -> str:
-    """Why pip does not take a wheel; "" if it does."""
-    if not zipfile.is_zipfile(wheel):
-        return f"{wheel.name} is not a wheel, or was cut off: fetch it again with tools/gpu_wheels.py"
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
-    command += ["--disable-pip-version-check", "--no-cache-dir", "--upgrade", "--target", str(site), str(wheel)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if not done.returncode:
-        return ""
-    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr[-300:]]
-    if "not a supported wheel" in errors[0]:
-        return (
-            f"{wheel.name} is not for Python {sys.version_info[0]}.{sys.version_info[1]} on this machine: fetch it"
-            " again with tools/gpu_wheels.py"
-        )
-    return f"{wheel.name} cannot be installed: {errors[0]}"
+def _install(wheels: Sequence[Path], site: Path) -> list[str]:
+    """Unpack wheels; which of them are not for this Python, or are none, and why."""
+    from packaging.tags import sys_tags
+    from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+
+    again = "fetch it again with tools/gpu_wheels.py"
+    stops = []
+    for wheel in wheels:
+        try:
+            *_, tags = parse_wheel_filename(wheel.name)
+            archive = zipfile.ZipFile(wheel)
+        except (InvalidWheelFilename, zipfile.BadZipFile):
+            stops.append(f"{wheel.name} is not a wheel, or was cut off: {again}")
+            continue
+        with archive:
+            if tags.isdisjoint(sys_tags()):
+                version = ".".join(map(str, sys.version_info[:2]))
+                stops.append(f"{wheel.name} is not for Python {version} on this machine: {again}")
+            else:
+                archive.extractall(site)
+    return stops
 
 
 def build(root: Path, site: Path) -> list[str]:

@@ -172,10 +172,13 @@ def _graph_table(setting: Setting) -> Table:
         graph.replay()
         setting.wait()
         found = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
-        differing = [name for name, gradient in expected.items() if not torch.equal(gradient, found[name])]
-        _need(not differing, f"a replayed graph gives other gradients, attention {attention}: {', '.join(differing)}")
+        # Some of torch's kernels add in another order each time.
+        error = max(relative_error(found[name], gradient) for name, gradient in expected.items())
+        _need(
+            error < 1e-5, f"attention {attention}: a gradient of the replayed graph is off by {error:.1e} of its norm"
+        )
         eager, replayed = setting.host_seconds(step), setting.device_seconds(graph.replay)
-        rows.append([attention, "equal", f"{eager * 1e3:.2f}", f"{replayed * 1e3:.2f}"])
+        rows.append([attention, f"off by {error:.1e}", f"{eager * 1e3:.2f}", f"{replayed * 1e3:.2f}"])
         del graph
     return Table(
         "A captured step of a tiny compressed Llama",

@@ -86,7 +86,9 @@ def _sanitized(check: str, rehearses: bool) -> list[str]:
     if tool is None:
         return [check, "", "not run: compute-sanitizer is not on the PATH"]
     command = [tool, "--tool", check, "--error-exitcode", "9", "--print-limit", "20"]
-    command += ["--kernel-name-exclude", "kernel_substring=at::native"]  # torch's own
+    said = _finished([tool, "--help"])
+    if said is not None and "--kernel-name-exclude" in said.stdout:
+        command += ["--kernel-name-exclude", "kernel_substring=at::native"]  # torch's own
     command += [sys.executable, "-m", "benchmarks.gpu_day.sanitizer", *(["--cpu"] if rehearses else [])]
     done = _finished(command)
     if done is None:
