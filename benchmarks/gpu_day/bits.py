@@ -127,6 +127,7 @@ def _grid(op: str) -> Iterator[Choices]:
     third = tuple(DTYPES)
     flags = list(itertools.product((False, True), repeat=2))
     curves = sorted(GATED_ACTIVATIONS)
+    gated = [code for code, bits in BITS.items() if bits >= 4]
     match op:
         case "quantize_blockwise":
             for number, (code, dtype) in enumerate(itertools.product(BITS, third)):
@@ -137,10 +138,10 @@ def _grid(op: str) -> Iterator[Choices]:
                 for block_size in BLOCK_SIZES[number % 2 :: 2]:
                     yield third[number % 3 - 1], code, block_size, dtype, False
         case "gated_product_blockwise":
-            for number, (code, activation) in enumerate(itertools.product(BITS, curves)):
+            for number, (code, activation) in enumerate(itertools.product(gated, curves)):
                 yield third[number % 2], code, third[number % 3], activation
         case "gated_backward_blockwise":
-            for number, (code, activation) in enumerate(itertools.product(BITS, curves)):
+            for number, (code, activation) in enumerate(itertools.product(gated, curves)):
                 yield third[number % 3], third[number % 2], code, activation
         case "accumulate_blockwise_":
             yield from itertools.product((False, True), third)
