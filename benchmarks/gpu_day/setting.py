@@ -22,6 +22,8 @@ from benchmarks.registry import Table
 __all__ = ["Setting", "is_fatal", "kernel_of", "relative_error"]
 
 T = TypeVar("T")
+_FATAL = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
+"""Words of CUDA's errors, which Triton hands on as a RuntimeError."""
 _HEAD_START_CYCLES = 20_000_000
 """About 10 ms of a device: more than the host takes to issue the work of a layer."""
 _CACHE_NBYTES = 1 << 28
@@ -30,7 +32,9 @@ _CACHE_NBYTES = 1 << 28
 
 def is_fatal(error: BaseException) -> bool:
     """Whether a device fault ended all further work of this process; running out of memory does not."""
-    return isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError)
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, torch.AcceleratorError) or any(text in str(error) for text in _FATAL)
 
 
 def kernel_of(op: str) -> Callable[..., Any]:

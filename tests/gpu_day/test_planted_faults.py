@@ -80,8 +80,10 @@ def test_a_fault_of_the_device_ends_the_part() -> None:
 
     report = Report(lambda _: None, is_fatal)
     with pytest.raises(torch.AcceleratorError), report.section("memory"):
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-    assert report.problems == ["memory"]
+        raise torch.AcceleratorError("CUDA error: invalid configuration argument")
+    with pytest.raises(RuntimeError, match="Triton"), report.section("kernel"):
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+    assert report.problems == ["memory", "kernel"]
 
 
 def test_what_is_missing_is_said_before_anything_starts(
