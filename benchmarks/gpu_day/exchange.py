@@ -22,10 +22,11 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from benchmarks import gpu_ops
+from benchmarks.gpu_day.kernels import ELEMENTS
 from benchmarks.gpu_day.record import reason_of
 from benchmarks.gpu_day.setting import Setting
 from benchmarks.registry import Table
-from laconic import collectives
+from laconic import collectives, ops
 from laconic.collectives import Blockwise, Codec, Lossless, Raw
 from laconic.formats import BlockFormat
 
@@ -51,11 +52,33 @@ def run(setting: Setting) -> None:
     with setting.report.section("lossless codec"):
         elements = setting.sized(1 << 26, 1 << 12)
         setting.table(gpu_ops.lossless_table(elements, setting.device, setting.device_seconds))
+    with setting.report.section("lossless kernels"):
+        setting.table(_kernels_table(setting))
     title = f"over gloo, two processes{' on one device' if not setting.rehearses else ''}"
     _exchange(setting, f"Collectives {title}", ["operation", "codec", "result", "ms"], _collectives, 40)
     header = ["program", "parameters beside those on the CPU", "s"]
     for name in ("FSDP2", "DDP"):
         _exchange(setting, f"{name} {title}", header, _trained, 30, name)
+
+
+def _kernels_table(setting: Setting) -> Table:
+    """Times of the lossless ops on as many values as `gpu-code` predicts for."""
+    elements = setting.sized(ELEMENTS, 1 << 12)
+    rows = []
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        x = torch.randn(elements, generator=torch.Generator().manual_seed(0)).to(dtype).to(setting.device)
+        out, total = torch.empty_like(x), torch.zeros(elements, device=setting.device)
+        message = ops.lossless_encode(x, code="tiered")
+        cases: dict[str, Callable[[], object]] = {
+            f"lossless_encode, {name}, tiered": lambda x=x: ops.lossless_encode(x, code="tiered"),
+            f"lossless_decode_, {name}": lambda out=out, m=message: ops.lossless_decode_(out, m),
+            f"lossless_decode_add_, {name}": lambda total=total, m=message: ops.lossless_decode_add_(total, m),
+        }
+        for case, call in cases.items():
+            taken = setting.device_seconds(call)
+            setting.report.figure(f"kernel: {case}", taken * 1e6, "us")
+            rows.append([case, f"{taken * 1e6:.1f}", f"{x.nbytes / taken / 1e9:.1f}"])
+    return Table(f"Lossless kernels on {elements:,} Gaussian values", ["", "us", "GB/s of the tensor"], rows)
 
 
 def _exchange(

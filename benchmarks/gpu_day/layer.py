@@ -21,6 +21,7 @@ _TOKENS = (4096, 2048, 8192, 512)
 """What was predicted comes first."""
 _COMPILED_TOKENS = (2048, 8192, 512)
 _BUDGET = 0.25
+_MODEL = ("a Llama 8B", "a tiny Llama")
 _HEADER = [
     "",
     "forward: device ms",
@@ -44,7 +45,7 @@ def run(setting: Setting) -> None:
             "nf4, attention int8": lambda layers=layers: layers.compressed(4, attention="int8"),
             "checkpointing": lambda layers=layers: _Checkpointed(layers.layers[0]),
         }
-        _measure(setting, layers, cases, f"One layer of a Llama 8B, {tokens} tokens, bf16")
+        _measure(setting, layers, cases, f"One layer of {_MODEL[setting.rehearses]}, {tokens} tokens, bf16")
     for tokens in setting.sized(_COMPILED_TOKENS, (16,)):
         layers = _first(most, tokens)
         compiled: dict[str, Callable[[], nn.Module]] = {
@@ -133,20 +134,13 @@ def _times(setting: Setting, layers: DecoderLayers, layer: nn.Module) -> tuple[d
         kept.pop().backward(gradient)
         layer.zero_grad(set_to_none=True)
 
-    def backward_seconds(clock: Callable[..., float]) -> float:
-        """Of a backward alone: both, less a forward."""
-        return clock(lambda: (forward(), backward())) - clock(forward)
-
     forward()
     backward()
-    device = setting.device_seconds(forward)
-    host = setting.host_seconds(forward)
-    kept.clear()
     figures = {
-        "forward": device,
-        "forward, host": host,
-        "backward": backward_seconds(setting.device_seconds),
-        "backward, host": backward_seconds(setting.host_seconds),
+        "forward": setting.device_seconds(forward),
+        "forward, host": setting.host_seconds(forward),
+        "backward": setting.device_seconds(backward, before=forward),
+        "backward, host": setting.host_seconds(backward, before=forward),
     }
     kept.clear()
     before = 0 if setting.rehearses else torch.cuda.memory_allocated()

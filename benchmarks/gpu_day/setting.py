@@ -80,16 +80,25 @@ class Setting:
     def _cache(self) -> torch.Tensor:
         return torch.empty(self.sized(_CACHE_NBYTES, 1), dtype=torch.uint8, device=self.device)
 
-    def device_seconds(self, call: Callable[[], object], rounds: int = 20, warm_ups: int = 3) -> Timing:
-        """Seconds on the device's clock, with cold caches and a host that is ahead; on the CPU those on the wall."""
-        rounds, warm_ups = self.sized((rounds, warm_ups), (1, 0))
-        readings = in_rounds(
-            {"": call}, rounds, self._events, warm_up_rounds=warm_ups, before=lambda _: self._cache.zero_()
-        )
+    def device_seconds(self, call: Callable[[], object], before: Callable[[], object] | None = None) -> Timing:
+        """Seconds on the device's clock, with cold caches and a host that is ahead; on the CPU those on the wall.
+
+        Args:
+            call: what is timed.
+            before: called before each time, and not timed.
+        """
+
+        def prepare(_: str) -> None:
+            if before is not None:
+                before()
+            self._cache.zero_()
+
+        rounds, warm_ups = self.sized((20, 3), (1, 0))
+        readings = in_rounds({"": call}, rounds, self._events, warm_up_rounds=warm_ups, before=prepare)
         return Timing([read() for read in readings[""]])
 
-    def host_seconds(self, call: Callable[[], object], rounds: int = 20) -> Timing:
-        """Seconds until the host has issued all work; on the CPU until the work is done."""
+    def host_seconds(self, call: Callable[[], object], before: Callable[[], object] | None = None) -> Timing:
+        """Seconds until the host has issued all work; on the CPU until the work is done. Arguments as above."""
 
         def read(case: Callable[[], object]) -> float:
             self.wait()
@@ -97,7 +106,9 @@ class Setting:
             case()
             return time.perf_counter() - started
 
-        return Timing(in_rounds({"": call}, self.sized(rounds, 1), read, warm_up_rounds=self.sized(3, 0))[""])
+        rounds, warm_ups = self.sized((20, 3), (1, 0))
+        prepare = None if before is None else lambda _: before()
+        return Timing(in_rounds({"": call}, rounds, read, warm_up_rounds=warm_ups, before=prepare)[""])
 
     def seconds_once(self, call: Callable[[], object]) -> float:
         """Seconds on the wall of one call and of all work that it gave the device."""

@@ -75,7 +75,7 @@ def run(setting: Setting) -> None:
 def _table(setting: Setting, size: str, rows: list[list[str]]) -> Table:
     batch, length = _batch_shape(setting, size)
     return Table(
-        f"Training a Llama {size} in bf16, {batch} x {length} tokens a step",
+        f"Training a {setting.sized('', 'tiny ')}Llama {size} in bf16, {batch} x {length} tokens a step",
         _HEADER,
         rows,
         "Peak: the allocator's, weights and moments included. The time is that of the steps after the tenth.",

@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,15 @@ def test_limits_of_a_call_are_within_its_minutes() -> None:
     for call in (1, 2):
         assert sum(part.seconds for part in PARTS if part.call == call) <= 9 * 60
     assert len(PARTS) == 8
+
+
+def test_a_backward_is_timed_without_the_forward_before_it() -> None:
+    there, _ = setting()
+    calls: list[str] = []
+    for clock in (there.device_seconds, there.host_seconds):
+        slow = lambda: (calls.append("before"), time.sleep(0.05))  # noqa: E731
+        assert clock(lambda: calls.append("timed"), before=slow) < 0.05
+    assert calls == ["before", "timed"] * 2
 
 
 def test_an_error_is_relative_to_what_was_expected() -> None:
