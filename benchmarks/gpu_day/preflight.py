@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import re
 import shutil
 import subprocess
@@ -153,7 +155,7 @@ def _take_modules(findings: Findings, probed: Mapping[str, Any]) -> None:
             findings.stops.append(f"{name} is missing ({error}){remedy}")
         elif name in _PLANNED:
             versions[name] = module["version"]
-    findings.facts |= versions
+    findings.facts |= versions | {"numpy": probed["modules"]["numpy"].get("version", ""), "on": _processor()}
     for name, planned in _PLANNED.items():
         if name in versions and _version(versions[name])[:2] != _version(planned):
             findings.notes.append(f"{name} is {versions[name]}, and the day was planned for {planned}")
@@ -173,6 +175,14 @@ def _take_device(findings: Findings, device: Mapping[str, str], rehearses: bool)
             [smi, "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False
         )
         findings.facts["driver"] = done.stdout.strip()
+
+
+def _processor() -> str:
+    """Name of the CPU and number of cores."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{name or platform.machine()}, {os.cpu_count()} cores"
 
 
 def _version(text: str) -> Sequence[int]:

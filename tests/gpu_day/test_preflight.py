@@ -109,6 +109,7 @@ def test_the_planned_machine_has_all_it_needs(monkeypatch: pytest.MonkeyPatch) -
     assert found.stops == []
     assert found.has_kernels
     assert found.facts["device"] == "NVIDIA H200"
+    assert found.facts["on"].endswith(f", {os.cpu_count()} cores")
     # No ncu and no compute-sanitizer stop nothing.
     assert [note.split()[0] for note in found.notes] == ["ncu", "compute-sanitizer"]
 
