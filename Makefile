@@ -13,6 +13,7 @@
 # make audit   workflows, and what constraints.txt pins, against known vulnerabilities
 # make smoke   the wheels in dist/ on every version of Python that is here
 # make matrix  a part of the tests with other versions of Python, torch and transformers
+# make gpu     the first hour on a GPU: docs/benchmarks.md (ARGS="--wheels FOLDER --call 1", or --rehearse without a device)
 # make stranger  the wheel in a fresh environment, as a new user would meet it
 # ARGS="..." is handed on, e.g. make demo ARGS="--steps 50" or make test ARGS="-k nf4"
 
@@ -26,7 +27,7 @@ PARALLEL ?= -n 3 --dist loadgroup --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/kernels/*)
 
-.PHONY: demo test slow hosts trust soak mutants load check format wheels reproducible sbom audit smoke matrix stranger site clean
+.PHONY: demo test slow hosts trust soak mutants load gpu check format wheels reproducible sbom audit smoke matrix stranger site clean
 
 demo: $(VENV)/.installed-all
 	$(BIN)/laconic train $(ARGS)
@@ -104,6 +105,10 @@ mutants: $(VENV)/.installed-dev
 load: $(VENV)/.installed-dev
 	mkdir -p build
 	$(BIN)/python tools/load.py --report build/load.md $(ARGS)
+
+# With the Python that has torch, not the environment of `make test`: the machine has no package index.
+gpu:
+	$(PYTHON) tools/gpu_day.py $(ARGS)
 
 # The tools have environments of their own, so that what they bring is neither audited nor listed.
 sbom: $(VENV)/.installed-all

@@ -21,7 +21,7 @@ from laconic.ops.dynamic_map import STATE_BLOCK_SIZE
 from laconic.ops.lossless import EXPONENT_DTYPES
 from laconic.ops.schemas import MASK_DTYPES
 
-__all__ = ["OPS", "checked", "difference", "examples"]
+__all__ = ["OPS", "arguments_of", "checked", "difference", "examples"]
 
 Implementation = Callable[..., Any]
 Choices = tuple[Any, ...]
@@ -255,7 +255,17 @@ def examples(op: str) -> Iterator[tuple[Choices, Choices]]:
         "select_bits": [(dtype,) for dtype in MASK_DTYPES],
     }
     for chosen in choices.get(op, [(False,), (True,)]):
-        yield chosen, _OPS[op][0](*chosen)
+        yield chosen, arguments_of(op, *chosen)
+
+
+def arguments_of(op: str, *choices: Any) -> Choices:
+    """Small arguments on the CPU of one combination of choices.
+
+    Args:
+        op: one of `OPS`.
+        choices: what selects the kernel's code, as `examples` yields it.
+    """
+    return _OPS[op][0](*choices)
 
 
 # --- the comparison ---
