@@ -77,7 +77,10 @@ ROOMS = {
         ("gradients/store.py", "formats/coded_gradient.py", "formats/gradient.py"),
         ("gradients/test_store.py", "gradients/test_coded_gradient.py"),
     ),
-    "coded sums": Room(("gradients/reduce.py",), ("gradients/test_store_ranks.py",)),
+    "coded sums": Room(
+        ("gradients/reduce.py",),
+        ("gradients/test_store_ranks.py", "gradients/test_flipped_messages.py", "distributed/test_reduce.py"),
+    ),
     "dispatch": Room(
         tuple(f"moe/dispatch/{name}.py" for name in ("chunking", "flat", "send_plan", "staged", "traffic")),
         tuple(f"moe/test_{name}.py" for name in ("traffic", "legs", "cuts", "flat")),
