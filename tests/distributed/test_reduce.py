@@ -278,6 +278,14 @@ def two_levels() -> None:
         assert same(mine, torch.cat(halves)[:length])
         work = all_reduce_q8(x[rank].bfloat16(), levels, op="sum", min_nbytes=0, async_op=True)
         assert torch.allclose(work.wait().float(), x.sum(0), rtol=0.02, atol=0.1)
+    everyone = dist.new_group([0, 1, 2, 3])
+    alone = [dist.new_group([other]) for other in range(4)][rank]
+    x = inputs(4, 130)
+    for op, factor in (("avg", 0.25), ("sum", 1.0)):
+        within = all_reduce_q8(x[rank].clone(), TwoLevel(everyone, alone), op=op, min_nbytes=0)
+        assert torch.allclose(within, factor * x.sum(0), rtol=0, atol=1e-6), "one node: in fp32"
+        across = all_reduce_q8(x[rank].clone(), TwoLevel(alone, everyone), op=op, min_nbytes=0)
+        assert same(across, value_of(mean_by_reference(x, 8, factor))), "a node for each: one level"
     with pytest.raises(ConfigError, match="feedback needs one level"):
         all_reduce_q8(torch.zeros(4), levels, error=torch.zeros(4))
     with pytest.raises(ConfigError, match="which all_reduce_quantized does not take; pass a process group"):
