@@ -23,6 +23,8 @@ from pathlib import Path
 
 from cosmic_ray.commands import execute, init
 from cosmic_ray.config import ConfigDict
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkResult
 
@@ -106,7 +108,7 @@ def main() -> int:
     """Run the sample of each room, print what survived and write the table of scores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rooms", nargs="+", choices=ROOMS, default=list(ROOMS))
-    parser.add_argument("--mutants", type=int, default=40, help="of each room")
+    parser.add_argument("--mutants", type=int, default=40, help="drawn of each room; what is not Python is left out")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--python", default=str(ROOT / ".venv/bin/python"), help="runs the tests")
     parser.add_argument("--timeout", type=float, default=300, help="seconds; a mutant that hangs is noticed")
@@ -135,7 +137,8 @@ def _run(name: str, args: argparse.Namespace) -> Score:
         init([Path(SRC, file) for file in room.files], db, {})
         mutations = {item.job_id: item.mutations[0] for item in db.work_items}
         live = [job for job, mutation in mutations.items() if not _is_in_annotation(mutation)]
-        chosen = set(random.Random(f"{args.seed} {name}").sample(live, min(args.mutants, len(live))))
+        drawn = random.Random(f"{args.seed} {name}").sample(live, min(args.mutants, len(live)))
+        chosen = {job for job in drawn if _is_python(mutations[job])}
         for job in mutations.keys() - chosen:
             db.set_result(job, WorkResult(WorkerOutcome.SKIPPED))
         config = {"timeout": args.timeout, "test-command": shlex.join(command), "distributor": {"name": "local"}}
@@ -163,6 +166,17 @@ def _is_in_annotation(mutation: MutationSpec) -> bool:
     """Whether nobody runs the changed expression: `from __future__ import annotations` holds in all of src."""
     spans = _annotations(ROOT / mutation.module_path)
     return any(start <= tuple(mutation.start_pos) < end for start, end in spans)
+
+
+def _is_python(mutation: MutationSpec) -> bool:
+    """Whether a mutant can be parsed; `*` between arguments, changed as if it were a product, cannot."""
+    operator = get_operator(mutation.operator_name)(**mutation.operator_args)
+    code = (ROOT / mutation.module_path).read_text(encoding="utf-8")
+    try:
+        ast.parse(mutate_code(code, operator, mutation.occurrence))
+    except SyntaxError:
+        return False
+    return True
 
 
 @functools.cache
