@@ -136,7 +136,7 @@ def _run(name: str, args: argparse.Namespace) -> Score:
     with use_db(session, WorkDB.Mode.create) as db:
         init([Path(SRC, file) for file in room.files], db, {})
         mutations = {item.job_id: item.mutations[0] for item in db.work_items}
-        live = [job for job, mutation in mutations.items() if not _is_in_annotation(mutation)]
+        live = [job for job, mutation in mutations.items() if not _is_for_types(mutation)]
         drawn = random.Random(f"{args.seed} {name}").sample(live, min(args.mutants, len(live)))
         chosen = {job for job in drawn if _is_python(mutations[job])}
         for job in mutations.keys() - chosen:
@@ -162,9 +162,9 @@ def _check_baseline(name: str, command: list[str]) -> None:
     print(f"{name}: its tests take {time.monotonic() - started:.0f} s", flush=True)
 
 
-def _is_in_annotation(mutation: MutationSpec) -> bool:
-    """Whether nobody runs the changed expression: `from __future__ import annotations` holds in all of src."""
-    spans = _annotations(ROOT / mutation.module_path)
+def _is_for_types(mutation: MutationSpec) -> bool:
+    """Whether nobody runs what was changed: `from __future__ import annotations` holds in all of src."""
+    spans = _for_types(ROOT / mutation.module_path)
     return any(start <= tuple(mutation.start_pos) < end for start, end in spans)
 
 
@@ -180,16 +180,19 @@ def _is_python(mutation: MutationSpec) -> bool:
 
 
 @functools.cache
-def _annotations(path: Path) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
-    """First and last position (line, column) of each annotation and of each alias of types in a file."""
+def _for_types(path: Path) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
+    """First and last position (line, column) of each annotation, alias of types and overload in a file."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return tuple(
-        ((node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)) for node in _types_in(tree)
+        ((node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0))
+        for node in _for_types_in(tree)
     )
 
 
-def _types_in(tree: ast.Module) -> Iterator[ast.expr]:
+def _for_types_in(tree: ast.Module) -> Iterator[ast.expr | ast.FunctionDef]:
     for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and any(ast.unparse(one) == "overload" for one in node.decorator_list):
+            yield from (node, *node.decorator_list)
         if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
             yield node.annotation
         elif isinstance(node, ast.FunctionDef) and node.returns is not None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -48,6 +51,19 @@ def chunks_of(numel: int) -> Iterator[None]:
         yield
     finally:
         reduce._CHUNK_NUMEL = before
+
+
+@contextmanager
+def threads_of(name: str) -> Iterator[list[threading.Thread]]:
+    """Which threads call a function of reduce.py, call by call."""
+    threads, function = [], getattr(reduce, name)
+
+    def seen(*arguments: object) -> object:
+        threads.append(threading.current_thread())
+        return function(*arguments)
+
+    with mock.patch.object(reduce, name, seen):
+        yield threads
 
 
 class Checks:
@@ -119,6 +135,27 @@ class Checks:
                     if found is not None and self.world > 1:
                         assert same(found, reference)
         all_reduce_quantized([], self.group).wait()
+
+    def long_tensors_are_cut_into_chunks(self) -> None:
+        """Here, or in the background's thread, where stored gradients are reduced without being asked to."""
+        if self.world == 1:
+            return
+        calls: dict[str, tuple[Callable[[], object], int]] = {
+            "_reduce_scatter_chunk": (
+                lambda: reduce_scatter_q8(torch.zeros(self.world, 1300), self.group, min_nbytes=0),
+                max(128, 512 // self.world),
+            ),
+            "_values_chunk": (lambda: all_reduce_q8(torch.zeros(1300), self.group, min_nbytes=0), 512),
+            "_codes_chunk": (
+                lambda: all_reduce_quantized([gradient_of(torch.zeros(1300), 12)], self.group).wait(),
+                512,
+            ),
+        }
+        for name, (call, size) in calls.items():
+            with chunks_of(512), threads_of(name) as threads:
+                call()
+            assert len(threads) == math.ceil(1300 / size), name
+            assert (threading.main_thread() in threads) == (name != "_codes_chunk")
 
     def small_tensors_are_exact(self) -> None:
         x = inputs(self.world, 1000)
