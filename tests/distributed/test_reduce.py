@@ -161,7 +161,7 @@ class Checks:
         x = inputs(self.world, 1000)
         mine = all_reduce_q8(x[self.rank].clone(), self.group)
         assert torch.allclose(mine, x.mean(0), rtol=0, atol=1e-6)
-        mine = reduce_scatter_q8(inputs(self.world, self.world * 10)[self.rank], self.group, op="sum")
+        mine = reduce_scatter_q8(inputs(self.world, self.world * 10)[self.rank], group=self.group, op="sum")
         rows = inputs(self.world, self.world * 10).view(self.world, self.world, 10)
         assert torch.allclose(mine, rows[:, self.rank].sum(0), rtol=0, atol=1e-5)
 
