@@ -85,7 +85,7 @@ ROOMS = {
     ),
     "dispatch": Room(
         tuple(f"moe/dispatch/{name}.py" for name in ("chunking", "flat", "send_plan", "staged", "traffic")),
-        tuple(f"moe/test_{name}.py" for name in ("traffic", "legs", "cuts", "flat")),
+        tuple(f"moe/test_{name}.py" for name in ("traffic", "legs", "cuts", "flat", "pipeline")),
     ),
 }
 
