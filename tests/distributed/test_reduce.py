@@ -143,7 +143,7 @@ class Checks:
         calls: dict[str, tuple[Callable[[], object], int]] = {
             "_reduce_scatter_chunk": (
                 lambda: reduce_scatter_q8(torch.zeros(self.world, 1300), self.group, min_nbytes=0),
-                max(128, 512 // self.world),
+                128 * math.ceil(512 / self.world / 128),
             ),
             "_values_chunk": (lambda: all_reduce_q8(torch.zeros(1300), self.group, min_nbytes=0), 512),
             "_codes_chunk": (
