@@ -72,6 +72,7 @@ ROOMS = {
         (
             *(f"activations/test_{name}.py" for name in ("kept", "functions", "norms", "gated_products", "notes")),
             "ops/test_derivatives.py",
+            "activations/test_second_derivatives.py",
             *(f"activations/test_{name}.py" for name in ("witnesses", "hand_written", "compress")),
         ),
     ),
