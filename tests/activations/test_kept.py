@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from laconic.activations.kept import Kept, Memo, attach, found, keep
+from laconic.activations.kept import Kept, Memo, attach, found, keep, known
 from laconic.formats import BlockFormat
 
 
@@ -79,6 +79,17 @@ def test_a_full_view_is_rebuilt_in_its_own_shape(shape: tuple[int, ...]) -> None
     kept = found(whole.view(shape))
     assert kept is not None
     assert torch.equal(kept.memo.take(kept.tensors), whole.detach().view(shape))
+
+
+def test_an_output_that_its_producer_saves_is_kept_as_it_is() -> None:
+    x = torch.randn(4, 64, requires_grad=True)
+    part = torch.tanh(x)[1:]
+    held = known(part)
+    assert held is not None
+    assert held.tensors[0] is part
+    part.data = part.detach().clone()  # memory that nobody holds but this tensor
+    assert known(part) is None
+    assert known(torch.sin(x)) is None
 
 
 @pytest.mark.parametrize("shape", [(4, 6, 64), (24, 64), (2, 3, 4, 64)])
