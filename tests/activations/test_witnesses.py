@@ -430,6 +430,13 @@ DATA: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def test_an_empty_tensor_looks_like_another_and_one_without_memory_like_none() -> None:
+    assert witnesses.glance(torch.empty(0, 3)) == b""
+    assert witnesses.same(b"", torch.empty(2, 0))
+    assert not witnesses.same(b"", torch.zeros(2))
+    assert witnesses.glance(torch.empty(2, device="meta")) is None
+
+
 @pytest.mark.parametrize("code", sorted(BITS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @settings(max_examples=40, deadline=None)
