@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from laconic.activations.kept import Kept, Memo, attach, found, keep, known
+from laconic.activations.kept import Kept, Memo, attach, found, keep, known, pack
 from laconic.formats import BlockFormat
 
 
@@ -81,6 +81,14 @@ def test_a_full_view_is_rebuilt_in_its_own_shape(shape: tuple[int, ...]) -> None
     kept = found(whole.view(shape))
     assert kept is not None
     assert torch.equal(kept.memo.take(kept.tensors), whole.detach().view(shape))
+
+
+@pytest.mark.parametrize(("numel", "bits"), [(1, None), (2, None), (3, 8)])  # of 2, 4 and 6 bytes, in 3, 4 and 5
+def test_what_codes_do_not_shorten_is_kept_as_it_is(numel: int, bits: int | None) -> None:
+    x = torch.randn(numel).bfloat16()
+    kept = pack(x, BlockFormat("int8", 64, torch.bfloat16), "linear")
+    assert kept.bits == bits
+    assert (kept.tensors[0] is x) == (bits is None)
 
 
 def test_an_output_that_its_producer_saves_is_kept_as_it_is() -> None:

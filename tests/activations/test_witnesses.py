@@ -295,6 +295,22 @@ def test_a_wrong_level_is_found(bits: int, monkeypatch: pytest.MonkeyPatch) -> N
         run(model)
 
 
+@pytest.mark.parametrize("code", sorted(BITS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_one_value_beyond_rounding_is_found_in_every_dtype(
+    code: str, dtype: torch.dtype, scale_dtype: torch.dtype
+) -> None:
+    x = torch.randn(4, 256).to(dtype)
+    saved = pack(x, BlockFormat(code, 64, scale_dtype), "test")
+    assert saved.witness is not None
+    saved.witness.saw(x, saved.tensors[1])
+    wrong = x.clone()
+    wrong[-1, -1] += 3 * x.abs().max()
+    with pytest.raises(ModelError, match="what backward computes with"):
+        saved.witness.saw(wrong, saved.tensors[1])
+
+
 OF_CODES: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "gate and up swapped": lambda g, gs, u, us: (u, us, g, gs),
     "scale of the neighbouring block": lambda g, gs, u, us: (g, gs.roll(1, 0), u, us),
