@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from laconic.activations.kept import Kept, Memo, attach, found, keep
+from laconic.activations.kept import Kept, Memo, attach, found, keep, known, pack
 from laconic.formats import BlockFormat
 
 
@@ -79,6 +81,55 @@ def test_a_full_view_is_rebuilt_in_its_own_shape(shape: tuple[int, ...]) -> None
     kept = found(whole.view(shape))
     assert kept is not None
     assert torch.equal(kept.memo.take(kept.tensors), whole.detach().view(shape))
+
+
+@pytest.mark.parametrize(("numel", "bits"), [(1, None), (2, None), (3, 8)])  # of 2, 4 and 6 bytes, in 3, 4 and 5
+def test_what_codes_do_not_shorten_is_kept_as_it_is(numel: int, bits: int | None) -> None:
+    x = torch.randn(numel).bfloat16()
+    kept = pack(x, BlockFormat("int8", 64, torch.bfloat16), "linear")
+    assert kept.bits == bits
+    assert (kept.tensors[0] is x) == (bits is None)
+
+
+def test_an_output_that_its_producer_saves_is_kept_as_it_is() -> None:
+    x = torch.randn(4, 64, requires_grad=True)
+    part = torch.tanh(x)[1:]
+    held = known(part)
+    assert held is not None
+    assert held.tensors[0] is part
+    part.data = part.detach().clone()  # memory that nobody holds but this tensor
+    assert known(part) is None
+    assert known(torch.sin(x)) is None
+
+
+class CompiledFunction(torch.autograd.Function):
+    """Shows what it saves under the name that nodes of compiled graphs have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saves_output: bool) -> Tensor:
+        y = 2 * x
+        ctx.save_for_backward(y if saves_output else x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return 2 * grad, None
+
+
+class OfTheUser(CompiledFunction):
+    """The same under another name."""
+
+
+def test_what_a_compiled_graph_saves_is_kept_as_it_is() -> None:
+    x = torch.randn(4, 64, requires_grad=True)
+    y = CompiledFunction.apply(x, True)
+    held = known(y)
+    assert held is not None
+    assert held.tensors[0] is y
+    assert known(CompiledFunction.apply(x, False)) is None
+    assert known(OfTheUser.apply(x, True)) is None
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        assert known(CompiledFunction.apply(x, True)) is None  # to read it would be to unpack it
 
 
 @pytest.mark.parametrize("shape", [(4, 6, 64), (24, 64), (2, 3, 4, 64)])

@@ -80,6 +80,20 @@ def test_what_torch_has_no_kernels_for_goes_step_by_step(kind: Literal["rms", "l
             assert not norms._has_kernels(mode.from_tensor(x), mode.from_tensor(weight), None, spec)
 
 
+def test_kernels_are_tried_once_for_each_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def agree(like: Tensor, *_: object) -> bool:
+        tried.append(like.shape[-1])
+        return like.shape[-1] == 64
+
+    monkeypatch.setattr(norms, "_agree", agree)
+    with fused_norms():
+        for shape in ((4, 64), (4, 128), (7, 64), (7, 128)):
+            assert norms._has_kernels(draw(*shape), draw(shape[-1]), None, NormSpec("rms", 1e-6)) == (shape[-1] == 64)
+    assert tried == [64, 128]
+
+
 @pytest.mark.parametrize("wrong", ["forward", "backward"])
 def test_a_kernel_that_gives_something_else_is_not_used(
     wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -295,6 +295,22 @@ def test_a_wrong_level_is_found(bits: int, monkeypatch: pytest.MonkeyPatch) -> N
         run(model)
 
 
+@pytest.mark.parametrize("code", sorted(BITS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_one_value_beyond_rounding_is_found_in_every_dtype(
+    code: str, dtype: torch.dtype, scale_dtype: torch.dtype
+) -> None:
+    x = torch.randn(4, 256).to(dtype)
+    saved = pack(x, BlockFormat(code, 64, scale_dtype), "test")
+    assert saved.witness is not None
+    saved.witness.saw(x, saved.tensors[1])
+    wrong = x.clone()
+    wrong[-1, -1] += 3 * x.abs().max()
+    with pytest.raises(ModelError, match="what backward computes with"):
+        saved.witness.saw(wrong, saved.tensors[1])
+
+
 OF_CODES: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "gate and up swapped": lambda g, gs, u, us: (u, us, g, gs),
     "scale of the neighbouring block": lambda g, gs, u, us: (g, gs.roll(1, 0), u, us),
@@ -428,6 +444,13 @@ DATA: dict[str, Callable[[Tensor], Tensor]] = {
     "constant": lambda x: torch.full_like(x, 3.14159),
     "far from zero": lambda x: x * 1e-3 + 1000,
 }
+
+
+def test_an_empty_tensor_looks_like_another_and_one_without_memory_like_none() -> None:
+    assert witnesses.glance(torch.empty(0, 3)) == b""
+    assert witnesses.same(b"", torch.empty(2, 0))
+    assert not witnesses.same(b"", torch.zeros(2))
+    assert witnesses.glance(torch.empty(2, device="meta")) is None
 
 
 @pytest.mark.parametrize("code", sorted(BITS))

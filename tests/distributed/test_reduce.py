@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -48,6 +51,19 @@ def chunks_of(numel: int) -> Iterator[None]:
         yield
     finally:
         reduce._CHUNK_NUMEL = before
+
+
+@contextmanager
+def threads_of(name: str) -> Iterator[list[threading.Thread]]:
+    """Which threads call a function of reduce.py, call by call."""
+    threads, function = [], getattr(reduce, name)
+
+    def seen(*arguments: object) -> object:
+        threads.append(threading.current_thread())
+        return function(*arguments)
+
+    with mock.patch.object(reduce, name, seen):
+        yield threads
 
 
 class Checks:
@@ -120,11 +136,32 @@ class Checks:
                         assert same(found, reference)
         all_reduce_quantized([], self.group).wait()
 
+    def long_tensors_are_cut_into_chunks(self) -> None:
+        """Here, or in the background's thread, where stored gradients are reduced without being asked to."""
+        if self.world == 1:
+            return
+        calls: dict[str, tuple[Callable[[], object], int]] = {
+            "_reduce_scatter_chunk": (
+                lambda: reduce_scatter_q8(torch.zeros(self.world, 1300), self.group, min_nbytes=0),
+                128 * math.ceil(512 / self.world / 128),
+            ),
+            "_values_chunk": (lambda: all_reduce_q8(torch.zeros(1300), self.group, min_nbytes=0), 512),
+            "_codes_chunk": (
+                lambda: all_reduce_quantized([gradient_of(torch.zeros(1300), 12)], self.group).wait(),
+                512,
+            ),
+        }
+        for name, (call, size) in calls.items():
+            with chunks_of(512), threads_of(name) as threads:
+                call()
+            assert len(threads) == math.ceil(1300 / size), name
+            assert (threading.main_thread() in threads) == (name != "_codes_chunk")
+
     def small_tensors_are_exact(self) -> None:
         x = inputs(self.world, 1000)
         mine = all_reduce_q8(x[self.rank].clone(), self.group)
         assert torch.allclose(mine, x.mean(0), rtol=0, atol=1e-6)
-        mine = reduce_scatter_q8(inputs(self.world, self.world * 10)[self.rank], self.group, op="sum")
+        mine = reduce_scatter_q8(inputs(self.world, self.world * 10)[self.rank], group=self.group, op="sum")
         rows = inputs(self.world, self.world * 10).view(self.world, self.world, 10)
         assert torch.allclose(mine, rows[:, self.rank].sum(0), rtol=0, atol=1e-5)
 
@@ -278,6 +315,14 @@ def two_levels() -> None:
         assert same(mine, torch.cat(halves)[:length])
         work = all_reduce_q8(x[rank].bfloat16(), levels, op="sum", min_nbytes=0, async_op=True)
         assert torch.allclose(work.wait().float(), x.sum(0), rtol=0.02, atol=0.1)
+    everyone = dist.new_group([0, 1, 2, 3])
+    alone = [dist.new_group([other]) for other in range(4)][rank]
+    x = inputs(4, 130)
+    for op, factor in (("avg", 0.25), ("sum", 1.0)):
+        within = all_reduce_q8(x[rank].clone(), TwoLevel(everyone, alone), op=op, min_nbytes=0)
+        assert torch.allclose(within, factor * x.sum(0), rtol=0, atol=1e-6), "one node: in fp32"
+        across = all_reduce_q8(x[rank].clone(), TwoLevel(alone, everyone), op=op, min_nbytes=0)
+        assert same(across, value_of(mean_by_reference(x, 8, factor))), "a node for each: one level"
     with pytest.raises(ConfigError, match="feedback needs one level"):
         all_reduce_q8(torch.zeros(4), levels, error=torch.zeros(4))
     with pytest.raises(ConfigError, match="which all_reduce_quantized does not take; pass a process group"):
