@@ -348,10 +348,11 @@ def pack(x: Tensor, format: Packing, origin: str, center: Tensor | None = None, 
         layout: of the tensor to rebuild, whose values in memory order x holds; None for x itself.
     """
     block_format = format.format if isinstance(format, Offload) else format
+    is_traced = torch.compiler.is_compiling()
     # Only plain tensors have shapes that are numbers for certain.
-    find_size = _packed_size if type(x) is Tensor else _packed_size.__wrapped__
+    find_size = _known_size if type(x) is Tensor and not is_traced else _packed_size
     shares, packed_nbytes = find_size(x.shape, block_format, center is None and layout is None)
-    if center is None and not torch.compiler.is_compiling() and packed_nbytes >= x.numel() * x.element_size():
+    if center is None and not is_traced and packed_nbytes >= x.numel() * x.element_size():
         return Kept((x,), Memo(_itself if layout is None else partial(_laid_out, layout)), origin)
     whole_shape = x.shape
     if shares:
@@ -400,11 +401,13 @@ def _stood_in(value: Tensor, laid_out: Callable[[Tensor], Tensor], origin: str, 
     return Kept((value, value.new_zeros(1)), Memo(rebuild), origin, bits)
 
 
-@lru_cache(maxsize=1024)
 def _packed_size(shape: torch.Size, format: BlockFormat, may_share: bool) -> tuple[bool, int]:
     """Whether rows share blocks, and the bytes of codes and scales."""
     shares = may_share and _has_short_rows(shape, format)
     return shares, format.nbytes((shape.numel(),) if shares else shape)
+
+
+_known_size = lru_cache(maxsize=1024)(_packed_size)
 
 
 def _has_short_rows(shape: torch.Size, format: BlockFormat) -> bool:
