@@ -65,8 +65,11 @@ class Gradients(ABC):
     def reduce(self) -> None:
         """Average over the replicas the gradients that backward has not averaged yet."""
 
+    is_audited = False
+    """Whether `reduce_audited` compares something, the same on all processes."""
+
     def reduce_audited(self) -> str | None:
-        """`reduce`, compared with plain collectives where it does more than call its parts; what differs, in words."""
+        """`reduce`, compared with plain collectives where `is_audited`; what differs, in words."""
         self.reduce()
         return None
 
@@ -184,6 +187,8 @@ class ExpertParallelGradients(PlainGradients):
             else:
                 api.all_reduce(gradient, self._grid.edp, codec=self._codec).wait()
                 gradient.div_(self._grid.layout.dp)
+
+    is_audited = True
 
     def reduce_audited(self) -> str | None:
         """`reduce`; some values of each expert's gradient are compared with a plain sum over its replicas."""

@@ -249,8 +249,8 @@ class Trainer:
                     loss, whole = self._training_loss(samples)
                     (whole / config.micro_batches).backward()
                 total += loss.detach().double() / config.micro_batches
-        if self._audits_reduction:
-            self._audits_reduction = False
+        audits, self._audits_reduction = self._audits_reduction and gradients.is_audited, False
+        if audits:
             error = self._world.first_error(gradients.reduce_audited())
             if error is not None:
                 raise AuditError(f"in the first step {error}; likely causes: replicas that were not averaged, or twice")
