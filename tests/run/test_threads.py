@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 from torch import Tensor
@@ -13,8 +14,6 @@ from laconic.run.savings import Savings
 from laconic.run.summary import render, summarize
 from tests.run.scripts import STEPS, Net, adamw, batch
 
-NUM_THREADS = 3
-
 
 def train(net: Net, x: Tensor) -> None:
     optimizer = adamw(net)
@@ -24,23 +23,25 @@ def train(net: Net, x: Tensor) -> None:
         optimizer.zero_grad()
 
 
-def test_models_that_train_at_once_are_all_compressed() -> None:
-    barrier, x = threading.Barrier(NUM_THREADS), batch()
-    nets = [Net() for _ in range(NUM_THREADS)]
+def test_a_call_waits_for_that_of_another_thread() -> None:
+    savings, took, order = Savings(Wishes()), threading.Event(), []
 
-    def begin(net: Net) -> None:
-        barrier.wait()
-        train(net, x)
+    def take_notes() -> None:
+        with savings._noting():
+            took.set()
+            time.sleep(0.2)
+            order.append("first")
 
-    with Savings(Wishes(activations=8)) as savings:
-        threads = [threading.Thread(target=begin, args=(net,)) for net in nets]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert savings.refusal is None
-    assert {id(model.module()) for model in savings.models} == {id(net) for net in nets}
-    assert all(model.left_exact is None and model.since_step == 1 for model in savings.models)
+    other = threading.Thread(target=take_notes)
+    other.start()
+    took.wait()
+    with savings._noting() as is_free:
+        assert is_free
+        order.append("second")
+        with savings._noting() as is_free_inside:
+            assert not is_free_inside
+    other.join()
+    assert order == ["first", "second"]
 
 
 @pytest.mark.parametrize("flags", [{}, {"activations": 8}])

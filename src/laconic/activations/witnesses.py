@@ -218,7 +218,7 @@ def same(before: bytes | Tensor, x: Tensor) -> bool:
 
 def glances(tensors: Sequence[Tensor | None]) -> Glances:
     """What `check_unchanged` compares: glances of the parameters and other floats that backward is going to read."""
-    return tuple(None if x is None or not x.is_floating_point() else glance(x) for x in tensors)
+    return tuple([None if x is None or not x.is_floating_point() else glance(x) for x in tensors])
 
 
 def check_unchanged(before: Glances, tensors: Sequence[Tensor | None]) -> None:
