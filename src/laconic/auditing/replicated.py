@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from laconic.gradients.subset import Subset
 from laconic.replicas import ReplicaReport, verify_replicas
 
 __all__ = ["compare_replicas", "is_sharded_by_fsdp", "spread_experts"]
@@ -49,18 +49,5 @@ def compare_replicas(model: nn.Module, group: dist.ProcessGroup | None) -> Repli
     """
     experts = spread_experts(model)
     left_out = {parameter for parameter in experts if not isinstance(parameter, DTensor)}
-    return verify_replicas(_Without(model, left_out) if left_out else model, group=group, groups=experts)
-
-
-class _Without(nn.Module):
-    """A model without some of its parameters, as a module with the names of the others."""
-
-    def __init__(self, model: nn.Module, parameters: set[nn.Parameter]) -> None:
-        super().__init__()
-        self._held = [(name, p) for name, p in model.named_parameters() if p not in parameters]
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The other parameters, under their names in the model."""
-        return ((prefix + name, parameter) for name, parameter in self._held)
+    others = Subset(model, (p for p in model.parameters() if p not in left_out)) if left_out else model
+    return verify_replicas(others, group=group, groups=experts)

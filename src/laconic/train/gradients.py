@@ -25,6 +25,7 @@ from laconic.collectives.codec import Blockwise, Codec, Raw
 from laconic.formats import BlockFormat, quantized_gradient
 from laconic.formats.shards import local_part
 from laconic.gradients import CompressedGradients, all_reduce_q8, all_reduce_quantized, compress_gradients
+from laconic.gradients.subset import Subset
 from laconic.moe.huggingface import Parallelized
 from laconic.moe.huggingface import gradients as spread
 from laconic.moe.parallel.grid import Grid
@@ -43,6 +44,7 @@ from laconic.train.distributed.data_parallel import (
 from laconic.train.distributed.parallel_state import ParallelState
 
 __all__ = [
+    "ExpertParallelGradients",
     "Gradients",
     "make_gradients",
 ]
@@ -64,14 +66,6 @@ class Gradients(ABC):
     @abstractmethod
     def reduce(self) -> None:
         """Average over the replicas the gradients that backward has not averaged yet."""
-
-    is_audited = False
-    """Whether `reduce_audited` compares something, the same on all processes."""
-
-    def reduce_audited(self) -> str | None:
-        """`reduce`, compared with plain collectives where `is_audited`; what differs, in words."""
-        self.reduce()
-        return None
 
     @abstractmethod
     def add_copies(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -187,8 +181,6 @@ class ExpertParallelGradients(PlainGradients):
             else:
                 api.all_reduce(gradient, self._grid.edp, codec=self._codec).wait()
                 gradient.div_(self._grid.layout.dp)
-
-    is_audited = True
 
     def reduce_audited(self) -> str | None:
         """`reduce`; some values of each expert's gradient are compared with a plain sum over its replicas."""
@@ -350,11 +342,11 @@ def make_gradients(
     unpack = config.optimizer.kind == "adamw"
     if experts is None or grid is None or sharded:
         return StoredGradients([compress_gradients(model, group, bits=bits)], unpack)
-    held = _Subset(model, experts.experts())
+    held = Subset(model, experts.experts())
     edp = grid.edp if grid.layout.edp > 1 else None
     sums = compress_gradients(held, edp, bits=bits, average=False)
     return StoredGradients(
-        [compress_gradients(_Subset(model, experts.dense()), group, bits=bits), sums], unpack, divided=sums
+        [compress_gradients(Subset(model, experts.dense()), group, bits=bits), sums], unpack, divided=sums
     )
 
 
@@ -362,18 +354,3 @@ def _some(gradient: Tensor) -> Tensor:
     """At most some thousand values of a gradient or parameter, evenly chosen; flat."""
     flat = local_part(gradient.detach()).reshape(-1)
     return flat[:: max(1, len(flat) // 4096)]
-
-
-class _Subset(nn.Module):
-    """Some of a model's parameters, as a module with their names; buffers are left out."""
-
-    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        super().__init__()
-        known = {id(parameter) for parameter in parameters}
-        self._held = {name: p for name, p in model.named_parameters() if id(p) in known}
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters under their names in the model."""
-        return ((prefix + name, parameter) for name, parameter in self._held.items())
