@@ -160,7 +160,7 @@ def _held(
 
 
 def _holders(tensor: DTensor, group: dist.ProcessGroup | None) -> Sequence[int]:
-    """The same, where a mesh lies once on each rank of `group` but this one: its shards have replicas there.
+    """`_replicas`, and where a mesh lies once on each other rank of `group`, those: its shards have replicas there.
 
     FSDP2 that shards over the group has a mesh with all its ranks.
     """

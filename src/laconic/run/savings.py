@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,8 @@ class Savings:
 
     def __post_init__(self) -> None:
         self._process = os.getpid()
-        self._busy, self._noted_by = threading.Lock(), cast("int | None", None)
+        self._busy = threading.Lock()
+        self._noted_by: int | None = None
         self._trained: dict[int, weakref.ref[Tensor]] = {}
         self._pending: set[int] = set()
         self._checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -36,7 +36,7 @@ from laconic.train.distributed.parallel_state import ParallelState
 from laconic.train.distributed.running_statistics import RunningStatistics
 from laconic.train.distributed.traffic import WireCounter
 from laconic.train.distributed.world import World
-from laconic.train.gradients import Gradients
+from laconic.train.gradients import ExpertParallelGradients, Gradients
 from laconic.train.lr_schedule import learning_rate
 from laconic.train.moe.router_balance import Routers
 from laconic.train.pipeline import Pipeline
@@ -249,8 +249,8 @@ class Trainer:
                     loss, whole = self._training_loss(samples)
                     (whole / config.micro_batches).backward()
                 total += loss.detach().double() / config.micro_batches
-        audits, self._audits_reduction = self._audits_reduction and gradients.is_audited, False
-        if audits:
+        audits, self._audits_reduction = self._audits_reduction, False
+        if audits and isinstance(gradients, ExpertParallelGradients):
             error = self._world.first_error(gradients.reduce_audited())
             if error is not None:
                 raise AuditError(f"in the first step {error}; likely causes: replicas that were not averaged, or twice")

@@ -64,7 +64,9 @@ class ReplicaVotes:
         """
         began = time.perf_counter()
         first = self._report is None
-        error = self._compare()
+        report, error = self._compare()
+        if report is not None:
+            self._report = report
         if error is not None:
             before = "this was the first vote" if self._last_good is None else f"equal after step {self._last_good}"
             raise CorruptionError(
@@ -91,28 +93,24 @@ class ReplicaVotes:
         """
         if self._world.size == 1:
             return 0
-        kept = self._report
-        error = self._compare()
-        found, self._report = self._report, kept
+        report, error = self._compare()
         if error is not None:
             raise AuditError(
                 f"after step {done}, the first of this run, {error}; likely causes: a bucket that was not reduced, "
                 "gradients clipped or scaled on one process alone, weights or moments that were not loaded alike; "
                 "nothing was saved"
             )
-        return 0 if found is None else found.num_tensors
+        return 0 if report is None else report.num_tensors
 
-    def _compare(self) -> str | None:
-        """What differs on any process; None if nothing does."""
-        error: str | None = None
+    def _compare(self) -> tuple[ReplicaReport | None, str | None]:
+        """What was compared here, None for nothing; and what differs on any process, None if nothing does."""
+        report, error = None, None
         if self._group is not None:  # else this stage has no replica
             try:
-                self._report = verify_replicas(
-                    self._model, self._optimizer, self._group, groups=self._groups, buffers=True
-                )
+                report = verify_replicas(self._model, self._optimizer, self._group, groups=self._groups, buffers=True)
             except (CorruptionError, ConfigError) as failure:
                 error = str(failure)
-        return self._world.first_error(error)
+        return report, self._world.first_error(error)
 
     def summary(self) -> dict[str, Any] | None:
         """The entry of summary.json; None without votes."""
