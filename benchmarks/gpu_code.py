@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import triton
 
+from benchmarks.kit.data_sheets import BYTES_PER_SECOND
 from benchmarks.kit.kernel_cases import KernelCase, kernel_cases
 from benchmarks.kit.kernel_launches import Launch, Recording, record
 from benchmarks.kit.machine_code import ARCHITECTURES, MachineCode, compile_launch, compiler_version, missing_tools
@@ -19,8 +20,7 @@ from benchmarks.registry import Options, Table, benchmark
 
 _COMPILED_FOR = (80, 90, 100, 120)
 _ELEMENTS = 1 << 24
-_BANDWIDTH = {"H200": 4.8e12, "RTX 4090": 1.008e12}
-"""Bytes per second of device memory (NVIDIA's data sheets)."""
+_DEVICES = ("H200", "RTX 4090")
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _ops_table(ops: list[_Op], elements: int) -> Table:
                 str(len(op.recording.torch_ops)),
                 ", ".join(own),
                 f"{op.moved_nbytes / elements:.2f}",
-                *(f"{op.moved_nbytes / rate * 1e6:.0f}" for rate in _BANDWIDTH.values()),
+                *(f"{op.moved_nbytes / BYTES_PER_SECOND[name] * 1e6:.0f}" for name in _DEVICES),
             ]
         )
     return Table(
@@ -120,7 +120,7 @@ def _ops_table(ops: list[_Op], elements: int) -> Table:
             "launches of torch",
             "kernels",
             "bytes moved per element",
-            *(f"us on {name}, at least" for name in _BANDWIDTH),
+            *(f"us on {name}, at least" for name in _DEVICES),
         ],
         rows,
         "Bytes moved are those that have to be read and written once; the times are these bytes over the bandwidth of"

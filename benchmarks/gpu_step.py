@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.kit.data_sheets import BYTES_PER_SECOND, DENSE_BF16_FLOPS
 from benchmarks.kit.fused_norms import fused_norms
 from benchmarks.kit.models import DecoderLayers, decoder_layers
 from benchmarks.registry import Options, Table, benchmark
@@ -43,7 +44,7 @@ class _Device:
     bytes_per_second: float
 
 
-_DEVICES = (_Device("H200", 989e12, 4.8e12), _Device("RTX 4090", 165e12, 1.008e12))
+_DEVICES = [_Device(name, flops, BYTES_PER_SECOND[name]) for name, flops in DENSE_BF16_FLOPS.items()]
 _EFFICIENCY = 0.6
 """Share of the peak that products reach. An assumption, not measured."""
 _LAUNCH_SECONDS = 5e-6

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.kit.data_sheets import BYTES_PER_SECOND
+
 __all__ = ["EXPLAINED_BEYOND", "Comparison", "compare", "predictions"]
 
 EXPLAINED_BEYOND = 0.2
@@ -19,8 +21,8 @@ EXPLAINED_BEYOND = 0.2
 
 _HERE = Path(__file__).parent
 _RESULTS = _HERE.parent / "results"
-_BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12}
-"""Bytes per second of device memory (NVIDIA's data sheets); `gpu-code` predicts for an H200."""
+_HOPPER = ("H200", "H100")
+"""`gpu-code` predicts for an H200; kernels of its kind are scaled by the bandwidth of memory."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def predictions(device: str, results: Path = _RESULTS) -> dict[str, tuple[float,
         device: its name, as "NVIDIA H200"; "" is an H200.
         results: folder of the committed tables.
     """
-    known = next((name for name in _BANDWIDTH if name in device), "H200" if not device else "")
+    known = next((name for name in _HOPPER if name in device), "H200" if not device else "")
     found: dict[str, tuple[float, str, str]] = {}
     for path in sorted(results.glob("gpu_step_*.md")) if known == "H200" else []:
         for row in _rows(path, "unmodified"):
@@ -74,7 +76,7 @@ def predictions(device: str, results: Path = _RESULTS) -> dict[str, tuple[float,
                 found |= dict(_layer(row, path.name))
     for path in sorted(results.glob("gpu_code_*.md")) if known else []:
         for row in _rows(path, "us on H200, at least"):
-            micros = float(row["us on H200, at least"]) * _BANDWIDTH["H200"] / _BANDWIDTH[known]
+            micros = float(row["us on H200, at least"]) * BYTES_PER_SECOND["H200"] / BYTES_PER_SECOND[known]
             found[f"kernel: {row['op']}"] = micros, "us", path.name
     return found
 
