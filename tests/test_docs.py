@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
 import inspect
 import re
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.processes import ROOT
+from tests.scripts import load_script
 
 TEXTS = {page.name: page.read_text() for page in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])}
 
@@ -71,9 +72,5 @@ def test_a_page_over_two_screens_shows_something(page: str) -> None:
 
 
 def test_the_reference_says_what_the_code_says() -> None:
-    spec = importlib.util.spec_from_file_location("make_api", ROOT / "docs" / "make_api.py")
-    assert spec is not None
-    assert spec.loader is not None
-    make_api = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(make_api)
+    make_api = load_script(ROOT / "docs" / "make_api.py")
     assert TEXTS["api.md"] == make_api.page(), "run: python docs/make_api.py"

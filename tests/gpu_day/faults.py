@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from types import ModuleType
 
 from benchmarks.gpu_day.parts import DayPart
 from benchmarks.gpu_day.preflight import Findings
+from tests.scripts import load_script
 
 __all__ = ["BROKEN", "GOOD", "ROOT", "Ended", "load_tool", "part", "run_day"]
 
@@ -55,12 +55,7 @@ BROKEN = {
 
 def load_tool() -> ModuleType:
     """tools/gpu_day.py, as a module."""
-    spec = importlib.util.spec_from_file_location("gpu_day_tool", ROOT / "tools" / "gpu_day.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "tools" / "gpu_day.py")
 
 
 def part(name: str, program: str, call: int = 1, seconds: float = 20) -> DayPart:
