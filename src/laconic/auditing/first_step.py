@@ -107,9 +107,9 @@ def audit(
     each parameter's gradient, of which docs/reliability.md has the bound, and whether it has one; where gradients are
     held in codes, what the store makes of two micro-batches on all its ranks; two updates of an AdamW8bit; layers of
     experts, also over several ranks, with every token on its own, and their gradients; weights of the ranks of a
-    process group. Weights, buffers, gradients, random
-    states, hooks and training modes are as before, bit for bit. It takes four forwards and backwards of those rows,
-    and memory for the gradients three times. What torch.compile compiled runs as it is written.
+    process group. Weights, buffers, gradients, random states, hooks and training modes are as before, bit for bit. It
+    takes four forwards and backwards of those rows, and memory for the gradients three times. What torch.compile
+    compiled runs as it is written.
 
     Args:
         model: in training mode, compressed or with gradients in codes; DDP and FSDP2 are served. All ranks call it.
