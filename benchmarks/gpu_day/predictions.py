@@ -22,7 +22,7 @@ EXPLAINED_BEYOND = 0.2
 _HERE = Path(__file__).parent
 _RESULTS = _HERE.parent / "results"
 _HOPPER = ("H200", "H100")
-"""`gpu-code` predicts for an H200; kernels of its kind are scaled by the bandwidth of memory."""
+"""`gpu-step` predicts for both; `gpu-code` for an H200, and its figures are scaled by the bandwidth of memory."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ def predictions(device: str, results: Path = _RESULTS) -> dict[str, tuple[float,
     """
     known = next((name for name in _HOPPER if name in device), "H200" if not device else "")
     found: dict[str, tuple[float, str, str]] = {}
-    for path in sorted(results.glob("gpu_step_*.md")) if known == "H200" else []:
+    for path in sorted(results.glob("gpu_step_*.md")) if known else []:
         for row in _rows(path, "unmodified"):
-            if row.get("device") == "H200":
+            if row.get("device") == known:
                 found |= dict(_layer(row, path.name))
     for path in sorted(results.glob("gpu_code_*.md")) if known else []:
         for row in _rows(path, "us on H200, at least"):

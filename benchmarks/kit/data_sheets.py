@@ -7,5 +7,5 @@ __all__ = ["BYTES_PER_SECOND", "DENSE_BF16_FLOPS"]
 BYTES_PER_SECOND = {"H200": 4.8e12, "H100": 3.35e12, "RTX 4090": 1.008e12}
 """Of device memory."""
 
-DENSE_BF16_FLOPS = {"H200": 989e12, "RTX 4090": 165e12}
+DENSE_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "RTX 4090": 165e12}
 """Per second, without sparsity."""

@@ -238,7 +238,10 @@ def test_predictions_are_read_from_the_committed_tables() -> None:
     hopper = predictions.predictions("NVIDIA H100 80GB HBM3")
     name = "kernel: quantize_blockwise, nf4"
     assert hopper[name][0] == pytest.approx(found[name][0] * 4.8 / 3.35)
-    assert not any(name.startswith("layer: ") for name in hopper)
+    # Products take as long on both; all else takes longer on the one with less bandwidth.
+    layer = "layer: unmodified, forward"
+    assert found[layer][0] < hopper[layer][0] < 1.1 * found[layer][0]
+    assert hopper["layer: nf4, forward, host"] == found["layer: nf4, forward, host"]
     assert predictions.predictions("NVIDIA L4") == {}
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import gpu_ops
+from benchmarks import gpu_ops, gpu_step
+from benchmarks.kit.data_sheets import DENSE_BF16_FLOPS
 from tests.benchmark_runs import run, run_command
 
 
@@ -90,7 +92,48 @@ def test_predicted_step_of_a_gpu_counts_what_compression_adds() -> None:
     assert changes["backward", "dequantize_blockwise"] == pytest.approx(3.5 * (1 + 4.25 / 16), abs=0.5)
     assert changes["backward", "gated_product_blockwise"] == pytest.approx(3.5 * (1 + 2 * 4.25 / 16), abs=0.01)
     assert changes["backward", "gated_backward_blockwise"] == pytest.approx(3.5 * (3 + 2 * 4.25 / 16), abs=0.01)
-    assert result.stdout.count("## Prediction") == 3
+    devices = len(DENSE_BF16_FLOPS)
+    assert result.stdout.count("## Prediction") == 4 + devices
+    # Hidden sizes, numbers of tokens, and the bound of each direction of either variant.
+    bounds = [cell for row in rows for cell in row if cell.endswith((" ms, host", " ms, device"))]
+    assert len(bounds) == devices * 4 * 4 * 4
+
+
+@pytest.mark.slow
+def test_the_layer_whose_host_time_is_measured_has_the_operations_of_the_traced_one() -> None:
+    traced = gpu_step.traced(gpu_step.layers_of(128, 32, 64))
+    layers = gpu_step.layers_of(64, 16, 8)
+    tiny = gpu_step.traced(layers)
+    for name, directions in traced.items():
+        for number, trace in enumerate(directions):
+            assert trace.calls == tiny[name][number].calls
+    # Steps without witnesses, whose samples are taken; attention is computed again, from what was kept.
+    assert not any(trace.calls["take"] for directions in traced.values() for trace in directions)
+    attention = [traced[name][1].calls[gpu_step.ATTENTION] for name in ("exact", "4 bits")]
+    assert attention == [0, 1]
+    threads = torch.get_num_threads()
+    host = gpu_step.host_seconds(layers, rounds=4)
+    assert torch.get_num_threads() == threads
+    assert set(host) == {"exact", "4 bits"}
+    assert all(0 < seconds < 1 for directions in host.values() for seconds in directions)
+
+
+def test_the_device_is_the_bound_from_where_it_takes_as_long_as_the_host() -> None:
+    def layer(backward: dict[str, int]) -> gpu_step.Layer:
+        traces = gpu_step.Trace(set(), Counter(mul=2), Counter(mul=3 << 20)), gpu_step.Trace(set(), Counter(backward))
+        return gpu_step.Layer(traces, 64, 8, (2e-3, 1e-3))
+
+    exact, packed = layer({}), layer({gpu_step.ATTENTION: 1})
+    weights = 4096 * 4096 * 13
+    assert exact.flops_of(0, 4096, 512) == 512 * (2 * weights + 2 * 4096 * 512)
+    assert packed.flops_of(1, 4096, 512) - exact.flops_of(1, 4096, 512) == 512 * 2 * 4096 * 512
+    assert packed.bytes_of(0, 128, 16) == 4 * (3 << 20)
+    assert packed.bytes_of(1, 128, 16) == 0
+    for device in gpu_step.DEVICES:
+        for number, host in enumerate(packed.host):
+            tokens = packed.bound_from(device, number, 4096)
+            before, behind = (packed.seconds(device, number, 4096, n) for n in (tokens - 1, tokens))
+            assert before < host <= behind
 
 
 def test_tables_of_the_gpu_benchmark_hold_on_any_device() -> None:
