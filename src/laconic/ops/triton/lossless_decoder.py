@@ -212,11 +212,11 @@ def _ranks(left):
 
 
 @triton.jit
-def _decode_block(ptr, start, end, n, kind, base, nest, layout):
+def _decode_block(ptr, end, n, kind, base, nest, layout):
     """The words int32 [4096] of a coded block, and whether an encoder can have written it."""
     # 1. Which words there are. The cursor only moves forward, so it misses the end for good once it is beyond.
     i = tl.arange(0, _BLOCK)
-    cursor = start
+    cursor = tl.zeros_like(n)
     left = i < n
     is_masked = ((kind & shared.ZEROS_LEFT_OUT) != 0).to(tl.int32)
     mask, is_sound = _bits(ptr, cursor, end, left, i, n, is_masked)
@@ -276,15 +276,16 @@ def _decode_block(ptr, start, end, n, kind, base, nest, layout):
 
 
 @triton.jit
-def _decode_ranked_block(ptr, start, end, n, kind, layout):
+def _decode_ranked_block(ptr, end, n, kind, layout):
     """As `_decode_block`, of a block whose byte planes are coded by rank."""
     # 1. Which words there are.
     i = tl.arange(0, _BLOCK)
     kept = i < n
     is_masked = ((kind & shared.ZEROS_LEFT_OUT) != 0).to(tl.int32)
-    mask, is_sound = _bits(ptr, start, end, kept, i, n, is_masked)
+    cursor = tl.zeros_like(n)
+    mask, is_sound = _bits(ptr, cursor, end, kept, i, n, is_masked)
     kept = kept & ((mask | (1 - is_masked)) != 0)
-    cursor = start + is_masked * ((n + 7) // 8)
+    cursor += is_masked * ((n + 7) // 8)
     kept_rank, num_kept = _ranks(kept)
 
     # 2. Plane by plane.
@@ -379,10 +380,14 @@ def _decode_kernel(
         for k in tl.static_range(4):
             byte = tl.load(ptr + start + i * item + k, mask=i < tl.where(k < item, n, 0), other=0).to(tl.int32)
             words |= byte << (8 * k)
-    elif (kind & 7) == shared.RANKED:
-        words, is_sound = _decode_ranked_block(ptr, previous_end, end, n, kind, layout)
     else:
-        words, is_sound = _decode_block(ptr, previous_end, end, n, kind, base, nest, layout)
+        # Places count from the block's first byte, in 32 bits: lists say lengths of 16 bits.
+        ptr += previous_end
+        size = (end - previous_end).to(tl.int32)
+        if (kind & 7) == shared.RANKED:
+            words, is_sound = _decode_ranked_block(ptr, size, n, kind, layout)
+        else:
+            words, is_sound = _decode_block(ptr, size, n, kind, base, nest, layout)
 
     # 3. Their checksum, and where they go.
     total, weighted = shared.block_sums(words, block, item)
