@@ -1,6 +1,7 @@
 """GPU kernels as machine code: registers, spills, widths of accesses, occupancy of each Triton kernel. Needs no GPU.
 
     python -m benchmarks.run gpu-code --out benchmarks/results/gpu_code_202611.md
+    python -m benchmarks.run gpu-code-amd --out benchmarks/results/gpu_code_amd_202611.md
 
 Each op runs its launcher as training does; each launch is compiled by the ptxas of Triton's wheel.
 """
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 import triton
 
+from benchmarks.kit.amd_code import AMD_TARGETS, MOST_WARPS, compile_for_amd, read_amd_code
 from benchmarks.kit.data_sheets import BYTES_PER_SECOND
 from benchmarks.kit.kernel_cases import KernelCase, kernel_cases
 from benchmarks.kit.kernel_launches import Launch, Recording, record
@@ -41,6 +43,61 @@ def gpu_code(options: Options) -> list[Table]:
     elements = 1 << 16 if options.small else _ELEMENTS
     recorded = [_recorded(case) for case in kernel_cases(elements)]
     return [_code_table(recorded), _ops_table(recorded, elements)]
+
+
+@benchmark("gpu-code-amd")
+def gpu_code_amd(options: Options) -> list[Table]:
+    """Machine code of each kernel for an AMD GPU; a kernel that does not compile is a row that says why."""
+    return [_amd_table(name, 1 << 16 if options.small else _ELEMENTS) for name in AMD_TARGETS]
+
+
+def _amd_table(name: str, elements: int) -> Table:
+    rows: list[list[str]] = []
+    failed: list[str] = []
+    seen: set[str] = set()
+    for case in kernel_cases(elements):
+        record(case.call)
+        for launch in record(case.call, AMD_TARGETS[name]).launches:
+            if launch.specialization in seen:
+                continue
+            seen.add(launch.specialization)
+            of = [_short(launch), f"{case.op}, {case.variant}"]
+            try:
+                compiled = compile_for_amd(launch, AMD_TARGETS[name])
+            except Exception as error:  # of whatever kind: the table says what compiles
+                failed.append(" of ".join(of))
+                rows.append([*of, f"{type(error).__name__}: {str(error).splitlines()[0]}", *[""] * 9])
+                continue
+            code = read_amd_code(compiled)
+            rows.append(
+                [
+                    *of,
+                    "compiled" if code.is_code_object else "not linked",
+                    str(code.vector_registers),
+                    str(code.scalar_registers),
+                    f"{code.spilled_vectors}, {code.spilled_scalars}",
+                    str(code.scratch_nbytes),
+                    str(code.shared_nbytes),
+                    str(code.num_warps),
+                    f"{code.resident_warps / MOST_WARPS:.0%}",
+                    code.widths(code.loads),
+                    code.widths(code.stores),
+                ]
+            )
+    return Table(
+        f"Machine code of each kernel for {name}",
+        [
+            *("kernel", "launched by", "result", "vector registers", "scalar registers", "spills: vectors, scalars"),
+            *("scratch bytes", "shared bytes", "warps", "occupancy", "loads, bits", "stores, bits"),
+        ],
+        rows,
+        f"Triton {triton.__version__}. Compiled and linked, never run: no AMD GPU has been tried, and nothing says that"
+        " the bits are those of the reference. 64 threads make a warp, so 16 warps are the most that a program may"
+        " have, and each thread of them has 128 vector registers. Scalars are spilled to lanes of vector registers,"
+        " vectors to scratch memory. Occupancy is the compiler's prediction. Loads and stores are those of vectors from"
+        " and to global memory in the code, by bits per thread, for tensors of at most 2 GiB.",
+        failed,
+    )
 
 
 @dataclass(frozen=True)
@@ -89,9 +146,13 @@ def _code_table(ops: list[_Op]) -> Table:
     )
 
 
+def _short(launch: Launch) -> str:
+    return launch.name.strip("_").removesuffix("_kernel")
+
+
 def _row(op: _Op, launch: Launch, architecture: int) -> _Row:
     return _Row(
-        launch.name.strip("_").removesuffix("_kernel"),
+        _short(launch),
         op.name,
         architecture,
         compile_launch(launch, architecture),
@@ -101,7 +162,7 @@ def _row(op: _Op, launch: Launch, architecture: int) -> _Row:
 def _ops_table(ops: list[_Op], elements: int) -> Table:
     rows = []
     for op in ops:
-        own = Counter(launch.name.strip("_").removesuffix("_kernel") for launch in op.recording.launches)
+        own = Counter(_short(launch) for launch in op.recording.launches)
         rows.append(
             [
                 op.name,

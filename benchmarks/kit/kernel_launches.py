@@ -84,17 +84,22 @@ def _called_names(function: JITFunction) -> Iterator[str]:
                     yield name
 
 
-def record(call: Callable[[], object]) -> Recording:
-    """Run `call` on CPU tensors; record what it launches. Results hold whatever was in memory."""
+def record(call: Callable[[], object], target: GPUTarget = _TARGET) -> Recording:
+    """Run `call` on CPU tensors; record what it launches. Results hold whatever was in memory.
+
+    Args:
+        call: what launches kernels.
+        target: whose rules specialize arguments: those of CUDA devices are alike.
+    """
     launches: list[Launch] = []
-    with _recorded(launches), _TorchOps() as seen:
+    with _recorded(launches, target), _TorchOps() as seen:
         call()
     return Recording(launches, seen.names)
 
 
 @contextmanager
-def _recorded(launches: list[Launch]) -> Iterator[None]:
-    backend = make_backend(_TARGET)
+def _recorded(launches: list[Launch], target: GPUTarget) -> Iterator[None]:
+    backend = make_backend(target)
 
     def run(kernel: JITFunction, *args: object, grid: tuple[int, ...], warmup: bool, **kwargs: object) -> None:
         kwargs["debug"] = False

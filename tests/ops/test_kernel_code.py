@@ -1,6 +1,7 @@
 """Machine code of the Triton kernels: a case launches each of them, no register spills, streams move in wide accesses.
 
-Nothing runs: the launches are recorded and compiled by Triton's ptxas. `benchmarks/gpu_code.py` has the whole table.
+Nothing runs: the launches are recorded and compiled by Triton's ptxas, for AMD GPUs by its LLVM.
+`benchmarks/gpu_code.py` has the whole tables.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ if INTERPRETED:
 
 import triton
 
+from benchmarks.kit.amd_code import AMD_TARGETS, compile_for_amd, read_amd_code
 from benchmarks.kit.kernel_cases import KernelCase, kernel_cases
 from benchmarks.kit.kernel_launches import Launch, Recording, kernels, record
 from benchmarks.kit.machine_code import ARCHITECTURES, MachineCode, compile_launch, missing_tools
 
 needs_tools = pytest.mark.skipif(bool(missing_tools()), reason=f"not in this Triton: {', '.join(missing_tools())}")
+
+needs_amd = pytest.mark.skipif("amd" not in triton.backends.backends, reason="this Triton compiles for no AMD GPU")
 
 TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 KNOWN_SPILLS = {"_write_kernel": 4} if TRITON_VERSION < (3, 9) else {}
@@ -34,6 +38,13 @@ KNOWN_SPILLS = {"_write_kernel": 4} if TRITON_VERSION < (3, 9) else {}
 
 Triton 3.6 counts bytes by ballots of all words at once, for which a number or two that a program reads once a block
 make room.
+"""
+KNOWN_SCRATCH = {"_write_kernel": 24} if TRITON_VERSION < (3, 9) else {}
+"""Bytes of scratch memory per thread on an AMD GPU at most; 0 for all others."""
+NOT_FOR_AMD = {"_write_kernel"} if TRITON_VERSION < (3, 9) else set()
+"""Kernels that do not compile for an AMD GPU where pointers are known to have at most 2 GiB.
+
+Triton 3.6 takes no pointer whose base is known at run time only; a branch for each base spills on CUDA devices.
 """
 OTHER_TRITON = os.environ.get("LACONIC_OTHER_TRITON", "")
 """A folder with another Triton: `pip install --no-deps --target FOLDER triton==3.6.0`."""
@@ -104,6 +115,37 @@ def test_a_kernel_neither_spills_nor_moves_streams_byte_by_byte(name: str) -> No
 def test_no_kernel_spills_or_moves_streams_byte_by_byte(architecture: int) -> None:
     for launch in launches().values():
         check(launch, architecture)
+
+
+def check_for_amd(launch: Launch) -> None:
+    code = read_amd_code(compile_for_amd(launch, AMD_TARGETS["gfx942"]))
+    assert code.is_code_object, launch.specialization
+    assert 0 < code.num_warps * 64 <= 1024, launch.specialization
+    assert code.resident_warps > 0, launch.specialization
+    assert code.scratch_nbytes <= KNOWN_SCRATCH.get(launch.name, 0), launch.specialization
+
+
+@needs_amd
+@pytest.mark.parametrize("name", ["_dequantize_blockwise_kernel", "_sum_rows_kernel", "_read_lists_kernel"])
+def test_a_kernel_compiles_for_an_amd_gpu(name: str) -> None:
+    check_for_amd(next(launch for launch in launches().values() if launch.name == name))
+
+
+@needs_amd
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_kernel_compiles_for_an_amd_gpu_and_none_takes_scratch_memory() -> None:
+    # Pointers to at most 2 GiB are specialized for it; those of other launches are as on CUDA devices.
+    small = [launch for case, _ in recordings() for launch in record(case.call, AMD_TARGETS["gfx942"]).launches]
+    for launch in {launch.specialization: launch for launch in small}.values():
+        if launch.name in NOT_FOR_AMD:
+            with pytest.raises(RuntimeError, match="PassManager"):
+                check_for_amd(launch)
+        else:
+            check_for_amd(launch)
+    assert not {launch.specialization for launch in small} <= set(launches())
+    for launch in launches().values():
+        check_for_amd(launch)
 
 
 @pytest.mark.slow
