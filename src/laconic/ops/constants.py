@@ -9,12 +9,15 @@ from typing import ParamSpec
 import torch
 from torch import Tensor
 
-__all__ = ["constant_tensor"]
+__all__ = ["KEPT", "constant_tensor"]
 
 P = ParamSpec("P")
 
 _MAX_KEPT = 256
 """Of each function; the oldest goes first."""
+
+KEPT: list[dict[object, Tensor]] = []
+"""What each function has kept."""
 
 
 def constant_tensor(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
@@ -24,6 +27,7 @@ def constant_tensor(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
     one that is made while a CUDA graph is captured, which has none before the first replay.
     """
     kept: dict[object, Tensor] = {}
+    KEPT.append(kept)
 
     @wraps(make)
     def call(*args: P.args, **kwargs: P.kwargs) -> Tensor:
