@@ -46,6 +46,7 @@ from laconic.activations.exact_codes import Layout
 from laconic.activations.offload import offloader_of
 from laconic.activations.rounding import quantized
 from laconic.activations.storages import place_of
+from laconic.activations.streams import record_reader
 from laconic.activations.witnesses import Witness, check_unchanged, glance, glances, root, same, witness_of
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops import BITS
@@ -354,6 +355,7 @@ def pack(x: Tensor, format: Packing, origin: str, center: Tensor | None = None, 
     shares, packed_nbytes = find_size(x.shape, block_format, center is None and layout is None)
     if center is None and not is_traced and packed_nbytes >= x.numel() * x.element_size():
         return Kept((x,), Memo(_itself if layout is None else partial(_laid_out, layout)), origin)
+    record_reader(x)
     whole_shape = x.shape
     if shares:
         x = x.reshape(-1)

@@ -28,6 +28,7 @@ from laconic.activations.function_rules import Call
 from laconic.activations.kept import Kept, attach, derive, found, known, pack
 from laconic.activations.masked_relu import masked_relu, may_be_masked
 from laconic.activations.storages import place_of
+from laconic.activations.streams import record_reader
 from laconic.activations.tracker import own_storages
 from laconic.activations.witnesses import Glances, check_unchanged, glance, glances, named, same
 from laconic.errors import ModelError
@@ -218,9 +219,11 @@ class Packer(TorchFunctionMode):
         if self.format is not None and call is not None and not is_own:
             coded = call.code(tensor) if call.family is not None else None
             if coded is not None:
+                record_reader(tensor)
                 return coded.tensors, coded.decode
         kept = None if is_own else self._kept(tensor, storage, call)
         if kept is not None:
+            record_reader(tensor)
             kept.memo.announce()
             shape = tensor.shape
             held = tuple(tensor.detach() for tensor in kept.tensors)
