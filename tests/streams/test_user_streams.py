@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,16 +12,120 @@ import torch
 from torch import Tensor, nn
 
 import laconic
-from laconic.activations import linear_cross_entropy
+from laconic.activations import checkpoint, linear_cross_entropy
 from laconic.activations.kept import pack
 from laconic.activations.masked_relu import masked_relu
 from laconic.formats import BlockFormat
-from tests.streams.cuda import CUDA, cuda
-from tests.streams.device import RaceError
+from tests.streams.cuda import CUDA, cuda, lost_waits
+from tests.streams.device import Device, RaceError
+from tests.streams.test_activations import on_device
 
 DIM = 32
 INT8 = BlockFormat("int8", 64)
 FEW, MANY = 12, 150
+
+
+class Branches(nn.Module):
+    """Two layers that read the same norm, the second one on a stream of the user's.
+
+    Args:
+        early: the user's event says that the norm is done; else that the first layer is, too.
+        in_regions: both layers are run again in backward.
+    """
+
+    def __init__(self, early: bool = True, in_regions: bool = False) -> None:
+        super().__init__()
+        self.early, self.in_regions = early, in_regions
+        self.first, self.norm = nn.Linear(DIM, DIM), nn.LayerNorm(DIM)
+        self.here, self.there = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.side: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.first(x))
+        event = torch.cuda.current_stream().record_event()
+        here = self.read(self.here, y)
+        if not self.early:
+            event.record()
+        self.side.wait_event(event)
+        with torch.cuda.stream(self.side):
+            there = self.read(self.there, y).tanh()
+        del y  # which torch's own layers hold until backward
+        here = here.tanh()
+        self.meets()
+        return here * there
+
+    def read(self, layer: nn.Module, y: Tensor) -> Tensor:
+        found: Tensor = checkpoint(layer, y) if self.in_regions else layer(y)
+        return found
+
+    def meets(self) -> None:
+        torch.cuda.current_stream().wait_stream(self.side)
+
+
+def branched(early: bool = True, in_regions: bool = False, **options: Any) -> Branches:
+    torch.manual_seed(0)
+    model = Branches(early, in_regions)
+    laconic.compress_activations(model, **options)
+    return model
+
+
+def trained(model: Branches, device: Device, num_steps: int = 2) -> None:
+    on_device(model)
+    model.side = torch.cuda.Stream()
+    for step in range(num_steps):
+        torch.manual_seed(step)
+        x = torch.randn(2, 16, DIM).to(CUDA)
+        model(x).pow(2).mean().backward()
+        for parameter in model.parameters():
+            parameter.data.sub_(parameter.grad, alpha=0.1)
+            parameter.grad = None
+
+
+SHARING: dict[str, dict[str, Any]] = {"kept": {}, "packer": {"mode": "hooks"}, "checkpoint": {"in_regions": True}}
+"""By module that shares codes: options of a model in which nobody else does."""
+
+
+@pytest.mark.parametrize(
+    ("orders", "options"),
+    [
+        *((FEW, options) for options in SHARING.values()),
+        *(
+            pytest.param(MANY, options, marks=pytest.mark.slow)
+            for options in (*SHARING.values(), {"bits": 8}, {"mode": "combined"})
+        ),
+    ],
+)
+@pytest.mark.parametrize("early", [True, False])
+def test_layers_of_two_streams_read_one_tensor(early: bool, orders: int, options: dict[str, Any]) -> None:
+    """Codes that the first layer makes are later than the event that the second one has waited for."""
+    model = branched(early, **options)
+    with cuda() as device:
+        trained(model, device)
+    device.check(orders)
+
+
+@pytest.mark.parametrize(
+    ("sharing", "early"),
+    # A region rebuilds its input by itself: only the codes are shared.
+    [("kept", True), ("kept", False), ("packer", True), ("packer", False), ("checkpoint", True)],
+)
+def test_codes_shared_by_two_streams_would_be_a_race(sharing: str, early: bool) -> None:
+    model = branched(early, **SHARING[sharing])
+    module = sys.modules[f"laconic.activations.{sharing}"]
+    with mock.patch.object(module, "stream_of", return_value=None), cuda() as device:
+        trained(model, device)
+    with pytest.raises(RaceError):
+        device.check(MANY)
+
+
+@pytest.mark.parametrize("function", ["forward", "meets"])
+def test_an_event_of_the_users_that_is_left_out_is_found(function: str) -> None:
+    model = branched()
+    with cuda() as device, lost_waits(function) as dropped:
+        trained(model, device)
+    assert dropped
+    with pytest.raises(RaceError):
+        device.check(MANY)
 
 
 # --- memory of tensors whose codes are kept ---
@@ -97,3 +202,12 @@ def test_memory_is_not_given_away_while_it_is_read(
     else:
         with pytest.raises(RaceError):
             device.check(MANY)
+
+
+def test_torch_holds_what_the_user_has_let_go() -> None:
+    """The same model without compression."""
+    torch.manual_seed(0)
+    model = Branches()
+    with cuda() as device:
+        trained(model, device)
+    device.check(MANY)

@@ -33,6 +33,7 @@ from laconic.activations.kept import Kept, pack
 from laconic.activations.replacement import Replacement
 from laconic.activations.replay import check_attention, forgets
 from laconic.activations.storages import place_of
+from laconic.activations.streams import stream_of
 from laconic.activations.tracker import observe
 from laconic.activations.witnesses import glance, same
 from laconic.formats import BlockFormat
@@ -184,9 +185,10 @@ def packed_inputs(
         if place not in places:
             observe(x)
             return x.detach()  # with the node that made it, the graph would hold itself
-        kept = known.get(place)
+        key = place, stream_of(x)
+        kept = known.get(key)
         if kept is None:
-            kept = known[place] = _shared(places[place], x, format)
+            kept = known[key] = _shared(places[place], x, format)
             observe(*kept.tensors)
         return kept, x.stride(), decisions
 
@@ -233,12 +235,12 @@ def _shared(given: Tensor, x: Tensor, format: BlockFormat) -> Kept:
     found = None if given.is_leaf else _SHARED.get(given)  # a leaf may be filled again
     if found is not None:
         kept: Kept
-        version, values, of_format, kept = found
-        if (version, of_format) == (given._version, format) and values is not None and same(values, given):
+        *of_what, values, kept = found
+        if of_what == [given._version, format, stream_of(given)] and values is not None and same(values, given):
             return kept
     kept = pack(x.detach(), format, "input of a checkpointed layer")
     if not given.is_leaf:
-        _SHARED[given] = (given._version, glance(given), format, kept)
+        _SHARED[given] = (given._version, format, stream_of(given), glance(given), kept)
     return kept
 
 

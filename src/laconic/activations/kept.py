@@ -46,7 +46,7 @@ from laconic.activations.exact_codes import Layout
 from laconic.activations.offload import offloader_of
 from laconic.activations.rounding import quantized
 from laconic.activations.storages import place_of
-from laconic.activations.streams import record_reader
+from laconic.activations.streams import record_reader, stream_of
 from laconic.activations.witnesses import Witness, check_unchanged, glance, glances, root, same, witness_of
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops import BITS
@@ -210,6 +210,7 @@ class _Note:
         self._version = x._version
         self._values = values
         self._place = None if values is None else (x.data_ptr(), x.numel())
+        self._stream = None if values is None else stream_of(x)
         self._root = None if lasts or values is None else root()
         self._kept: Kept | None = kept
         self._memo: weakref.ref[Memo] | None = None
@@ -219,11 +220,13 @@ class _Note:
             self._memo = weakref.ref(kept.memo, self._end)
 
     def is_about(self, x: Tensor) -> bool:
-        """Whether `x`, the tensor or a full view of it, holds what it held when the note was written."""
+        """Whether `x`, the tensor or a full view of it, holds what it held when the note was written on this stream."""
         if self._version != x._version or (self._root is not None and self._root is not root()):
             return False
         if self._values is None:  # in a graph that is traced, which sees all writes
             return True
+        if self._stream is not None and self._stream != stream_of(x):
+            return False
         return self._place == (x.data_ptr(), x.numel()) and same(self._values, x)
 
     def kept(self) -> Kept | None:
