@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import laconic
-from laconic.activations import checkpoint, linear_cross_entropy
+from laconic.activations import checkpoint, exact_codes, linear_cross_entropy, witnesses
 from laconic.activations.kept import pack
 from laconic.activations.masked_relu import masked_relu
 from laconic.formats import BlockFormat
+from laconic.ops import codebooks, dynamic_map
 from tests.streams.cuda import CUDA, cuda, lost_waits
 from tests.streams.device import Device, RaceError
 from tests.streams.test_activations import on_device
@@ -211,3 +213,28 @@ def test_torch_holds_what_the_user_has_let_go() -> None:
     with cuda() as device:
         trained(model, device)
     device.check(MANY)
+
+
+# --- constants ---
+
+WINDOW = (16, (2, 2), (1, 1))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(exact_codes._steps_of_offsets, *WINDOW),
+        partial(exact_codes._offsets_of_steps, *WINDOW),
+        partial(witnesses._places, 100),
+        partial(codebooks.codebook_tensor, "nf4"),
+        partial(dynamic_map.dynamic_map_tensor, True),
+    ],
+)
+def test_constants_are_read_by_every_stream(make: Callable[[torch.device], Tensor]) -> None:
+    """Also by one that has not waited for the stream on which they were made."""
+    with cuda() as device:
+        found = make(CUDA)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            assert make(CUDA) is found
+            assert (found * 1).tolist() == make(torch.device("cpu")).tolist()
+    device.check(FEW)
