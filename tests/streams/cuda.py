@@ -57,6 +57,7 @@ class _Stream:
     def __init__(self, device: Device, queue: Queue) -> None:
         self._device, self.queue = device, queue
         self.device = torch.device("cuda", queue.index)
+        self.cuda_stream = id(queue)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Stream) and other.queue is self.queue
@@ -262,6 +263,7 @@ def _patched(device: Device) -> Iterator[None]:
         mock.patch.object(torch.UntypedStorage, "resize_", resize),
         mock.patch.multiple(torch.Tensor, **_methods(device)),
         mock.patch.multiple(torch, **_factories(device)),
+        mock.patch.object(torch.nn.functional, "one_hot", _one_hot(device)),
     ):
         yield
 
@@ -305,6 +307,20 @@ def _factories(device: Device) -> dict[str, Any]:
 
     owner = device
     return {name: made(name) for name in (*_MADE, *_MADE_LIKE)}
+
+
+def _one_hot(device: Device) -> Callable[..., Tensor]:
+    """C++ would make its result on the CPU."""
+    real = torch.nn.functional.one_hot
+
+    def one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
+        if not device.has(x):
+            return real(x, num_classes)
+        assert num_classes > 0, "the host would wait for the largest value"
+        zeros = torch.zeros((*x.shape, num_classes), dtype=torch.int64, device=x.device)
+        return zeros.scatter_(-1, x.unsqueeze(-1), 1)
+
+    return one_hot
 
 
 def _methods(device: Device) -> dict[str, Any]:

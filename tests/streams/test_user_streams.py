@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.activations import checkpoint, exact_codes, linear_cross_entropy, witnesses
-from laconic.activations.kept import pack
+from laconic.activations.checkpoint import _shared
+from laconic.activations.kept import keep, pack
 from laconic.activations.masked_relu import masked_relu
 from laconic.formats import BlockFormat
 from laconic.ops import codebooks, dynamic_map
@@ -118,6 +119,23 @@ def test_codes_shared_by_two_streams_would_be_a_race(sharing: str, early: bool) 
         trained(model, device)
     with pytest.raises(RaceError):
         device.check(MANY)
+
+
+def test_each_stream_packs_once() -> None:
+    """However they alternate."""
+    with cuda() as device:
+        x = torch.randn(16, 64).to(CUDA).requires_grad_() * 2
+        here, there = torch.cuda.current_stream(), torch.cuda.Stream()
+        there.wait_stream(here)
+        found: dict[Any, list[Any]] = {here: [], there: []}
+        for stream in (here, there, here, there):
+            with torch.cuda.stream(stream):
+                found[stream].append((keep(x, INT8, "linear").tensors, _shared(x, x, INT8).tensors))
+        for stream, other in ((here, there), (there, here)):
+            for first, again, elsewhere in zip(*found[stream], found[other][0], strict=True):
+                assert all(a is b for a, b in zip(first, again, strict=True))
+                assert not any(a is b for a in first for b in elsewhere)
+    device.check(FEW)
 
 
 @pytest.mark.parametrize("function", ["forward", "meets"])

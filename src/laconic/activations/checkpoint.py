@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import cache
 from types import CodeType, FrameType
@@ -226,21 +226,21 @@ class _DecidesOnce:
         return decided
 
 
-_SHARED = WeakTensorKeyDictionary()
-"""What is kept of inputs of regions as long as these live: a model gives one to many, as to all layers of a decoder."""
+_Shared = tuple[int, bytes | Tensor | None, BlockFormat, Kept]
+_SHARED: MutableMapping[Tensor, dict[torch.cuda.Stream | None, _Shared]] = WeakTensorKeyDictionary()
+"""By stream, what is kept of inputs of regions as long as these live: a model gives one to all layers of a decoder."""
 
 
 def _shared(given: Tensor, x: Tensor, format: BlockFormat) -> Kept:
     """What is kept of `given` in a format; `x` is the same, as autograd saves it."""
-    found = None if given.is_leaf else _SHARED.get(given)  # a leaf may be filled again
-    if found is not None:
-        kept: Kept
-        *of_what, values, kept = found
-        if of_what == [given._version, format, stream_of(given)] and values is not None and same(values, given):
+    notes = {} if given.is_leaf else _SHARED.setdefault(given, {})  # a leaf may be filled again
+    stream = stream_of(given)
+    if stream in notes:
+        version, values, of_format, kept = notes[stream]
+        if (version, of_format) == (given._version, format) and values is not None and same(values, given):
             return kept
     kept = pack(x.detach(), format, "input of a checkpointed layer")
-    if not given.is_leaf:
-        _SHARED[given] = (given._version, format, stream_of(given), glance(given), kept)
+    notes[stream] = given._version, glance(given), format, kept
     return kept
 
 

@@ -210,7 +210,6 @@ class _Note:
         self._version = x._version
         self._values = values
         self._place = None if values is None else (x.data_ptr(), x.numel())
-        self._stream = None if values is None else stream_of(x)
         self._root = None if lasts or values is None else root()
         self._kept: Kept | None = kept
         self._memo: weakref.ref[Memo] | None = None
@@ -220,13 +219,11 @@ class _Note:
             self._memo = weakref.ref(kept.memo, self._end)
 
     def is_about(self, x: Tensor) -> bool:
-        """Whether `x`, the tensor or a full view of it, holds what it held when the note was written on this stream."""
+        """Whether `x`, the tensor or a full view of it, holds what it held when the note was written."""
         if self._version != x._version or (self._root is not None and self._root is not root()):
             return False
         if self._values is None:  # in a graph that is traced, which sees all writes
             return True
-        if self._stream is not None and self._stream != stream_of(x):
-            return False
         return self._place == (x.data_ptr(), x.numel()) and same(self._values, x)
 
     def kept(self) -> Kept | None:
@@ -479,11 +476,17 @@ def attach(x: Tensor, kept: Kept) -> None:
     _write(local, kept if local is x else derive(local_of, (kept,), (), kept.origin), lasts=x.requires_grad)
 
 
+def _attribute(x: Tensor) -> str:
+    """Name of the attribute that has the note of the current stream on a plain tensor."""
+    stream = stream_of(x)
+    return _ATTRIBUTE if stream is None else f"{_ATTRIBUTE}_{stream.cuda_stream}"
+
+
 def _write(x: Tensor, kept: Kept, *, lasts: bool) -> None:
     """The note of `attach` on a plain tensor; none on one without gradient that is read outside of a root forward."""
     values = glance(x)
     if values is None or lasts or root() is not None:
-        setattr(x, _ATTRIBUTE, _Note(x, kept, values, lasts=lasts))
+        setattr(x, _attribute(x), _Note(x, kept, values, lasts=lasts))
 
 
 def found(x: Tensor) -> Kept | None:
@@ -492,10 +495,11 @@ def found(x: Tensor) -> Kept | None:
     if local is not x:
         kept = found(local)
         return None if kept is None else _placed(kept, x)
-    note = getattr(x, _ATTRIBUTE, None)
+    attribute = _attribute(x)
+    note = getattr(x, attribute, None)
     of_whole = False
     if note is None and (whole := _whole(x)) is not x:
-        note, of_whole = getattr(whole, _ATTRIBUTE, None), True
+        note, of_whole = getattr(whole, attribute, None), True
     if not isinstance(note, _Note):
         return None
     kept = note.kept()
