@@ -57,6 +57,14 @@ _UNINITIALIZED = {
 _REFUSED = {"aten::set_", "aten::resize_"}
 _TAKES_BOTH = {aten.copy_.default, aten._foreach_copy_.default, aten.index.Tensor, aten.index_put_.default}
 """Operations that take tensors of the host beside those of the device."""
+
+
+def _histc(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return torch.histc(x.double(), *args, **kwargs).to(x.dtype)
+
+
+_AS_ON_CUDA: dict[Any, Callable[..., Any]] = {aten.histc.default: _histc}
+"""What CUDA computes of integers, too."""
 _WRITES_UNDECLARED = {"fsdp::all_gather_copy_in": 1}
 """By name of an operation: which of its arguments it writes to without its schema saying so."""
 _HERE = Path(__file__).resolve().parent
@@ -115,7 +123,10 @@ class Memory:
 
     def like(self, x: Tensor) -> Tensor:
         """The part of the second copy that corresponds to `x`."""
-        return torch.empty(0, dtype=x.dtype).set_(self.copy, x.storage_offset(), x.size(), x.stride())
+        found = torch.empty(0, dtype=x.dtype).set_(self.copy, x.storage_offset(), x.size(), x.stride())
+        if x.is_conj():
+            found = found.conj()
+        return torch._neg_view(found) if x.is_neg() else found
 
 
 class Device(TorchDispatchMode):
@@ -387,7 +398,8 @@ class Device(TorchDispatchMode):
         written = _written(func, args, kwargs)
         real_args, real_kwargs = tree_map(lambda x: self._real(x, written), (args, kwargs))
         settle = self.settle.get(func._schema.name)
-        result = func(*args, **kwargs)
+        compute = _AS_ON_CUDA.get(func, func) if on_device else func
+        result = compute(*args, **kwargs)
         outs = _leaves(result)
         if settle:
             tree_map(settle, outs)
@@ -412,7 +424,7 @@ class Device(TorchDispatchMode):
                 for one, values in zip(out, expected, strict=True):
                     one.copy_(values)
                 return
-            found = _leaves(func(*real_args, **real_kwargs))
+            found = _leaves(compute(*real_args, **real_kwargs))
             if settle:
                 tree_map(settle, found)
             for i, one in zip(fresh, out[len(real_written) :], strict=True):

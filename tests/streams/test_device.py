@@ -362,3 +362,12 @@ def test_backward_runs_on_the_stream_of_its_forward(waits: bool) -> None:
     else:
         with pytest.raises(RaceError):
             device.check(40)
+
+
+def test_numbers_that_are_read_as_conjugates() -> None:
+    """A bit of the tensor says so, not its memory."""
+    with cuda() as device:
+        x = torch.view_as_complex(torch.randn(5, 2).to(CUDA))
+        y = x.conj() * (1 + 2j)
+        assert (y + x.conj().imag.clone()).isfinite().all().item()
+    device.check(5)
