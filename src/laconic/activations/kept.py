@@ -478,7 +478,7 @@ def attach(x: Tensor, kept: Kept) -> None:
 
 def _attribute(x: Tensor) -> str:
     """Name of the attribute that has the note of the current stream on a plain tensor."""
-    stream = stream_of(x)
+    stream = stream_of(x) if x.is_cuda else None
     return _ATTRIBUTE if stream is None else f"{_ATTRIBUTE}_{stream.cuda_stream}"
 
 
