@@ -66,12 +66,18 @@ def test_what_a_captured_graph_makes_is_not_kept() -> None:
         made += 1
         return torch.ones(3)
 
-    with mock.patch.object(Tensor, "is_cuda", True):
+    stream = mock.Mock()
+    with (
+        mock.patch.object(Tensor, "is_cuda", True),
+        mock.patch.object(torch.cuda, "current_stream", return_value=stream),
+    ):
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
             make(), make()
         assert made == 2
+        stream.synchronize.assert_not_called()  # which a capture refuses
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False):
             found = make()
+        stream.synchronize.assert_called_once_with()
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
             assert make() is found  # what was there before may be used
     assert made == 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +18,9 @@ from laconic.activations.offload import offloader_of
 from laconic.collectives.engine import announcement_watch
 from laconic.collectives.runtime import background
 from laconic.moe.parallel import link_streams
+from laconic.ops import constants
 from tests.streams.device import Device, Node, Queue
+from tests.streams.engine import Engine
 
 __all__ = ["CUDA", "counted_waits", "cuda", "lost_waits"]
 
@@ -52,10 +54,10 @@ class _Event:
 
 
 class _Stream:
-    device = CUDA
-
     def __init__(self, device: Device, queue: Queue) -> None:
         self._device, self.queue = device, queue
+        self.device = torch.device("cuda", queue.index)
+        self.cuda_stream = id(queue)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Stream) and other.queue is self.queue
@@ -154,15 +156,16 @@ def lost_waits(*functions: str) -> Iterator[list[str]]:
 
 
 @contextmanager
-def cuda(is_prompt: bool = False) -> Iterator[Device]:
-    """Yield a device that "cuda" means inside; see `Device.is_prompt`."""
-    device = Device(is_prompt)
+def cuda(is_prompt: bool = False, num_devices: int = 1) -> Iterator[Device]:
+    """Yield a device that "cuda" means inside; see `Device` for the arguments."""
+    device = Device(is_prompt, num_devices)
     device.settle["laconic::lossless_encode"] = _zero_behind
     offloader_of.cache_clear()
     with (
         # What the process keeps for a device, as that cache does.
         mock.patch.dict(background._stream_executors, clear=True),
         mock.patch.dict(link_streams._wires, clear=True),
+        _constants_forgotten(),
         # The device records one thread; announcements are compared by the next call.
         mock.patch.object(announcement_watch, "_start"),
         mock.patch.object(announcement_watch, "_pending", []),
@@ -171,6 +174,14 @@ def cuda(is_prompt: bool = False) -> Iterator[Device]:
     ):
         yield device
     offloader_of.cache_clear()
+
+
+@contextmanager
+def _constants_forgotten() -> Iterator[None]:
+    with ExitStack() as stack:
+        for kept in constants.KEPT:
+            stack.enter_context(mock.patch.dict(kept, clear=True))
+        yield
 
 
 @contextmanager
@@ -206,29 +217,39 @@ def _patched(device: Device) -> Iterator[None]:
 
     @contextmanager
     def stream(found: _Stream | None) -> Iterator[None]:
-        before = device.current
-        device.current = before if found is None else found.queue
+        if found is None:
+            yield
+            return
+        index, before = device.index, device.current_of(found.queue.index)
+        device.current = found.queue
         try:
             yield
         finally:
             device.current = before
+            device.index = index
+
+    def index_of(which: Any) -> int:
+        return device.index_of(which)
 
     def resize(storage: torch.UntypedStorage, nbytes: int) -> None:
         (device.resize if device.owns(storage) else c_resize)(storage, nbytes)
 
     c_resize = torch.UntypedStorage.resize_
     apis: dict[str, Any] = {
-        "Stream": lambda *_, **__: _Stream(device, device.new_queue()),
+        "Stream": lambda which=None, **_: _Stream(device, device.new_queue(index_of(which))),
         "Event": lambda *_, **__: _Event(device),
-        "current_stream": lambda _=None: _Stream(device, device.current),
-        "default_stream": lambda _=None: _Stream(device, device.default),
-        "current_device": lambda: 0,
-        "device_count": lambda: 1,
+        "current_stream": lambda which=None: _Stream(device, device.current_of(index_of(which))),
+        "default_stream": lambda which=None: _Stream(device, device.defaults[index_of(which)]),
+        "current_device": lambda: device.index,
+        "device": lambda which: device.on(index_of(which)),
+        "device_count": lambda: len(device.defaults),
+        "get_rng_state": lambda _=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, _=None: torch.set_rng_state(state),
         "get_device_capability": lambda _=None: (8, 0),
         "is_available": lambda: True,
         "is_current_stream_capturing": lambda: False,
         "is_initialized": lambda: True,
-        "set_device": lambda _: None,
+        "set_device": lambda which: setattr(device, "index", index_of(which)),
         "stream": stream,
         "synchronize": lambda _=None: device.wait(
             [node for node in device._nodes if node.queue.name.endswith("stream") or node.queue.name[-1].isdigit()]
@@ -238,9 +259,11 @@ def _patched(device: Device) -> Iterator[None]:
         mock.patch.multiple(torch.cuda, **apis),
         mock.patch.object(torch.accelerator, "current_stream", apis["current_stream"]),
         mock.patch.object(torch.futures, "Future", Futures()),
+        mock.patch.object(torch.autograd, "_engine_run_backward", Engine(device).run),
         mock.patch.object(torch.UntypedStorage, "resize_", resize),
         mock.patch.multiple(torch.Tensor, **_methods(device)),
         mock.patch.multiple(torch, **_factories(device)),
+        mock.patch.object(torch.nn.functional, "one_hot", _one_hot(device)),
     ):
         yield
 
@@ -274,15 +297,30 @@ def _factories(device: Device) -> dict[str, Any]:
             found = real(*args, device="cpu", **kwargs)
             if isinstance(found, FakeTensor):  # shapes only
                 return real(*args, device=device, **kwargs)
-            if name.startswith("empty"):
-                return owner.allocate_empty(found, pinned=pin_memory)
-            assert not pin_memory
-            return owner.upload(found.clone() if name.endswith("_like") else found)
+            with owner.on(owner.index_of(device)):
+                if name.startswith("empty"):
+                    return owner.allocate_empty(found, pinned=pin_memory)
+                assert not pin_memory
+                return owner.upload(found.clone() if name.endswith("_like") else found)
 
         return make
 
     owner = device
     return {name: made(name) for name in (*_MADE, *_MADE_LIKE)}
+
+
+def _one_hot(device: Device) -> Callable[..., Tensor]:
+    """C++ would make its result on the CPU."""
+    real = torch.nn.functional.one_hot
+
+    def one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
+        if not device.has(x):
+            return real(x, num_classes)
+        assert num_classes > 0, "the host would wait for the largest value"
+        zeros = torch.zeros((*x.shape, num_classes), dtype=torch.int64, device=x.device)
+        return zeros.scatter_(-1, x.unsqueeze(-1), 1)
+
+    return one_hot
 
 
 def _methods(device: Device) -> dict[str, Any]:
@@ -291,7 +329,20 @@ def _methods(device: Device) -> dict[str, Any]:
     wrappers_key = "_simulated_device"
 
     def device_of(x: Tensor) -> torch.device:
-        return CUDA if device.has(x) or hasattr(x, wrappers_key) else c_device(x)
+        memory = device.memory_of(x)
+        if memory is not None and memory.queue is not None:
+            return torch.device("cuda", memory.queue.index)
+        return CUDA if hasattr(x, wrappers_key) else c_device(x)
+
+    class PeerCopy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, index: int) -> Tensor:
+            ctx.index = device_of(x).index
+            return device.peer_copy(x.detach(), index)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+            return device.peer_copy(gradient, ctx.index), None
 
     def to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if type(x) not in (Tensor, torch.nn.Parameter):
@@ -300,6 +351,9 @@ def _methods(device: Device) -> dict[str, Any]:
         if args and isinstance(args[0], Tensor):
             args = (device_of(args[0]), args[0].dtype, *args[1:])
         target, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if target is not None and target.type == device_of(x).type == "cuda" != c_device(x).type:
+            index = device.index_of(target)
+            x = x if index == device_of(x).index else PeerCopy.apply(x, index)
         if target is None or target.type == device_of(x).type:
             return x if dtype is None else c_to(x, dtype)
         found = torch.empty(x.shape, dtype=x.dtype, device=target)

@@ -26,11 +26,13 @@ from __future__ import annotations
 import random
 import sys
 import weakref
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,14 @@ _UNINITIALIZED = {
 _REFUSED = {"aten::set_", "aten::resize_"}
 _TAKES_BOTH = {aten.copy_.default, aten._foreach_copy_.default, aten.index.Tensor, aten.index_put_.default}
 """Operations that take tensors of the host beside those of the device."""
+
+
+def _histc(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return torch.histc(x.double(), *args, **kwargs).to(x.dtype)
+
+
+_AS_ON_CUDA: dict[Any, Callable[..., Any]] = {aten.histc.default: _histc}
+"""What CUDA computes of integers, too."""
 _WRITES_UNDECLARED = {"fsdp::all_gather_copy_in": 1}
 """By name of an operation: which of its arguments it writes to without its schema saying so."""
 _HERE = Path(__file__).resolve().parent
@@ -89,6 +99,8 @@ class Queue:
     name: str
     nodes: list[Node] = field(default_factory=list)
     is_allocator: bool = False
+    index: int = 0
+    """Of the device that the stream is on."""
 
     @property
     def tail(self) -> list[Node]:
@@ -111,7 +123,10 @@ class Memory:
 
     def like(self, x: Tensor) -> Tensor:
         """The part of the second copy that corresponds to `x`."""
-        return torch.empty(0, dtype=x.dtype).set_(self.copy, x.storage_offset(), x.size(), x.stride())
+        found = torch.empty(0, dtype=x.dtype).set_(self.copy, x.storage_offset(), x.size(), x.stride())
+        if x.is_conj():
+            found = found.conj()
+        return torch._neg_view(found) if x.is_neg() else found
 
 
 class Device(TorchDispatchMode):
@@ -119,16 +134,23 @@ class Device(TorchDispatchMode):
 
     Args:
         is_prompt: an event is over whenever the program asks; else only if the host has waited for it before.
+        num_devices: how many devices there are; each has its own memory and its own current stream.
     """
 
-    def __init__(self, is_prompt: bool = False) -> None:
+    def __init__(self, is_prompt: bool = False, num_devices: int = 1) -> None:
         super().__init__()
         self.is_prompt = is_prompt
         self.settle: dict[str, Callable[[Tensor], object]] = {}
         """By name of an operation: writes to what its result leaves undefined."""
         self.host = Queue("host")
-        self.default = Queue("default stream")
-        self.current = self.default
+        self.defaults = [
+            Queue("default stream" if i == 0 else f"default stream of {i}", index=i) for i in range(num_devices)
+        ]
+        self.index = 0
+        """Of the current device."""
+        self._currents = list(self.defaults)
+        self._switches: list[tuple[int, Queue]] = []  # numbers of autograd's nodes from which on a stream was current
+        self._used: list[tuple[int, int]] = []  # and on which device they computed
         self.num_streams = 0
         self._memories: dict[int, Memory] = {}
         self._copies: list[torch.UntypedStorage] = []
@@ -139,10 +161,52 @@ class Device(TorchDispatchMode):
         self._is_adopting = False
         self._before_use: dict[int, Callable[[], object]] = {}  # by storage
 
-    def new_queue(self) -> Queue:
-        """A new stream."""
+    @property
+    def current(self) -> Queue:
+        """The current stream of the current device; when it is set, its device becomes the current one."""
+        return self._currents[self.index]
+
+    @current.setter
+    def current(self, queue: Queue) -> None:
+        self.index = queue.index
+        self._currents[queue.index] = queue
+        self._switches.append((torch.autograd._get_sequence_nr(), queue))
+
+    def index_of(self, which: torch.device | str | int | None) -> int:
+        """Of the device that is meant; without a number the current one."""
+        index = which if which is None or isinstance(which, int) else torch.device(which).index
+        return self.index if index is None else index
+
+    def current_of(self, index: int) -> Queue:
+        """The current stream of a device."""
+        return self._currents[index]
+
+    @contextmanager
+    def on(self, index: int) -> Iterator[None]:
+        """Inside, another device is the current one."""
+        before, self.index = self.index, index
+        try:
+            yield
+        finally:
+            self.index = before
+
+    def _note_place(self, memory: Memory | None) -> None:
+        """Note where autograd's newest node computes."""
+        if len(self.defaults) > 1 and memory is not None and memory.queue is not None:
+            self._used.append((torch.autograd._get_sequence_nr(), memory.queue.index))
+
+    def stream_at(self, number: int) -> Queue:
+        """The stream of autograd's node `number`: the one that was current on the device where it computed."""
+        # A function makes its node before it computes.
+        place = bisect_left(self._used, number + 1, key=itemgetter(0))
+        index = self._used[place][1] if place < len(self._used) else 0
+        place = bisect_right(self._switches, number, key=itemgetter(0))
+        return next((queue for _, queue in self._switches[:place][::-1] if queue.index == index), self.defaults[index])
+
+    def new_queue(self, index: int | None = None) -> Queue:
+        """A new stream of a device, without `index` of the current one."""
         self.num_streams += 1
-        return Queue(f"stream {self.num_streams}")
+        return Queue(f"stream {self.num_streams}", index=self.index if index is None else index)
 
     # --- tensors ---
 
@@ -219,6 +283,26 @@ class Device(TorchDispatchMode):
             self._write("upload", [x], lambda out, values: out[0].copy_(values), [self._like(x)], x.detach().clone())
         return x
 
+    def peer_copy(self, x: Tensor, index: int) -> Tensor:
+        """Copy a tensor to another device, as torch does: on the stream of its own, and both wait for each other."""
+        with _disable_current_modes():
+            with self.on(index):
+                found = self.allocate_empty(torch.empty_like(x))
+                there = self.current
+            memory = self.memory_of(x)
+            assert memory is not None
+            assert memory.queue is not None
+            self._note_place(self.memory_of(found))
+            with self.on(memory.queue.index):
+                here = self.current
+                self.issue("ready", here, there.tail)
+                found.copy_(x)
+                self._write(
+                    "peer copy", [found], lambda out, source: out[0].copy_(source), [self._like(found)], self._like(x)
+                )
+                self.issue("copied", there, here.tail)
+        return found
+
     def _freed(self, key: int) -> None:
         memory = self._memories.pop(key)
         if self._is_open and memory.copy.nbytes():
@@ -281,6 +365,7 @@ class Device(TorchDispatchMode):
         if any(one is not Tensor and one is not Parameter for one in types):
             return NotImplemented  # a wrapper, whose parts come here
         if func.is_view and not self._before_use:
+            self._note_place(self.memory_of(args[0]))
             return func(*args, **kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         memories = [memory for x in given if (memory := self.memory_of(x)) is not None]
@@ -298,11 +383,23 @@ class Device(TorchDispatchMode):
         on_device = any(memory.queue is not None for memory in memories)
         if on_device and func not in _TAKES_BOTH and any(x.dim() > 0 and not self.has(x) for x in given):
             raise RuntimeError(f"{func}: expected all tensors to be on the same device, but some are on the CPU")
+        indices = {memory.queue.index for memory in memories if memory.queue is not None}
+        if len(indices) > 1:
+            raise RuntimeError(f"{func}: expected all tensors to be on the same device, but they are on {indices}")
+        if on_device and indices != {self.index}:
+            with self.on(indices.pop()):
+                return self._computed(func, args, kwargs, given, on_device)
+        return self._computed(func, args, kwargs, given, on_device)
+
+    def _computed(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], on_device: bool) -> Any:
+        """Compute an operation on tensors of the current device, or of pinned memory."""
+        self._note_place(memories[0] if (memories := [self.memory_of(x) for x in given if self.has(x)]) else None)
         queue = self.current if on_device else self.host
         written = _written(func, args, kwargs)
         real_args, real_kwargs = tree_map(lambda x: self._real(x, written), (args, kwargs))
         settle = self.settle.get(func._schema.name)
-        result = func(*args, **kwargs)
+        compute = _AS_ON_CUDA.get(func, func) if on_device else func
+        result = compute(*args, **kwargs)
         outs = _leaves(result)
         if settle:
             tree_map(settle, outs)
@@ -327,7 +424,7 @@ class Device(TorchDispatchMode):
                 for one, values in zip(out, expected, strict=True):
                     one.copy_(values)
                 return
-            found = _leaves(func(*real_args, **real_kwargs))
+            found = _leaves(compute(*real_args, **real_kwargs))
             if settle:
                 tree_map(settle, found)
             for i, one in zip(fresh, out[len(real_written) :], strict=True):
@@ -352,10 +449,11 @@ class Device(TorchDispatchMode):
             return False
         memories = [self.memory_of(x) for x in args[:2]]
         crosses = any(memory is None or memory.queue is None for memory in memories)
-        if not crosses or (memories[0] is not None and memories[1] is None):
+        is_asked = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
+        if not crosses or (is_asked and memories[0] is not None and memories[1] is None):
             return False  # pageable memory is read before the call returns: its values are taken then
         is_pinned = all(memory is not None for memory in memories)
-        return not (is_pinned and (kwargs.get("non_blocking") or (len(args) > 2 and args[2])))
+        return not (is_pinned and is_asked)
 
     def _like(self, x: Tensor) -> Tensor:
         memory = self.memory_of(x)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.streams.cuda import CUDA, cuda, lost_waits
 from tests.streams.device import RaceError
@@ -322,3 +323,51 @@ def test_waits_are_dropped_by_the_name_of_who_waits() -> None:
             torch.cuda.current_stream().wait_event(event)
     assert [place.split(":")[0] for place in dropped] == ["test_device.py"]
     assert [node.name for node in device._nodes] == ["event", "wait"]
+
+
+class _Times(torch.autograd.Function):
+    """Three times x; says which stream is current in backward."""
+
+    seen: ClassVar[list[str]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        _Times.seen.append(torch.cuda.current_stream().queue.name)
+        return gradient * 3
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_backward_runs_on_the_stream_of_its_forward(waits: bool) -> None:
+    """Its nodes wait for the gradients they get, and the caller's stream for the leaves; forward is not waited for."""
+    with cuda() as device:
+        side = torch.cuda.Stream()
+        x = torch.ones(3, device=CUDA).requires_grad_()
+        y = _Times.apply(x)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            there = _Times.apply(y)
+        if waits:
+            torch.cuda.current_stream().wait_stream(side)
+        _Times.seen.clear()
+        (_Times.apply(y) * there).sum().backward()
+        assert sorted(_Times.seen) == ["default stream", "default stream", side.queue.name]
+        x.grad.mul_(2)
+        assert torch.cuda.current_stream().queue.name == "default stream"
+    if waits:
+        device.check(40)
+    else:
+        with pytest.raises(RaceError):
+            device.check(40)
+
+
+def test_numbers_that_are_read_as_conjugates() -> None:
+    """A bit of the tensor says so, not its memory."""
+    with cuda() as device:
+        x = torch.view_as_complex(torch.randn(5, 2).to(CUDA))
+        y = x.conj() * (1 + 2j)
+        assert (y + x.conj().imag.clone()).isfinite().all().item()
+    device.check(5)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import cache
 from types import CodeType, FrameType
@@ -33,6 +33,7 @@ from laconic.activations.kept import Kept, pack
 from laconic.activations.replacement import Replacement
 from laconic.activations.replay import check_attention, forgets
 from laconic.activations.storages import place_of
+from laconic.activations.streams import stream_of
 from laconic.activations.tracker import observe
 from laconic.activations.witnesses import glance, same
 from laconic.formats import BlockFormat
@@ -184,9 +185,10 @@ def packed_inputs(
         if place not in places:
             observe(x)
             return x.detach()  # with the node that made it, the graph would hold itself
-        kept = known.get(place)
+        key = place, stream_of(x)
+        kept = known.get(key)
         if kept is None:
-            kept = known[place] = _shared(places[place], x, format)
+            kept = known[key] = _shared(places[place], x, format)
             observe(*kept.tensors)
         return kept, x.stride(), decisions
 
@@ -224,21 +226,21 @@ class _DecidesOnce:
         return decided
 
 
-_SHARED = WeakTensorKeyDictionary()
-"""What is kept of inputs of regions as long as these live: a model gives one to many, as to all layers of a decoder."""
+_Shared = tuple[int, bytes | Tensor | None, BlockFormat, Kept]
+_SHARED: MutableMapping[Tensor, dict[torch.cuda.Stream | None, _Shared]] = WeakTensorKeyDictionary()
+"""By stream, what is kept of inputs of regions as long as these live: a model gives one to all layers of a decoder."""
 
 
 def _shared(given: Tensor, x: Tensor, format: BlockFormat) -> Kept:
     """What is kept of `given` in a format; `x` is the same, as autograd saves it."""
-    found = None if given.is_leaf else _SHARED.get(given)  # a leaf may be filled again
-    if found is not None:
-        kept: Kept
-        version, values, of_format, kept = found
+    notes = {} if given.is_leaf else _SHARED.setdefault(given, {})  # a leaf may be filled again
+    stream = stream_of(given)
+    if stream in notes:
+        version, values, of_format, kept = notes[stream]
         if (version, of_format) == (given._version, format) and values is not None and same(values, given):
             return kept
     kept = pack(x.detach(), format, "input of a checkpointed layer")
-    if not given.is_leaf:
-        _SHARED[given] = (given._version, glance(given), format, kept)
+    notes[stream] = given._version, glance(given), format, kept
     return kept
 
 

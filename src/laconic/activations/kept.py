@@ -46,6 +46,7 @@ from laconic.activations.exact_codes import Layout
 from laconic.activations.offload import offloader_of
 from laconic.activations.rounding import quantized
 from laconic.activations.storages import place_of
+from laconic.activations.streams import record_reader, stream_of
 from laconic.activations.witnesses import Witness, check_unchanged, glance, glances, root, same, witness_of
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops import BITS
@@ -354,6 +355,7 @@ def pack(x: Tensor, format: Packing, origin: str, center: Tensor | None = None, 
     shares, packed_nbytes = find_size(x.shape, block_format, center is None and layout is None)
     if center is None and not is_traced and packed_nbytes >= x.numel() * x.element_size():
         return Kept((x,), Memo(_itself if layout is None else partial(_laid_out, layout)), origin)
+    record_reader(x)
     whole_shape = x.shape
     if shares:
         x = x.reshape(-1)
@@ -474,11 +476,17 @@ def attach(x: Tensor, kept: Kept) -> None:
     _write(local, kept if local is x else derive(local_of, (kept,), (), kept.origin), lasts=x.requires_grad)
 
 
+def _attribute(x: Tensor) -> str:
+    """Name of the attribute that has the note of the current stream on a plain tensor."""
+    stream = stream_of(x) if x.is_cuda else None
+    return _ATTRIBUTE if stream is None else f"{_ATTRIBUTE}_{stream.cuda_stream}"
+
+
 def _write(x: Tensor, kept: Kept, *, lasts: bool) -> None:
     """The note of `attach` on a plain tensor; none on one without gradient that is read outside of a root forward."""
     values = glance(x)
     if values is None or lasts or root() is not None:
-        setattr(x, _ATTRIBUTE, _Note(x, kept, values, lasts=lasts))
+        setattr(x, _attribute(x), _Note(x, kept, values, lasts=lasts))
 
 
 def found(x: Tensor) -> Kept | None:
@@ -487,10 +495,11 @@ def found(x: Tensor) -> Kept | None:
     if local is not x:
         kept = found(local)
         return None if kept is None else _placed(kept, x)
-    note = getattr(x, _ATTRIBUTE, None)
+    attribute = _attribute(x)
+    note = getattr(x, attribute, None)
     of_whole = False
     if note is None and (whole := _whole(x)) is not x:
-        note, of_whole = getattr(whole, _ATTRIBUTE, None), True
+        note, of_whole = getattr(whole, attribute, None), True
     if not isinstance(note, _Note):
         return None
     kept = note.kept()

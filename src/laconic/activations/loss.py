@@ -37,6 +37,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from laconic.activations.derivatives import derivative, is_transformed, refuse_more
 from laconic.activations.kept import in_range
 from laconic.activations.rounding import quantized
+from laconic.activations.streams import record_reader
 from laconic.errors import DataError, ModelError
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops.derivatives import connected, edge_of, gradients
@@ -301,6 +302,7 @@ class _TokenLosses(torch.autograd.Function):
         if format is None:
             ctx.save_for_backward(edge_of(hidden), weight, bias, labels, lse, hidden)
         else:
+            record_reader(hidden)
             packed = quantized(hidden, format)
             ctx.save_for_backward(edge_of(hidden), weight, bias, labels, None, packed.codes, packed.scales)
         logits = hidden.new_empty((0, tiles.num_entries), dtype=tiles.dtype)

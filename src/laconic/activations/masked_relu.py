@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from laconic.activations.exact_codes import Layout
+from laconic.activations.streams import record_reader
 from laconic.ops import pack_bits, select_bits, unpack_bits
 from laconic.ops.derivatives import is_batched
 from laconic.ops.schemas import MASK_DTYPES
@@ -47,6 +48,7 @@ class _Relu(torch.autograd.Function):
         y = torch.relu_(x) if in_place else torch.relu(x)
         if in_place:
             ctx.mark_dirty(x)
+            record_reader(x)
         ctx.layout = Layout.of(y)
         codes = pack_bits(ctx.layout.flatten(y))
         ctx.save_for_backward(codes)

@@ -28,6 +28,7 @@ from laconic.activations.function_rules import Call
 from laconic.activations.kept import Kept, attach, derive, found, known, pack
 from laconic.activations.masked_relu import masked_relu, may_be_masked
 from laconic.activations.storages import place_of
+from laconic.activations.streams import record_reader, stream_of
 from laconic.activations.tracker import own_storages
 from laconic.activations.witnesses import Glances, check_unchanged, glance, glances, named, same
 from laconic.errors import ModelError
@@ -218,9 +219,11 @@ class Packer(TorchFunctionMode):
         if self.format is not None and call is not None and not is_own:
             coded = call.code(tensor) if call.family is not None else None
             if coded is not None:
+                record_reader(tensor)
                 return coded.tensors, coded.decode
         kept = None if is_own else self._kept(tensor, storage, call)
         if kept is not None:
+            record_reader(tensor)
             kept.memo.announce()
             shape = tensor.shape
             held = tuple(tensor.detach() for tensor in kept.tensors)
@@ -248,7 +251,7 @@ class Packer(TorchFunctionMode):
             return None
         # Flattened and unflattened views of one tensor are the same bytes.
         layout = tensor.numel() if tensor.is_contiguous() else (tensor.shape, tensor.stride())
-        key = (storage._cdata, tensor.storage_offset(), layout, tensor.dtype, tensor._version)
+        key = (storage._cdata, tensor.storage_offset(), layout, tensor.dtype, tensor._version, stream_of(tensor))
         tolerated = call is not None and call.may_round(tensor)
         reference, kept, values = self._seen.get(key, (None, None, None))
         is_known = reference is not None and not reference.expired()

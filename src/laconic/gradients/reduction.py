@@ -39,6 +39,7 @@ class Reduction:
         self._bits = bits
         self._bucket_nbytes = bucket_nbytes
         self._launched: dict[int, QuantizedGradient] = {}
+        self._made_on: dict[int, torch.cuda.Stream] = {}
         self.take({})
 
     def take(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -53,6 +54,12 @@ class Reduction:
     def is_under_way(self) -> bool:
         """Whether the last micro-batch has begun and its gradients have not been reduced yet."""
         return self.buckets.is_under_way
+
+    def arrived(self, number: int, device: torch.device) -> None:
+        """Note a new gradient of parameter `number`, made on the current stream; call `buckets.check_open` before."""
+        if self.is_under_way and device.type == "cuda":
+            self._made_on[number] = torch.cuda.current_stream(device)
+        self.buckets.arrived(number)
 
     def run(self) -> None:
         """Reduce all gradients; every rank of the group calls it.
@@ -93,6 +100,7 @@ class Reduction:
     def drop(self) -> None:
         """Drop all gradients."""
         self._launched.clear()
+        self._made_on.clear()
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -110,6 +118,13 @@ class Reduction:
                 gradient = quantized_gradient(parameters[number]) or zeros_for(parameters[number], self._bits)
                 self._launched[number] = gradient
         gradients = [self._launched[number] for number in numbers]
+        # Autograd makes each gradient on the stream that its parameter was first read on in forward, and only the end
+        # of backward waits for all of them.
+        streams = {stream for number in numbers if (stream := self._made_on.pop(number, None)) is not None}
+        for stream in streams:
+            current = torch.cuda.current_stream(stream.device)
+            if stream != current:
+                current.wait_stream(stream)
         return all_reduce_quantized(gradients, self.group, average=self.average)
 
     def _meet(self, gives_up: bool) -> bool:

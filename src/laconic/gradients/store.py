@@ -366,17 +366,16 @@ class CompressedGradients:
         """Hook of autograd: turn `parameter.grad` into codes, unless autograd has added to codes."""
         self._members.check_engine(parameter)
         number, name = self._members.place_of(parameter)
-        buckets = None if self._reduction is None else self._reduction.buckets
-        if buckets is not None:
+        if self._reduction is not None:
             try:
-                buckets.check_open(number, name)
+                self._reduction.buckets.check_open(number, name)
             except TrainingError:
                 if coded_gradient(parameter) is None:  # set to None since, and made anew by this backward
                     parameter.grad = None
                 raise
         self._fold(name, parameter)
-        if buckets is not None:
-            buckets.arrived(number)
+        if self._reduction is not None:
+            self._reduction.arrived(number, parameter.device)
 
     @torch.no_grad()
     def _fold(self, name: str, parameter: nn.Parameter) -> None:

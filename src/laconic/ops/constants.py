@@ -9,21 +9,26 @@ from typing import ParamSpec
 import torch
 from torch import Tensor
 
-__all__ = ["constant_tensor"]
+__all__ = ["KEPT", "constant_tensor"]
 
 P = ParamSpec("P")
 
 _MAX_KEPT = 256
 """Of each function; the oldest goes first."""
 
+KEPT: list[dict[object, Tensor]] = []
+"""What each function has kept."""
+
 
 def constant_tensor(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
     """Decorate a function that makes a tensor of hashable arguments: equal calls get the same tensor.
 
     Two kinds of tensors are made anew and not kept: a fake one, which has no values once FakeTensorMode has ended; and
-    one that is made while a CUDA graph is captured, which has none before the first replay.
+    one that is made while a CUDA graph is captured, which has none before the first replay. The host waits for
+    a tensor that is kept, once, so that every stream may read it.
     """
     kept: dict[object, Tensor] = {}
+    KEPT.append(kept)
 
     @wraps(make)
     def call(*args: P.args, **kwargs: P.kwargs) -> Tensor:
@@ -38,6 +43,8 @@ def constant_tensor(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
             else:
                 found = make(*args, **kwargs)
             if type(found) is Tensor and not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
+                if found.is_cuda:  # other streams, which wait for no event of this one, will read it
+                    torch.cuda.current_stream(found.device).synchronize()
                 while len(kept) >= _MAX_KEPT:
                     kept.pop(next(iter(kept)))
                 kept[key] = found
