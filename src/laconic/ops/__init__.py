@@ -79,13 +79,16 @@ _FAMILIES = {
     "rows": ("sum_rows",),
     "bits": ("pack_bits", "unpack_bits", "select_bits"),
 }
+_DIRECT: dict[str, Callable[..., Any]] = {}
 for _family, _ops in _FAMILIES.items():
     for _op in _ops:
         LIBRARY.impl(_op, getattr(reference, _op), "CompositeExplicitAutograd")
         # A family without C++ kernels runs the reference.
         _native = getattr(native, _op, None)
         _checked = checked(_op, _native, lambda _: _CPU) if _native else getattr(reference, _op)
-        LIBRARY.impl(_op, _checked if _on_cpu == "c++" else _by_reference(_op), "CPU")
+        _implementation = _checked if _on_cpu == "c++" else _by_reference(_op)
+        LIBRARY.impl(_op, _implementation, "CPU")
+        _DIRECT[_op] = _implementation
         triton.implement(_op, _family)
 
 _quantize_blockwise = torch.ops.laconic.quantize_blockwise.default
@@ -117,6 +120,29 @@ LIBRARY.impl(
 LIBRARY.impl(
     "gated_product_blockwise_after", lambda *args: _gated_product_blockwise(*args[:-1]), "CompositeExplicitAutograd"
 )
+
+
+def _is_direct(x: Tensor) -> bool:
+    """Whether an op on `x` goes past torch's dispatcher, which takes longer than the kernel of a small tensor.
+
+    So it does in eager mode, for plain tensors on the CPU, as long as no mode, transform or profiler watches ops.
+    """
+    return (
+        type(x) is Tensor
+        and x.is_cpu
+        and not torch.compiler.is_compiling()
+        and not _num_dispatch_modes()
+        and not _num_function_modes()
+        and _transforms() is None
+        and not _profiler_enabled()
+        and not x.is_neg()
+    )
+
+
+_num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+_transforms: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
+_profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 def quantize_blockwise(
@@ -152,7 +178,9 @@ def quantize_blockwise(
     """
     if seed is not None and not -(1 << 63) <= seed < 1 << 63:
         raise FormatError(f"seed is {seed}, but it must be None or fit in 64 bits, signed")
-    return _quantize_blockwise(x, code, block_size, scale_dtype, seed, center)
+    run = _DIRECT["quantize_blockwise"] if _is_direct(x) else _quantize_blockwise
+    codes, scales = run(x, code, block_size, scale_dtype, seed, center)
+    return codes, scales
 
 
 def dequantize_blockwise(
@@ -188,7 +216,9 @@ def dequantize_blockwise(
     """
     if after is not None and torch.compiler.is_compiling():
         return _dequantize_blockwise_after(codes, scales, code, block_size, length, dtype, after, center)
-    return _dequantize_blockwise(codes, scales, code, block_size, length, dtype, center)
+    run = _DIRECT["dequantize_blockwise"] if _is_direct(codes) else _dequantize_blockwise
+    values: Tensor = run(codes, scales, code, block_size, length, dtype, center)
+    return values
 
 
 def gated_product_blockwise(
@@ -226,9 +256,9 @@ def gated_product_blockwise(
         return _gated_product_blockwise_after(
             gate_codes, gate_scales, up_codes, up_scales, code, block_size, length, dtype, activation, after
         )
-    return _gated_product_blockwise(
-        gate_codes, gate_scales, up_codes, up_scales, code, block_size, length, dtype, activation
-    )
+    run = _DIRECT["gated_product_blockwise"] if _is_direct(gate_codes) else _gated_product_blockwise
+    product: Tensor = run(gate_codes, gate_scales, up_codes, up_scales, code, block_size, length, dtype, activation)
+    return product
 
 
 def gated_backward_blockwise(
@@ -255,9 +285,8 @@ def gated_backward_blockwise(
     Raises:
         FormatError: an argument is outside of these values.
     """
-    grad_gate, grad_up = _gated_backward_blockwise(
-        grad, gate_codes, gate_scales, up_codes, up_scales, code, block_size, activation
-    )
+    run = _DIRECT["gated_backward_blockwise"] if _is_direct(grad) else _gated_backward_blockwise
+    grad_gate, grad_up = run(grad, gate_codes, gate_scales, up_codes, up_scales, code, block_size, activation)
     return grad_gate, grad_up
 
 

@@ -29,7 +29,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device = _CPU)
     `always`; elsewhere nothing else happens.
     """
     result = torch.empty(shape, dtype=dtype, device=device)
-    if device.type == "cpu" and result.nbytes >= LARGE_NBYTES:
+    if result.nbytes >= LARGE_NBYTES and device.type == "cpu":
         _advise(result.data_ptr(), result.data_ptr() + result.nbytes, "MADV_HUGEPAGE")
     return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -22,6 +23,17 @@ def codebook_address(code: str) -> int:
     return 0 if code in ARITHMETIC else codebook_tensor(code, _CPU).data_ptr()
 
 
+@lru_cache(maxsize=4096)
+def _sizes(
+    shape: torch.Size, dtype: torch.dtype, code: str, block_size: int, scale_dtype: torch.dtype
+) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
+    """Shapes of codes and scales, rows and length of a tensor that is quantized; arguments are checked on the way."""
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    length, num_codes, num_scales = check_quantize_blockwise(x, code, block_size, scale_dtype)
+    leading = shape[:-1]
+    return (*leading, num_codes), (*leading, num_scales), math.prod(leading), length
+
+
 def quantize_blockwise(
     x: Tensor,
     code: str,
@@ -34,19 +46,20 @@ def quantize_blockwise(
     first_index: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """`reference.quantize_blockwise` in C++, the same bits; `isa` overrides the instruction set."""
-    length, num_codes, num_scales = check_quantize_blockwise(x, code, block_size, scale_dtype, center)
-    leading = x.shape[:-1]
+    codes_shape, scales_shape, rows, length = _sizes(x.shape, x.dtype, code, block_size, scale_dtype)
+    if center is not None:
+        check_quantize_blockwise(x, code, block_size, scale_dtype, center)
+        center = center.contiguous()
     if x.dim() != 2 or x.stride(1) != 1:
         x = x.contiguous()
-    center = None if center is None else center.contiguous()
-    codes = huge_pages.empty((*leading, num_codes), torch.uint8)
-    scales = torch.empty((*leading, num_scales), dtype=scale_dtype)
+    codes = huge_pages.empty(codes_shape, torch.uint8)
+    scales = torch.empty(scales_shape, dtype=scale_dtype)
     kernels().quantize_blockwise(
         isa_number(isa),
         torch.get_num_threads(),
         x.data_ptr(),
         FLOAT_TYPES[x.dtype],
-        math.prod(leading),
+        rows,
         x.stride(0) if x.dim() == 2 else length,
         length,
         block_size,
@@ -64,6 +77,27 @@ def quantize_blockwise(
     return codes, scales
 
 
+@lru_cache(maxsize=4096)
+def check_codes(
+    codes_shape: torch.Size,
+    codes_dtype: torch.dtype,
+    scales_shape: torch.Size,
+    scales_dtype: torch.dtype,
+    code: str,
+    block_size: int,
+    length: int,
+    dtype: torch.dtype,
+) -> tuple[tuple[int, ...], int]:
+    """Shape and rows of a tensor that is dequantized; arguments are checked, but for devices."""
+    codes, scales = (
+        torch.empty(shape, dtype=kind, device="meta")
+        for shape, kind in ((codes_shape, codes_dtype), (scales_shape, scales_dtype))
+    )
+    check_dequantize_blockwise(codes, scales, code, block_size, length, dtype)
+    leading = codes_shape[:-1]
+    return (*leading, length), math.prod(leading)
+
+
 def dequantize_blockwise(
     codes: Tensor,
     scales: Tensor,
@@ -76,17 +110,19 @@ def dequantize_blockwise(
     isa: str | None = None,
 ) -> Tensor:
     """`reference.dequantize_blockwise` in C++, the same bits; `isa` overrides the instruction set."""
-    check_dequantize_blockwise(codes, scales, code, block_size, length, dtype, center)
+    if center is not None or not scales.is_cpu or not codes.is_cpu:
+        check_dequantize_blockwise(codes, scales, code, block_size, length, dtype, center)
+    shape, rows = check_codes(codes.shape, codes.dtype, scales.shape, scales.dtype, code, block_size, length, dtype)
     codes, scales = codes.contiguous(), scales.contiguous()
     center = None if center is None else center.contiguous()
-    values = huge_pages.empty((*codes.shape[:-1], length), dtype)
+    values = huge_pages.empty(shape, dtype)
     kernels().dequantize_blockwise(
         isa_number(isa),
         torch.get_num_threads(),
         codes.data_ptr(),
         scales.data_ptr(),
         FLOAT_TYPES[scales.dtype],
-        math.prod(codes.shape[:-1]),
+        rows,
         length,
         block_size,
         values.data_ptr(),

@@ -69,7 +69,7 @@ def _run(
     second: Tensor | None,
 ) -> None:
     """Write the product to `first`, or with `grad` the gradients of gate and up to `first` and `second`."""
-    gate_codes, gate_scales, up_codes, up_scales = (tensor.contiguous() for tensor in packed)
+    gate_codes, gate_scales, up_codes, up_scales = [tensor.contiguous() for tensor in packed]
     kernels().gated_blockwise(
         isa_number(isa),
         torch.get_num_threads(),

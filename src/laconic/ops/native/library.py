@@ -35,7 +35,7 @@ def supported_isas() -> tuple[str, ...]:
 
 def isa_number(isa: str | None) -> int:
     """The extension's number of the instruction set `isa`, or of the selected one."""
-    return _ISAS.index(isa or SELECTION.isa)
+    return _selected if isa is None else _ISAS.index(isa)
 
 
 def _select() -> Selection:
@@ -56,3 +56,5 @@ def _select() -> Selection:
 _ISAS = supported_isas()
 SELECTION = _select()
 """What runs on CPU tensors in this process."""
+
+_selected = _ISAS.index(SELECTION.isa) if SELECTION.isa else -1
