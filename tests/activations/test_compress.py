@@ -18,7 +18,8 @@ from benchmarks.kit.allocated import peak_nbytes
 from laconic import BlockFormat
 from laconic.activations import SavedTensorTracker
 from laconic.activations.forwards import SiteForward
-from laconic.activations.functions import _TILE, _product
+from laconic.activations.functions import _product
+from laconic.activations.saving import LARGE_NUMEL
 from tests.activations.models import (
     FAMILIES,
     are_equal,
@@ -290,7 +291,7 @@ def test_the_gradient_of_a_large_weight_is_made_in_tiles_of_the_same_bits(dtype:
     a, b = (x, rows) if transposed else (rows, x)
     assert torch.equal(_product(a, b), a.t() @ b)
     made = 4100 * 520 * dtype.itemsize
-    tiles = 0 if dtype == torch.float32 else 2 * 4 * _TILE
+    tiles = 0 if dtype == torch.float32 else 2 * 4 * LARGE_NUMEL
     assert peak_nbytes(lambda: _product(a, b)) < made + tiles + (1 << 20)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any
 
@@ -22,7 +22,6 @@ from laconic.activations import (
     decisions,
     dropout,
     elementwise,
-    experts,
     forwards,
     functions,
     gated,
@@ -31,6 +30,8 @@ from laconic.activations import (
     masked_relu,
     norms,
     packer,
+    replay,
+    saving,
 )
 from laconic.auditing import AuditReport
 from laconic.formats import BlockFormat, BlockTensor, QuantizedGradient
@@ -146,17 +147,53 @@ def the_offset_of_a_norms_weight_is_left_out(patch: Patch) -> None:
 # --- linear layers ---
 
 
+def by_our_own_backward(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+    """Plant it where layers take the hand-written backward, as they do under autocast and in compiled graphs."""
+
+    @wraps(plant)
+    def planted(patch: Patch) -> None:
+        patch.setattr(forwards, "hooks_of_linear", lambda x, weight: None)
+        plant(patch)
+
+    return planted
+
+
+def saved(patch: Patch, change: Callable[[Tensor, bool], Tensor]) -> None:
+    """Change what torch's own backward gets: `change(tensor, whether it was rebuilt)`."""
+    for kind in (saving._Rebuilt, saving._AsItIs):
+        is_rebuilt = kind is saving._Rebuilt
+        after(patch, kind, "restore", lambda x, *_, is_rebuilt=is_rebuilt: change(x, is_rebuilt))
+
+
+@fault("a value of another layer", LLAMA)
+def the_input_of_a_linear_layer_is_rebuilt_one_token_further(patch: Patch) -> None:
+    saved(patch, lambda x, is_rebuilt: x.roll(1, 0) if is_rebuilt and x.dim() == 2 else x)
+
+
+@fault("a factor", LLAMA)
+def backward_reads_half_a_weight(patch: Patch) -> None:
+    saved(patch, lambda x, is_rebuilt: x if is_rebuilt or x.dim() != 2 else x / 2)
+
+
 @fault("a gradient is transposed", LLAMA)
+def a_square_weight_is_transposed_in_backward(patch: Patch) -> None:
+    saved(patch, lambda x, is_rebuilt: x.t() if not is_rebuilt and x.dim() == 2 and len(x) == x.shape[1] else x)
+
+
+@fault("a gradient is transposed", LLAMA)
+@by_our_own_backward
 def the_gradient_of_a_square_weight_is_transposed(patch: Patch) -> None:
     after(patch, functions, "_product", lambda y, *_: y.t() if y.shape[0] == y.shape[1] else y)
 
 
 @fault("a parameter without gradient", GPT2)
+@by_our_own_backward
 def biases_get_no_gradient(patch: Patch) -> None:
     nth(patch, functions._Linear, 2, lambda grad: None)
 
 
 @fault("rows are left out", GPT2)
+@by_our_own_backward
 def the_gradient_of_a_bias_leaves_the_first_token_out(patch: Patch) -> None:
     before = functions._Linear.backward
 
@@ -169,34 +206,40 @@ def the_gradient_of_a_bias_leaves_the_first_token_out(patch: Patch) -> None:
 
 
 @fault("a path of the graph is cut", LLAMA)
+@by_our_own_backward
 def linear_layers_pass_no_gradient_on(patch: Patch) -> None:
     nth(patch, functions._Linear, 0, torch.zeros_like)
 
 
 @fault("a factor", LLAMA)
+@by_our_own_backward
 def the_gradient_of_linear_inputs_is_doubled(patch: Patch) -> None:
     nth(patch, functions._Linear, 0, lambda grad: grad * 2)
 
 
 @fault("a factor", LLAMA)
+@by_our_own_backward
 def weights_get_the_mean_over_tokens_in_place_of_the_sum(patch: Patch) -> None:
     before = functions._product
     patch.setattr(functions, "_product", lambda a, b: before(a, b) / len(a))
 
 
 @fault("rows are left out", LLAMA)
+@by_our_own_backward
 def weights_leave_the_first_token_out(patch: Patch) -> None:
     before = functions._product
     patch.setattr(functions, "_product", lambda a, b: before(a[1:], b[1:]))
 
 
 @fault("a row is rerouted", LLAMA)
+@by_our_own_backward
 def inputs_are_rebuilt_one_token_further(patch: Patch) -> None:
     before = functions._product
     patch.setattr(functions, "_product", lambda a, b: before(a, b.roll(1, 0)))
 
 
 @fault("tied parameters", partial(language, model={"tie_word_embeddings": True}))
+@by_our_own_backward
 def a_tied_weight_gets_the_gradient_of_one_use(patch: Patch) -> None:
     nth(patch, functions._Linear, 1, lambda grad: torch.zeros_like(grad) if grad.shape[0] == 97 else grad)
 
@@ -399,17 +442,27 @@ def the_bits_of_a_relu_on_pictures_are_inverted(patch: Patch) -> None:
 
 
 def again(patch: Patch, change: Callable[..., Any]) -> None:
-    """Change the arguments of attention's second run: query, key, value, others, keywords."""
-    before = attention._AttentionCall.rebuild
+    """Change the arguments of attention's second run: query, key, value, keywords."""
+    in_second_run, before = [], saving.SecondRun._run
 
-    def rebuild(self: Any, *args: Any) -> Any:
-        def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kwargs: Any) -> Any:
-            q, k, v, kwargs = change(q, k, v, kwargs)
-            return self.attend(module, q, k, v, *rest, **kwargs)
+    def run(self: Any) -> None:
+        in_second_run.append(self)
+        try:
+            before(self)
+        finally:
+            in_second_run.pop()
 
-        return before(replace(self, attend=attend), *args)
+    def call(self: Any, attend: Any, module: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kwargs: Any) -> Any:
+        def changed(module: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kwargs: Any) -> Any:
+            if in_second_run:
+                q, k, v, kwargs = change(q, k, v, kwargs)
+            return attend(module, q, k, v, *rest, **kwargs)
 
-    patch.setattr(attention._AttentionCall, "rebuild", rebuild)
+        return core(self, changed, module, q, k, v, *rest, **kwargs)
+
+    core = attention.AttentionCore.__call__
+    patch.setattr(saving.SecondRun, "_run", run)
+    patch.setattr(attention.AttentionCore, "__call__", call)
 
 
 @fault("run again with another argument", LLAMA)
@@ -432,26 +485,26 @@ def heads_are_swapped_in_the_second_run(patch: Patch) -> None:
     again(patch, lambda q, k, v, kwargs: (q.roll(1, 1), k, v, kwargs))
 
 
-@fault("a path of the graph is cut", LLAMA)
-def the_second_run_of_attention_loses_the_gradient_of_the_query(patch: Patch) -> None:
-    again(patch, lambda q, k, v, kwargs: (q.detach(), k, v, kwargs))
+@fault("a part is not written", LLAMA)
+def the_second_run_of_attention_has_no_query(patch: Patch) -> None:
+    again(patch, lambda q, k, v, kwargs: (0 * q, k, v, kwargs))
 
 
 @fault("a dropout mask is drawn again", partial(language, model={"attention_dropout": 0.3}))
 def attention_draws_its_dropout_again(patch: Patch) -> None:
-    before = attention._AttentionCall.rebuild
+    before = replay.Replay.again
 
-    def rebuild(self: Any, saved: Any, *args: Any) -> Any:
-        state = saved[-1].clone()
-        state[100:400] ^= 1
-        return before(self, (*saved[:-1], state), *args)
+    def again(self: Any, state: Any) -> Any:
+        moved = state[0].clone()
+        moved[100:400] ^= 1
+        return before(self, (moved, *state[1:]))
 
-    patch.setattr(attention._AttentionCall, "rebuild", rebuild)
+    patch.setattr(replay.Replay, "again", again)
 
 
 @fault("a value is rebuilt from another one", LLAMA)
 def the_output_of_attention_is_rebuilt_one_token_further(patch: Patch) -> None:
-    after(patch, attention, "_output", lambda y, *_: y.roll(1, 1))
+    after(patch, saving.SecondRun, "_take_output", lambda y, *_: y.roll(1, 1))
 
 
 # --- dropout ---
@@ -557,29 +610,26 @@ MIXTURE = partial(language, family="qwen3_moe")
 
 
 @fault("an expert is skipped", MIXTURE)
-def an_expert_gets_no_gradient(patch: Patch) -> None:
-    before = experts._Experts.backward
+def an_expert_gets_no_rows_in_the_second_run(patch: Patch) -> None:
+    before = saving.SecondRun._rebuilt
 
-    def skip(grads: Any) -> Any:
-        return tuple(
-            grad.index_fill(0, torch.tensor([1]), 0.0)
-            if grad is not None and grad.dim() == 3 and len(grad) == 4
-            else grad
-            for grad in grads
-        )
+    def rebuilt(self: Any, *args: Any) -> Any:
+        x, *others = before(self, *args)
+        for index in (other for other in others if other.dtype == torch.int64):
+            x = x.detach().masked_fill((index == 1).any(-1, keepdim=True), 0).requires_grad_(x.requires_grad)
+        return [x, *others]
 
-    patch.setattr(experts._Experts, "backward", staticmethod(lambda ctx, grad: skip(before(ctx, grad))))
+    patch.setattr(saving.SecondRun, "_rebuilt", rebuilt)
 
 
 @fault("a row is rerouted", MIXTURE)
 def tokens_reach_other_experts_in_the_second_run(patch: Patch) -> None:
-    before = experts._ExpertsCall.again
+    before = saving.SecondRun._rebuilt
 
-    def again(self: Any, leaves: Any, *args: Any) -> Any:
-        moved = [x.flip(-1) if x.dtype == torch.int64 else x for x in leaves]
-        return before(self, tuple(moved), *args)
+    def rebuilt(self: Any, *args: Any) -> Any:
+        return [x.flip(-1) if x.dtype == torch.int64 else x for x in before(self, *args)]
 
-    patch.setattr(experts._ExpertsCall, "again", again)
+    patch.setattr(saving.SecondRun, "_rebuilt", rebuilt)
 
 
 @fault("an expert is skipped", hosts.experts)

@@ -32,7 +32,7 @@ from laconic.activations.derivatives import is_transformed
 from laconic.activations.kept import Kept, pack
 from laconic.activations.replacement import Replacement
 from laconic.activations.replay import check_attention, forgets
-from laconic.activations.storages import place_of
+from laconic.activations.storages import laid_out, overlaps, place_of
 from laconic.activations.streams import stream_of
 from laconic.activations.tracker import observe
 from laconic.activations.witnesses import glance, same
@@ -51,12 +51,18 @@ def runs_twice() -> bool:
     """
     if torch.compiler.is_compiling():
         return torch.compiler.is_exporting()
-    if torch._C._is_tracing() or torch.is_inference_mode_enabled():  # also where gradients are enabled inside
+    if _is_tracing() or torch.is_inference_mode_enabled():  # also where gradients are enabled inside
         return True
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__:
+    hooks: Any = _innermost_hooks(False)
+    if hooks is not None and (forgets(hooks[0]) or getattr(hooks[0], "__module__", "") == _CHECKPOINT):
         return True  # of checkpoints that are not reentrant, both runs
-    return (torch._C._current_graph_task_id() != -1 and _runs_again()) or forgets()
+    return _backward_pass() != -1 and _runs_again()
+
+
+_CHECKPOINT = torch.utils.checkpoint.__name__
+_is_tracing: Callable[[], bool] = torch._C._is_tracing
+_innermost_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+_backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def _runs_again() -> bool:
@@ -177,7 +183,7 @@ def packed_inputs(
         return
     # Held by this frame, so that no address can be reused meanwhile. Values that share memory are kept exactly: that
     # takes no more than the exact model does, and what is rebuilt could not have their strides.
-    places = {_place(x): x for x in tensors if not _overlaps(x)}
+    places = {_place(x): x for x in tensors if not overlaps(x)}
     known: dict[Any, Kept] = {}
 
     def packed(x: Tensor) -> Tensor | tuple[Kept, tuple[int, ...], Decisions | None]:
@@ -193,7 +199,7 @@ def packed_inputs(
         return kept, x.stride(), decisions
 
     def unpack(saved: Tensor | tuple[Kept, tuple[int, ...], Decisions | None]) -> Tensor:
-        return saved if isinstance(saved, Tensor) else _laid_out(saved[0].memo.take(saved[0].tensors), saved[1])
+        return saved if isinstance(saved, Tensor) else laid_out(saved[0].memo.take(saved[0].tensors), saved[1])
 
     with torch.autograd.graph.saved_tensors_hooks(packed, unpack):
         yield _as_it_is if decisions is None else _DecidesOnce(decisions).of
@@ -246,29 +252,6 @@ def _shared(given: Tensor, x: Tensor, format: BlockFormat) -> Kept:
 
 def _place(x: Tensor) -> tuple[Any, ...]:
     return place_of(x), x.storage_offset(), x.shape, x.stride()
-
-
-def _laid_out(x: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """`x` with the strides of the tensor it stands for, gaps included.
-
-    The second run hands what it saves to the nodes of the first by position, and torch's kernels save other tensors, or
-    in another order, where strides differ: a linear layer does for an input with gaps.
-    """
-    if x.stride() == stride:
-        return x
-    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
-
-
-def _overlaps(x: Tensor) -> bool:
-    """Whether values of x may lie in one place of memory, as those of an expanded tensor do."""
-    if x.is_contiguous():
-        return False
-    extent = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1):
-        if stride < extent:
-            return True
-        extent += (size - 1) * stride
-    return False
 
 
 def _packable(x: Any, with_data: bool) -> bool:

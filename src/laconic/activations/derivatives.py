@@ -9,6 +9,7 @@ forward-mode formula: under such transforms the original code runs, exactly and 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -33,10 +34,13 @@ def is_transformed() -> bool:
     if AUDITED.originals:
         return True
     # torch has no public name for either; both are numbers of levels.
-    if forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None:
+    if forward_ad._current_level < 0 and _transforms() is None:
         return False
     _warn_it_is_exact()
     return True
+
+
+_transforms: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 
 
 @cache

@@ -21,7 +21,7 @@ from laconic.activations.choice import Packing, block_format_of
 from laconic.activations.derivatives import derivative
 from laconic.activations.dropout import pack_mask, unpack_mask
 from laconic.activations.forwards import SiteForward
-from laconic.activations.kept import attach, derive, found, keep
+from laconic.activations.kept import attach, derive, found, is_linear, keep
 from laconic.activations.leaves import run_packed
 from laconic.activations.sites import ActivationSpec, Site
 from laconic.activations.trial import PlainAttributes
@@ -36,8 +36,7 @@ def is_worth_packing(x: Tensor, activation: str) -> bool:
     layer that can be rebuilt: one that computes over the last dimension, like the linear layer that made the input.
     Pictures [batch, channels, height, width] are the business of convolutions.
     """
-    source = x if x._base is None else x._base  # gate and up may be parts of what one layer made
-    if found(x) is not None or getattr(source.grad_fn, "origin", None) is not None:
+    if found(x) is not None or is_linear(x):
         return True
     return activation not in ("relu", "relu2") and x.dim() <= 3
 

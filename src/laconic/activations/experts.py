@@ -4,35 +4,31 @@
 so does everything between its logits and them. The router's linear layer is like any other: the gradient of its weight
 takes the input from what is kept for the norm in front.
 
-The experts keep the same packed input, so a block of experts costs no bytes of its own. Their backward dequantizes it
-and runs the module's own code again under autograd, with the same indices and weights, one layer at a time. That serves
+The experts keep the same packed input, so a block of experts costs no bytes of its own. Backward dequantizes it and
+runs the module's own code again, with the same indices and weights, one layer at a time (`SecondRun`). That serves
 whatever they compute and however they are run (a loop, grouped or batched products; biases, clamps, norms inside), at
 the price of one more forward of the experts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from laconic.activations import functions
 from laconic.activations.choice import Packing
 from laconic.activations.decisions import Habit
-from laconic.activations.derivatives import derivative, take
 from laconic.activations.forwards import SiteForward
-from laconic.activations.kept import Memo, keep
-from laconic.activations.replay import Replay, forgetting, swapped_parameters
+from laconic.activations.kept import keep
+from laconic.activations.replay import Replay, forgetting
 from laconic.activations.rerun import graft, rebuilt
+from laconic.activations.saving import Call, SecondRun
 from laconic.activations.sites import Site
-from laconic.activations.traceable import as_result
-from laconic.activations.witnesses import check_unchanged, glances, named
-from laconic.ops.derivatives import edge_of
+from laconic.activations.witnesses import named
 
 __all__ = ["ExpertsForward", "RouterForward"]
 
@@ -80,8 +76,8 @@ class _LinearOf(TorchFunctionMode):
 class ExpertsForward(SiteForward):
     """Saves what rebuilds the tokens' hidden states; backward recomputes the rest.
 
-    A second run gives gradients to the parameters that the module had when it was converted. Where others have come in
-    their place (adapters of expert weights parametrize them while forward runs; pruning), the module's own code runs.
+    Where parameters have come or gone since the conversion (adapters of expert weights parametrize them while forward
+    runs; pruning), the module's own code runs: in backward they may not be there.
     """
 
     def __init__(self, module: nn.Module, site: Site, format: Packing) -> None:
@@ -97,11 +93,11 @@ class ExpertsForward(SiteForward):
         return self._run(*args, **kwargs)
 
     def _run(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        leaves, spec = tree_flatten((args, kwargs))
+        if not torch.is_grad_enabled() or not self.serves(x) or self.stays_exact():
+            return self.original(x, *args, **kwargs)
         own = dict(self.module.named_parameters())
-        tensors = [x, *own.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
-        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if not wanted or not self.serves(x) or self.stays_exact() or list(own) != self._names:
+        others = Call.tensors(args, kwargs)
+        if not any(t.requires_grad for t in (x, *own.values(), *others)) or list(own) != self._names:
             return self.original(x, *args, **kwargs)
         if torch.compiler.is_compiling():  # see laconic.activations.rerun
             with torch.no_grad():
@@ -109,95 +105,15 @@ class ExpertsForward(SiteForward):
             again = self.original(rebuilt(x, self.format, "experts", True), *args, **kwargs)
             return graft(result, again, "experts")
 
-        # 1. The value, by the module's own code.
-        replay = Replay(x.device, self.module, self.habit.decisions(self.module.training, args, kwargs))
-        with forgetting():
-            value, state = replay.run(lambda: self.original(x, *args, **kwargs))
-
-        # 2. What backward gets instead of all that was made on the way.
         named(self.site.name)
         kept = keep(x, self.format, "experts")
         self.origin = kept.origin
-        others = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        inputs = (x, *own.values(), *others)
-        run = _ExpertsCall(
-            forward=self,
-            memo=kept.memo,
-            own=tuple(own),
-            requires_grad=tuple(t.requires_grad for t in inputs),
-            rest=tuple(None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves),
-            spec=spec,
-            num_kept=len(kept.tensors),
-            replay=replay,
+        run = SecondRun(
+            self.site.name,
+            Call(self.original, 1, args, kwargs),
+            (kept,),
+            self.module,
+            own,
+            Replay(x.device, self.module, self.habit.decisions(self.module.training, args, kwargs)),
         )
-        y: Tensor = _Experts.apply(run, (value,), *inputs, *kept.tensors, *state)
-        return y
-
-
-@dataclass(frozen=True)
-class _ExpertsCall:
-    """One call of experts: everything about it that is not a tensor.
-
-    Attributes:
-        forward: whose call.
-        memo: rebuilds the hidden states, from `num_kept` saved tensors.
-        own: names of the parameters.
-        requires_grad: of hidden states, parameters and other tensors.
-        rest, spec: the other arguments, None in the place of a tensor.
-        num_kept: see `memo`.
-        replay: random state, decisions, autocast and modes of the first run.
-    """
-
-    forward: ExpertsForward
-    memo: Memo
-    own: tuple[str, ...]
-    requires_grad: tuple[bool, ...]
-    rest: tuple[tuple[Any] | None, ...]
-    spec: TreeSpec
-    num_kept: int
-    replay: Replay
-
-    def again(self, leaves: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> Tensor:
-        """Run the module's own code on `leaves`, under autograd."""
-        x, own, others = leaves[0], leaves[1 : 1 + len(self.own)], iter(leaves[1 + len(self.own) :])
-        args, kwargs = tree_unflatten([next(others) if leaf is None else leaf[0] for leaf in self.rest], self.spec)
-        parameters = swapped_parameters(self.forward.module, dict(zip(self.own, own, strict=True)))
-        with torch.enable_grad(), self.replay.again(state), parameters:
-            y: Tensor = self.forward.original(x, *args, **kwargs)
-        return y
-
-
-class _Experts(torch.autograd.Function):
-    """Inputs: hidden states, parameters and other tensors (routing weights, indices), then what is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, run: _ExpertsCall, value: tuple[Tensor], *inputs: Tensor) -> Tensor:
-        run.memo.announce()
-        ctx.run = run
-        ctx.save_for_backward(edge_of(inputs[0]), *inputs[1:])
-        ctx.glances = glances(inputs[1 : 1 + len(run.own)])
-        return as_result(value[0])
-
-    @staticmethod
-    @derivative
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        run: _ExpertsCall = ctx.run
-        edge, *saved = ctx.saved_tensors
-        num_given = len(run.requires_grad) - 1
-        given, kept, state = (
-            saved[:num_given],
-            saved[num_given:][: run.num_kept],
-            saved[num_given + run.num_kept :],
-        )
-        check_unchanged(ctx.glances, given[: len(run.own)])
-        inputs = (take(run.memo, tuple(kept), edge, after=grad), *given)
-        has_graph = torch.is_grad_enabled()
-        leaves = tuple(
-            t.view_as(t) if has_graph else t.detach().requires_grad_(requires)
-            for t, requires in zip(inputs, run.requires_grad, strict=True)
-        )
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        y = run.again(leaves, tuple(state))
-        grads = iter(torch.autograd.grad(y, wanted, grad, create_graph=has_graph, allow_unused=True))
-        given_grads = [next(grads) if leaf.requires_grad else None for leaf in leaves]
-        return (None, None, *given_grads, *[None] * (len(kept) + len(state)))
+        return run.first(x, *others)

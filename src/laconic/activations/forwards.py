@@ -7,8 +7,6 @@ code runs unchanged.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,9 +19,11 @@ from laconic.activations.checkpoint import runs_twice
 from laconic.activations.choice import Packing
 from laconic.activations.derivatives import is_transformed
 from laconic.activations.dtensors import has_whole_rows, is_packable, warn_exact
+from laconic.activations.kept import keep, mark_as_linear
 from laconic.activations.norms import NormSpec
 from laconic.activations.replacement import Replacement
 from laconic.activations.replay import forgetting
+from laconic.activations.saving import hooks_of_linear
 from laconic.activations.sites import LinearSpec, Site
 from laconic.activations.trial import PlainAttributes
 from laconic.activations.witnesses import named
@@ -42,18 +42,14 @@ class BlockMode(TorchFunctionMode):
 _num_modes = torch._C._len_torch_function_stack
 
 
-@contextmanager
-def _without_block_modes() -> Iterator[None]:
-    """While the block runs, the innermost modes are not active that are of this kind."""
+def _pop_block_modes(depth: int) -> list[Any]:
+    """Take the innermost of `depth` modes off that are of this kind, and return them, the innermost first."""
     modes = []
-    while (depth := _num_modes()) and isinstance(mode := torch._C._get_function_stack_at(depth - 1), BlockMode):
+    while depth and isinstance(mode := torch._C._get_function_stack_at(depth - 1), BlockMode):
         torch._C._pop_torch_function_stack()
         modes.append(mode)
-    try:
-        yield
-    finally:
-        for mode in reversed(modes):
-            torch._C._push_on_torch_function_stack(mode)
+        depth -= 1
+    return modes
 
 
 class SiteForward(Replacement):
@@ -117,6 +113,8 @@ class SiteForward(Replacement):
     @staticmethod
     def ours(x: Any) -> bool:
         """Whether `x` is a tensor of a kind that can be packed."""
+        if type(x) is Tensor:
+            return x.dtype in DTYPES
         return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dtype in DTYPES
 
     def serves(self, x: Any) -> bool:
@@ -129,13 +127,18 @@ class SiteForward(Replacement):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`run` where the call has to save something that is worth packing, else the original forward."""
-        if torch.compiler.is_compiling() or not _num_modes():
+        if torch.compiler.is_compiling() or not (depth := _num_modes()):
             return self._run_or_left(args, kwargs)
-        with _without_block_modes():
+        modes = _pop_block_modes(depth)
+        try:
             return self._run_or_left(args, kwargs)
+        finally:
+            for mode in reversed(modes):
+                torch._C._push_on_torch_function_stack(mode)
 
     def _run_or_left(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = self.positional(args, kwargs)
+        if kwargs:
+            args, kwargs = self.positional(args, kwargs)
         if len(args) != 1 or kwargs or not self.serves(args[0]) or not torch.is_grad_enabled():
             return self.left(*args, **kwargs)
         x: Tensor = args[0]
@@ -191,7 +194,7 @@ class LinearForward(SiteForward):
 
     def serves(self, x: Any) -> bool:
         """Whether the input is a plain tensor, or a DTensor beside a weight on the same mesh."""
-        if not isinstance(x, DTensor):
+        if type(x) is Tensor or not isinstance(x, DTensor):
             return self.ours(x)
         weight = self.weight
         alike = isinstance(weight, DTensor) and weight.device_mesh == x.device_mesh
@@ -204,14 +207,26 @@ class LinearForward(SiteForward):
     @property
     def weight(self) -> Tensor:
         """[out_features, in_features] or transposed; under FSDP2 the gathered one while forward runs."""
-        weight = self.module.weight
-        assert isinstance(weight, Tensor)
-        return weight
+        weight = self.module._parameters.get("weight")
+        if weight is not None:
+            return weight
+        computed = self.module.weight
+        assert isinstance(computed, Tensor)
+        return computed
 
     def run(self, x: Tensor) -> Tensor:
         """The linear layer of x, saving what rebuilds x."""
         spec = self.site.spec
         assert isinstance(spec, LinearSpec)
+        weight = self.weight
+        hooks = None if torch.compiler.is_compiling() else hooks_of_linear(x, weight)
+        if hooks is not None:
+            kept = keep(x, self.format, "linear")
+            self.origin = kept.origin
+            with hooks(kept):
+                y: Tensor = self.original(x)
+            mark_as_linear(y)
+            return y
         bias = self.parameter("bias")
-        y = functions.linear(x, self.weight, self.value(x), spec.transposed, self.format, bias=bias)
+        y = functions.linear(x, weight, self.value(x), spec.transposed, self.format, bias=bias)
         return self._noting_origin(y)

@@ -2,14 +2,15 @@
 
 Each one is given the value that the original code computed, so forward is bit-identical to the unmodified model.
 Backward is written out on values rebuilt from the saved tensors (see [Note: kept tensors]): the layer-aware activation
-quantization of AGoQ. Everything else that a gradient needs (inverse root mean square, sigmoid) is recomputed in fp32.
+quantization of AGoQ. Layers whose backward torch has take that wherever it serves (saving.py). Everything else that a
+gradient needs (inverse root mean square, sigmoid) is recomputed in fp32.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from laconic.activations.dtensors import Placed, local_of, on_rows, row_dim
 from laconic.activations.gated import gated_product
 from laconic.activations.kept import Gate, Kept, Memo, attach, derive, found, keep
 from laconic.activations.norms import NormSpec, norm_again, norm_backward, norm_formula
+from laconic.activations.saving import LARGE_NUMEL, Instead
 from laconic.activations.traceable import as_result, traceable
 from laconic.activations.witnesses import check_unchanged, glances
 from laconic.ops import GATED_ACTIVATIONS
@@ -92,15 +94,36 @@ def norm(
         weight, bias: [features] or None.
     """
     kept = keep(x, format, "norm")
-    y: Tensor = _Norm.apply(x, weight, bias, kept, spec, (value,), *kept.tensors)
-    parameters = tuple(p for p in (weight, bias) if p is not None)
-    dtype = y.dtype
-
-    def rebuild(x: Tensor, *parameters: Tensor) -> Tensor:
-        return on_rows(lambda x, weight=None, bias=None: norm_again(x, weight, bias, spec, dtype), x, *parameters)
-
-    attach(y, derive(rebuild, (kept,), parameters, "norm"))
+    y: Tensor
+    if type(x) is Tensor and not torch.compiler.is_compiling():
+        with Instead(x, kept):
+            y = _apply_norm(x, weight, bias, kept, spec, (value,))
+    else:
+        y = _Norm.apply(x, weight, bias, kept, spec, (value,), *kept.tensors)
+    parameters = tuple([p for p in (weight, bias) if p is not None])
+    attach(y, derive(_NormAgain(spec, y.dtype), (kept,), parameters, "norm"))
     return y
+
+
+class _NormAgain:
+    """Computes the norm of a rebuilt input."""
+
+    __slots__ = ("_dtype", "_spec")
+
+    def __init__(self, spec: NormSpec, dtype: torch.dtype) -> None:
+        self._spec, self._dtype = spec, dtype
+
+    def __call__(self, x: Tensor, *parameters: Tensor) -> Tensor:
+        return on_rows(self._of_rows, x, *parameters)
+
+    def _of_rows(self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        return norm_again(x, weight, bias, self._spec, self._dtype)
+
+
+def _direct(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` past torch's search for the wrappers of transforms, under which no site runs."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 class _Norm(torch.autograd.Function):
@@ -115,19 +138,23 @@ class _Norm(torch.autograd.Function):
         value: tuple[Tensor],
         *saved: Tensor,
     ) -> Tensor:
-        kept.memo.announce()
-        ctx.memo, ctx.origin, ctx.spec = kept.memo, kept.origin, spec
-        ctx.dtype = x.dtype
-        ctx.save_for_backward(edge_of(x), weight, bias, *saved)
-        ctx.glances = glances((weight, bias))
+        ctx.origin, ctx.spec, ctx.dtype = kept.origin, spec, x.dtype
+        ctx.memo = kept.memo if saved else None
+        if saved:
+            kept.memo.announce()
+            ctx.save_for_backward(edge_of(x), weight, bias, *saved)
+            ctx.glances = glances((weight, bias))
+        else:
+            ctx.save_for_backward(x, weight, bias)
         return as_result(value[0])
 
     @staticmethod
     @derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        edge, weight, bias, *saved = ctx.saved_tensors
-        check_unchanged(ctx.glances, (weight, bias))
-        x = take(ctx.memo, tuple(saved), edge, after=grad)
+        x, weight, bias, *saved = ctx.saved_tensors
+        if ctx.memo is not None:
+            check_unchanged(ctx.glances, (weight, bias))
+            x = take(ctx.memo, tuple(saved), x, after=grad)
         needs = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():
             formula = partial(norm_formula, spec=ctx.spec, dtype=grad.dtype)
@@ -140,6 +167,9 @@ class _Norm(torch.autograd.Function):
             None if dbias is None else dbias.to(bias.dtype),
             *[None] * (3 + len(saved)),
         )
+
+
+_apply_norm = _direct(_Norm)
 
 
 def _norm_backward(
@@ -219,10 +249,6 @@ class _Linear(torch.autograd.Function):
         return (dx, dweight, dbias, *[None] * (3 + len(saved)))
 
 
-_TILE = 1 << 20
-"""Values of a weight's gradient that one product makes on the CPU: 4 MiB in fp32."""
-
-
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a.T @ b, a [tokens, m], b [tokens, n] -> [m, n].
 
@@ -230,11 +256,11 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     projection that is the peak of a step. So the result is made some rows at a time; the bits are the same.
     """
     m, n = a.shape[1], b.shape[1]
-    is_whole = a.device.type != "cpu" or a.element_size() > 2 or m * n <= _TILE or type(a) is not Tensor
+    is_whole = a.device.type != "cpu" or a.element_size() > 2 or m * n <= LARGE_NUMEL or type(a) is not Tensor
     if is_whole or torch.is_grad_enabled():
         return a.t() @ b
     result = a.new_empty(m, n)
-    for rows, part in zip(a.t().split(max(1, _TILE // n)), result.split(max(1, _TILE // n)), strict=True):
+    for rows, part in zip(a.t().split(max(1, LARGE_NUMEL // n)), result.split(max(1, LARGE_NUMEL // n)), strict=True):
         torch.mm(rows, b, out=part)
     return result
 
@@ -262,12 +288,19 @@ def activate(x: Tensor, value: Tensor, activation: str, format: Packing) -> Tens
     kept = keep(x, format, "mlp")
     forward = ACTIVATIONS[activation].forward
     again = derive(forward, (kept,), (), "mlp")
-    if kept.format is None or activation not in GATED_ACTIVATIONS or x.dim() == 0:
-        y: Tensor = _Activate.apply(x, kept, activation, (value,), False, *kept.tensors)
+    has_edge = kept.format is not None and activation in GATED_ACTIVATIONS and x.dim() > 0
+    if type(x) is Tensor and not torch.compiler.is_compiling():
+        with Instead(x, kept):
+            results = _apply_activation(x, kept, activation, (value,), has_edge)
+    else:
+        results = _Activate.apply(x, kept, activation, (value,), has_edge, *kept.tensors)
+    if not has_edge:
+        y: Tensor = results
         attach(y, again)
         return y
-    y, edge = _Activate.apply(x, kept, activation, (value,), True, *kept.tensors)
-    attach(y, replace(again, gate=Gate(kept, activation, forward, edge)))
+    y, edge = results
+    again.gate = Gate(kept, activation, forward, edge)
+    attach(y, again)
     return y
 
 
@@ -278,9 +311,11 @@ class _Activate(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, kept: Kept, activation: str, value: tuple[Tensor], has_edge: bool, *saved: Tensor
     ) -> Tensor | tuple[Tensor, Tensor]:
-        kept.memo.announce()
         ctx.memo, ctx.origin, ctx.activation = kept.memo, kept.origin, ACTIVATIONS[activation]
-        ctx.save_for_backward(edge_of(x), *saved)
+        ctx.saves_codes = bool(saved)
+        if saved:
+            kept.memo.announce()
+        ctx.save_for_backward(edge_of(x) if saved else x, *saved)
         if not has_edge:
             return as_result(value[0])
         ctx.set_materialize_grads(False)
@@ -289,18 +324,22 @@ class _Activate(torch.autograd.Function):
     @staticmethod
     @derivative
     def backward(ctx: Any, grad: Tensor | None, of_edge: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        edge, *saved = ctx.saved_tensors
-        dx = of_edge
+        dx, num_saved = of_edge, len(ctx.needs_input_grad) - 5
         if grad is None:
             ctx.memo.leave()
         else:
-            x = take(ctx.memo, tuple(saved), edge, after=grad)
+            x, *saved = ctx.saved_tensors
+            if ctx.saves_codes:
+                x = take(ctx.memo, tuple(saved), x, after=grad)
             if torch.is_grad_enabled():
                 (dx,) = gradients(ctx.activation.forward, (x,), grad, (True,))
             else:
                 dx = ctx.activation.backward(grad, x)
             dx = dx if of_edge is None or dx is None else dx + of_edge
-        return (dx, *[None] * (4 + len(saved)))
+        return (dx, *[None] * (4 + num_saved))
+
+
+_apply_activation = _direct(_Activate)
 
 
 @traceable

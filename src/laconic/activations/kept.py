@@ -32,7 +32,7 @@ import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
@@ -47,7 +47,7 @@ from laconic.activations.offload import offloader_of
 from laconic.activations.rounding import quantized
 from laconic.activations.storages import place_of
 from laconic.activations.streams import record_reader, stream_of
-from laconic.activations.witnesses import Witness, check_unchanged, glance, glances, root, same, witness_of
+from laconic.activations.witnesses import Glances, Witness, check_unchanged, glance, glances, root, same, witness_of
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops import BITS
 
@@ -60,8 +60,10 @@ __all__ = [
     "found",
     "found_or_held",
     "in_range",
+    "is_linear",
     "keep",
     "known",
+    "mark_as_linear",
     "pack",
     "take_all",
 ]
@@ -69,6 +71,7 @@ __all__ = [
 Tensors = tuple[Tensor, ...]
 
 _ATTRIBUTE = "_laconic_kept"
+_LINEAR = "_laconic_linear"
 
 # Backward nodes of torch that save their own output, so that a reference to it costs no bytes: those of attention, and
 # others, unless hooks pack what they save. Not that of relu, whose output may be saved as bits.
@@ -103,6 +106,10 @@ class Memo:
         inner: memos that `rebuild` takes from.
         makes_new: every value of `rebuild` is a tensor that nothing else refers to.
     """
+
+    # Slots, and objects in the place of closures: what a graph holds counts for Python's garbage collector, which looks
+    # at all of the process whenever enough has been made.
+    __slots__ = ("__weakref__", "_inner", "_makes_new", "_readers", "_rebuild", "_value", "was_taken")
 
     def __init__(
         self,
@@ -154,13 +161,12 @@ class Memo:
 
 def in_range(value: Tensor) -> Tensor:
     """Clamp a rebuilt fp16 value whose rounding left the range of its dtype; other dtypes have room enough."""
-    if not isinstance(value, Tensor) or value.dtype != torch.float16:
+    if not isinstance(value, Tensor) or value.dtype is not torch.float16:
         return value
     largest = torch.finfo(torch.float16).max
     return value.clamp(-largest, largest)
 
 
-@dataclass(frozen=True)
 class Kept:
     """The saved `tensors` from which the `memo` rebuilds a value, and its `origin`, a kind of site.
 
@@ -169,13 +175,24 @@ class Kept:
     packed has a `witness`.
     """
 
-    tensors: Tensors
-    memo: Memo
-    origin: str
-    bits: int | None = None
-    format: BlockFormat | None = None
-    gate: Gate | None = None
-    witness: Witness | None = None
+    __slots__ = ("bits", "format", "gate", "memo", "origin", "tensors", "witness")
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        memo: Memo,
+        origin: str,
+        bits: int | None = None,
+        format: BlockFormat | None = None,
+        gate: Gate | None = None,
+        witness: Witness | None = None,
+    ) -> None:
+        self.tensors, self.memo, self.origin = tensors, memo, origin
+        self.bits, self.format, self.gate, self.witness = bits, format, gate, witness
+
+    def with_memo(self, memo: Memo) -> Kept:
+        """The same, rebuilt by another memo."""
+        return Kept(self.tensors, memo, self.origin, self.bits, self.format, self.gate, self.witness)
 
 
 @dataclass(frozen=True)
@@ -195,7 +212,22 @@ class Gate:
     edge: Tensor
 
 
-class _Note:
+class _OfThisTensor:
+    """Base of attributes that are about a tensor in this process.
+
+    Copies and files of the tensor go without them, and files stay loadable with weights_only=True.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return OrderedDict, ()
+
+
+_MARK = _OfThisTensor()
+
+
+class _Note(_OfThisTensor):
     """The attribute on a tensor: `kept` rebuilds it as long as it holds what it held.
 
     Args:
@@ -206,6 +238,8 @@ class _Note:
         values: `glance(x)`.
     """
 
+    __slots__ = ("__weakref__", "_kept", "_memo", "_place", "_root", "_values", "_version")
+
     def __init__(self, x: Tensor, kept: Kept, values: bytes | Tensor | None, *, lasts: bool) -> None:
         self._version = x._version
         self._values = values
@@ -215,7 +249,7 @@ class _Note:
         self._memo: weakref.ref[Memo] | None = None
         if not lasts:
             # The graph holds the memo of what it saved. The note must not, nor the codes when the memo is gone.
-            self._kept = replace(kept, memo=_GONE)
+            self._kept = kept.with_memo(_GONE)
             self._memo = weakref.ref(kept.memo, self._end)
 
     def is_about(self, x: Tensor) -> bool:
@@ -234,15 +268,10 @@ class _Note:
         if memo is None or memo.was_taken:
             self._kept = None
             return None
-        return replace(self._kept, memo=memo)
+        return self._kept.with_memo(memo)
 
     def _end(self, _: object) -> None:
         self._kept = None
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        # A note is about this tensor in this process. Copies and files of the tensor go without it, and files stay
-        # loadable with weights_only=True.
-        return OrderedDict, ()
 
 
 def _no_value(tensors: Tensors, after: Tensor | None) -> Tensor:
@@ -262,14 +291,15 @@ def keep(x: Tensor, format: Packing, origin: str) -> Kept:
     """
     kept = known(x)
     if kept is None or (kept.bits is not None and kept.bits < _bits(format)):
-        local = local_of(x)
+        local = x if type(x) is Tensor else local_of(x)
         kept = pack(local, format, origin)
         if kept.bits is not None and not _is_reused(x):
             if local is x:
                 _write(x, kept, lasts=x.requires_grad)
             else:
                 _share(local, kept, lasts=x.requires_grad)
-        kept = _placed(kept, x)
+        if local is not x:
+            kept = _placed(kept, x)
     return kept
 
 
@@ -285,14 +315,17 @@ def _share(x: Tensor, kept: Kept, *, lasts: bool) -> None:
     if whole.shape == x.shape:
         _write(whole, kept, lasts=lasts)
     elif lasts:  # or nobody would hold what the note refers to
-        shape = whole.shape
-        _write(whole, derive(lambda value: value.reshape(shape), (kept,), (), kept.origin), lasts=True)
+        _write(whole, derive(_Reshaped(whole.shape), (kept,), (), kept.origin), lasts=True)
 
 
 def _placed(kept: Kept, x: Tensor) -> Kept:
     """The `Kept` of `x` from that of what this rank holds of it."""
     place = Placed.of(x)
-    return kept if place is None else replace(derive(place, (kept,), (), kept.origin), bits=kept.bits)
+    if place is None:
+        return kept
+    placed = derive(place, (kept,), (), kept.origin)
+    placed.bits = kept.bits
+    return placed
 
 
 def _bits(format: Packing) -> int:
@@ -308,16 +341,20 @@ def known(x: Tensor, *, by_hooks: bool = False) -> Kept | None:
         by_hooks: whether hooks ask, which may pack what the producer of x saves, but for attention.
     """
     kept = None if _is_reused(x) else found(x)
-    local = local_of(x)
-    if kept is None and _producer_holds(local, _ATTENTIONS if by_hooks else _SAVES_ITS_OUTPUT):
+    if kept is not None:
+        return kept
+    local = x if type(x) is Tensor else local_of(x)
+    if _producer_holds(local, _ATTENTIONS if by_hooks else _SAVES_ITS_OUTPUT):
         return _placed(Kept((local,), Memo(_itself), "attention"), x)
-    return kept
+    return None
 
 
 def _is_reused(x: Tensor) -> bool:
     # A leaf may be filled again without torch counting it as a change: pipelines receive the hidden states of each step
     # into one tensor. What was kept of it last time must not be found again.
-    if isinstance(x, DTensor):  # whose local part says nothing about itself, but may be a view of such a leaf
+    if type(x) is not Tensor and isinstance(
+        x, DTensor
+    ):  # whose local part says nothing about itself, but may be a view of such a leaf
         local = local_of(x)
         whole = _whole(local)
         return (x if whole is local else whole).is_leaf and x.requires_grad
@@ -329,6 +366,19 @@ def _whole(x: Tensor) -> Tensor:
     base = x._base
     is_full = base is not None and x.numel() == base.numel() and x.is_contiguous() and base.is_contiguous()
     return base if is_full and base is not None else x
+
+
+def mark_as_linear(y: Tensor) -> None:
+    """Note on the output of a linear layer, and on the tensor it is a view of, that it is one."""
+    setattr(y, _LINEAR, _MARK)
+    if y._base is not None:
+        setattr(y._base, _LINEAR, _MARK)
+
+
+def is_linear(x: Tensor) -> bool:
+    """Whether `x` is what a site has made, a linear layer above all, or a part of it."""
+    source = x if x._base is None else x._base  # gate and up may be parts of what one layer made
+    return hasattr(source, _LINEAR) or getattr(source.grad_fn, "origin", None) is not None
 
 
 def found_or_held(x: Tensor) -> Kept:
@@ -356,19 +406,12 @@ def pack(x: Tensor, format: Packing, origin: str, center: Tensor | None = None, 
     if center is None and not is_traced and packed_nbytes >= x.numel() * x.element_size():
         return Kept((x,), Memo(_itself if layout is None else partial(_laid_out, layout)), origin)
     record_reader(x)
-    whole_shape = x.shape
+    laid_out = _LaidOut(x.shape if shares else None, layout) if shares or layout is not None else None
     if shares:
         x = x.reshape(-1)
-
-    def laid_out(values: Tensor) -> Tensor:
-        if shares:
-            return values.view(whole_shape)
-        return values if layout is None else layout.unflatten(values)
-
     if AUDITED.values is not None:
         return _stood_in(AUDITED.values(x.detach(), block_format, center), laid_out, origin, _bits(format))
     packed = quantized(x.detach(), block_format, center)
-    dtype, shape = x.dtype, x.shape
     witness = witness_of(x, packed.scales, block_format, origin)
     saved: Tensors = (packed.codes, packed.scales)
     fetch: Callable[[Tensors], Tensors] | None = None
@@ -377,28 +420,63 @@ def pack(x: Tensor, format: Packing, origin: str, center: Tensor | None = None, 
         offloader = offloader_of(x.device)
         saved, handle = offloader.send(saved)
         fetch = partial(offloader.fetch, handle=handle)
-
-    def dequantize(tensors: Tensors, after: Tensor | None) -> Tensor:
-        codes, scales = tensors[:2] if fetch is None else fetch(tensors[:2])
-        center = None if len(tensors) == 2 else tensors[2]
-        values = BlockTensor(codes, scales, block_format, shape, dtype).dequantize(after=after, center=center)
-        if witness is not None:
-            witness.saw(values, scales)
-        return laid_out(values)
-
     if center is not None:
         saved = (*saved, center)
     # Gated products are made from codes of such tensors only.
     is_plain = fetch is None and center is None and not shares and not block_format.is_stochastic
     gated_format = block_format if is_plain else None
+    dequantize = _Dequantized(block_format, x.shape, x.dtype, witness, fetch, laid_out)
     return Kept(saved, Memo(dequantize), origin, _bits(format), gated_format, witness=witness)
 
 
-def _stood_in(value: Tensor, laid_out: Callable[[Tensor], Tensor], origin: str, bits: int) -> Kept:
+class _Dequantized:
+    """Rebuilds a value from its codes, its scales and the center they have been rounded around, if there is one."""
+
+    __slots__ = ("_dtype", "_fetch", "_format", "_laid_out", "_shape", "_witness")
+
+    def __init__(
+        self,
+        format: BlockFormat,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        witness: Witness | None,
+        fetch: Callable[[Tensors], Tensors] | None,
+        laid_out: _LaidOut | None,
+    ) -> None:
+        self._format, self._shape, self._dtype = format, shape, dtype
+        self._witness, self._fetch, self._laid_out = witness, fetch, laid_out
+
+    def __call__(self, tensors: Tensors, after: Tensor | None) -> Tensor:
+        codes, scales = tensors[:2] if self._fetch is None else self._fetch(tensors[:2])
+        center = None if len(tensors) == 2 else tensors[2]
+        values = BlockTensor(codes, scales, self._format, self._shape, self._dtype).dequantize(
+            after=after, center=center
+        )
+        if self._witness is not None:
+            self._witness.saw(values, scales)
+        return values if self._laid_out is None else self._laid_out(values)
+
+
+class _LaidOut:
+    """What was packed flat, because rows share blocks or in the order of memory, in the shape that it had."""
+
+    __slots__ = ("_layout", "_shape")
+
+    def __init__(self, shape: torch.Size | None, layout: Layout | None) -> None:
+        self._shape, self._layout = shape, layout
+
+    def __call__(self, values: Tensor) -> Tensor:
+        if self._shape is not None:
+            return values.view(self._shape)
+        return values if self._layout is None else self._layout.unflatten(values)
+
+
+def _stood_in(value: Tensor, laid_out: _LaidOut | None, origin: str, bits: int) -> Kept:
     """What `pack` returns in an audit that keeps a value in the place of codes, and of scales a zero."""
 
     def rebuild(tensors: Tensors, after: Tensor | None) -> Tensor:
-        return laid_out(tensors[0].clone())  # readers may change what they take
+        value = tensors[0].clone()  # readers may change what they take
+        return value if laid_out is None else laid_out(value)
 
     return Kept((value, value.new_zeros(1)), Memo(rebuild), origin, bits)
 
@@ -441,18 +519,40 @@ def derive(
 
     With `makes_new` every value of `function` is a tensor that nothing else refers to.
     """
-    memos = tuple(kept.memo for kept in inner)
-    counts = tuple(len(kept.tensors) for kept in inner)
-
-    before = glances(parameters)
-
-    def rebuild(tensors: Tensors, after: Tensor | None) -> Tensor:
-        given = tensors[sum(counts) :]
-        check_unchanged(before, given)
-        return function(*take_all(memos, counts, tensors, after), *given)
-
-    tensors = tuple(tensor for kept in inner for tensor in kept.tensors)
+    tensors = inner[0].tensors if len(inner) == 1 else sum((kept.tensors for kept in inner), ())
+    memos = tuple([kept.memo for kept in inner])
+    counts = tuple([len(kept.tensors) for kept in inner])
+    rebuild = _Derived(function, memos, counts, glances(parameters) if parameters else ())
     return Kept((*tensors, *parameters), Memo(rebuild, memos, makes_new=makes_new), origin)
+
+
+class _Derived:
+    """Computes a value from other kept values, and parameters that have not changed."""
+
+    __slots__ = ("_counts", "_function", "_glances", "_memos")
+
+    def __init__(
+        self, function: Callable[..., Tensor], memos: tuple[Memo, ...], counts: tuple[int, ...], seen: Glances
+    ) -> None:
+        self._function, self._memos, self._counts, self._glances = function, memos, counts, seen
+
+    def __call__(self, tensors: Tensors, after: Tensor | None) -> Tensor:
+        parameters = tensors[sum(self._counts) :]
+        if parameters:
+            check_unchanged(self._glances, parameters)
+        return self._function(*take_all(self._memos, self._counts, tensors, after), *parameters)
+
+
+class _Reshaped:
+    """A function that gives a value another shape."""
+
+    __slots__ = ("_shape",)
+
+    def __init__(self, shape: torch.Size) -> None:
+        self._shape = shape
+
+    def __call__(self, value: Tensor) -> Tensor:
+        return value.reshape(self._shape)
 
 
 def take_all(
@@ -472,7 +572,7 @@ def attach(x: Tensor, kept: Kept) -> None:
 
     On a DTensor the note is on what this rank holds of it.
     """
-    local = local_of(x)
+    local = x if type(x) is Tensor else local_of(x)
     _write(local, kept if local is x else derive(local_of, (kept,), (), kept.origin), lasts=x.requires_grad)
 
 
@@ -491,8 +591,7 @@ def _write(x: Tensor, kept: Kept, *, lasts: bool) -> None:
 
 def found(x: Tensor) -> Kept | None:
     """The `Kept` of `x`, or of a tensor that `x` is a full view of (logits of all tokens are a slice), or None."""
-    local = local_of(x)
-    if local is not x:
+    if type(x) is not Tensor and (local := local_of(x)) is not x:
         kept = found(local)
         return None if kept is None else _placed(kept, x)
     attribute = _attribute(x)
@@ -507,8 +606,7 @@ def found(x: Tensor) -> Kept | None:
         return None
     if not of_whole:
         return kept
-    shape = x.shape
-    return derive(lambda value: value.reshape(shape), (kept,), (), kept.origin)
+    return derive(_Reshaped(x.shape), (kept,), (), kept.origin)
 
 
 def _producer_holds(x: Tensor, nodes: frozenset[str]) -> bool:

@@ -16,7 +16,7 @@ from laconic.activations.decisions import Decisions
 from laconic.activations.replacement import modules_of
 from laconic.errors import ModelError
 
-__all__ = ["Replay", "check_attention", "forgets", "forgetting", "swapped_parameters"]
+__all__ = ["Forgetting", "Replay", "check_attention", "forgets", "forgetting", "swapped_parameters"]
 
 
 def forgetting() -> AbstractContextManager[Any]:
@@ -25,15 +25,18 @@ def forgetting() -> AbstractContextManager[Any]:
     Gradients stay enabled: torch picks some of its kernels by whether a gradient is wanted, and their bits differ. In a
     graph of torch.compile, which has bits of its own, they are disabled.
     """
-    if torch.compiler.is_compiling():
-        return torch.no_grad()
-    return torch.autograd.graph.saved_tensors_hooks(_forget, _forgotten)
+    return torch.no_grad() if torch.compiler.is_compiling() else _FORGETTING
 
 
-def forgets() -> bool:
-    """Whether the running code is inside of `forgetting`."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and hooks[0] is _forget
+def forgets(pack: object) -> bool:
+    """Whether the pack function of saved-tensor hooks is that of `forgetting`, or of code that runs twice."""
+    return pack is _forget or isinstance(getattr(pack, "__self__", None), Forgetting)
+
+
+class Forgetting:
+    """Base of objects whose saved-tensor hooks hold on to nothing: code under these stays as it is."""
+
+    __slots__ = ()
 
 
 def _forget(tensor: Tensor) -> None:
@@ -42,6 +45,19 @@ def _forget(tensor: Tensor) -> None:
 
 def _forgotten(nothing: None) -> Tensor:
     raise RuntimeError("laconic: backward through a value that is computed without keeping anything for it")
+
+
+class _Hooks:
+    """torch.autograd.graph.saved_tensors_hooks of two functions, at a fifth of the time."""
+
+    def __enter__(self) -> None:
+        torch._C._autograd._push_saved_tensors_default_hooks(_forget, _forgotten)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+_FORGETTING = _Hooks()
 
 
 @contextmanager
@@ -117,12 +133,9 @@ class Replay:
         self._decisions = decisions
         self._num_decided = 0
         self._device = device
-        self._modes = [(part, part.training) for part in modules_of(module)]
-        self._autocast = {
-            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in {device.type, "cpu"}
-            if torch.amp.is_autocast_available(kind)  # which it is not on the meta device
-        }
+        self._parts = tuple(modules_of(module))
+        self._modes = tuple([part.training for part in self._parts])
+        self._autocast = _autocast(device.type) if torch._C._is_any_autocast_enabled() else None
         self._cache = torch.is_autocast_cache_enabled()
         self._attention = F.scaled_dot_product_attention
 
@@ -169,10 +182,11 @@ class Replay:
                 torch.set_rng_state(draws[0])
                 if devices:
                     torch.cuda.set_rng_state(draws[1], self._device)
-            for kind, (enabled, dtype) in self._autocast.items():
-                if enabled or torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache))
-            for part, training in self._modes:
+            if self._autocast is not None or torch._C._is_any_autocast_enabled():
+                for kind, enabled, dtype in self._autocast or _autocast(self._device.type, enabled=False):
+                    if enabled or torch.is_autocast_enabled(kind):
+                        stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache))
+            for part, training in zip(self._parts, self._modes, strict=True):
                 if part.training != training:
                     stack.callback(setattr, part, "training", part.training)
                     part.training = training
@@ -189,6 +203,14 @@ class Replay:
         if self._device.type != "cuda" or not torch.cuda.is_initialized() or is_captured(self._device):
             return (host,)
         return host, torch.cuda.get_rng_state(self._device)
+
+
+def _autocast(device: str, *, enabled: bool = True) -> tuple[tuple[str, bool, torch.dtype], ...]:
+    """(kind of device, whether autocast is on for it, its dtype) of this one and the CPU; all off if not `enabled`."""
+    kinds = [kind for kind in {device, "cpu"} if torch.amp.is_autocast_available(kind)]  # on the meta device it is not
+    return tuple(
+        [(kind, enabled and torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    )
 
 
 def _bytes(state: Tensor) -> bytes:

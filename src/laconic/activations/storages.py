@@ -1,4 +1,4 @@
-"""The storages that hold a tensor's numbers, of any layout: a sparse tensor has none of its own, but its parts have."""
+"""Where and how a tensor's numbers lie. A sparse tensor has no storage of its own, but its parts have."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from laconic.formats.shards import local_part
 
-__all__ = ["dense_parts", "place_of", "storages_of"]
+__all__ = ["dense_parts", "laid_out", "overlaps", "place_of", "storages_of"]
 
 _ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
@@ -44,3 +44,26 @@ def place_of(tensor: Tensor) -> tuple[int, ...]:
     if type(tensor) is Tensor and tensor.layout == torch.strided:  # nearly all
         return (tensor.untyped_storage()._cdata,)
     return tuple(storage._cdata for storage in storages_of(tensor))
+
+
+def laid_out(x: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """`x` with the strides of the tensor it stands for, gaps included.
+
+    A second run hands what it saves to the nodes of the first by place, and torch's kernels save other tensors, or in
+    another order, where strides differ: a linear layer does for an input with gaps.
+    """
+    if x.stride() == stride:
+        return x
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def overlaps(x: Tensor) -> bool:
+    """Whether values of x may lie in one place of memory, as those of an expanded tensor do."""
+    if x.is_contiguous():
+        return False
+    extent = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1):
+        if stride < extent:
+            return True
+        extent += (size - 1) * stride
+    return False

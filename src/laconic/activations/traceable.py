@@ -37,8 +37,10 @@ def traceable(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Not past `traced`, as between the graphs that it breaks Dynamo would look into `function` itself. None is no
-        # argument that a graph could hold.
+        # Dynamo, also between the graphs that it breaks, takes the other way and does not look into `function`.
+        if not torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        # None is no argument that a graph could hold.
         return traced(*args, **{name: value for name, value in kwargs.items() if value is not None})
 
     return call  # type: ignore[return-value]  # it has the signature of `function`

@@ -164,7 +164,7 @@ def _is_real(x: Tensor) -> bool:
     # Dynamo looks into code of ours that runs between the graphs it breaks.
     if torch.compiler.is_compiling():
         return False
-    return type(x) in _CLASSES and (x.is_cpu or x.is_cuda) and x.layout == torch.strided
+    return type(x) in _CLASSES and (x.is_cpu or x.is_cuda) and x.layout is torch.strided
 
 
 _CLASSES = (Tensor, torch.nn.Parameter)
@@ -179,13 +179,17 @@ def glance(x: Tensor) -> bytes | Tensor | None:
 
     Of a tensor in host memory it takes a microsecond: it is read as memory, past the dispatcher of torch.
     """
-    if not _is_real(x):
+    return None if torch.compiler.is_compiling() else _glance(x)
+
+
+def _glance(x: Tensor) -> bytes | Tensor | None:
+    if not (type(x) in _CLASSES and (x.is_cpu or x.is_cuda) and x.layout is torch.strided):
         return None
     numel = x.numel()
     if x.is_cuda or numel == 0:
         values = sample(x) if _watches() else None
         return b"" if values is None else values
-    words = _WORDS.get(x.element_size())
+    words = _WORDS.get(x.dtype)
     if words is None or not (x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=_CHANNELS_LAST))):
         return sample(x)
     address = x.data_ptr()
@@ -196,7 +200,11 @@ def glance(x: Tensor) -> bytes | Tensor | None:
 
 _STEPS = NUM_PLACES - 1
 _CHANNELS_LAST = torch.channels_last
-_WORDS: dict[int, Any] = {2: ctypes.c_uint16, 4: ctypes.c_uint32}
+_WORDS: dict[torch.dtype, Any] = {
+    torch.float32: ctypes.c_uint32,
+    torch.bfloat16: ctypes.c_uint16,
+    torch.float16: ctypes.c_uint16,
+}
 
 
 @lru_cache(maxsize=4096)
@@ -207,7 +215,9 @@ def _window(address: int, word: Any, numel: int) -> memoryview:
 
 def same(before: bytes | Tensor, x: Tensor) -> bool:
     """Whether `x`, of which `before` was the glance, looks alike; of a CUDA tensor True, and compared later."""
-    now = glance(x)
+    now = None if torch.compiler.is_compiling() else _glance(x)
+    if type(before) is bytes and type(now) is bytes:
+        return before == now
     if isinstance(before, Tensor) and isinstance(now, Tensor):
         if before.is_cuda:
             _record(_Entry(_differs, (), (before, now), (_RUNNING.site,), "a write between two layers"))
@@ -218,7 +228,9 @@ def same(before: bytes | Tensor, x: Tensor) -> bool:
 
 def glances(tensors: Sequence[Tensor | None]) -> Glances:
     """What `check_unchanged` compares: glances of the parameters and other floats that backward is going to read."""
-    return tuple([None if x is None or not x.is_floating_point() else glance(x) for x in tensors])
+    if torch.compiler.is_compiling():
+        return (None,) * len(tensors)
+    return tuple([None if x is None or not x.is_floating_point() else _glance(x) for x in tensors])
 
 
 def check_unchanged(before: Glances, tensors: Sequence[Tensor | None]) -> None:
@@ -234,8 +246,10 @@ def check_unchanged(before: Glances, tensors: Sequence[Tensor | None]) -> None:
     Raises:
         ModelError: one holds other values.
     """
+    if torch.compiler.is_compiling():
+        return
     for values, x in zip(before, tensors, strict=True):
-        now = None if values is None or x is None else glance(x)
+        now = None if values is None or x is None else _glance(x)
         if values is None or now is None:
             continue
         if isinstance(values, Tensor) and isinstance(now, Tensor):

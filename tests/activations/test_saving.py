@@ -1,0 +1,202 @@
+"""torch's own backward on what hooks keep: of one tensor (`Instead`), or of code that runs again (`SecondRun`)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import laconic
+from laconic.activations import SavedTensorTracker
+from laconic.activations.kept import Kept, Memo
+from laconic.activations.replay import Replay
+from laconic.activations.saving import Instead, SecondRun
+from laconic.errors import ModelError
+
+
+def held(x: Tensor) -> Kept:
+    """Keeps a copy of `x`, in memory of its own."""
+    return Kept((x.detach().clone(memory_format=torch.contiguous_format),), Memo(lambda saved, *_: saved[0]), "test")
+
+
+USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "linear": lambda x, w: F.linear(x, w),
+    "product": lambda x, w: x @ w,
+    "transposed, of a square": lambda x, w: (w @ x.mT).mT,
+    "in rows": lambda x, w: x.reshape(-1, x.shape[-1]) @ w,
+    "twice": lambda x, w: F.linear(x, w) * (x @ w),
+    "a part": lambda x, w: x[1:] @ w,
+    "elementwise": lambda x, w: (x * x).sigmoid() * w[: x.shape[-2]],
+}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "with gaps"])
+@pytest.mark.parametrize("use", USES)
+def test_gradients_are_those_of_torch_whatever_view_is_saved(use: str, layout: str) -> None:
+    found = []
+    for kept in (False, True):
+        torch.manual_seed(0)
+        x, w = torch.randn(6, 6, requires_grad=True), torch.randn(6, 6, requires_grad=True)
+        y = x * 1
+        y = {"contiguous": y, "transposed": y.t(), "with gaps": torch.cat((y, y), 1)[:, :6]}[layout]
+        if kept:
+            with Instead(y, held(y)):
+                z = USES[use](y, w)
+        else:
+            z = USES[use](y, w)
+        first = torch.autograd.grad(z.square().sum(), (x, w), create_graph=True)
+        found.append([z, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), (x, w))])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_factor_that_changes_is_refused() -> None:
+    def step(change: Callable[[Tensor], Any]) -> None:
+        x, w = torch.randn(4, 8, requires_grad=True) * 1, nn.Parameter(torch.randn(8, 8))
+        with Instead(x, held(x)):
+            y = F.linear(x, w)
+        with torch.no_grad():
+            change(w)
+        y.sum().backward()
+
+    step(lambda w: None)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step(lambda w: w.add_(1))
+    with pytest.raises(ModelError, match="holds other values in backward than in forward"):
+        step(lambda w: w.data.add_(1))
+
+
+class Two(nn.Module):
+    def __init__(self, width: int, bias: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.first = nn.Linear(width, 24, bias)
+        self.second = nn.Linear(24, width, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(F.gelu(self.first(self.norm(x))))
+        return y
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(3, 16), (2, 5, 16), (24, 16), (16, 16)])  # also of as many values as a weight
+def test_autocast_keeps_neither_casts_of_inputs_nor_of_weights(shape: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(0)
+    model = Two(16, bias)
+    twin = copy.deepcopy(model)
+    laconic.compress_activations(twin, bits=8, block_size=16)
+    x, found, kept = torch.randn(*shape), [], []
+    for each in (model, twin):
+        own = x.clone().requires_grad_()
+        with SavedTensorTracker(each) as tracker, torch.autocast("cpu", torch.bfloat16):
+            y = each(own)
+        (y.float().square().sum()).backward()
+        found.append([y, own.grad, *(p.grad for p in each.parameters())])
+        kept.append(tracker.nbytes)
+    assert torch.equal(found[0][0], found[1][0])
+    for exact, packed in zip(found[0][1:], found[1][1:], strict=True):
+        assert exact.dtype == packed.dtype
+        assert (exact - packed).norm() <= 0.02 * exact.norm()
+    weights = 2 * 2 * 16 * 24  # which exact autocast holds in bf16
+    assert kept[1] + weights < kept[0]
+
+
+@pytest.mark.parametrize("change", ["in place", "unseen"])
+def test_a_weight_that_changes_under_autocast_is_refused(change: str) -> None:
+    model = Two(16, True)
+    laconic.compress_activations(model, bits=8, block_size=16)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(torch.randn(3, 16, requires_grad=True))
+    with torch.no_grad():
+        model.second.weight.add_(1) if change == "in place" else model.second.weight.data.add_(1)
+    with pytest.raises((RuntimeError, ModelError), match=r"modified by an inplace operation|holds other values"):
+        y.float().sum().backward()
+
+
+def again(function: Callable[..., Any], x: Tensor, *others: Tensor, module: nn.Module | None = None) -> tuple[Any, Any]:
+    owner = nn.Module() if module is None else module
+    own = dict(owner.named_parameters())
+    run = SecondRun("a site", function, (held(x),), owner, own, Replay(x.device, owner))
+    return run, run.first(x, *others)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "with gaps"])
+@pytest.mark.parametrize("outer", [False, True])
+def test_a_second_run_gives_the_gradients_of_the_first(layout: str, outer: bool) -> None:
+    def code(x: Tensor, other: Tensor, flag: Tensor) -> tuple[Tensor, Tensor]:
+        weights = (x @ other.mT).masked_fill(flag, -3.0).softmax(-1)
+        return weights @ other, F.dropout(weights, 0.5)
+
+    found = []
+    for twice in (False, True):
+        torch.manual_seed(0)
+        x, other = torch.randn(4, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
+        y, flag = x * 1, torch.tensor([[True], [False], [False], [True]]).expand(4, 6)
+        y = {"contiguous": y, "transposed": (x.t().contiguous() * 1).t(), "with gaps": torch.cat((y, y), 1)[:, :8]}[
+            layout
+        ]
+        with torch.autograd.graph.save_on_cpu() if outer else torch.enable_grad():
+            value = again(code, y, other, flag)[1] if twice else code(y, other, flag)
+        drawn = torch.rand(1)
+        total = value[0].square().sum() + value[1].square().sum()
+        first = torch.autograd.grad(total, (x, other), create_graph=True)
+        found.append([*value, drawn, *first, *torch.autograd.grad(first[0].square().sum(), (x, other))])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_second_run_reads_the_parameters_of_the_first() -> None:
+    """Which `functional_call` has put in the place of others for the length of a forward."""
+    layer, weight = nn.Linear(8, 8, bias=False), torch.randn(8, 8, requires_grad=True)
+    grads = []
+    for twice in (False, True):
+
+        class Runs(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = layer
+
+            def forward(self, x: Tensor) -> Tensor:
+                def code(x: Tensor) -> Tensor:
+                    y: Tensor = self.layer(x).sigmoid()
+                    return y
+
+                y: Tensor = again(code, x, module=self)[1] if twice else code(x)  # noqa: B023
+                return y
+
+        x = torch.arange(16.0).view(2, 8).div(16).requires_grad_()
+        y = torch.func.functional_call(Runs(), {"layer.weight": weight}, (x,))
+        grads.append(torch.autograd.grad(y.square().sum(), (x, weight)))
+    assert all(map(torch.equal, *grads))
+
+
+def test_a_second_run_that_saves_other_tensors_is_refused() -> None:
+    calls = []
+
+    def code(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x.sin() if len(calls) == 1 else x.sin().cos()
+
+    _, y = again(code, torch.randn(4, requires_grad=True) * 1)
+    with pytest.raises(ModelError, match=r"a site runs again .* saves 2 tensors .* the 1 of its first"):
+        y.sum().backward()
+
+
+def test_a_retained_graph_runs_once_per_pass_and_frees_what_it_saved() -> None:
+    calls = []
+
+    def code(x: Tensor) -> Tensor:
+        calls.append(1)
+        return (x.sin() * x).exp()
+
+    x = torch.randn(4, requires_grad=True)
+    run, y = again(code, x * 1)
+    first = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+    assert len(calls) == 2
+    assert not any(x is not None for x in run._values)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], first)
+    assert len(calls) == 3
+    assert not any(x is not None for x in run._values)
