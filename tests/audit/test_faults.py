@@ -6,9 +6,16 @@ import pytest
 
 from laconic.errors import AuditError
 from tests.audit.faults import FAULTS, Fault
+from tests.grid import slow_but
+
+QUICK = {
+    *{fault.kind: fault for fault in FAULTS}.values(),
+    *{repr(fault.host): fault for fault in FAULTS}.values(),
+}
+"""A fault of every kind, and one of every training."""
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", slow_but(FAULTS, *QUICK))
 def test_a_planted_fault_is_refused(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AuditError):
         fault.host(lambda: fault.plant(monkeypatch))

@@ -213,7 +213,7 @@ def test_thirty_two_workers_are_planned_quickly() -> None:
     shape = InferenceShape.load("qwen3-235b-a22b")
     line = Line(2e-5, 4e-15)
     rates = InferenceRates(line, line, LinkPair(Line(2e-5, 2.5e-11), Line(2e-5, 2.5e-11)), 4e-13)
-    for rate in (1, 10, 20):
+    for rate in (1, 20):
         started = time.process_time()
         choose_for_arrivals(shape, rates, Workers(32, 80 * 10**9), Arrivals(rate, 4096, 256))
         assert time.process_time() - started < 10
