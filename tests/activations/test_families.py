@@ -70,6 +70,7 @@ def test_every_family_is_on_the_page_once() -> None:
 @pytest.mark.parametrize(
     "name", slow_but(["llama", "bert", "bart", "vit", "mamba", "wav2vec2", "whisper"], "llama", "bart", "vit", "mamba")
 )
+@pytest.mark.ci
 def test_a_row_is_what_is_measured(name: str) -> None:
     (family,) = [family for family in families() if family.name == name]
     assert check(family) == ""

@@ -71,6 +71,7 @@ def num_graphs() -> int:
 
 
 @pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
+@pytest.mark.ci
 def test_compiled_layers_equal_eager_ones_in_values_gradients_and_bytes(backend: str) -> None:
     model = compressed("llama", attention="exact")
     twin = with_compiled_layers(model, backend)
@@ -221,6 +222,7 @@ def test_hidden_states_of_a_compiled_model_keep_their_gradients(family: str) -> 
     ],
 )
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.ci
 def test_a_model_may_be_compiled_before_or_after(mode: Literal["sites", "combined"], whole: bool) -> None:
     model, ids = make_model("llama"), make_ids()
     expected = step(copy.deepcopy(model), ids)

@@ -370,6 +370,7 @@ def pass_each(rank: int, store: str) -> None:
         assert "fewer than eight bits" in str(report), report
 
 
+@pytest.mark.ci
 def test_nothing_is_refused_without_a_fault() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(pass_each, (os.path.join(folder, "store"),), 2)
@@ -499,6 +500,7 @@ def refuses(model: nn.Module, ids: Tensor, here: bool) -> Tensor:
     return loss.detach().requires_grad_()
 
 
+@pytest.mark.ci
 def test_a_batch_that_one_rank_cannot_run_is_no_hang() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(one_rank_cannot, (os.path.join(folder, "store"),), 2)

@@ -208,6 +208,7 @@ def test_tables_and_json_say_what_was_chosen() -> None:
     assert isinstance(choice.best, Steady)
 
 
+@pytest.mark.ci
 def test_thirty_two_workers_are_planned_quickly() -> None:
     """Under one second where it runs alone; processor time here, with room for slow machines."""
     shape = InferenceShape.load("qwen3-235b-a22b")

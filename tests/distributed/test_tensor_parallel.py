@@ -138,6 +138,7 @@ def test_codes_of_everything_train_in_parallel(by_torch: Results) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+@pytest.mark.ci
 def test_a_plan_of_transformers_packs_what_a_rank_holds(by_transformers: Results, family: str) -> None:
     for results in by_transformers:
         found = results[family]

@@ -117,6 +117,7 @@ def test_two_processes(tmp_path: Path) -> None:
     run_ranks(_agree, (tmp_path, free_port()), 2)
 
 
+@pytest.mark.ci
 def test_two_processes_of_fsdp2(tmp_path: Path) -> None:
     run_ranks(_sharded, (tmp_path, free_port()), 2)
 
