@@ -43,10 +43,11 @@ def test_the_case_does_not_depend_on_the_order_nor_on_other_tests() -> None:
     assert {kept} == _kept(items[::-1]) == _kept([*others, *items]) - {"tests/moe/test_b.py::test_y[1]"}
 
 
-def test_elsewhere_only_what_is_marked_for_ci_is_kept_and_that_with_every_case() -> None:
+def test_elsewhere_and_of_benchmarks_only_what_is_marked_for_ci_is_kept_and_that_with_every_case() -> None:
     marked = [_Item(f"tests/infer/test_a.py::test_x[{case}]", "ci") for case in range(3)]
     slow = [
         _Item(f"tests/infer/test_a.py::test_y[{case}]", *marks)
         for case, marks in enumerate((("slow",), ("slow", "ci")))
     ]
-    assert _kept([*marked, *slow]) == {item.nodeid for item in marked}
+    benchmark = _Item("tests/moe/test_layer_benchmark.py::test_it_writes_its_table", "slow")
+    assert _kept([*marked, *slow, benchmark]) == {item.nodeid for item in marked}
