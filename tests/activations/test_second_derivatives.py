@@ -349,6 +349,7 @@ def test_codes_move_them_by_the_error_of_the_format(
     assert relative_error(found(way, twin, x), found(way, model, x)) < error
 
 
+@pytest.mark.ci
 def test_of_dtensors_a_second_derivative_is_refused_on_every_way() -> None:
     run_joined(refused_of_dtensors, (), 2)
 

@@ -321,6 +321,7 @@ def plant_each(rank: int, store: str, again: bool) -> None:
 
 
 @pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.ci
 def test_both_ranks_refuse_each_fault(again: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(plant_each, (os.path.join(folder, "store"), again), 2)

@@ -20,6 +20,7 @@ def test_a_planted_fault_is_refused(fault: Fault, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("fault", {repr(fault.host): fault for fault in FAULTS}.values(), ids=lambda fault: fault.name)
+@pytest.mark.ci
 def test_without_the_fault_its_training_passes(fault: Fault) -> None:
     report = fault.host(lambda: None)
     assert report.num_parameters or report.num_layers_of_experts

@@ -257,7 +257,8 @@ PACKAGE = """
 """
 
 
-@pytest.mark.parametrize("file", ["work.py", pytest.param("__main__.py", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("file", ["work.py", "__main__.py"])
+@pytest.mark.ci
 def test_a_module_of_a_package_runs_as_by_python_m(tmp_path: Path, file: str) -> None:
     package = tmp_path / "training"
     package.mkdir()

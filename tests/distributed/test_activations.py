@@ -88,10 +88,11 @@ def work(rank: int, wrapping: str, mode: str, directory: str) -> None:
     ("wrapping", "mode", "bound"),
     [
         ("ddp", "sites", 1e-5),
-        ("fsdp-bf16", "attention", 0.05),
-        ("fsdp", "hooks", 1e-5),
         ("fsdp", "mixer", 1e-5),
-        ("fsdp", "again", 1e-5),
+        *(
+            pytest.param(*case, marks=pytest.mark.ci)
+            for case in (("fsdp-bf16", "attention", 0.05), ("fsdp", "hooks", 1e-5), ("fsdp", "again", 1e-5))
+        ),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (

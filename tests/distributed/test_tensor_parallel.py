@@ -12,6 +12,8 @@ from torch import Tensor
 from tests.distributed import tensor_parallel as work
 from tests.distributed.processes import run_ranks
 
+pytestmark = pytest.mark.ci
+
 CASES = [("llama", "plain"), ("llama", "sequence")]
 SLOW_CASES = [("llama", "vocabulary"), ("llama", "loss"), ("qwen3", "plain"), ("mixtral", "vocabulary")]
 ALL_CASES = [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)]

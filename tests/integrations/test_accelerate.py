@@ -264,6 +264,7 @@ def test_a_model_is_trained_again_by_another_accelerator(tmp_path: Path) -> None
     assert all(owner_of(parameter) is gradients[1] for parameter in model.parameters())
 
 
+@pytest.mark.ci
 def test_an_accelerator_averages_the_gradients_of_one_model_if_all_processes_say_so(tmp_path: Path) -> None:
     run_ranks(_attach_two, (free_port(),), 2)
 

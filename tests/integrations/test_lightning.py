@@ -121,6 +121,7 @@ def test_wandb_gets_what_was_saved_beside_the_modules_own_figures(
         dist.destroy_process_group()
 
 
+@pytest.mark.ci
 def test_a_checkpoint_is_gone_on_from_and_has_the_modules_own_names(tmp_path: Path) -> None:
     whole = Module(laconic.AdamW8bit)
     checkpoint = lightning.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")

@@ -113,6 +113,7 @@ def chosen(table: MeasuredTable, samples: int, share: float) -> MeasuredPlan:
     return choose_measured(table, samples, round(packed + share * (exact - packed)), time_weight=0.0)
 
 
+@pytest.mark.ci
 def test_measuring_changes_nothing_but_gradients() -> None:
     model = make("ResNetForImageClassification")
     model.eval()
