@@ -1,5 +1,5 @@
 # make demo    sets everything up and trains a small Llama for about a minute
-# make test    sets everything up and runs the tests
+# make test    sets everything up and runs the quick tests
 # make check   lint, types and import contracts
 # make wheels  sdist and wheels in dist/, for Python 3.11 and for 3.12 and later
 # make reproducible  the same, built twice, and compared byte for byte

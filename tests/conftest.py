@@ -32,9 +32,16 @@ _FIRST = (
 """Groups that take longest, in the slow suite minutes each: one that begins last keeps two of three workers waiting."""
 
 
+_ROOMS = tuple(
+    f"tests/{room}/"
+    for room in ("activations", "audit", "formats", "gpu_day", "gradients", "moe", "optim", "run", "vision")
+)
+"""What computes: CI runs a case of every slow test there."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--one-of-each`: what CI runs of the slow suite."""
-    parser.addoption("--one-of-each", action="store_true", help="of every slow test one case, which its name chooses")
+    parser.addoption("--one-of-each", action="store_true", help="of slow tests what CI runs")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -44,6 +51,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = one_of_each(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
+    for item in items:
+        if item.get_closest_marker("ci") is not None:
+            item.add_marker(pytest.mark.slow)
     groups = {}
     for item in items:
         file = item.nodeid.partition("::")[0]
@@ -63,10 +73,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def one_of_each(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Of every slow test one case, the same in each run whatever else is collected; all cases that are not slow."""
+    """All that is not slow; in `_ROOMS` also one case of every slow test but those that try a benchmark.
+
+    The case is the same whatever else is collected.
+    """
     kept: dict[str, pytest.Item] = {}
     for item in items:
         is_slow = item.get_closest_marker("slow") is not None
+        if is_slow and (not item.nodeid.startswith(_ROOMS) or "benchmark" in item.nodeid):
+            continue
         name = item.nodeid.partition("[")[0] if is_slow else item.nodeid
         if name not in kept or crc32(item.nodeid.encode()) < crc32(kept[name].nodeid.encode()):
             kept[name] = item

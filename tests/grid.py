@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -38,6 +38,16 @@ def grid(*axes: Sequence[Any], strength: int = 2) -> list[ParameterSet]:
         name = "-".join(str(cell.id) for cell in cells)
         params.append(pytest.param(*(value for cell in cells for value in cell.values), marks=marks, id=name))
     return params
+
+
+def slow_but(values: Iterable[Any], *quick: Any) -> list[ParameterSet]:
+    """All values, for `pytest.mark.parametrize`; those that are not among `quick` are slow."""
+    values = list(values)
+    assert all(value in values for value in quick), quick
+    return [
+        pytest.param(value, marks=[] if value in quick else [pytest.mark.slow], id=_name(value, index))
+        for index, value in enumerate(values)
+    ]
 
 
 def covering(sizes: Sequence[int], strength: int) -> set[Row]:
@@ -92,5 +102,5 @@ def _name(value: object, index: int) -> str:
         return str(value)
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    named = getattr(value, "name", None)
+    named = getattr(value, "name", getattr(value, "__name__", None))
     return named if isinstance(named, str) else str(index)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.distributed.processes import ROOT, environment, finish, start
+from tests.grid import slow_but
 
 PROGRAM = """
 import sys
@@ -47,6 +48,7 @@ def _installed(folder: Path) -> str:
     return os.pathsep.join([str(folder), environment()["PYTHONPATH"]])
 
 
+@pytest.mark.ci
 def test_torch_finds_the_backends_by_itself(tmp_path: Path) -> None:
     ending = finish(start(["-c", PROGRAM], environment(PYTHONPATH=_installed(tmp_path))))
     assert ending.code == 0, ending.err
@@ -57,7 +59,8 @@ def test_torch_finds_the_backends_by_itself(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("case", _BROKEN)
+@pytest.mark.parametrize("case", slow_but(_BROKEN, "its folder is gone", "an import that fails"))
+@pytest.mark.ci
 def test_torch_goes_on_without_the_package(case: str, tmp_path: Path) -> None:
     """As after an editable install whose folder was moved: metadata that outlives the code."""
     # Without `site`, which would run the hook by which an editable install finds its package.

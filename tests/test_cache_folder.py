@@ -21,34 +21,22 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+TRAIN = ["train", "--steps", "1", "--nproc", "1", "--run-dir", "run", "--data.paths", "text.txt"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
         (["profile", "--help"], 0, "~/.cache/laconic/wire_rates.json"),
         (
-            ["train", "--steps", "1", "--nproc", "1", "--run-dir", "run", "--data.paths", "text.txt"],
+            TRAIN,
             2,
             "set data.cache_dir, or HOME",
         ),
-        (
-            [
-                "train",
-                "--steps",
-                "1",
-                "--nproc",
-                "1",
-                "--run-dir",
-                "run",
-                "--data.paths",
-                "text.txt",
-                "--data.cache_dir",
-                "kept",
-            ],
-            0,
-            "",
-        ),
+        pytest.param([*TRAIN, "--data.cache_dir", "kept"], 0, "", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.ci
 def test_a_user_without_a_home_directory(arguments: list[str], code: int, says: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some words " * 2000)
     done = subprocess.run(

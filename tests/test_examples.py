@@ -23,7 +23,7 @@ SAYS = {
     "trainer_lora": r"laconic/activation_factor",
     "vision": r"MB kept for backward instead of [\s\S]*step 8: loss 0\.",
 }
-_QUICK = ("own_codec", "own_policy")
+_QUICK = ("own_codec",)
 
 
 def test_every_example_is_tried_and_named_in_the_documentation() -> None:
@@ -35,6 +35,7 @@ def test_every_example_is_tried_and_named_in_the_documentation() -> None:
 @pytest.mark.parametrize(
     "name", [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES]
 )
+@pytest.mark.ci
 def test_an_example_runs_and_prints_what_it_promises(name: str) -> None:
     (line,) = re.findall(r"^    ((?:python|torchrun) .*)$", EXAMPLES[name].read_text(), re.MULTILINE)
     launcher, *arguments = line.split()

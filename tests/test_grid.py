@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.grid import covering, grid
+from tests.grid import covering, grid, slow_but
 
 
 @settings(deadline=None, max_examples=60)
@@ -69,6 +69,17 @@ def test_parameters_that_change_together_keep_their_name_and_marks() -> None:
     assert [param.values for param in params] == [(1, 2, "a"), (1, 2, "b"), (2, 1, "a"), (2, 1, "b")]
     assert [param.id for param in params] == ["ascending-a", "ascending-b", "1-a", "1-b"]
     assert [[mark.name for mark in param.marks] for param in params] == [[], ["slow"], ["gpu", "slow"], ["gpu"]]
+
+
+def test_all_but_the_named_values_are_slow() -> None:
+    params = slow_but({"a": 1, "b": 2, "c": 3}, "b")
+    assert [(*param.values, param.id, [mark.name for mark in param.marks]) for param in params] == [
+        ("a", "a", ["slow"]),
+        ("b", "b", []),
+        ("c", "c", ["slow"]),
+    ]
+    with pytest.raises(AssertionError, match="d"):
+        slow_but("abc", "d")
 
 
 def test_no_more_axes_than_the_strength_are_never_slow() -> None:

@@ -59,7 +59,8 @@ sys.exit(run.main(["kernels", "--part", "--threads", "1"]))
 """
 
 
-@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("refuses", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.ci
 def test_a_report_keeps_what_came_before_a_failure(
     refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,6 +33,7 @@ def _fails(training: Training, ids: torch.Tensor) -> None:
     raise RuntimeError("no kernel for this processor")
 
 
+@pytest.mark.ci
 def test_a_contender_that_fails_or_is_missing_is_a_row_that_says_why() -> None:
     contenders = [
         Contender(EXACT),

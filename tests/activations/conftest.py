@@ -10,9 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from laconic.activations import kept
 from tests.activations.models import FAMILIES
+from tests.grid import slow_but
 
 
-@pytest.fixture(params=sorted(FAMILIES))
+# Mistral and Qwen 2 are Llama with a window and with biases.
+@pytest.fixture(params=slow_but(sorted(FAMILIES), *sorted({*FAMILIES} - {"mistral", "qwen2"})))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

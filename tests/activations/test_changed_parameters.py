@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import laconic
 from laconic.errors import ModelError
 from tests.activations.models import make_model
+from tests.grid import grid
 
 
 class Block(nn.Module):
@@ -70,9 +71,10 @@ def _gradients(model: nn.Module, x: Tensor, change: Callable[[nn.Parameter], Non
     return [parameter.grad for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("change", [another_tensor, twice_another, in_place, by_numpy])
-@pytest.mark.parametrize("mode", ["sites", "hooks", "combined"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "mode", "change"),
+    grid(list(MODELS), ["sites", "hooks", "combined"], [another_tensor, twice_another, in_place, by_numpy]),
+)
 def test_gradients_are_those_of_forward_or_refused(
     model: str, mode: Literal["sites", "hooks", "combined"], change: Callable[[nn.Parameter], None]
 ) -> None:

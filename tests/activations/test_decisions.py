@@ -25,6 +25,7 @@ from laconic.activations.rounding import quantized
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 from tests.activations.models import MIXTURES, gradients_of, loss_of, make_ids, make_model, relative_error
+from tests.grid import grid
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing.*:FutureWarning"
@@ -120,8 +121,7 @@ class Chosen(torch.overrides.TorchFunctionMode):
         return sum(int(each.sum()) for each in flipped), sum(each.numel() for each in flipped)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", sorted({*MIXTURES, *FURTHER}))
+@pytest.mark.parametrize(("family", "way"), grid(sorted({*MIXTURES, *FURTHER}), WAYS, strength=1))
 def test_tokens_go_to_the_same_experts_when_a_layer_runs_again(family: str, way: str) -> None:
     model = make_mixture(family)
     chosen = Chosen()
@@ -147,8 +147,10 @@ def test_layers_that_are_checkpointed_by_hand_choose_once(way: str, mode: str) -
     assert tokens == 3 * 4 * 64
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "use_reentrant"),
+    grid(["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"], [False, True], strength=1),
+)
 def test_experts_have_the_gradients_that_they_have_without_checkpoints(family: str, use_reentrant: bool) -> None:
     model = make_mixture(family)
     twin = copy.deepcopy(model)

@@ -71,7 +71,8 @@ def step(model: nn.Module) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "attention", "implementation"), grid(sorted(ENCODER_DECODERS), ["int8", "exact"], ["sdpa", "eager"])
+    ("family", "attention", "implementation"),
+    grid(sorted(ENCODER_DECODERS), ["int8", "exact"], ["sdpa", "eager"], strength=1),
 )
 def test_an_encoder_decoder_computes_and_draws_what_it_did(family: str, attention: str, implementation: str) -> None:
     model = make(family, implementation)

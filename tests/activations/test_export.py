@@ -16,6 +16,7 @@ import laconic
 from laconic.activations import SavedTensorTracker
 from laconic.errors import ModelError
 from tests.activations.models import make_ids, make_model
+from tests.grid import grid
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_graph_each")]
 
@@ -100,6 +101,7 @@ EXPORTERS: dict[str, Callable[[nn.Module, Tensor], Callable[[Tensor], Tensor]]] 
     "make_fx": lambda model, x: make_fx(model)(x),
     "onnx": _onnx,
 }
+MODES = ("sites", "hooks", "combined")
 STATES = ("eval", "train", "no gradients")
 
 
@@ -132,22 +134,19 @@ def check(name: str, exporter: str, mode: str, state: str) -> None:
         assert torch.equal(program(x), expected)
 
 
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("mode", ["sites", "hooks", "combined"])
-@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize(("exporter", "mode", "state"), grid(list(EXPORTERS), MODES, STATES))
 def test_a_plain_model_is_exported_as_it_is(exporter: str, mode: str, state: str) -> None:
     check("mlp", exporter, mode, state)
 
 
-@pytest.mark.parametrize("exporter", ["export", "trace"])
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"mlp"}))
+@pytest.mark.parametrize(("name", "exporter"), grid(sorted(set(MODELS) - {"mlp"}), ["export", "trace"], strength=1))
 def test_every_kind_of_site_is_exported_as_it_is(name: str, exporter: str) -> None:
     check(name, exporter, "combined" if exporter == "trace" else "sites", "train")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("mode", ["sites", "hooks", "combined"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"mlp"}))
 def test_every_model_is_exported_in_every_way(name: str, exporter: str, mode: str, state: str) -> None:
@@ -172,7 +171,7 @@ def test_a_model_is_exported_after_it_was_decompressed(exporter: str) -> None:
     assert torch.equal(EXPORTERS[exporter](twin, x)(x), model(x))
 
 
-@pytest.mark.parametrize("mode", ["sites", "hooks", "combined"])
+@pytest.mark.parametrize("mode", MODES)
 def test_scripting_is_refused_by_name(mode: str) -> None:
     _, twin, _ = compressed("mlp", mode, "eval")
     with pytest.raises(ModelError, match=r"torch\.jit\.script"):

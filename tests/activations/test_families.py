@@ -13,6 +13,7 @@ import transformers
 
 from benchmarks.families import cells, measure, rows_of, summary, with_rows
 from benchmarks.family_models import Family, families
+from tests.grid import slow_but
 
 PAGE = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
 ROWS = rows_of(PAGE)
@@ -66,7 +67,10 @@ def test_every_family_is_on_the_page_once() -> None:
 
 
 @same_version
-@pytest.mark.parametrize("name", ["llama", "bert", "bart", "vit", "mamba", "wav2vec2", "whisper"])
+@pytest.mark.parametrize(
+    "name", slow_but(["llama", "bert", "bart", "vit", "mamba", "wav2vec2", "whisper"], "llama", "bart", "vit", "mamba")
+)
+@pytest.mark.ci
 def test_a_row_is_what_is_measured(name: str) -> None:
     (family,) = [family for family in families() if family.name == name]
     assert check(family) == ""

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 import laconic
 from laconic.activations import SavedTensorTracker
 from tests.activations.models import are_equal, gradients_of, make_ids, make_model, relative_error
+from tests.grid import grid
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
@@ -140,9 +141,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "options", "hook"), grid(list(MODELS), list(OPTIONS), list(HOOKS)))
 def test_a_forward_in_a_hook_keeps_what_it_keeps_outside(name: str, options: str, hook: str) -> None:
     model, ids = MODELS[name](), make_ids(8, 32)
     exact = kept_outside(model, ids[:4])

@@ -166,6 +166,7 @@ def test_packed_layers_and_chunked_loss_work_together_and_come_out_again() -> No
 @pytest.mark.parametrize(
     ("whole", "bits"), [*(pytest.param(True, bits, marks=pytest.mark.slow) for bits in (4, 16)), (False, 16)]
 )
+@pytest.mark.ci
 def test_compiled_models_compute_their_loss_eagerly_and_alike(whole: bool, bits: int) -> None:
     torch._dynamo.reset()
     model, ids = chunked(make_model("llama"), bits=bits), make_ids()

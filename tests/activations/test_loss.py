@@ -319,6 +319,7 @@ class Head(nn.Module):
         return linear_cross_entropy(hidden, self.linear.weight, labels, bias=self.linear.bias)
 
 
+@pytest.mark.ci
 def test_hooks_leave_it_exact() -> None:
     hidden, _, _, labels = problem((2048,), 90, 64, torch.float32)
     torch.manual_seed(0)

@@ -29,6 +29,7 @@ from laconic.activations.replacement import replacements_of
 from laconic.errors import ModelError
 from tests.activations.models import make_model, relative_error
 from tests.distributed.processes import run_joined
+from tests.grid import grid
 
 WIDTH = 16
 
@@ -332,11 +333,15 @@ def test_batched_gradients_of_a_second_run_that_draws_are_refused(
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
-@pytest.mark.parametrize(("bits", "error"), [(8, 0.05), (4, 0.6)])
 @pytest.mark.parametrize(
-    "way", [of_inputs, of_parameters, penalty, hvp, inner_and_outer_step], ids=lambda w: w.__name__
+    ("kind", "way", "bits", "error"),
+    grid(
+        list(KINDS),
+        [of_inputs, of_parameters, penalty, hvp, inner_and_outer_step],
+        [pytest.param(8, 0.05, id="8"), pytest.param(4, 0.6, id="4")],
+        strength=1,
+    ),
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_codes_move_them_by_the_error_of_the_format(
     kind: str, way: Callable[[nn.Module, Tensor], Tensor], bits: int, error: float
 ) -> None:
@@ -344,6 +349,7 @@ def test_codes_move_them_by_the_error_of_the_format(
     assert relative_error(found(way, twin, x), found(way, model, x)) < error
 
 
+@pytest.mark.ci
 def test_of_dtensors_a_second_derivative_is_refused_on_every_way() -> None:
     run_joined(refused_of_dtensors, (), 2)
 

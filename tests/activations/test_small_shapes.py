@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import laconic
 from laconic.activations import SavedTensorTracker
 from laconic.errors import ModelError
+from tests.grid import grid
 
 
 class Gated(nn.Module):
@@ -120,8 +121,9 @@ def options(draw: random.Random) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "dtype"), grid(list(MODELS), [torch.float32, torch.bfloat16, torch.float16], strength=1)
+)
 def test_no_shape_keeps_more_than_exact(name: str, dtype: torch.dtype) -> None:
     draw = random.Random(f"{name} {dtype}")
     for width in (*range(1, 17), *draw.sample(range(17, 71), 8)):

@@ -71,6 +71,7 @@ def num_graphs() -> int:
 
 
 @pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
+@pytest.mark.ci
 def test_compiled_layers_equal_eager_ones_in_values_gradients_and_bytes(backend: str) -> None:
     model = compressed("llama", attention="exact")
     twin = with_compiled_layers(model, backend)
@@ -156,14 +157,31 @@ class Viewed(nn.Module):
         return tuple(_VIEWS[how](results[number]) for number, how in self.chosen)
 
 
+# Views beside what they are of: of a norm, a linear layer and a function, and of the last layer.
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        [(0, "whole"), (0, "itself"), (1, "whole"), (1, "itself"), (2, "whole"), (2, "flat")],
+        [(4, "itself"), (4, "whole"), (4, "part")],
+    ],
+    ids=["inner", "last"],
+)
+def test_views_that_a_graph_returns_keep_their_gradients(chosen: list[tuple[int, str]]) -> None:
+    check_views(chosen)
+
+
 # Each layer's result in each view, alone and beside itself, and generated choices of several.
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from(sorted(_VIEWS))), min_size=1, max_size=5, unique=True))
 @example([(0, "whole"), (0, "itself")])
 @example([(1, "whole"), (1, "itself")])
 @example([(2, "whole"), (2, "flat")])
-@example([(4, "itself"), (4, "whole"), (4, "part")])
 @settings(max_examples=8, deadline=None)
-def test_views_that_a_graph_returns_keep_their_gradients(chosen: list[tuple[int, str]]) -> None:
+def test_any_views_that_a_graph_returns_keep_their_gradients(chosen: list[tuple[int, str]]) -> None:
+    check_views(chosen)
+
+
+def check_views(chosen: list[tuple[int, str]]) -> None:
     torch._dynamo.reset()
     model, x = Viewed(chosen), torch.randn(8, 32)
     twin = copy.deepcopy(model)
@@ -204,6 +222,7 @@ def test_hidden_states_of_a_compiled_model_keep_their_gradients(family: str) -> 
     ],
 )
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.ci
 def test_a_model_may_be_compiled_before_or_after(mode: Literal["sites", "combined"], whole: bool) -> None:
     model, ids = make_model("llama"), make_ids()
     expected = step(copy.deepcopy(model), ids)

@@ -24,6 +24,7 @@ from laconic.activations.witnesses import ALWAYS, EVERY, Witness
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops.codebooks import BITS
+from tests.grid import grid
 
 ROWS, FEATURES = 48, 64
 MODES = ("sites", "hooks", "combined")
@@ -138,9 +139,9 @@ def compressed(model: nn.Module, mode: str, bits: int = 8) -> nn.Module:
     return twin
 
 
-@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("between", ["norm and linear", "two readers", "readers of the batch"])
+@pytest.mark.parametrize(
+    ("between", "mode", "write"), grid(["norm and linear", "two readers", "readers of the batch"], MODES, WRITES)
+)
 def test_what_a_layer_consumed_is_what_backward_has(
     group: None, write: Callable[[Tensor, Tensor], None], mode: str, between: str
 ) -> None:
@@ -167,9 +168,9 @@ def test_what_a_layer_consumed_is_what_backward_has(
     assert near(got, expected, 0.03) or near(got, theirs, 0.03)
 
 
-@pytest.mark.parametrize("write", [by_numpy, by_data, by_dlpack, by_broadcast, by_a_kernel], ids=lambda w: w.__name__)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("hold", [1, 3])
+@pytest.mark.parametrize(
+    ("hold", "mode", "write"), grid([1, 3], MODES, [by_numpy, by_data, by_dlpack, by_broadcast, by_a_kernel])
+)
 def test_a_buffer_that_is_filled_again_while_earlier_graphs_live(
     group: None, write: Callable[[Tensor, Tensor], None], mode: str, hold: int
 ) -> None:
@@ -455,7 +456,7 @@ def test_an_empty_tensor_looks_like_another_and_one_without_memory_like_none() -
 
 @pytest.mark.parametrize("code", sorted(BITS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     data=st.sampled_from(sorted(DATA)),
     shape=st.lists(st.integers(1, 70), min_size=0, max_size=3),
@@ -485,7 +486,7 @@ def test_what_a_format_rounds_is_no_fault(
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "quick_gelu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     of_gate=st.sampled_from(sorted(DATA)),
     of_up=st.sampled_from(sorted(DATA)),

@@ -113,6 +113,7 @@ def test_text_and_data_say_the_same(llama: tuple[nn.Module, dict[str, Tensor], A
         advice.plot(tmp_path / "advice.nonsense")
 
 
+@pytest.mark.ci
 def test_the_model_batch_and_random_states_are_as_before() -> None:
     model = Counted()
     model.blocks[0].eval()
@@ -186,6 +187,7 @@ def test_what_cannot_be_measured_is_refused(make: Callable[[], Any], batch: Any,
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.ci
 def test_weights_that_are_computed_in_forward_are_copied() -> None:
     model = torch.nn.utils.weight_norm(nn.Linear(8, 8))
     weight = model.weight

@@ -321,6 +321,7 @@ def plant_each(rank: int, store: str, again: bool) -> None:
 
 
 @pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.ci
 def test_both_ranks_refuse_each_fault(again: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(plant_each, (os.path.join(folder, "store"), again), 2)
@@ -370,6 +371,7 @@ def pass_each(rank: int, store: str) -> None:
         assert "fewer than eight bits" in str(report), report
 
 
+@pytest.mark.ci
 def test_nothing_is_refused_without_a_fault() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(pass_each, (os.path.join(folder, "store"),), 2)
@@ -499,6 +501,7 @@ def refuses(model: nn.Module, ids: Tensor, here: bool) -> Tensor:
     return loss.detach().requires_grad_()
 
 
+@pytest.mark.ci
 def test_a_batch_that_one_rank_cannot_run_is_no_hang() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(one_rank_cannot, (os.path.join(folder, "store"),), 2)

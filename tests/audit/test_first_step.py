@@ -21,7 +21,7 @@ from laconic.auditing import audit_first_call
 from laconic.auditing.runs import Outcome, Runs, Way
 from laconic.errors import AuditError
 from tests.activations.models import FAMILIES, MIXTURES, OTHERS, make_ids, make_model
-from tests.grid import grid
+from tests.grid import grid, slow_but
 
 
 def batch(rows: int = 4, length: int = 24) -> dict[str, Tensor]:
@@ -33,7 +33,7 @@ def audited(model: nn.Module, **options: Any) -> laconic.auditing.AuditReport:
     return laconic.audit(model.train(), batch(), **options)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
+@pytest.mark.parametrize("family", slow_but([*FAMILIES, *MIXTURES], "llama", "gpt2", "mixtral", "deepseek_v3"))
 def test_a_healthy_model_passes(family: str) -> None:
     model = make_model(family)
     laconic.compress_activations(model)

@@ -10,6 +10,7 @@ import laconic
 from laconic.auditing.optimizer_update import check_updates
 from laconic.errors import AuditError
 from laconic.optim import adamw
+from tests.grid import grid
 
 GRADIENTS = {
     "normal": lambda x: x,
@@ -42,9 +43,7 @@ def prepared(kind: str, dtype: torch.dtype, **options: object) -> tuple[laconic.
     return laconic.AdamW8bit(parameters, **options), made  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("kind", GRADIENTS)
+@pytest.mark.parametrize(("kind", "options", "dtype"), grid(list(GRADIENTS), OPTIONS, [torch.float32, torch.bfloat16]))
 def test_right_updates_are_not_refused(kind: str, options: dict[str, object], dtype: torch.dtype) -> None:
     optimizer, gradients = prepared(kind, dtype, **options)
     assert check_updates(optimizer, gradients, {}) == 5

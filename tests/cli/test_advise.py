@@ -38,6 +38,7 @@ def test_a_function_of_a_file(target: Path, capsys: pytest.CaptureFixture[str]) 
     assert target.with_suffix(".svg").stat().st_size > 1000
 
 
+@pytest.mark.ci
 def test_a_directory_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_model("llama").config.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

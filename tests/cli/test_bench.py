@@ -15,6 +15,7 @@ pytestmark = pytest.mark.usefixtures("forked_workers")
 TINY = ["--requests", "3", "--max-new-tokens", "3", "--max-prompt-tokens", "8", "--rounds", "1", "--rates", "50"]
 
 
+@pytest.mark.ci
 def test_a_run_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "infer", "--plans", "unsplit", *TINY, "--output", str(tmp_path / "new")]) == 0
     out = capsys.readouterr().out

@@ -110,6 +110,7 @@ def test_missing_extra_is_a_hint(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert any(line.split() == ["transformers", "not", "installed"] for line in shown.splitlines())
 
 
+@pytest.mark.ci
 def test_kernels_asked_for_and_absent_are_a_problem() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "laconic", "doctor"],

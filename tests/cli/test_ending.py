@@ -122,6 +122,7 @@ def test_a_signal_ends_a_command_in_order(number: signal.Signals, code: int, sai
     assert (process.returncode, out, err) == (code, "cleaned up\n", said)
 
 
+@pytest.mark.ci  # it waits until they are killed
 def test_child_processes_are_gone_after_a_signal(tmp_path: Path) -> None:
     child = tmp_path / "child"
     child.write_text("#!/bin/sh\ntrap '' TERM\nexec sleep 300\n")  # as a rank that waits in a collective
@@ -171,6 +172,7 @@ def test_a_signal_while_a_child_process_starts_ends_it_too(
         pytest.param(2, signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.ci
 def test_a_signal_while_an_engine_starts_a_worker_ends_it_too(
     number: signal.Signals, started: int, tmp_path: Path
 ) -> None:
@@ -203,6 +205,7 @@ def test_a_reader_that_leaves_ends_a_command_with_0() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.ci
 def test_a_script_of_run_finds_the_signals_of_a_fresh_interpreter(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import signal\nassert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\nprint('fine')\n")

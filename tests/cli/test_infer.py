@@ -50,6 +50,7 @@ def test_json_has_the_plan_and_all_candidates(rates: list[str], capsys: pytest.C
     assert plan["memory"]["nbytes"][plan["memory"]["worker"]]["weights"] > 0
 
 
+@pytest.mark.ci
 def test_arrivals_are_planned_for_their_latency(rates: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*MODEL, "--workers", "16", "--memory", "80GB", "--output", "64", *rates, "--arrivals"]
     assert main([*flags, "0.5"]) == 0

@@ -258,6 +258,7 @@ PACKAGE = """
 
 
 @pytest.mark.parametrize("file", ["work.py", "__main__.py"])
+@pytest.mark.ci
 def test_a_module_of_a_package_runs_as_by_python_m(tmp_path: Path, file: str) -> None:
     package = tmp_path / "training"
     package.mkdir()
@@ -425,8 +426,14 @@ META = """
 
 
 @pytest.mark.parametrize(
-    ("script", "tolerance"), [(EQUATION, 0.1), (PENALTY, 0.02), (META, 0.05)], ids=["equation", "penalty", "meta"]
+    ("script", "tolerance"),
+    [
+        pytest.param(EQUATION, 0.1, id="equation", marks=pytest.mark.slow),
+        pytest.param(PENALTY, 0.02, id="penalty"),
+        pytest.param(META, 0.05, id="meta", marks=pytest.mark.slow),
+    ],
 )
+@pytest.mark.ci
 def test_scripts_that_differentiate_twice_train_as_without(tmp_path: Path, script: str, tolerance: float) -> None:
     code, out, err = laconic_run(tmp_path, script)
     assert code == 0, err

@@ -208,12 +208,13 @@ def test_tables_and_json_say_what_was_chosen() -> None:
     assert isinstance(choice.best, Steady)
 
 
+@pytest.mark.ci
 def test_thirty_two_workers_are_planned_quickly() -> None:
     """Under one second where it runs alone; processor time here, with room for slow machines."""
     shape = InferenceShape.load("qwen3-235b-a22b")
     line = Line(2e-5, 4e-15)
     rates = InferenceRates(line, line, LinkPair(Line(2e-5, 2.5e-11), Line(2e-5, 2.5e-11)), 4e-13)
-    for rate in (1, 10, 20):
+    for rate in (1, 20):
         started = time.process_time()
         choose_for_arrivals(shape, rates, Workers(32, 80 * 10**9), Arrivals(rate, 4096, 256))
         assert time.process_time() - started < 10

@@ -20,6 +20,7 @@ from laconic.cost.memory.saved_tensors import EXACT, Choice
 from laconic.cost.planner.policy import Weights, agoq, by_bits, choose, describe
 from laconic.errors import LaconicError, PlanError
 from tests.cost.shapes import shape_of
+from tests.grid import slow_but
 
 SMALL = ModelShape(
     hidden_size=512,
@@ -45,7 +46,7 @@ def budgets_of(job: Job) -> tuple[int, int]:
     return by_bits(job, [4] * job.layout.num_chunks, Choice("nf4")).prediction.peak_nbytes, predict(job).peak_nbytes
 
 
-@pytest.mark.parametrize("share", [0.02, 0.2, 0.5, 0.9, 1.1])
+@pytest.mark.parametrize("share", slow_but([0.02, 0.2, 0.5, 0.9, 1.1], 0.2, 1.1))
 def test_no_rank_exceeds_its_budget_and_less_budget_costs_more(share: float) -> None:
     least, most = budgets_of(LARGE)
     budget = int(least + share * (most - least))
@@ -112,7 +113,7 @@ def test_a_budget_nothing_can_meet_says_the_smallest() -> None:
     batch=st.sampled_from([Batch(1, 2048), Batch(3, 512)]),
     words=st.sampled_from([("16", "4", "recompute"), ("8", "5", "4"), ("8", "recompute"), ("16", "8", "4", "offload")]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_the_smallest_budget_is_met_and_nothing_below_it(
     layers: int,
     window: int | None,
@@ -168,7 +169,7 @@ def test_recomputing_and_offloading_are_used_when_bits_do_not_suffice() -> None:
 def test_gate_and_up_run_again_only_where_their_norm_is_packed() -> None:
     least, most = budgets_of(LARGE)
     found = 0
-    for share in (0.0, 0.05, 0.1, 0.2, 0.4):
+    for share in (0.0, 0.1, 0.4):
         budget = int(least + share * (most - least))
         chosen = choose(LARGE, budget, allowed=("16", "8", "recompute", "4"), weights=Weights(0.01))
         for name, choice in chosen.choices.items():

@@ -22,7 +22,7 @@ KEPT = [pytest.param(16, "exact", "exact"), pytest.param(4, "exact", "exact"), p
 
 
 @pytest.mark.parametrize(
-    ("sizes", "precision", "bits", "attention", "loss"), grid(list(SHAPES), ["fp32", "bf16"], KEPT)
+    ("sizes", "precision", "bits", "attention", "loss"), grid(list(SHAPES), ["fp32", "bf16"], KEPT, strength=1)
 )
 def test_peak_is_near_the_allocators(sizes: str, precision: str, bits: int, attention: str, loss: str) -> None:
     micro_batches = 3 if sizes == "wide" else 1  # with and without gradients of earlier ones

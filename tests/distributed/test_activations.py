@@ -88,15 +88,21 @@ def work(rank: int, wrapping: str, mode: str, directory: str) -> None:
     ("wrapping", "mode", "bound"),
     [
         ("ddp", "sites", 1e-5),
-        ("fsdp", "sites", 1e-5),
-        ("fsdp-bf16", "sites", 0.05),
-        ("fsdp", "hooks", 1e-5),
-        ("ddp", "mixer", 1e-5),
         ("fsdp", "mixer", 1e-5),
-        ("fsdp", "again", 1e-5),
-        ("ddp", "attention", 1e-5),
-        ("fsdp-bf16", "attention", 0.05),
-        ("fsdp", "recompute", 1e-5),
+        *(
+            pytest.param(*case, marks=pytest.mark.ci)
+            for case in (("fsdp-bf16", "attention", 0.05), ("fsdp", "hooks", 1e-5), ("fsdp", "again", 1e-5))
+        ),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("fsdp", "sites", 1e-5),
+                ("fsdp-bf16", "sites", 0.05),
+                ("ddp", "mixer", 1e-5),
+                ("ddp", "attention", 1e-5),
+                ("fsdp", "recompute", 1e-5),
+            )
+        ),
     ],
 )
 def test_gradients_and_kept_bytes_are_those_of_one_process(

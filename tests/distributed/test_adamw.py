@@ -13,6 +13,8 @@ from tests.distributed.processes import run_joined
 from tests.distributed.sharded_adamw import SAVED_AFTER, STEPS, everything, grid, load, make, pair, save, train
 from tests.train.runs import ALONE
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:

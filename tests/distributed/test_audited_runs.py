@@ -165,5 +165,6 @@ def run_well(world: World, folder: Path) -> None:
     assert any("2 layers of experts" in line for line in said), said
 
 
+@pytest.mark.ci
 def test_the_log_says_what_was_compared(tmp_path: Path) -> None:
     run_joined(run_well, (tmp_path,), 2)

@@ -125,6 +125,7 @@ def survivor(rank: int, world: int, folder: str, fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["dies", "stops"])
+@pytest.mark.ci
 def test_rank_that_dies_or_stops_is_named_in_seconds_and_nobody_hangs(tmp_path: Path, fault: str) -> None:
     processes = start_ranks(survivor, (2, str(tmp_path), fault), 2)
     try:

@@ -96,6 +96,7 @@ def test_a_stop_request_saves_and_leaves(number: signal.Signals, code: int, fold
     assert find_checkpoint(Path(str(config.run_dir)), ALONE).step == num_steps(config.run_dir) < 100
 
 
+@pytest.mark.ci
 def test_a_stop_request_before_the_first_step_just_leaves(folder: Path, tmp_path: Path) -> None:
     config = long_config(folder, "too-early")
     launcher = start_training(config, tmp_path / "config.toml")
@@ -177,6 +178,7 @@ def test_torchrun_runs_the_same_command(undisturbed: Path, tmp_path: Path) -> No
     assert exact_metrics(config.run_dir) == exact_metrics(undisturbed / "ddp")
 
 
+@pytest.mark.ci
 def test_a_world_that_never_meets_is_reported(folder: Path, tmp_path: Path) -> None:
     save_config(long_config(folder, "lonely", rank_timeout_seconds=2.0), tmp_path / "config.toml")
     command = ["train", "--config", str(tmp_path / "config.toml")]
@@ -186,6 +188,7 @@ def test_a_world_that_never_meets_is_reported(folder: Path, tmp_path: Path) -> N
     assert not (folder / "lonely").exists()
 
 
+@pytest.mark.ci
 def test_a_taken_master_port_is_named(folder: Path, tmp_path: Path) -> None:
     save_config(long_config(folder, "taken"), tmp_path / "config.toml")
     command = ["train", "--config", str(tmp_path / "config.toml")]

@@ -421,7 +421,8 @@ def machine_on(ranks: Ranks) -> type[RuleBasedStateMachine]:
     return Program
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(25, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])
+@pytest.mark.parametrize("examples", [8, pytest.param(25, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])
+@pytest.mark.ci
 def test_a_program_of_collectives_computes_what_it_computes_over_gloo(examples: int, ranks: Ranks) -> None:
     _, before = ranks.computed()
     run_state_machine_as_test(  # type: ignore[no-untyped-call]

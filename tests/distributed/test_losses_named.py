@@ -142,7 +142,8 @@ def shorter_timeouts(rank: int, world: int, folder: str, backend: str) -> None:
     leave(0)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "laconic"])
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.slow), "laconic"])
+@pytest.mark.ci
 def test_a_timeout_that_is_changed_holds_for_coded_calls(tmp_path: Path, backend: str) -> None:
     run_ranks(shorter_timeouts, (2, str(tmp_path), backend), 2)
 

@@ -72,6 +72,7 @@ def _outward_interface() -> str | None:
     return None
 
 
+@pytest.mark.ci
 def test_nothing_listens_beyond_the_loopback(running: Running) -> None:
     assert len(running.processes) >= 3
     found = running.listening()
@@ -90,6 +91,7 @@ class _MakesFile:
         return os.mkdir, (str(self.path),)
 
 
+@pytest.mark.ci
 def test_what_somebody_writes_to_a_listening_socket_is_not_run(running: Running, tmp_path: Path) -> None:
     executed = tmp_path / "executed"
     poison = base64.b64encode(pickle.dumps(_MakesFile(executed)))
@@ -111,6 +113,7 @@ def test_what_somebody_writes_to_a_listening_socket_is_not_run(running: Running,
     wait_until(lambda: num_steps(running.run_dir) > before)  # and the run goes on
 
 
+@pytest.mark.ci
 def test_the_meeting_place_is_private(running: Running) -> None:
     # One child has none: it waits to remove the launcher's files.
     (file,) = {process.environ().get("LACONIC_STORE") for process in running.processes[1:]} - {None}

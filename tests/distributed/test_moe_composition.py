@@ -161,6 +161,7 @@ def meshes_with_stages_are_checked() -> None:
     assert [dist.get_process_group_ranks(level.within)[0] // 2 for level in grid.levels] == [dist.get_rank() // 2] * 2
 
 
+@pytest.mark.ci
 def test_tensor_and_sequence_parallelism_beside_experts(tmp_path: Path) -> None:
     run_world([dense_by_tensors_experts_by_processes], 4, tmp_path)
 

@@ -299,6 +299,7 @@ def check_saved(folder: Path) -> None:
         torch.testing.assert_close(loaded[key], value, rtol=0, atol=1e-10, msg=key)
 
 
+@pytest.mark.ci
 def test_experts_move_between_two_processes(tmp_path: Path) -> None:
     scenarios = [
         training_with_moves_is_training_without,

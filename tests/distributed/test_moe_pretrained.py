@@ -154,6 +154,7 @@ def big(folder: Path) -> Path:
     return folder / "big"
 
 
+@pytest.mark.ci
 def test_two_processes_read_their_own_experts(tmp_path: Path) -> None:
     scenarios = [
         partial(each_reads_its_own, tmp_path, "mixtral", 4, 1, 2, 1),

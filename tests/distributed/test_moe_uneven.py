@@ -177,16 +177,23 @@ def test_five_experts_over_two(tmp_path: Path) -> None:
     run_world(scenarios, 2, tmp_path)
 
 
+@pytest.mark.ci
 def test_a_process_without_experts(tmp_path: Path) -> None:
     """Four experts over three processes: 2, 2 and none."""
     scenarios = [
-        partial(all_dispatchers_and_schedules, 4, 3, [2, 2, 0]),
+        partial(compute_what_one_process_does, 4, 3, [2, 2, 0], ("mixtral",)),
         partial(files_stay, tmp_path, 4, 3),
         partial(experts_change_places, 4),
     ]
     run_world(scenarios, 3, tmp_path)
 
 
+@pytest.mark.ci
+def test_every_schedule_with_a_process_without_experts(tmp_path: Path) -> None:
+    run_world([partial(all_dispatchers_and_schedules, 4, 3, [2, 2, 0])], 3, tmp_path)
+
+
+@pytest.mark.ci
 def test_checkpoints_go_to_other_worlds(tmp_path: Path) -> None:
     chain(tmp_path, 5, [2, 3])
 

@@ -26,6 +26,8 @@ from tests.distributed.pipelined import (
 from tests.distributed.processes import run_joined
 from tests.train.runs import AGOQ, exact_metrics, losses, tiny_config, train_alone
 
+pytestmark = pytest.mark.ci
+
 # As in test_parallel: 128 fp32 values near 5.5 are averaged, and this Adam's updates are smooth in their gradients.
 ROUNDING = 4e-5
 

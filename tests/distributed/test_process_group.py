@@ -86,6 +86,7 @@ def compiled(rank: int, folder: str, backend: str) -> None:
     leave(0)
 
 
+@pytest.mark.ci
 def test_traced_collectives_compute_the_same_bits(tmp_path: Path) -> None:
     run_ranks(compiled, (str(tmp_path), "aot_eager"), 2)
 

@@ -167,5 +167,6 @@ def layouts(rank: int, folder: str) -> None:
     leave(0)
 
 
+@pytest.mark.ci
 def test_every_layout_gives_what_a_contiguous_tensor_gives_coded_or_raw(tmp_path: Path) -> None:
     run_ranks(layouts, (str(tmp_path),), 2)

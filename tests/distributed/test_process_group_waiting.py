@@ -186,6 +186,7 @@ def waiting_callbacks(rank: int, folder: str) -> None:
     leave(0)
 
 
+@pytest.mark.ci
 def test_callbacks_may_wait_for_collectives_and_every_hook_of_torch_computes_what_it_does_over_gloo(
     tmp_path: Path,
 ) -> None:
@@ -328,6 +329,7 @@ def test_a_rank_that_is_lost_is_named_by_the_monitored_barrier(tmp_path: Path) -
     [CODED, pytest.param(ProcessGroupOptions(min_nbytes=1 << 30), marks=pytest.mark.slow)],
     ids=["coded", "raw"],
 )
+@pytest.mark.ci
 def test_a_rank_that_is_lost_is_named_by_sends_and_receives(tmp_path: Path, options: ProcessGroupOptions) -> None:
     run_ranks(lost_peer, (str(tmp_path), options), 2)
 

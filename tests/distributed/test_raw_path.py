@@ -371,8 +371,10 @@ def survivor(rank: int, world: int, folder: str, fault: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "world"), [("dies", 2), ("stops", 2), pytest.param("dies", 3, marks=pytest.mark.slow)]
+    ("fault", "world"),
+    [("dies", 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("stops", 2), ("dies", 3)))],
 )
+@pytest.mark.ci
 def test_a_rank_that_is_lost_amid_raw_calls_is_named(tmp_path: Path, fault: str, world: int) -> None:
     processes = start_ranks(survivor, (world, str(tmp_path), fault), world)
     try:

@@ -12,6 +12,8 @@ from torch import Tensor
 from tests.distributed import tensor_parallel as work
 from tests.distributed.processes import run_ranks
 
+pytestmark = pytest.mark.ci
+
 CASES = [("llama", "plain"), ("llama", "sequence")]
 SLOW_CASES = [("llama", "vocabulary"), ("llama", "loss"), ("qwen3", "plain"), ("mixtral", "vocabulary")]
 ALL_CASES = [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)]
@@ -138,6 +140,7 @@ def test_codes_of_everything_train_in_parallel(by_torch: Results) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+@pytest.mark.ci
 def test_a_plan_of_transformers_packs_what_a_rank_holds(by_transformers: Results, family: str) -> None:
     for results in by_transformers:
         found = results[family]

@@ -235,7 +235,7 @@ def callbacks_see_the_callers(rank: int, world: int, folder: str) -> None:
 @pytest.mark.parametrize(
     "work",
     [
-        every_collective,
+        pytest.param(every_collective, marks=pytest.mark.slow),
         every_collective_of_a_group,
         reductions_in_8_bits,
         a_refusal_of_torch_is_no_fault_of_a_rank,

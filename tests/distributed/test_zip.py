@@ -247,5 +247,6 @@ def work(rank: int, world: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))])
+@pytest.mark.ci
 def test_zipped_collectives_keep_every_bit(world: int, tmp_path: Path) -> None:
     run_ranks(work, (world, str(tmp_path)), world)

@@ -121,6 +121,7 @@ def test_vectors_of_gradients_and_prints() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, while it compiles an optimizer
+@pytest.mark.ci
 def test_gradients_are_read_in_inference_mode_and_by_compiled_code() -> None:
     coded, dense = pair()
     with torch.inference_mode():

@@ -47,6 +47,7 @@ def history(done: Trainer, key: str) -> list[float]:
     return [line[key] for line in done.state.log_history if key in line]
 
 
+@pytest.mark.ci
 def test_trainer_trains_clips_saves_and_resumes(tmp_path: Path) -> None:
     done = {}
     for kind, options in {

@@ -95,6 +95,7 @@ def test_a_directory_without_a_model_is_refused(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.usefixtures("fresh_workers")
+@pytest.mark.ci
 def test_the_engine_serves_and_ends_with_the_application(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LACONIC_MODEL", str(model))
     monkeypatch.setenv("LACONIC_ENGINE", '{"experts": 0, "cache_tokens": 64}')

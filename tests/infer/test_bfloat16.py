@@ -65,6 +65,7 @@ def logits_in_steps(model: Any, prompt: list[int], tokens: list[int], step: int)
         for plan in PLANS
     ],
 )
+@pytest.mark.ci
 def test_logits_move_about_as_much_as_those_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, plan: str
 ) -> None:

@@ -21,6 +21,7 @@ from laconic.infer.remote_experts import RemoteExperts, RemoteLayer
 from laconic.infer.split import Split
 from laconic.infer.transformers_seam import load_attention_model, load_experts
 from laconic.schedule.inference import InferencePlan
+from tests.grid import slow_but
 from tests.infer.models import NEW_TOKENS, PROMPTS, expected, make
 from tests.streams.cuda import CUDA, cuda
 
@@ -58,7 +59,7 @@ def logits(path: Path, plan: InferencePlan, device: torch.device) -> tuple[Tenso
     return found.cpu(), links, moved
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", slow_but(["qwen2_moe", "deepseek_v3", "gpt_oss"], "deepseek_v3"))
 def test_a_split_model_on_a_device_gives_the_same_logits_and_sends_rows_of_the_host(
     family: str, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from scipy.stats import chisquare
 
 from laconic.errors import ConfigError, ModelError
 from laconic.infer.sampling import Sampling, sample
+from tests.grid import grid
 
 LOGITS = st.lists(st.one_of(st.floats(-20, 20), st.just(-math.inf)), min_size=1, max_size=8).filter(
     lambda values: max(values) > -math.inf
@@ -124,9 +125,9 @@ def test_a_large_vocabulary_and_narrow_dtypes() -> None:
     assert sample(logits, Sampling(1.0, top_p=5e-324), 0).token == 7
 
 
-@pytest.mark.parametrize("top_k", [0, 3, 1300, 3000])
-@pytest.mark.parametrize("top_p", [0.2, 0.9, 0.9999999, 1.0])
-@pytest.mark.parametrize("levels", [40, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 10**6))])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "levels"), grid([0, 3, 1300, 3000], [0.2, 0.9, 0.9999999, 1.0], [40, 2, 10**6], strength=1)
+)
 def test_a_large_vocabulary_is_cut_as_by_the_definition(top_k: int, top_p: float, levels: int) -> None:
     """More tokens than top_p looks at first, with many ties or none, flat enough that most of them count."""
     generator = torch.Generator().manual_seed(levels)

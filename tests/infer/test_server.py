@@ -269,11 +269,11 @@ USER: list[Any] = [{"role": "user", "content": "Hi"}]
     ],
 )
 def test_bad_requests_are_refused_by_name(
-    shared_url: str, path: str, body: Any, status: int, param: str | None, message: str
+    shared_client: httpx.Client, path: str, body: Any, status: int, param: str | None, message: str
 ) -> None:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
-    answered = httpx.post(f"{shared_url}/v1/{path}", content=content, headers=headers)
+    answered = shared_client.post(f"/v1/{path}", content=content, headers=headers)
     error = answered.json()["error"]
     assert (answered.status_code, error["param"], error["type"]) == (status, param, "invalid_request_error")
     assert message in error["message"]
@@ -286,6 +286,13 @@ def shared_url() -> Iterator[str]:
         yield url
     assert engine.peak == 0
     engine.close()
+
+
+@pytest.fixture(scope="module")
+def shared_client(shared_url: str) -> Iterator[httpx.Client]:
+    """One for many requests: each new one reads the system's certificates."""
+    with httpx.Client(base_url=shared_url) as client:
+        yield client
 
 
 def test_neutral_values_of_fields_that_are_not_served_are_accepted(client: openai.OpenAI) -> None:

@@ -21,6 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.ci
 def test_a_trace_holds_every_task_of_every_layer(folder: Path) -> None:
     """A row is 2 choices and weights of 4 bytes and 64 values of 4 bytes, and comes back as values alone."""
     plans = [InferencePlan(1, 1), InferencePlan(1, 3), InferencePlan(1, 4, slicing="experts")]
@@ -40,6 +41,7 @@ def test_a_trace_holds_every_task_of_every_layer(folder: Path) -> None:
     assert Trace.from_values(tokens.to_values()) == tokens
 
 
+@pytest.mark.ci
 def test_every_plan_chooses_the_same_tokens(folder: Path) -> None:
     share = load_share(folder)
     found = []

@@ -117,6 +117,7 @@ def test_two_processes(tmp_path: Path) -> None:
     run_ranks(_agree, (tmp_path, free_port()), 2)
 
 
+@pytest.mark.ci
 def test_two_processes_of_fsdp2(tmp_path: Path) -> None:
     run_ranks(_sharded, (tmp_path, free_port()), 2)
 
@@ -263,6 +264,7 @@ def test_a_model_is_trained_again_by_another_accelerator(tmp_path: Path) -> None
     assert all(owner_of(parameter) is gradients[1] for parameter in model.parameters())
 
 
+@pytest.mark.ci
 def test_an_accelerator_averages_the_gradients_of_one_model_if_all_processes_say_so(tmp_path: Path) -> None:
     run_ranks(_attach_two, (free_port(),), 2)
 

@@ -18,6 +18,7 @@ from laconic.activations.tracker import SavedTensorTracker
 from laconic.integrations.config import LaconicConfig, compress, logged, report_of
 from laconic.integrations.figures import measure_first_call
 from laconic.integrations.huggingface import LaconicCallback, LaconicTrainer
+from tests.grid import grid, slow_but
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 
@@ -118,8 +119,17 @@ def trained(
     return trainer, kept[-1]
 
 
-@pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("head", [head for head in HEADS if head != "sentences"])
+PLAIN, CHECKPOINTED = pytest.param({}, id="plain"), pytest.param({"gradient_checkpointing": True}, id="checkpointed")
+QUICK = ("causal", "choice", "answer-llama", "number")
+"""A head of every shape of batch: a token's labels, three texts a row, labels of another name, no whole number."""
+
+
+@pytest.mark.parametrize(
+    ("head", "changes"),
+    grid(
+        slow_but([head for head in HEADS if head != "sentences"], *QUICK, "images"), [PLAIN, CHECKPOINTED], strength=1
+    ),
+)
 def test_figures_are_those_of_the_step_that_trains(head: str, changes: dict[str, Any], tmp_path: Path) -> None:
     _, exact = trained(tmp_path, head, Trainer, [], {}, **changes)
     trainer, kept = trained(tmp_path, head, LaconicTrainer, [], {"laconic": LaconicConfig()}, **changes)
@@ -134,7 +144,7 @@ def test_figures_are_those_of_the_step_that_trains(head: str, changes: dict[str,
     assert not any(module._forward_pre_hooks for module in trainer.model.modules())
 
 
-@pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("changes", [PLAIN, pytest.param({"gradient_checkpointing": True}, marks=pytest.mark.slow)])
 def test_figures_of_a_callback_and_in_bf16(changes: dict[str, Any], tmp_path: Path) -> None:
     callback = LaconicCallback()
     _, exact = trained(tmp_path, "tokens", Trainer, [], {}, bf16=True, **changes)
@@ -153,8 +163,10 @@ def test_sentence_embeddings_have_a_figure(tmp_path: Path) -> None:
     assert trainer.state.log_history[0]["laconic/activation_factor"] > 3
 
 
-@pytest.mark.parametrize("head", [head for head in HEADS if head not in ("images", "sentences")])
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(
+    ("head", "checkpointed"),
+    grid(slow_but([head for head in HEADS if head not in ("images", "sentences")], *QUICK), [False, True], strength=1),
+)
 def test_a_figure_before_the_first_step_is_of_training_mode(head: str, checkpointed: bool) -> None:
     model: Any = HEADS[head][0]().eval()
     if checkpointed:
@@ -204,6 +216,7 @@ def test_short_memory_measures_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.before.nbytes <= 5 * 10_000 * LENGTH
 
 
+@pytest.mark.ci
 def test_copies_do_not_measure_and_nothing_changes_by_measuring() -> None:
     models: list[Any] = []
     for is_converted in (False, True):

@@ -35,6 +35,7 @@ from laconic.gradients.turns import owner_of
 from laconic.integrations import LaconicConfig
 from laconic.integrations.huggingface import LaconicCallback, LaconicTrainer, LaconicTrainerMixin
 from tests.distributed.processes import free_port, rank_environment, run_ranks
+from tests.grid import slow_but
 from tests.wandb_files import offline_runs, wandb_offline
 
 __all__ = ["wandb_offline"]
@@ -85,6 +86,7 @@ def test_tensorboard_gets_what_was_saved(tmp_path: Path, monkeypatch: pytest.Mon
         assert len(logged) == 4
 
 
+@pytest.mark.ci
 def test_wandb_gets_what_was_saved(tmp_path: Path, wandb_offline: Any) -> None:
     trainer = trained(tmp_path, LaconicConfig(gradients=8), report_to=["wandb"])
     wandb_offline.finish()
@@ -111,6 +113,13 @@ def trained(
     return trainer
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """The host alone, which has trained."""
+    torch.manual_seed(0)
+    return trained(tmp_path_factory.mktemp("alone"), None)
+
+
 def assert_near(got: Trainer, expected: Trainer) -> None:
     assert len(losses(got)) == len(losses(expected)) > 0
     torch.testing.assert_close(losses(got), losses(expected), rtol=1e-3, atol=0)
@@ -119,16 +128,18 @@ def assert_near(got: Trainer, expected: Trainer) -> None:
 @pytest.mark.parametrize(
     "laconic",
     [
-        LaconicConfig(),
+        pytest.param(LaconicConfig(), marks=pytest.mark.ci),
         LaconicConfig(mode="combined"),
-        LaconicConfig(loss="chunked", activations=16),
+        pytest.param(LaconicConfig(loss="chunked", activations=16), marks=pytest.mark.ci),
         LaconicConfig(activations=16, gradients=12),
         EVERYTHING,
     ],
     ids=["activations", "combined", "chunked", "gradients", "everything"],
 )
-def test_losses_are_those_of_the_host_and_logs_say_what_was_saved(laconic: LaconicConfig, tmp_path: Path) -> None:
-    alone, trainer = trained(tmp_path, None), trained(tmp_path, laconic)
+def test_losses_are_those_of_the_host_and_logs_say_what_was_saved(
+    laconic: LaconicConfig, alone: Trainer, tmp_path: Path
+) -> None:
+    trainer = trained(tmp_path, laconic)
     assert_near(trainer, alone)
     first, last = ([entry for entry in trainer.state.log_history if "loss" in entry][index] for index in (0, -1))
     # The first loss comes before any update; forward values have the same bits.
@@ -182,6 +193,7 @@ def test_the_best_model_is_found_and_saved_without_a_trace(tmp_path: Path) -> No
         assert torch.equal(got, expected)
 
 
+@pytest.mark.ci
 def test_training_again_and_models_that_are_made_anew(tmp_path: Path) -> None:
     twice = trained(tmp_path, EVERYTHING)
     twice.train()
@@ -198,7 +210,8 @@ def test_training_again_and_models_that_are_made_anew(tmp_path: Path) -> None:
 COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 
 
-@pytest.mark.parametrize("changes", [{}, {"bf16": True}, pytest.param(COMPILED, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("changes", slow_but([{}, {"bf16": True}, COMPILED], {}))
+@pytest.mark.ci
 def test_a_model_that_was_evaluated_before_trains_alike(changes: dict[str, Any], tmp_path: Path) -> None:
     kinds = arguments(tmp_path, **changes)
     trainer = LaconicTrainer(llama(), kinds, train_dataset=rows(), eval_dataset=rows(8), laconic=EVERYTHING)
@@ -209,6 +222,7 @@ def test_a_model_that_was_evaluated_before_trains_alike(changes: dict[str, Any],
     assert trainer.evaluate()["eval_loss"] < before
 
 
+@pytest.mark.ci
 def test_trainers_follow_each_other_on_one_model(tmp_path: Path) -> None:
     first, alone = trained(tmp_path, EVERYTHING), trained(tmp_path, None)
     second = trained(tmp_path, EVERYTHING, model=first.model)
@@ -226,6 +240,7 @@ def test_trainers_follow_each_other_on_one_model(tmp_path: Path) -> None:
     assert trained(tmp_path, LaconicConfig(activations=8), model=first.model).laconic_report is not None
 
 
+@pytest.mark.ci
 def test_a_trainer_that_makes_its_own_optimizer_is_converted_or_refused(tmp_path: Path) -> None:
     class Own(Trainer):
         def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -252,13 +267,18 @@ def test_a_trainer_that_makes_its_own_optimizer_is_converted_or_refused(tmp_path
     [
         {"bf16": True},
         {"gradient_checkpointing": True},
-        {"max_grad_norm": 0.0},
-        {"label_smoothing_factor": 0.1},
-        {"auto_find_batch_size": True},
-        {"neftune_noise_alpha": 5.0},
-        {"optim": "adamw_torch_fused", "weight_decay": 0.1},
-        {"lr_scheduler_type": "cosine", "warmup_steps": 2},
-        {"torch_empty_cache_steps": 1, "dataloader_drop_last": True},
+        pytest.param({"label_smoothing_factor": 0.1}, marks=pytest.mark.ci),
+        pytest.param({"optim": "adamw_torch_fused", "weight_decay": 0.1}, marks=pytest.mark.ci),
+        *(
+            pytest.param(changes, marks=pytest.mark.slow)
+            for changes in (
+                {"max_grad_norm": 0.0},
+                {"auto_find_batch_size": True},
+                {"neftune_noise_alpha": 5.0},
+                {"lr_scheduler_type": "cosine", "warmup_steps": 2},
+                {"torch_empty_cache_steps": 1, "dataloader_drop_last": True},
+            )
+        ),
     ],
     ids=str,
 )
@@ -282,6 +302,7 @@ def test_adapters_are_trained_and_saved(tmp_path: Path) -> None:
     assert trainer.state.log_history[0]["laconic/gradient_nbytes"] < 2 * num_trained
 
 
+@pytest.mark.ci
 def test_other_trainers_and_models(tmp_path: Path) -> None:
     class Own(LaconicTrainerMixin, Seq2SeqTrainer):
         pass
@@ -347,7 +368,7 @@ def words() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="1", pad_token="2")
 
 
-@pytest.mark.parametrize("changes", [{}, {"packing": True, "max_length": 32}], ids=str)
+@pytest.mark.parametrize("changes", slow_but([{}, {"packing": True, "max_length": 32}], {}))
 def test_supervised_fine_tuning_with_trl(changes: dict[str, Any], tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     from datasets import Dataset
@@ -559,5 +580,6 @@ def test_two_processes_stay_alike_after_an_evaluation_and_with_one_trainer_after
     run_ranks(_train_after_evaluation, (tmp_path, free_port()), 2)
 
 
+@pytest.mark.ci
 def test_two_processes_agree_with_ddp_stay_alike_and_resume(tmp_path: Path) -> None:
     run_ranks(_train_together, (tmp_path, free_port()), 2)

@@ -83,6 +83,7 @@ def test_activations_are_compressed_and_logged(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.ci
 def test_wandb_gets_what_was_saved_beside_the_modules_own_figures(
     tmp_path: Path, wandb_offline: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +121,7 @@ def test_wandb_gets_what_was_saved_beside_the_modules_own_figures(
         dist.destroy_process_group()
 
 
+@pytest.mark.ci
 def test_a_checkpoint_is_gone_on_from_and_has_the_modules_own_names(tmp_path: Path) -> None:
     whole = Module(laconic.AdamW8bit)
     checkpoint = lightning.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
@@ -256,6 +258,7 @@ def _fit_together(rank: int, folder: Path, port: int) -> None:
         assert torch.equal(first, parameter)
 
 
+@pytest.mark.ci
 def test_two_processes_agree_with_ddp_stay_alike_and_fit_again(tmp_path: Path) -> None:
     run_ranks(_fit_together, (tmp_path, free_port()), 2)
 
@@ -298,5 +301,6 @@ def _validate_and_train(rank: int, folder: Path, port: int) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.ci
 def test_validation_in_inference_mode_sends_like_training(tmp_path: Path) -> None:
     run_ranks(_validate_and_train, (tmp_path, free_port()), 2)

@@ -143,6 +143,7 @@ def _bad_input_is_refused() -> None:
         autotune(layer, grid)
 
 
+@pytest.mark.ci
 def test_choices_on_two_ranks(tmp_path: Path) -> None:
     run_world(
         [

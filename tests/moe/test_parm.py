@@ -269,6 +269,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     run_world(TWO, 2, tmp_path)
 
 
+@pytest.mark.ci
 def test_four_ranks(tmp_path: Path) -> None:
     run_world(FOUR, 4, tmp_path)
 

@@ -143,5 +143,6 @@ SCENARIOS: list[Callable[[], None]] = [
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.ci
 def test_sharded_gradients_travel_in_windows(world: int, tmp_path: Path) -> None:
     run_world(SCENARIOS, world, tmp_path)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from laconic.errors import FormatError
 from laconic.ops import accumulate_blockwise_, dequantize_blockwise, native, reference, square_sum_blockwise
+from tests.grid import slow_but
 from tests.ops.cases import DTYPES, every_pattern, same_bits
 
 ACCUMULATE = torch.ops.laconic.accumulate_blockwise_.default
@@ -283,7 +284,7 @@ def test_threads_do_not_change_bits() -> None:
     assert sums[0] == sums[1]
 
 
-@pytest.mark.parametrize("bits", [8, 12])
+@pytest.mark.parametrize("bits", slow_but([8, 12], 12))
 def test_opcheck_passes(bits: int) -> None:
     for length, gradient in ((0, torch.randn(0)), (300, torch.randn(3, 100).bfloat16()), (129, torch.randn(129))):
         store = Store(length, bits)

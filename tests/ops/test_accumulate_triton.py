@@ -7,7 +7,7 @@ import torch
 
 from laconic.ops import reference
 from tests.ops.cases import DTYPES
-from tests.ops.interpreter import DEVICE, INTERPRETED, numpy_may_warn, on_device
+from tests.ops.interpreter import DEVICE, INTERPRETED, numpy_may_warn, on_device, slow_in_interpreter
 from tests.ops.test_accumulate import Store, awkward_gradients, same_store
 
 triton = pytest.importorskip("triton")
@@ -22,8 +22,11 @@ def moved(store: Store, device: str) -> Store:
 
 
 @on_device
-@pytest.mark.parametrize("bits", [8, 12])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [(dtype, 12) if dtype == torch.bfloat16 else slow_in_interpreter(dtype, 12) for dtype in DTYPES]
+    + [(dtype, 8) if dtype == torch.float32 else slow_in_interpreter(dtype, 8) for dtype in DTYPES],
+)
 def test_all_bits_are_the_references(dtype: torch.dtype, bits: int) -> None:
     from laconic.ops.triton import accumulate
 

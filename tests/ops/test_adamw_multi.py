@@ -12,6 +12,7 @@ import torch
 import laconic.ops
 from laconic.errors import FormatError
 from laconic.ops import native, reference
+from tests.grid import slow_but
 from tests.ops.adamw_cases import OPTIONS, Case, as_lists, assert_as_one_by_one, batch, follow_many, new_case, quantized
 from tests.ops.cases import DTYPES, same_bits
 
@@ -48,7 +49,7 @@ def test_hundreds_of_parameters_and_none_at_all() -> None:
     laconic.ops.adamw8bit_multi_([], [], [], [], [], [], **OPTIONS)
 
 
-@pytest.mark.parametrize("bits", [None, 12])
+@pytest.mark.parametrize("bits", slow_but([None, 12], 12))
 def test_op_is_registered_as_torch_expects(bits: int | None) -> None:
     torch.library.opcheck(OP, (*some(bits), *OPTIONS.values()))
 

@@ -60,7 +60,7 @@ def test_all_bits_are_the_references(dtype: torch.dtype) -> None:
 
 
 @on_device
-@pytest.mark.parametrize("bits", [8, 12])
+@pytest.mark.parametrize("bits", [slow_in_interpreter(8), 12])
 def test_quantized_gradients_give_the_references_bits(bits: int) -> None:
     everything = list(awkward_gradients())
     for name, gradient in everything[bits // 12 :: 2] if INTERPRETED else everything:

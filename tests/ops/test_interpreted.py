@@ -12,6 +12,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.ci
 def test_interpreted_kernels_pass_their_tests() -> None:
     run_interpreted("not slow")
 

@@ -177,6 +177,7 @@ def test_no_kernel_spills_with_another_triton() -> None:
 
 
 @needs_tools
+@pytest.mark.ci
 def test_spills_and_widths_are_seen() -> None:
     """Reading machine code finds what it should: a stream that begins anywhere is not read in wide loads."""
     from laconic.ops.triton import blockwise

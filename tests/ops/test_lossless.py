@@ -58,7 +58,7 @@ def test_the_documentations_ranked_example() -> None:
 @pytest.mark.parametrize(
     "dtype",
     [
-        dtype if dtype in (torch.bfloat16, torch.float32) else pytest.param(dtype, marks=pytest.mark.slow)
+        dtype if dtype == torch.bfloat16 else pytest.param(dtype, marks=pytest.mark.slow)
         for dtype in DTYPES
         if "float8" not in str(dtype)
     ],

@@ -188,6 +188,7 @@ def test_widest_instruction_set_is_the_default() -> None:
 
 
 @pytest.mark.parametrize("isa", native.supported_isas())
+@pytest.mark.ci
 def test_environment_variable_forces_an_instruction_set(run_python: RunPython, isa: str) -> None:
     result = run_python("from laconic.ops import kernels_in_use as k; print(k()['cpu']['isa'])", LACONIC_ISA=isa)
     assert result.stdout.strip() == isa

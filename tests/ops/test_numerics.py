@@ -309,7 +309,7 @@ def test_most_negative_code_can_be_read_but_is_never_written(
     back = ops.dequantize(codes, scales, code, 16, 2, torch.float32)
     assert back.tolist() == [[2 * level, 2 * level]]
     x = every_pattern(torch.bfloat16)
-    x = x[x.isfinite()].view(-1, 2)
+    x = x[x.isfinite()].view(-1, 2)[::5]
     for seed in (None, 1):
         written, scales = ops.quantize(x, code, 16, torch.float32, seed)
         written = written[(scales.isfinite() & (scales > 0)).squeeze(1)]

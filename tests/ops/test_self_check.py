@@ -165,7 +165,12 @@ except KernelError as error:
 
 @pytest.mark.skipif(not native.supported_isas(), reason="the C++ kernels were not built")
 @pytest.mark.parametrize(
-    ("switch", "shown"), [("1", "refused"), ("0", "used"), ("yes", "LACONIC_CHECK_KERNELS is 'yes'")]
+    ("switch", "shown"),
+    [
+        ("1", "refused"),
+        pytest.param("0", "used", marks=pytest.mark.ci),
+        pytest.param("yes", "LACONIC_CHECK_KERNELS is 'yes'", marks=pytest.mark.slow),
+    ],
 )
 def test_a_wrong_cpp_kernel_is_refused_by_the_op_unless_switched_off(switch: str, shown: str) -> None:
     done = subprocess.run(

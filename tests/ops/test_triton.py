@@ -91,7 +91,7 @@ def test_every_16_bit_pattern_gives_the_references_bits(dtype: torch.dtype, code
 
 
 @on_device
-@pytest.mark.parametrize("bits", [8, 12])
+@pytest.mark.parametrize("bits", [slow_in_interpreter(8), 12])
 def test_all_bits_of_a_sum_are_the_references(bits: int) -> None:
     from laconic.ops.triton import reduce
 

@@ -491,6 +491,7 @@ def test_a_parameter_listed_twice_takes_two_steps() -> None:
     assert same_state(twice.state[p], single.state[q])
 
 
+@pytest.mark.ci
 def test_compiled_steps_leave_what_eager_ones_leave() -> None:
     ends = []
     for compiled in (False, True):

@@ -30,12 +30,14 @@ class Page:
         num_ranks: processes that run the page together.
         fresh: blocks are alternatives: each begins with `names` of its own, not only the first.
         slow: it takes more than a few seconds.
+        in_ci: it takes seconds as well; CI runs it.
     """
 
     names: Callable[[str, ExitStack], Names]
     num_ranks: int = 1
     fresh: bool = False
     slow: bool = False
+    in_ci: bool = False
 
 
 def joined(backend: str = "gloo") -> dist.ProcessGroup:
@@ -370,10 +372,10 @@ def _formats(block: str, until_the_end: ExitStack) -> Names:
 
 PAGES = {
     "README.md": Page(_readme, num_ranks=2),
-    "getting_started.md": Page(_nothing),
+    "getting_started.md": Page(_nothing, in_ci=True),
     "advise.md": Page(_advise, fresh=True, slow=True),
-    "activations.md": Page(_activations, fresh=True),
-    "integrations.md": Page(_integrations, fresh=True),
+    "activations.md": Page(_activations, fresh=True, in_ci=True),
+    "integrations.md": Page(_integrations, fresh=True, in_ci=True),
     "gradients.md": Page(_gradients, num_ranks=2, fresh=True),
     "optim.md": Page(_optim, fresh=True),
     "zip_collectives.md": Page(_zip_collectives, num_ranks=2),
@@ -383,7 +385,7 @@ PAGES = {
     "training.md": Page(_training),
     "planning.md": Page(_planning, fresh=True),
     "zip.md": Page(_zip),
-    "vision.md": Page(_vision),
+    "vision.md": Page(_vision, in_ci=True),
     "formats.md": Page(_formats),
     "moe.md": Page(_nothing),
     "moe_huggingface.md": Page(_moe_huggingface, num_ranks=8, fresh=True, slow=True),
@@ -393,10 +395,10 @@ PAGES = {
     "moe_pipeline.md": Page(_moe_pipeline, num_ranks=2, fresh=True),
     "moe_costs.md": Page(_moe_costs),
     "schedules.md": Page(_schedules, fresh=True),
-    "inference.md": Page(_inference),
+    "inference.md": Page(_inference, in_ci=True),
     "inference_planning.md": Page(_inference),
     "inference_schedule.md": Page(_nothing),
-    "serving.md": Page(_serving),
+    "serving.md": Page(_serving, in_ci=True),
     "reliability.md": Page(_nothing),
 }
 """Every page with Python that is run."""

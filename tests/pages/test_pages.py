@@ -35,7 +35,11 @@ def test_a_comment_that_promises_another_value_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(name, marks=pytest.mark.slow) if page.slow else name for name, page in PAGES.items()]
+    "page",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * page.slow + [pytest.mark.ci] * page.in_ci)
+        for name, page in PAGES.items()
+    ],
 )
 def test_the_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
     num_ranks = PAGES[page].num_ranks

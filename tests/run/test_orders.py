@@ -75,8 +75,11 @@ def is_refused(script: Script, flags: dict[str, Any]) -> bool:
 KEEPS = re.compile(r"(\w+) keeps ([\d,]+) bytes for backward instead of ([\d,]+)(.*) \(.*\)(?:, from step (\d+) on)?$")
 
 
+EVERY_SECOND = [pytest.param(name, id=name, marks=[pytest.mark.ci] * (index % 2)) for index, name in enumerate(SCRIPTS)]
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a refusal in a thread
-@pytest.mark.parametrize(("name", "flags"), grid(list(SCRIPTS), list(FLAGS), strength=1))
+@pytest.mark.parametrize(("name", "flags"), grid(EVERY_SECOND, list(FLAGS), strength=1))
 def test_lines_bits_and_endings(name: str, flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     script, expected = SCRIPTS[name], plain(name)
     outcome = trained(name, FLAGS[flags], monkeypatch)

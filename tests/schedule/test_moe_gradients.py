@@ -173,6 +173,7 @@ def _papers_evolution(parts: Sequence[BackwardPart], line: _Line, first: Sequenc
 
 
 @pytest.mark.parametrize(("kind", "scale"), grid(["compute", "all-to-all", "inside"], [0.3, 1.0, 3.0], strength=1))
+@pytest.mark.ci
 def test_greedy_and_evolution_come_near_and_are_never_better(kind: str, scale: float) -> None:
     a2a, ag, experts = {"compute": (0.8, 0.4, 3.0), "all-to-all": (2.0, 0.7, 1.0), "inside": (0.5, 2.0, 1.0)}[kind]
     times = LayerTimes(*[ChunkTime(0.1, seconds) for seconds in (a2a, experts, a2a, ag, ag)])
@@ -203,6 +204,7 @@ def test_a_degree_that_is_slower_alone_is_taken_for_its_window() -> None:
     assert plan.seconds == 5.0
 
 
+@pytest.mark.ci
 def test_many_layers_are_planned() -> None:
     times = LayerTimes(*[ChunkTime(0.1, seconds) for seconds in (1.0, 2.0, 1.0, 0.5, 0.5)])
     parts = []

@@ -123,6 +123,7 @@ def test_a_layer_in_chunks_with_gradients_in_its_slot() -> None:
     device.check(75)
 
 
+@pytest.mark.ci
 def test_gradients_that_a_plan_leaves_for_the_end() -> None:
     """They were ready before the layer's backward, whose results the caller still reads when they are reduced."""
     with cuda() as device, echo() as group:

@@ -70,6 +70,7 @@ def recorded(rank: int, program: Program, store: Path) -> tuple[Device, list[Ten
 
 
 @pytest.mark.parametrize("programs", [FSDP2, DDP], ids=["fsdp2", "ddp"])
+@pytest.mark.ci
 def test_two_ranks(programs: list[Program], tmp_path: Path) -> None:
     run_ranks(compared, (programs, tmp_path), 2)
 

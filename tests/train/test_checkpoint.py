@@ -500,7 +500,7 @@ def _interrupt_every_call(rank: int, how: str, scenario: str, folder: Path) -> N
     ("how", "scenario"),
     [
         ("die", "again"),
-        ("fail", "new"),
+        pytest.param("fail", "new", marks=pytest.mark.ci),
         *(pytest.param(*c, marks=pytest.mark.slow) for c in (("die", "new"), ("fail", "again"))),
     ],
 )

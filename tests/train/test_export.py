@@ -16,7 +16,12 @@ from tests.train.runs import tiny_config, train_alone, trained_model
 
 
 @pytest.mark.parametrize(
-    ("family", "tied"), [("llama", True), ("llama", False), ("gpt2", True), ("gemma2", True), ("phi3", False)]
+    ("family", "tied"),
+    [
+        ("llama", True),
+        ("phi3", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("llama", False), ("gpt2", True), ("gemma2", True))),
+    ],
 )
 def test_exported_weights_are_the_trained_ones(family: str, tied: bool, tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "run", {"model.family": family, "model.tie_word_embeddings": tied, "steps": 2})

@@ -116,7 +116,10 @@ def test_an_exported_model_gives_the_accuracy_of_its_run(npz: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"activations.mode": "hooks", "optimizer.kind": "adamw8bit", "gradients.bits": 8, "accumulation": 2}],
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"activations.mode": "hooks", "optimizer.kind": "adamw8bit", "gradients.bits": 8, "accumulation": 2},
+    ],
     ids=["exact gradients", "everything compressed"],
 )
 def test_a_resumed_run_is_equal_bit_for_bit(npz: Path, tmp_path: Path, changes: dict[str, Any]) -> None:

@@ -75,9 +75,8 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path, capsys: pytest.Capt
     "changes",
     [
         {"activations.bits": 16},
-        {"activations.bits": 6},
-        AGOQ,
-        {"activations.loss": "chunked"},
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ({"activations.bits": 6}, AGOQ)),
+        pytest.param({"activations.loss": "chunked"}, marks=pytest.mark.slow),
         AGOQ | {"activations.loss": "chunked"},
         {"model.family": "qwen3", "accumulation": 2},
     ],
@@ -106,9 +105,9 @@ def test_the_loss_falls(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"activations.bits": 16}, marks=pytest.mark.slow),
-        {"model.extra": {"attention_dropout": 0.3}, "accumulation": 2},
+        pytest.param({"model.extra": {"attention_dropout": 0.3}, "accumulation": 2}, marks=pytest.mark.slow),
         pytest.param({"precision": "bf16"}, marks=pytest.mark.slow),
         {"model.family": "gpt2", "model.extra": {"resid_pdrop": 0.2}, "model.tie_word_embeddings": False},
         pytest.param(AGOQ | {"accumulation": 2}, marks=pytest.mark.slow),
@@ -390,7 +389,7 @@ def with_idle_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_module, "build_model", build_idle)
 
 
-@pytest.mark.parametrize("changes", [{}, AGOQ], ids=["exact", "agoq"])
+@pytest.mark.parametrize("changes", [pytest.param({}, marks=pytest.mark.slow), AGOQ], ids=["exact", "agoq"])
 def test_parameters_without_gradient_stay_as_they_are(
     changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ def step_of(model: nn.Module, plan: MeasuredPlan, inputs: dict[str, Any]) -> tup
 
 
 @pytest.mark.parametrize("name", SLOW)
+@pytest.mark.ci
 def test_other_batches_and_choices_are_predicted(name: str) -> None:
     model, batches = make(name).train(), MODELS[name][1]
     inputs = made_up_batches(model, 64, 64)
@@ -112,6 +113,7 @@ def chosen(table: MeasuredTable, samples: int, share: float) -> MeasuredPlan:
     return choose_measured(table, samples, round(packed + share * (exact - packed)), time_weight=0.0)
 
 
+@pytest.mark.ci
 def test_measuring_changes_nothing_but_gradients() -> None:
     model = make("ResNetForImageClassification")
     model.eval()
@@ -157,6 +159,7 @@ def test_a_table_of_a_module_of_ones_own() -> None:
     assert exact.relative_error == 0
 
 
+@pytest.mark.ci
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory, table, out = tmp_path / "model", tmp_path / "table.json", tmp_path / "plan.json"
     make("ViTForImageClassification").save_pretrained(directory)

@@ -129,6 +129,7 @@ def test_families_decide_where_nothing_is_asked() -> None:
     assert watch_routers(model_of(MIXTRAL), off, ALONE)[1] == "routers: nothing balances them"
 
 
+@pytest.mark.ci
 def test_a_run_counts_the_loss_apart_and_lowers_it(tmp_path: Path) -> None:
     changes = MIXTRAL | {"moe.expert_parallel": 1, "steps": 12, "optimizer.learning_rate": 1e-2, "eval_every": 0}
     for name, coef in (("none", 0.0), ("weak", 1e-9), ("strong", 1.0)):

@@ -160,6 +160,7 @@ def two_trainings(config: Path) -> list[Ending]:
     return sorted((command.finish() for command in both), key=lambda ending: ending.code)
 
 
+@pytest.mark.ci
 def test_a_second_run_is_refused_and_the_first_is_whole(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "run", {"steps": 40, "checkpoint.every": 5, "eval_every": 0})
     train_alone(config, stop_after=5)
@@ -215,6 +216,7 @@ def _tries_to_take(run_dir: Path, done: threading.Event, taken: list[str]) -> No
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, signal.SIGKILL), (0, signal.SIGSTOP))),
     ],
 )
+@pytest.mark.ci
 def test_no_other_run_gets_in_between_two_attempts(rank: int, number: int, tmp_path: Path) -> None:
     """A launcher starts lost processes again: from the first step to the end, the directory is its own."""
     changes = {"steps": 30, "checkpoint.every": 2, "eval_every": 0, "nproc": 2, "restarts": 1}

@@ -22,6 +22,7 @@ from tests.wandb_files import offline_runs, wandb_offline
 __all__ = ["wandb_offline"]
 
 
+@pytest.mark.ci
 def test_a_run_and_its_continuation_are_one_run_with_the_numbers_of_metrics_jsonl(
     tmp_path: Path, wandb_offline: Any
 ) -> None:

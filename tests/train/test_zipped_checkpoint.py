@@ -91,6 +91,7 @@ def test_odd_states_come_back(tmp_path: Path) -> None:
             assert found[name] == value
 
 
+@pytest.mark.ci
 def test_a_run_goes_on_from_either_kind(tmp_path: Path) -> None:
     whole = tiny_config(tmp_path, "whole")
     assert train_alone(whole) == 0

@@ -304,5 +304,6 @@ def work(_: int, examples: int) -> None:
 
 
 @pytest.mark.parametrize("examples", [5, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+@pytest.mark.ci
 def test_what_can_be_loaded_is_what_was_saved_whole(examples: int) -> None:
     run_ranks(work, (examples,), 1)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.distributed.processes import environment
+from tests.grid import slow_but
 from tests.patience import patient
 from tests.train.runs import AGOQ, exact_metrics, losses, tiny_config, train_alone
 
@@ -34,8 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("determinism")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_but(MODES, "agoq", "bf16"))
 @pytest.mark.parametrize("num_threads", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.ci
 def test_the_same_seed_gives_the_same_bits(mode: str, num_threads: int, folder: Path) -> None:
     torch.set_num_threads(num_threads)
     names = [f"{mode}-{num_threads}-{number}" for number in range(2)]
@@ -68,7 +70,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", slow_but(PROGRAMS, "simulation"))
 def test_plans_and_simulations_do_not_depend_on_the_hash_seed(name: str) -> None:
     found = set()
     for seed in ("0", "1", "4242"):

@@ -65,6 +65,7 @@ def assert_killed_anywhere_is_mended(folder: Path, numbers: Iterable[int]) -> No
     assert checked
 
 
+@pytest.mark.ci
 def test_a_run_killed_at_a_write_before_its_first_checkpoint_is_gone_on_with(folder: Path) -> None:
     assert_killed_anywhere_is_mended(folder, range(0, FIRST_WRITES, 15))
 

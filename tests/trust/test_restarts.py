@@ -49,6 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
+@pytest.mark.ci
 def test_the_run_ends_as_if_nothing_had_happened(kind: str, name: str, folder: Path) -> None:
     expected = undisturbed(folder, kind)
     trial = Trial(folder, trial_config(folder, f"{kind}-{name}", kind), FAULTS[name])

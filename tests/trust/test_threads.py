@@ -24,6 +24,7 @@ _IMPORT_TRITON = ("train", "hugging face")  # through torch; it switches the loc
 @pytest.mark.parametrize(
     "job", [pytest.param(name, marks=pytest.mark.slow) if name in _IMPORT_TRITON else name for name in JOBS]
 )
+@pytest.mark.ci
 def test_threads_that_begin_together_get_the_bits_of_one_alone(job: str) -> None:
     if job in _NEEDS:
         pytest.importorskip(_NEEDS[job])

@@ -72,6 +72,7 @@ def trained(model: nn.Module, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("bits", "cosine", "factor"), [(4, 0.85, 5), (8, 0.98, 3)])
+@pytest.mark.ci
 def test_hooks_pack_what_convolutions_norms_and_attention_keep(bits: int, cosine: float, factor: float) -> None:
     model = tiny(layer_type="bottleneck", hidden_sizes=[32, 64, 96])
     with_opinions(model, scale=0.3)

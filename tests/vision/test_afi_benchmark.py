@@ -28,6 +28,7 @@ def test_networks_of_a_seed_start_from_the_same_weights() -> None:
     assert not all(torch.equal(value, dict(build(AT_BUDGET, 4).named_parameters())[n]) for n, value in common.items())
 
 
+@pytest.mark.ci
 def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(afi, "NETWORKS", {name: NETWORKS[name] for name in (AT_BUDGET, AFI_NAME)})
     path = tmp_path / "study.json"

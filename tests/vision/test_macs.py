@@ -24,6 +24,7 @@ def resnet(layers: int) -> nn.Module:
         return ResNetForImageClassification(ResNetConfig(depths=DEPTHS[layers], num_labels=1000))
 
 
+@pytest.mark.ci
 def test_afi_resnet152_meets_the_budget_of_the_paper() -> None:
     plain = resnet(152)
     with torch.device("meta"):

@@ -109,6 +109,7 @@ def test_autocast_keeps_the_stream_in_bfloat16_and_scores_in_float32() -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.ci
 def test_compiles_into_one_graph() -> None:
     model, x = tiny(), images()
     labels = torch.tensor([0, 1, 2])

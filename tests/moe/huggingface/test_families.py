@@ -82,10 +82,10 @@ def check(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             raise AssertionError(f"{family.name}: {error}") from error
 
 
+@pytest.mark.ci
 def test_routers_of_every_kind_are_left_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A linear layer as router, correction biases beside it, jitter, norms between router and experts, scales."""
-    check(["afmoe", "ernie4_5_moe", "gemma4_text", "granitemoe", "hunyuan_v1_moe", "lfm2_moe", "minimax_m2", "phimoe"],
-          monkeypatch)  # fmt: skip
+    """Correction biases beside a router, norms between it and the experts, scales and jitter."""
+    check(["ernie4_5_moe", "gemma4_text", "minimax_m2", "phimoe"], monkeypatch)
 
 
 @pytest.mark.slow
