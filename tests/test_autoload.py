@@ -24,6 +24,37 @@ for name in ("laconic", "laconic:gloo", "cpu:laconic"):
     dist.destroy_process_group()
 """
 
+UNCHANGED = """
+import os
+from types import FunctionType
+import torch, torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+import laconic, laconic.autoload
+
+FOLDER = os.path.dirname(laconic.__file__) + os.sep
+
+def ours():
+    functions = [(name, value) for m in (dist, c10d) for name, value in vars(m).items() if type(value) is FunctionType]
+    return {name for name, function in functions if function.__code__.co_filename.startswith(FOLDER)}
+
+laconic.autoload.register()
+assert "LACONIC" in vars(dist.Backend)
+assert not ours(), ours()
+import laconic.collectives.process_group
+assert not ours(), ours()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.monitored_barrier()
+assert not ours(), ours()
+group = dist.new_group([0], backend="laconic")
+assert ours() == {"monitored_barrier"}, ours()
+for _ in range(2):
+    dist.monitored_barrier(group)
+    dist.monitored_barrier()
+    group.monitored_barrier()
+    group = dist.new_group([0], backend="laconic")
+dist.destroy_process_group()
+"""
+
 
 _BROKEN = {
     "no such module": {},
@@ -57,6 +88,11 @@ def test_torch_finds_the_backends_by_itself(tmp_path: Path) -> None:
         "laconic:gloo QuickGroup",
         "cpu:laconic QuickGroup",
     ]
+
+
+def test_functions_of_torch_are_its_own_until_a_group_is_laconics(tmp_path: Path) -> None:
+    ending = finish(start(["-c", UNCHANGED], environment(PYTHONPATH=_installed(tmp_path))))
+    assert ending.code == 0, ending.err
 
 
 @pytest.mark.parametrize("case", slow_but(_BROKEN, "its folder is gone", "an import that fails"))

@@ -273,6 +273,7 @@ struct Avx2 {
   }
   template <int kBits, class T>
   static void expand_packed(const uint8_t* codes, float scale, T* out) {
+    static_assert(kBits >= 4 && kBits <= 8, "below 4 bits the second load would begin before `codes`");
     // The first eight bytes and the last eight; kBits = 5 or 6 of each hold the codes.
     const I bytes = _mm256_set_m128i(load64(codes + 2 * kBits - 8), load64(codes));
     const I at = _mm256_set_m128i(bytes_of_eight<kBits>(8 - kBits), bytes_of_eight<kBits>(0));

@@ -7,8 +7,6 @@ loaded until a group is made. TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches it off.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 __all__ = ["NAMES", "register"]
@@ -31,26 +29,6 @@ def register() -> None:
     for name, devices in NAMES.items():
         if name.upper() not in dist.Backend._plugins:
             dist.Backend.register_backend(name, _Creator(name), extended_api=True, devices=list(devices))
-    original = dist.monitored_barrier
-    if not hasattr(original, "__wrapped__"):
-        wrapped = _monitored_barrier(original)
-        dist.monitored_barrier = dist.distributed_c10d.monitored_barrier = wrapped
-
-
-def _monitored_barrier(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap torch's barrier, which refuses every group whose backend is not called gloo."""
-
-    @wraps(original)
-    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        import torch.distributed as dist
-
-        found: Any = dist.group.WORLD if group is None else group
-        if not getattr(found, "is_laconic", False):
-            original(group, timeout, wait_all_ranks)
-        else:
-            found.monitored_barrier(timeout, wait_all_ranks)
-
-    return monitored_barrier
 
 
 class _Creator:

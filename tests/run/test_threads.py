@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 from torch import Tensor
@@ -71,3 +75,50 @@ def test_a_model_that_found_no_turn_is_said_or_refused(flags: dict[str, int], mo
         assert "8,416 values of parameters are exact, as they trained while another thread" in render(
             summarize(savings)
         )
+
+
+def test_threads_that_build_and_train_at_once_are_all_compressed() -> None:
+    """Nothing holds objects of another thread, whose `tuple(generator)` CPython would refuse with SystemError."""
+    errors: list[BaseException] = []
+
+    def guarded(work: Callable[[], object]) -> threading.Thread:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(3):
+            barrier, ended, savings = threading.Barrier(6), threading.Event(), Savings(Wishes(audit=False))
+
+            def build_and_train(make: Callable[[], Net], barrier: threading.Barrier = barrier) -> None:
+                barrier.wait()
+                net = make()
+                train(net, batch())
+
+            def make_tuples(barrier: threading.Barrier = barrier, ended: threading.Event = ended) -> None:
+                barrier.wait()
+                while not ended.is_set():
+                    assert len(tuple(time.sleep(0) for _ in range(9))) == 9  # most of the time one is being made
+
+            with savings:
+                makers: list[Callable[[], Net]] = [Net, lambda: copy.deepcopy(Net()), Net]
+                trainers = [guarded(partial(build_and_train, make)) for make in makers]
+                others = [guarded(make_tuples) for _ in range(3)]
+                for thread in trainers:
+                    thread.join()
+                ended.set()
+                for thread in others:
+                    thread.join()
+            assert not errors
+            assert [model.name for model in savings.models] == ["Net"] * 3
+            assert all(model.report is not None for model in savings.models)
+    finally:
+        sys.setswitchinterval(before)

@@ -2,12 +2,11 @@
 
 A script calls what it likes first: an embedding, a tower, a critic. What it calls shows that a model trains; which
 module is the model, all that the script has made shows: the smallest module that holds what is called and the most of
-the parameters that optimizers train. Python's collector knows all modules that are alive.
+the parameters that optimizers train (modules_alive.py).
 """
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
@@ -283,16 +282,17 @@ _CHECKPOINTED = (
 )
 
 
-def model_of(called: nn.Module, trained: Collection[int]) -> nn.Module:
+def model_of(called: nn.Module, trained: Collection[int], alive: Iterable[nn.Module]) -> nn.Module:
     """The smallest module that holds `called` and the most of the parameters that are trained.
 
     Args:
         called: a module.
         trained: identities of the parameters of all optimizers.
+        alive: all modules of the script.
     """
     parents: defaultdict[int, list[nn.Module]] = defaultdict(list)
-    for module in _alive():
-        for child in module._modules.values():
+    for module in alive:
+        for child in list(module._modules.values()):  # another thread may be adding some
             if child is not None:
                 parents[id(child)].append(module)
     found, ancestors = {id(called)}, [called]
@@ -313,15 +313,10 @@ def _numel(parameter: Tensor) -> int:
     return 0 if isinstance(parameter, nn.parameter.UninitializedParameter) else parameter.numel()
 
 
-def holders_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
-    """The modules that are alive and have one of these parameters themselves."""
+def holders_of(parameters: Iterable[Tensor], alive: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of the modules that have one of these parameters themselves."""
     wanted = {id(parameter) for parameter in parameters}
-    return [m for m in _alive() if any(p is not None and id(p) in wanted for p in m._parameters.values())]
-
-
-def _alive() -> list[nn.Module]:
-    found = [module for module in gc.get_objects() if issubclass(type(module), nn.Module)]
-    return [module for module in found if "_modules" in module.__dict__ and "_parameters" in module.__dict__]
+    return [m for m in alive if any(p is not None and id(p) in wanted for p in list(m._parameters.values()))]
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from laconic.activations.suspended import unwrapped
 from laconic.optim import AdamW8bit
 from laconic.run.models import Model, Refusal, Wishes, holders_of, model_of
+from laconic.run.modules_alive import ModulesAlive
 from laconic.run.tcp import tcp_sent_nbytes
 
 __all__ = ["Savings"]
@@ -83,6 +84,7 @@ class Savings:
         self._add_param_group = Optimizer.add_param_group
         self._call = nn.Module.__call__
         self._adamw = torch.optim.AdamW
+        self._alive = ModulesAlive()
         self._handles: list[Any] = []
 
     def __enter__(self) -> Savings:
@@ -95,6 +97,7 @@ class Savings:
         Optimizer.add_param_group = add_param_group  # type: ignore[method-assign, assignment]
         if self.wishes.optimizer is not None:
             self._name_adamw(AdamW8bit)
+        self._alive.__enter__()
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -110,6 +113,7 @@ class Savings:
         Optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
         self._name_adamw(self._adamw)
         self._unwatch()
+        self._alive.__exit__()
         for handle in self._handles:
             handle.remove()
 
@@ -219,7 +223,7 @@ class Savings:
 
     def _found(self, called: nn.Module) -> Model | None:
         """The model that a call shows, converted; None if it is to be converted before the next step."""
-        module = model_of(called, self._trained.keys())
+        module = model_of(called, self._trained.keys(), self._alive.all(called))
         parts = set(module.modules())
         if any(model.module() in parts for model in self.models):
             self._due.add(module)
@@ -293,7 +297,7 @@ class Savings:
 
     def _look_for(self, parameters: list[Tensor], step: int) -> None:
         """Find the models of parameters that train, though no training call has shown them."""
-        holders = holders_of(parameters)
+        holders = holders_of(parameters, alive := self._alive.all())
         in_modules = {id(p) for holder in holders for p in holder._parameters.values()}
         outside = [parameter for parameter in parameters if id(parameter) not in in_modules]
         self.outside += sum(parameter.numel() for parameter in outside)
@@ -301,7 +305,7 @@ class Savings:
         for holder in holders:
             if self._model_with(holder) is not None:
                 continue
-            module = model_of(holder, self._trained.keys())
+            module = model_of(holder, self._trained.keys(), alive)
             parts = set(module.modules())
             if any(model.module() in parts for model in self.models) or not parts.isdisjoint(self._in_evaluation):
                 self._due.add(module)

@@ -37,6 +37,7 @@ from laconic.collectives.policy.raw_calls import RawCalls
 from laconic.collectives.policy.selector import foresee, prepare
 from laconic.collectives.process_group.averages import averages_of_integers
 from laconic.collectives.process_group.backends import compare, connect, forget
+from laconic.collectives.process_group.monitored_barrier import take_groups_of
 from laconic.collectives.process_group.p2p import CODED, P2P, as_bytes
 from laconic.collectives.process_group.strided import on_dense
 from laconic.collectives.process_group.work_handles import Ordered, RawWork, WorkGroup, outlive_python
@@ -127,6 +128,7 @@ def create(name: str, arguments: Any, options: ProcessGroupOptions | None) -> Pr
         )
     from laconic.collectives.process_group.short_path import QuickGroup  # which is a ProcessGroupLaconic
 
+    take_groups_of(ProcessGroupLaconic)
     return QuickGroup(name, arguments, options)
 
 
@@ -174,8 +176,6 @@ class ProcessGroupLaconic(_Base):
     """The processes of a group; see the module's docstring. torch makes it, through `create`."""
 
     options: ProcessGroupOptions
-    is_laconic = True
-    """Mark for `laconic.autoload`, which does not load this file."""
 
     def __init__(self, name: str, arguments: Any, options: ProcessGroupOptions) -> None:
         # Of the base's constructors only this one makes an object whose methods C++ finds; it knows no store.
