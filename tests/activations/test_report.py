@@ -197,7 +197,7 @@ def test_hooks_pack_once_what_is_saved_twice_and_never_parameters() -> None:
         ({"bits": 8, "format": "nf4"}, FormatError, r"nf4"),
         ({"format": "fp4"}, FormatError, r"fp4"),
         ({"example_inputs": torch.zeros(2, 3)}, ModelError, r"example_inputs is a Tensor, not a dict of keyword"),
-        ({"mode": "magic"}, ModelError, r"mode is 'magic', but it must be 'sites', 'hooks' or 'combined'"),
+        ({"mode": "magic"}, ModelError, r"mode is 'magic', but it must be one of sites, hooks, combined"),
         ({"mode": "hooks", "policy": uniform(None)}, ModelError, r"need mode='sites'"),
         (
             {"plan": ActivationPlan({"model.layers.9.mlp": None})},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from laconic.activations.sites import FunctionsSpec, InnerAttentionSpec, MixerSp
 from laconic.activations.torch_layers import mixer_of
 from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
-from laconic.ops import BITS
+from laconic.options import ATTENTIONS, CODE_BITS, LOSSES, MODES, Loss, Mode, refused, takes
 
 __all__ = ["compress_activations", "decompress_activations"]
 
@@ -62,8 +62,8 @@ def compress_activations(
     checkpoint: str | BlockFormat = "int8",
     policy: Policy | None = None,
     plan: ActivationPlan | None = None,
-    mode: Literal["sites", "hooks", "combined"] = "sites",
-    loss: Literal["exact", "chunked"] = "exact",
+    mode: Mode = "sites",
+    loss: Loss = "exact",
     example_inputs: Mapping[str, Any] | None = None,
     sequence_length: int = 128,
 ) -> Report:
@@ -120,16 +120,17 @@ def compress_activations(
     if isinstance(model, OptimizedModule):  # what it compiles at its next call
         model = model._orig_mod
     check_whole(model)
-    if mode not in ("sites", "hooks", "combined"):
-        raise ModelError(f"mode is {mode!r}, but it must be 'sites', 'hooks' or 'combined'")
-    if loss not in ("exact", "chunked"):
-        raise ModelError(f"loss is {loss!r}, but it must be 'exact' or 'chunked'")
+    for name, value, allowed in (("mode", mode, MODES), ("loss", loss, LOSSES)):
+        if not takes(allowed, value):
+            raise ModelError(refused(name, value, allowed))
     block_format = BlockFormat.from_bits(bits, code=format, block_size=block_size, scale_dtype=scale_dtype)
     if attention is not None and (policy is not None or plan is not None):
         raise ModelError(
             "attention= is for the default policy; with policy= or plan=, that decides about attention sites"
         )
-    kept_attention = attention or ("exact" if block_format is None else ATTENTION)
+    kept_attention = attention
+    if kept_attention is None:
+        kept_attention = "exact" if block_format is None else ATTENTION
     attention_format: Choice = Recompute()
     if kept_attention != "recompute":
         attention_format = _format("attention", kept_attention, block_size, scale_dtype)
@@ -151,7 +152,7 @@ def compress_activations(
         plan.check(sites)
     elif loss == "chunked":
         raise ModelError("mode='hooks' leaves the loss as it is; loss='chunked' needs mode='sites'")
-    elif policy is not None or plan is not None or attention is not None:
+    elif policy is not None or plan is not None or attention not in (None, "exact"):
         raise ModelError("mode='hooks' packs all saved tensors alike; policy=, plan= and attention= need mode='sites'")
 
     head = find_head(model) if loss == "chunked" else None
@@ -303,9 +304,9 @@ def _format(argument: str, value: str | BlockFormat, block_size: int, scale_dtyp
         return value
     if value == "exact":
         return None
-    if value not in BITS:
-        codes = ", ".join(BITS)
-        raise FormatError(f"{argument} is {value!r}, but it must be 'exact', a BlockFormat or one of {codes}")
+    if value not in CODE_BITS:
+        words = ", ".join(ATTENTIONS if argument == "attention" else ("exact", *CODE_BITS))
+        raise FormatError(f"{argument} is {value!r}, but it must be a BlockFormat or one of {words}")
     return BlockFormat(value, block_size=block_size, scale_dtype=scale_dtype)
 
 

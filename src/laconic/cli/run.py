@@ -13,6 +13,7 @@ from typing import Any
 from laconic.cli.arguments import Parser
 from laconic.cli.output import json_text
 from laconic.errors import ConfigError
+from laconic.options import ACTIVATION_BITS, ATTENTIONS, LOSSES, OPTIMIZERS
 from laconic.output_lines import say
 
 __all__ = ["make_parser", "run"]
@@ -82,10 +83,15 @@ def make_parser() -> Parser:
         "on stderr says what was saved. What a flag asks for and cannot be done ends the run, with exit code 2; all "
         "other exit codes are the script's.",
     )
-    parser.add_argument("--activations", type=int, choices=(4, 5, 6, 8, 16), help="bits (4 where possible; 16: exact)")
-    parser.add_argument("--attention", help="how query, key and value are kept: exact, recompute or a code (int8)")
-    parser.add_argument("--loss", choices=("exact", "chunked"), help="chunked: never hold the logits (exact)")
-    parser.add_argument("--optimizer", choices=("adamw8bit",), help="what torch.optim.AdamW becomes (itself)")
+    parser.add_argument("--activations", type=int, choices=ACTIVATION_BITS, help="bits (4 where possible; 16: exact)")
+    parser.add_argument(
+        "--attention",
+        choices=ATTENTIONS,
+        metavar="KEPT",
+        help="how query, key and value are kept: exact, recompute or a code (int8)",
+    )
+    parser.add_argument("--loss", choices=LOSSES, help="chunked: never hold the logits (exact)")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="what torch.optim.AdamW becomes (itself)")
     parser.add_argument("--zip", choices=("auto", "on", "off"), default="off", help="code losslessly what process "
         "groups of torch.distributed send: where it is faster, all that can be, or nothing (off)")  # fmt: skip
     parser.add_argument("--no-audit", action="store_true", help="do not compare the first training call of a model "

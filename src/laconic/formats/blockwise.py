@@ -17,10 +17,9 @@ from laconic.errors import FormatError
 from laconic.ops import BITS, dequantize_blockwise, quantize_blockwise
 from laconic.ops.codebooks import AFFINE, scales_per_block
 from laconic.ops.schemas import check_format
+from laconic.options import ACTIVATION_BITS, DEFAULT_CODES, listed, takes
 
 __all__ = ["BlockFormat", "BlockTensor"]
-
-_DEFAULT_CODES = {2: "uint2", 4: "nf4", 5: "int5", 6: "int6", 8: "int8"}
 
 
 @dataclass(frozen=True)
@@ -52,15 +51,16 @@ class BlockFormat:
         Raises:
             FormatError: there is no format of so many bits, or `code` has another number of them.
         """
-        if bits not in (*_DEFAULT_CODES, 16):
-            raise FormatError(f"bits is {bits!r}, but it must be 2, 4, 5, 6, 8 or 16 (16 keeps the tensor as it is)")
+        if not takes(ACTIVATION_BITS, bits):
+            words = listed(ACTIVATION_BITS)
+            raise FormatError(f"bits is {bits!r}, but it must be {words} (16 keeps the tensor as it is)")
         if code is not None and code not in BITS:
             raise FormatError(f"code is {code!r}, but it must be one of {', '.join(BITS)}")
         if code is not None and BITS[code] != bits:
             raise FormatError(f"code is {code!r}, which has {BITS[code]} bits, but bits is {bits}; change one of them")
         if bits == 16:
             return None
-        return cls(code=code or _DEFAULT_CODES[bits], block_size=block_size, scale_dtype=scale_dtype)
+        return cls(code=code or DEFAULT_CODES[bits], block_size=block_size, scale_dtype=scale_dtype)
 
     @property
     def bits(self) -> int:

@@ -17,16 +17,11 @@ from laconic.errors import ConfigError
 from laconic.gradients import CompressedGradients, compress_gradients
 from laconic.gradients.turns import owner_of
 from laconic.integrations.figures import logged, measure_first_call
-from laconic.ops import BITS
+from laconic.options import ACTIVATION_BITS, ATTENTIONS, GRADIENT_BITS, LOSSES, MODES, OPTIMIZERS, refused, takes
 
 __all__ = ["LaconicConfig", "compress", "given", "hold_gradients", "logged", "release_gradients", "report_of"]
 
-_ACTIVATION_BITS = (2, 4, 5, 6, 8, 16)
-_ATTENTIONS = ("exact", "recompute", *BITS)
-_GRADIENT_BITS = (8, 12, 32)
-_MODES = ("sites", "hooks", "combined")
-_LOSSES = ("exact", "chunked")
-_OPTIMIZERS = ("host", "adamw8bit")
+_OPTIMIZERS = ("host", *OPTIMIZERS)
 
 
 @dataclass
@@ -52,17 +47,17 @@ class LaconicConfig:
     )
     mode: str = field(
         default="sites",
-        metadata={"help": "sites: recognized layers. combined: and what lies between. hooks: any.", "choices": _MODES},
+        metadata={"help": "sites: recognized layers. combined: and what lies between. hooks: any.", "choices": MODES},
     )
     loss: str = field(
         default="exact",
-        metadata={"help": "chunked never holds the logits of a Hugging Face language model.", "choices": _LOSSES},
+        metadata={"help": "chunked never holds the logits of a Hugging Face language model.", "choices": LOSSES},
     )
     gradients: int = field(
         default=32,
         metadata={
             "help": "Bits in which gradients are held and reduced, in place of DDP; 32 leaves them to the host.",
-            "choices": _GRADIENT_BITS,
+            "choices": GRADIENT_BITS,
         },
     )
     optimizer: str = field(
@@ -72,17 +67,16 @@ class LaconicConfig:
 
     def __post_init__(self) -> None:
         for name, allowed in (
-            ("activations", _ACTIVATION_BITS),
-            ("attention", (None, *_ATTENTIONS)),
-            ("mode", _MODES),
-            ("loss", _LOSSES),
-            ("gradients", _GRADIENT_BITS),
+            ("activations", ACTIVATION_BITS),
+            ("attention", (None, *ATTENTIONS)),
+            ("mode", MODES),
+            ("loss", LOSSES),
+            ("gradients", GRADIENT_BITS),
             ("optimizer", _OPTIMIZERS),
         ):
             value = getattr(self, name)
-            if value not in allowed or isinstance(value, bool | float):
-                words = ", ".join(map(str, allowed))
-                raise ConfigError(f"{name} is {value!r}, but it must be one of {words}")
+            if not takes(allowed, value):
+                raise ConfigError(refused(name, value, allowed))
         if not isinstance(self.audit, bool):
             raise ConfigError(f"audit is {self.audit!r}, but it must be True or False")
         for name, value, idle, why in (

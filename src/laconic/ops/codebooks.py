@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from laconic.ops.constants import constant_tensor
+from laconic.options import BLOCK_SIZES, CODE_BITS
 
 __all__ = [
     "AFFINE",
@@ -37,7 +38,7 @@ __all__ = [
     "scales_per_block",
 ]
 
-BITS = {"uint2": 2, "nf4": 4, "e2m1": 4, "int4": 4, "int5": 5, "int6": 6, "int8": 8}
+BITS = CODE_BITS
 """Bits stored per element of each code."""
 
 LEVEL_MAX = {"uint2": 3.0, "nf4": 1.0, "e2m1": 6.0, "int4": 7.0, "int5": 15.0, "int6": 31.0, "int8": 127.0}
@@ -48,9 +49,6 @@ AFFINE = ("uint2",)
 
 ARITHMETIC = ("uint2", "int5", "int6", "int8")
 """The codes that have no tables: affine ones, and integers from -LEVEL_MAX to LEVEL_MAX in two's complement."""
-
-BLOCK_SIZES = (16, 32, 64, 128, 256)
-"""Elements that may share one scale."""
 
 GRADIENT_BLOCK_SIZE = 128
 """Elements that share one scale in a gradient of 8 or 12 bits."""

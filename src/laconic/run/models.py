@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
@@ -25,11 +25,9 @@ from laconic.activations.report import UNMEASURED, Call, Measurement, Report, me
 from laconic.activations.suspended import is_compressed, measure_both, unwrapped
 from laconic.auditing import audit_now, say_left_out
 from laconic.errors import ConfigError, LaconicError, ModelError
-from laconic.ops import BITS
+from laconic.options import ACTIVATION_BITS, ATTENTIONS, LOSSES, OPTIMIZERS, Loss, Optimizer, refused, takes
 
 __all__ = ["Model", "Refusal", "Wishes", "holders_of", "model_of"]
-
-_ATTENTIONS = ("exact", "recompute", *BITS)
 
 
 class Refusal(LaconicError):
@@ -48,18 +46,24 @@ class Wishes:
         audit: whether the first training call of a model is compared with the exact computation.
 
     Raises:
-        ConfigError: attention has no such value, or does nothing beside 16 bits.
+        ConfigError: one of them has no such value, or attention does nothing beside 16 bits.
     """
 
     activations: int | None = None
     attention: str | None = None
-    loss: Literal["exact", "chunked"] | None = None
-    optimizer: Literal["adamw8bit"] | None = None
+    loss: Loss | None = None
+    optimizer: Optimizer | None = None
     audit: bool = True
 
     def __post_init__(self) -> None:
-        if self.attention not in (None, *_ATTENTIONS):
-            raise ConfigError(f"--attention is {self.attention!r}, but it must be one of {', '.join(_ATTENTIONS)}")
+        for flag, value, allowed in (
+            ("--activations", self.activations, ACTIVATION_BITS),
+            ("--attention", self.attention, ATTENTIONS),
+            ("--loss", self.loss, LOSSES),
+            ("--optimizer", self.optimizer, OPTIMIZERS),
+        ):
+            if value is not None and not takes(allowed, value):
+                raise ConfigError(refused(flag, value, allowed))
         if self.activations == 16 and self.attention not in (None, "exact"):
             raise ConfigError(
                 f"--attention is {self.attention!r}, but --activations is 16, which leaves all of them exact; change "
@@ -271,7 +275,7 @@ class Model:
             except ModelError as error:
                 self.left_exact = str(error)
 
-    def _compress(self, module: nn.Module, loss: Literal["exact", "chunked"]) -> Report:
+    def _compress(self, module: nn.Module, loss: Loss) -> Report:
         bits = 4 if self.wishes.activations is None else self.wishes.activations
         return compress_activations(module, bits, attention=self.wishes.attention, loss=loss, example_inputs=UNMEASURED)
 

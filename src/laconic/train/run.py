@@ -383,7 +383,7 @@ def _convert_classifier(
         format=chosen.format,
         block_size=chosen.block_size,
         mode=chosen.mode,
-        attention="exact" if chosen.attention is None and chosen.bits == 16 else chosen.attention,
+        attention=chosen.attention,
         example_inputs=inputs,
     )
     return _ConvertedModel(False, None, report, bf16_nbytes, model_config, texts, None, None, None)
@@ -735,11 +735,14 @@ def _compress(model: PreTrainedModel, config: TrainConfig, plan: Plan | None, ch
     options["loss"] = "chunked" if chunked_loss else "exact"
     if plan is not None:
         return laconic.compress_activations(model, plan=activation_plan(plan), **options)
-    if chosen.mode == "sites":
-        # Without compression, attention is exact unless set; otherwise the library's default decides.
-        options["attention"] = "exact" if chosen.attention is None and chosen.bits == 16 else chosen.attention
     return laconic.compress_activations(
-        model, chosen.bits, format=chosen.format, block_size=chosen.block_size, mode=chosen.mode, **options
+        model,
+        chosen.bits,
+        format=chosen.format,
+        block_size=chosen.block_size,
+        mode=chosen.mode,
+        attention=chosen.attention,
+        **options,
     )
 
 

@@ -17,7 +17,7 @@ __all__ = ["take_groups_of"]
 
 
 @cache  # a second call changes nothing
-def take_groups_of(kind: type) -> None:
+def take_groups_of(kind: type[Any]) -> None:
     """Let `torch.distributed.monitored_barrier` ask the groups of a class."""
     original = dist.monitored_barrier
 

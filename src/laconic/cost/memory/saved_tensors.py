@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from laconic.cost.memory.model_shape import ModelShape
 from laconic.errors import PlanError
+from laconic.options import CODE_BITS, DEFAULT_CODES
 
 __all__ = [
     "CODE_BITS",
@@ -30,11 +31,7 @@ __all__ = [
     "rotary_nbytes",
 ]
 
-CODE_BITS = {"uint2": 2, "nf4": 4, "e2m1": 4, "int4": 4, "int5": 5, "int6": 6, "int8": 8}
-"""Bits per value of every block format."""
-
 _SCALE_NBYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_DEFAULT_CODES = {2: "uint2", 4: "nf4", 5: "int5", 6: "int6", 8: "int8"}
 
 
 @dataclass(frozen=True)
@@ -151,9 +148,9 @@ class Choice:
         """
         if bits == 16:
             return EXACT
-        if bits not in _DEFAULT_CODES:
+        if bits not in DEFAULT_CODES:
             raise PlanError(f"bits is {bits!r}, but it must be 2, 4, 5, 6, 8 or 16")
-        return cls(_DEFAULT_CODES[bits], block_size)
+        return cls(DEFAULT_CODES[bits], block_size)
 
 
 EXACT = Choice()

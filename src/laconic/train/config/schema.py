@@ -15,6 +15,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Strict, StrictBool, StrictInt, TypeAdapter
 from pydantic_core import PydanticCustomError
 
+from laconic.options import (
+    CODE_BITS,
+    ActivationBits,
+    Attention,
+    BlockSize,
+    Code,
+    GradientBits,
+    Loss,
+    Mode,
+    Optimizer,
+)
 from laconic.train.config.values import MAX_INT, check_table, refuse, section
 
 __all__ = [
@@ -153,18 +164,18 @@ class ImagesConfig:
 class ActivationsConfig:
     """How activations are saved for backward."""
 
-    bits: Annotated[Literal[2, 4, 5, 6, 8, 16], exact] = 4
+    bits: Annotated[ActivationBits, exact] = 4
     """Bits kept per value: 2, 4, 5, 6, 8, or 16 for no compression."""
-    format: Literal["uint2", "nf4", "e2m1", "int4", "int5", "int6", "int8"] | None = None
+    format: Code | None = None
     """Block format; None means nf4 at 4 bits and uint2, int5, int6 or int8 at 2, 5, 6 or 8."""
-    block_size: Annotated[Literal[16, 32, 64, 128, 256], exact] = 64
+    block_size: Annotated[BlockSize, exact] = 64
     """Values that share one scale."""
-    mode: Literal["sites", "hooks", "combined"] = "sites"
+    mode: Mode = "sites"
     """"sites" rewrites recognized layers, "hooks" packs every saved tensor of any model, "combined" does both."""
-    attention: Literal["exact", "int8", "nf4"] | None = None
-    """How query, key and value are kept: as they are, or packed, and attention runs again in backward; None means the
-    library's default, and exact with bits = 16."""
-    loss: Literal["exact", "chunked", "auto"] = "exact"
+    attention: Attention | None = None
+    """How query, key and value are kept: as they are; packed, and attention runs again in backward; or not at all, and
+    the whole module runs again (recompute). None means the library's default, and exact with bits = 16."""
+    loss: Literal[Loss, "auto"] = "exact"
     """exact: the logits of a micro-batch are held at once. chunked: never more than a tile of them, for one more matrix
     product. auto: chunked where the logits are more than a tile."""
 
@@ -175,7 +186,7 @@ class ActivationsConfig:
             refuse(self, "loss", 'be exact or auto with activations.mode = "hooks"')
         if self.format is not None and self.bits == 16:
             refuse(self, "format", "be left out, because activations.bits is 16 (no compression)")
-        if self.format is not None and self.bits != {"uint2": 2, "int5": 5, "int6": 6, "int8": 8}.get(self.format, 4):
+        if self.format is not None and self.bits != CODE_BITS[self.format]:
             because = f"because activations.bits is {self.bits}; leave it out for the default"
             refuse(self, "format", f"be a {self.bits}-bit format, {because}")
 
@@ -184,7 +195,7 @@ class ActivationsConfig:
 class GradientsConfig:
     """How gradients are held between micro-batches, and how processes average them."""
 
-    bits: Annotated[Literal[8, 12, 32], exact] = 32
+    bits: Annotated[GradientBits, exact] = 32
     """32, or 8 (int8) or 12 (int8 and an int4 residual): each gradient is folded into codes and freed as soon as it is
     made."""
     reduce: Literal["native", "q8"] | None = None
@@ -196,7 +207,7 @@ class GradientsConfig:
 class OptimizerConfig:
     """AdamW with linear warm-up and cosine decay."""
 
-    kind: Literal["adamw", "adamw8bit"] = "adamw"
+    kind: Literal["adamw", Optimizer] = "adamw"
     """adamw: torch's, moments in fp32. adamw8bit: laconic's, moments in 8 bits; it reads gradients of 8 or 12 bits as
     they are, for the other one they are unpacked before the update."""
     learning_rate: PositiveFloat | None = None

@@ -57,6 +57,8 @@ class Forecast:
             self._job = job_of(planned, model_config, world_size, **settings)
         except PlanError:
             return
+        if plan is None and chosen.attention == "recompute":
+            return  # has no formula
         if plan is None:
             attention = chosen.attention or ("exact" if chosen.bits == 16 else ATTENTION)
             choices = choices_of(self._job, chosen.bits, chosen.format, chosen.block_size, attention)
