@@ -206,7 +206,7 @@ def multiply_quantize_blockwise(
     Raises:
         FormatError: an argument is outside of these values.
     """
-    is_direct = _is_direct(a) and _is_direct(b)
+    is_direct = _is_direct(b) and type(a) is Tensor and a.is_cpu and not a.is_neg()
     run = _DIRECT["multiply_quantize_blockwise"] if is_direct else _multiply_quantize_blockwise
     product, codes, scales = run(a, b, code, block_size, scale_dtype)
     return product, codes, scales
