@@ -330,9 +330,9 @@ def _operations_table(plain: tuple[Trace, Trace], packed: tuple[Trace, Trace], p
 def _fusion_table() -> Table:
     """Tensors that need not be read or written again, in U: gate and up have 3.5 each."""
     fusions = [
-        ("quantize gate and up where silu(gate) * up reads them", "forward", 2 * _WIDE),
+        ("quantize gate where its activation reads it", "forward", _WIDE),
         ("quantize a norm's input where the norm reads it, two norms", "forward", 2.0),
-        ("quantize query, key and value where rotary embedding writes them", "forward", 1.25),
+        ("quantize query and key where rotary embedding writes them", "forward", 1.25),
         ("rebuild a norm's input in its backward: neither written nor read, two norms", "backward", 4.0),
     ]
     rows = []
@@ -343,6 +343,8 @@ def _fusion_table() -> Table:
         "Prediction: what further fusing would remove, by arithmetic on shapes",
         ["fusion", "", "bytes", *(f"us on {device.name}" for device in DEVICES)],
         rows,
-        "The backward of silu(gate) * up is fused: gated_backward_blockwise reads codes of gate and up. Fusing what"
-        " forward does replaces operations of the model's own code, whose bits it would have to give.",
+        "Fused already, not in this table: up is quantized where the product reads it (multiply_quantize_blockwise),"
+        f" {_WIDE:.2f} U of forward; the backward of silu(gate) * up reads codes (gated_backward_blockwise). A product"
+        " rounds once, so its bits are the host's on every device. What is left of forward would replace the host's own"
+        " arithmetic.",
     )

@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.kit.peers import BITSANDBYTES_CODES, bitsandbytes_cases, installed
 from benchmarks.kit.timing import Case, seconds_of
 from benchmarks.registry import Options, Table, benchmark, kernels_note
-from laconic.ops import BLOCK_SIZES, dequantize_blockwise, native, quantize_blockwise
+from laconic.ops import BLOCK_SIZES, dequantize_blockwise, multiply_quantize_blockwise, native, quantize_blockwise
 from laconic.ops.codebooks import BITS
 
 _BLOCK_SIZE = 64
@@ -85,6 +85,7 @@ def kernels(options: Options) -> list[Table]:
         _grid_table(f"Instruction sets, GB/s, {options.thread_text}", "", isas, pieces, options),
         _grid_table(f"Block sizes, GB/s, {options.thread_text}", "block", sizes, pieces, options),
         _one_call_table(x, options),
+        _product_table(pieces, options),
     ]
 
 
@@ -144,4 +145,25 @@ def _one_call_table(x: Tensor, options: Options) -> Table:
         [("", str), ("GB/s", lambda name: f"{speed[name]:.2f}")],
         "Large results are fresh pages of the system. torch asks for huge pages, which cost less, when the environment "
         f"has THP_MEM_ALLOC_ENABLE=1; here it is {os.environ.get('THP_MEM_ALLOC_ENABLE', 'not set')}.",
+    )
+
+
+def _product_table(pieces: Sequence[Tensor], options: Options) -> Table:
+    cases: dict[str, Case] = {}
+    for code in ("nf4", "int8"):
+
+        def apart(a: Tensor, b: Tensor, code: str = code) -> object:
+            return a * b, quantize_blockwise(b, code=code)
+
+        def at_once(a: Tensor, b: Tensor, code: str = code) -> object:
+            return multiply_quantize_blockwise(a, b, code=code)
+
+        pairs = [(a, a.flip(0)) for a in pieces]
+        cases[f"{code}, torch's product and quantize"] = _each(apart, pairs)
+        cases[f"{code}, multiply_quantize_blockwise"] = _each(at_once, pairs)
+    speed = _speeds(pieces, cases, options)
+    return Table.of(
+        f"A product and the codes of a factor, GB/s, {options.thread_text}",
+        cases,
+        [("", str), ("GB/s", lambda name: f"{speed[name]:.2f}")],
     )

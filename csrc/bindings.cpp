@@ -44,7 +44,7 @@ void quantize_blockwise(size_t isa, int64_t num_threads, uintptr_t x, int x_type
                         int64_t row_stride, int64_t length, int64_t block_size, uintptr_t codes,
                         uintptr_t scales, int scale_type, int bits, float level_max,
                         uintptr_t codebook, bool stochastic, int64_t seed, int64_t first_index,
-                        uintptr_t center) {
+                        uintptr_t center, uintptr_t factor, uintptr_t product) {
   const laconic::BlockwiseKernels& kernels = *laconic::supported_isas().at(isa).blockwise;
   const laconic::Quantize task{pointer<const void>(x),
                                static_cast<FloatType>(x_type),
@@ -60,7 +60,9 @@ void quantize_blockwise(size_t isa, int64_t num_threads, uintptr_t x, int x_type
                                stochastic,
                                static_cast<uint64_t>(seed),
                                static_cast<uint64_t>(first_index),
-                               pointer<const float>(center)};
+                               pointer<const float>(center),
+                               pointer<const void>(factor),
+                               pointer<void>(product)};
   run(rows, length, block_size, num_threads,
       [&](int64_t first, int64_t last) { kernels.quantize(task, first, last); });
 }

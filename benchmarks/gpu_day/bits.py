@@ -133,6 +133,10 @@ def _grid(op: str) -> Iterator[Choices]:
             for number, (code, dtype) in enumerate(itertools.product(BITS, third)):
                 for block_size in BLOCK_SIZES[number % 2 :: 2]:
                     yield dtype, code, block_size, third[number % 3 - 1], number % 2 == 1, False
+        case "multiply_quantize_blockwise":
+            for number, (code, dtype) in enumerate(itertools.product(BITS, third)):
+                for block_size in BLOCK_SIZES[number % 2 :: 2]:
+                    yield dtype, code, block_size, third[number % 3 - 1]
         case "dequantize_blockwise":
             for number, (code, dtype) in enumerate(itertools.product(BITS, third)):
                 for block_size in BLOCK_SIZES[number % 2 :: 2]:

@@ -68,6 +68,13 @@ def _blockwise(n: int) -> Iterator[KernelCase]:
         lambda: blockwise.quantize_blockwise(x, "nf4", 64, _BF16, 1),
         2 * n + n / 2 + n / 32,
     )
+    for code, bits in (("nf4", 4), ("int8", 8)):
+        yield KernelCase(
+            "multiply_quantize_blockwise",
+            code,
+            lambda code=code: blockwise.multiply_quantize_blockwise(x, x, code, 64, _BF16),
+            6 * n + n * bits / 8 + n / 32,
+        )
     center, codes, scales = torch.zeros(1024), _bytes(n // 2).view(-1, 512), torch.zeros(n // 1024, 16, dtype=_BF16)
     yield KernelCase(
         "quantize_blockwise",

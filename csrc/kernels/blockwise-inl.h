@@ -241,6 +241,19 @@ inline bool store_range(const Quantize& q, const T* x, int64_t n, int64_t block,
   return ordinary;
 }
 
+// product = factor * x, rounded once, for n elements.
+template <class S, class T>
+inline void multiply(const T* factor, const T* x, int64_t n, T* product) {
+  int64_t i = 0;
+  for (; i + S::kGroup <= n; i += S::kGroup) {
+    typename S::F even, odd, factor_even, factor_odd;
+    S::load(x + i, even, odd);
+    S::load(factor + i, factor_even, factor_odd);
+    S::store(S::mul(factor_even, even), S::mul(factor_odd, odd), product + i);
+  }
+  for (; i < n; ++i) product[i] = narrow<T>(widen(factor[i]) * widen(x[i]));
+}
+
 // One block of n elements, a multiple of the group. `x` and `codes` may be stack buffers.
 template <class S, class T, class Encoder, bool kStochastic>
 inline void quantize_block(const Quantize& q, const Encoder& encoder, const T* x, int64_t n,
@@ -291,6 +304,12 @@ void quantize_range(const Quantize& q, int64_t first, int64_t last) {
     const uint64_t index = q.first_index + static_cast<uint64_t>(walk.row * q.length + walk.column);
     const int64_t size = walk.size();
     prefetch(x, size * sizeof(T));
+    if (q.factor != nullptr) {
+      const int64_t start = walk.row * q.length + walk.column;
+      const T* factor = static_cast<const T*>(q.factor) + start;
+      prefetch(factor, size * sizeof(T));
+      multiply<S, T>(factor, x, size, static_cast<T*>(q.product) + start);
+    }
     if (q.center == nullptr && size % S::kGroup == 0) {
       quantize_block<S, T, Encoder, kStochastic>(q, encoder, x, size, b, index, codes);
       continue;

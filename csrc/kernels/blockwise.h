@@ -40,6 +40,8 @@ struct Quantize {
   uint64_t seed;
   uint64_t first_index;  // linear index of the first element, for stochastic rounding
   const float* center;   // `length` numbers, subtracted from each row first; null: none
+  const void* factor;    // of x's type, rows of `length`, contiguous; null: none
+  void* product;         // factor * x, likewise
 };
 
 struct Dequantize {

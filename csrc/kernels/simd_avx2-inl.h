@@ -37,6 +37,30 @@ struct Avx2 {
     odd = _mm256_shuffle_ps(low, high, 0xDD);
   }
 
+  // Every NaN without sign and payload.
+  static F quiet(F a) {
+    const F nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FC00000));
+    return _mm256_blendv_ps(a, nan, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+  }
+  static void store(F even, F odd, BFloat16* out) {
+    const I high = _mm256_slli_epi32(to_bfloat16(quiet(odd)), 16);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out),
+                        _mm256_or_si256(to_bfloat16(quiet(even)), high));
+  }
+  static void store(F even, F odd, Float16* out) {
+    constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    const __m128i low = _mm256_cvtps_ph(quiet(even), kNearest);
+    const __m128i high = _mm256_cvtps_ph(quiet(odd), kNearest);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm_unpacklo_epi16(low, high));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 8), _mm_unpackhi_epi16(low, high));
+  }
+  static void store(F even, F odd, float* out) {
+    const F low = _mm256_unpacklo_ps(quiet(even), quiet(odd));
+    const F high = _mm256_unpackhi_ps(quiet(even), quiet(odd));
+    _mm256_storeu_ps(out, _mm256_permute2f128_ps(low, high, 0x20));
+    _mm256_storeu_ps(out + 8, _mm256_permute2f128_ps(low, high, 0x31));
+  }
+
   static uint32_t words_max(const void* x, int64_t n) {
     __m256i largest = _mm256_setzero_si256();
     for (int64_t i = 0; i < n; i += kGroup) {

@@ -37,6 +37,27 @@ struct Avx512 {
     odd = _mm512_permutex2var_ps(a, _mm512_add_epi32(evens, _mm512_set1_epi32(1)), b);
   }
 
+  static F quiet(F a) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), a,
+                                _mm512_castsi512_ps(_mm512_set1_epi32(0x7FC00000)));
+  }
+  static void store(F even, F odd, BFloat16* out) {
+    const I low = _mm512_srli_epi32(to_bfloat16(quiet(even)), 16);
+    _mm512_storeu_si512(out, _mm512_mask_blend_epi16(0xAAAAAAAA, low, to_bfloat16(quiet(odd))));
+  }
+  static void store(F even, F odd, Float16* out) {
+    const I low = _mm512_cvtepu16_epi32(narrow16(quiet(even), Float16{}));
+    const I high = _mm512_cvtepu16_epi32(narrow16(quiet(odd), Float16{}));
+    _mm512_storeu_si512(out, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+  }
+  static void store(F even, F odd, float* out) {
+    const F low = quiet(even), high = quiet(odd);
+    const I first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    _mm512_storeu_ps(out, _mm512_permutex2var_ps(low, first, high));
+    const I second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    _mm512_storeu_ps(out + 16, _mm512_permutex2var_ps(low, second, high));
+  }
+
   static uint32_t words_max(const void* x, int64_t n) {
     I largest = _mm512_setzero_si512();
     for (int64_t i = 0; i < n; i += kGroup) {

@@ -5,6 +5,7 @@
 // - kGroup: elements handled at once; even-numbered and odd-numbered ones sit in two vectors
 // - F, I: a vector of kGroup / 2 floats; of as many 32-bit integers
 // - load: a group, widened to fp32
+// - store: a group, rounded to nearest even, every NaN alike
 // - min, max: of two vectors of finite numbers, per lane
 // - magnitude_max: the largest |x| of n elements (a multiple of kGroup), as the bits of an fp32
 //   number
@@ -51,6 +52,14 @@ struct Portable {
   static void load(const T* x, F& even, F& odd) {
     even = map([=](int i) { return widen(x[2 * i]); });
     odd = map([=](int i) { return widen(x[2 * i + 1]); });
+  }
+
+  template <class T>
+  static void store(F even, F odd, T* out) {
+    for (int i = 0; i < kLanes; ++i) {
+      out[2 * i] = narrow<T>(even.v[i]);
+      out[2 * i + 1] = narrow<T>(odd.v[i]);
+    }
   }
 
   template <class T>

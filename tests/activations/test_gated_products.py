@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +15,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import laconic
+from laconic.activations import functions, gated
+from laconic.activations.audited import keeping_values
+from laconic.activations.choice import Offload
+from laconic.activations.kept import found
 from laconic.activations.witnesses import NUM_PLACES
+from laconic.formats import BlockFormat
 from tests.activations.models import are_equal
 
 WIDTH, WIDE, TOKENS = 64, 192, 40
@@ -200,3 +206,103 @@ def test_a_copy_of_the_model_and_the_model_without_compression_run_as_before() -
     block = model[0]
     expected = F.silu(block.gate(x)) * block.up(x)  # type: ignore[operator, union-attr]
     assert torch.equal(model(x), block.down(expected))  # type: ignore[operator, union-attr]
+
+
+def forward_calls(model: nn.Module, x: Tensor) -> tuple[Tensor, Counter[str]]:
+    """Output of the forward, and what it called."""
+    with Calls() as calls:
+        y = model(x)
+    return y, calls.counts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("way", ["plain", "other order"])
+def test_the_other_factor_is_packed_where_the_product_reads_it(
+    way: str, activation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = inputs(dtype)
+    y, calls = forward_calls(make(activation, way, dtype), x)
+    assert (calls["multiply_quantize_blockwise"], calls["mul"]) == (1, 0)
+    exact = nn.Sequential(Block(activation, way)).to(dtype)
+    assert torch.equal(y, exact(x))
+    _, grads, _ = run(make(activation, way, dtype), inputs(dtype))
+    # In a pass of its own the product has the same bits, forward and backward.
+    monkeypatch.setattr(gated.PackedProduct, "__call__", lambda *_: None)
+    apart, before = forward_calls(make(activation, way, dtype), x)
+    assert (before["multiply_quantize_blockwise"], before["mul"]) == (0, 1)
+    assert before["quantize_blockwise"] == calls["quantize_blockwise"] + 1
+    assert torch.equal(apart, y)
+    _, expected, _ = run(make(activation, way, dtype), inputs(dtype))
+    assert are_equal(grads, expected)
+
+
+class Strided(Block):
+    """Gate and up are halves of each row of one tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.cat((self.gate(x), self.up(x)), -1)
+        return self.down(self.act(both[..., :WIDE].contiguous()) * both[..., WIDE:])
+
+
+@pytest.mark.parametrize("case", ["two bits", "offload", "strided", "short rows", "flushed subnormals", "stand-in"])
+def test_where_one_pass_cannot_do_both_the_product_is_the_hosts(case: str) -> None:
+    block = Strided() if case == "strided" else Block()
+    if case == "short rows":  # of 12 values, which share blocks
+        block.gate, block.up, block.down = nn.Linear(WIDTH, 12), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+    model, x = nn.Sequential(block), inputs()
+    expected = model(x)
+    format = BlockFormat("uint2") if case == "two bits" else BlockFormat("int8")
+    choice = Offload(format) if case == "offload" else format
+    laconic.compress_activations(model, policy=lambda site: choice, example_inputs={"input": torch.zeros(2, WIDTH)})
+    with keeping_values(lambda x, *_: x.clone()) if case == "stand-in" else nullcontext():
+        if case == "flushed subnormals" and not torch.set_flush_denormal(True):
+            pytest.skip("this CPU cannot flush subnormals")
+        try:
+            y, calls = forward_calls(model, x)
+        finally:
+            torch.set_flush_denormal(False)
+    assert (calls["multiply_quantize_blockwise"], calls["mul"]) == (0, 1)
+    assert torch.equal(y, expected)
+    y.sum().backward()
+
+
+def test_codes_that_are_not_the_other_factors_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = gated.multiply_quantize_blockwise
+
+    def wrong(a: Tensor, b: Tensor, **format: Any) -> tuple[Tensor, ...]:
+        return (right(a, b, **format)[0], *right(b, a, **format)[1:])
+
+    monkeypatch.setattr(gated, "multiply_quantize_blockwise", wrong)
+    y = make()(inputs())
+    with pytest.raises(laconic.errors.ModelError, match="is not what the layer consumed in forward"):
+        y.sum().backward()
+
+
+def test_a_second_product_finds_the_codes_of_the_first() -> None:
+    gate, up = inputs() * 2, inputs() * 3
+    activated = functions.activate(gate, F.silu(gate.detach()), "silu", BlockFormat("int8"))
+    with Calls() as calls:
+        first, second = (functions.multiply(activated, up, BlockFormat("int8")) for _ in range(2))
+    assert (calls.counts["multiply_quantize_blockwise"], calls.counts["mul"]) == (1, 1)
+    assert calls.counts["quantize_blockwise"] == 0
+    assert torch.equal(first, second)
+    kept = found(up)
+    assert kept is not None
+    # After a write the note no longer counts, and the product that reads the tensor packs what it reads.
+    up.detach().numpy()[...] = 7
+    with Calls() as calls:
+        functions.multiply(activated, up, BlockFormat("int8"))
+    assert calls.counts["multiply_quantize_blockwise"] == 1
+    again = found(up)
+    assert again is not None
+    assert not torch.equal(again.tensors[0], kept.tensors[0])
+
+
+def test_what_would_not_become_smaller_stays_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gated, "multiply_quantize_blockwise", None)  # is not called
+    gate, up = (torch.randn(1, 1, dtype=torch.bfloat16).requires_grad_() * 2 for _ in range(2))
+    activated = functions.activate(gate, F.silu(gate.detach()), "silu", BlockFormat("int8"))
+    product = functions.multiply(activated, up, BlockFormat("int8"))
+    assert torch.equal(product, activated * up)
+    assert found(up) is None

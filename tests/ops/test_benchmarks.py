@@ -86,8 +86,11 @@ def test_predicted_step_of_a_gpu_counts_what_compression_adds() -> None:
     assert result.returncode == 0, result.stderr
     rows = [line.strip("| ").split(" | ") for line in result.stdout.splitlines() if line.startswith("| ")]
     changes = {(row[0], row[1]): float(row[3].split()[0]) for row in rows if len(row) == 5 and row[3].endswith(" U")}
-    # Two norms (1 U each), gate and up (3.5 each), query (1), key and value (0.25) are read once; codes are 4.25 bits.
-    assert changes["forward", "quantize_blockwise"] == pytest.approx(10.5 * (1 + 4.25 / 16), abs=0.75)
+    # Two norms (1 U each), gate (3.5), query (1), key and value (0.25) are read once; codes are 4.25 bits.
+    assert changes["forward", "quantize_blockwise"] == pytest.approx(7 * (1 + 4.25 / 16), abs=0.75)
+    # Up is read once for its codes and for the product that torch makes otherwise.
+    assert changes["forward", "multiply_quantize_blockwise"] == pytest.approx(3.5 * (3 + 4.25 / 16), abs=0.01)
+    assert changes["forward", "mul"] == pytest.approx(-3.5 * 3, abs=0.01)
     # Backward reads codes of gate and up twice: for their product, and with its gradient for their own.
     assert changes["backward", "dequantize_blockwise"] == pytest.approx(3.5 * (1 + 4.25 / 16), abs=0.5)
     assert changes["backward", "gated_product_blockwise"] == pytest.approx(3.5 * (1 + 2 * 4.25 / 16), abs=0.01)

@@ -64,6 +64,12 @@ def center_of(draw: Draw, x: Tensor) -> Tensor | None:
     return torch.rand(x.shape[-1] if x.dim() else 1) if draw(st.booleans()) else None
 
 
+def multiply_quantize(draw: Draw) -> tuple[Any, ...]:
+    b, *format, _, _ = quantize(draw)
+    a = torch.rand(b.shape[::-1]).to(b.dtype).permute(tuple(range(b.dim()))[::-1])
+    return a, b, *format
+
+
 def dequantize(draw: Draw) -> tuple[Any, ...]:
     x, code, block_size, scale_dtype, seed, center = quantize(draw)
     codes, scales = torch.ops.laconic.quantize_blockwise(x, code, block_size, scale_dtype, seed)
@@ -168,6 +174,7 @@ def select(draw: Draw) -> tuple[Any, ...]:
 
 ARGUMENTS: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
     "quantize_blockwise": quantize,
+    "multiply_quantize_blockwise": multiply_quantize,
     "dequantize_blockwise": dequantize,
     "dequantize_blockwise_after": dequantize_after,
     "gated_product_blockwise": gated_product,

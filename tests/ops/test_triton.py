@@ -70,6 +70,19 @@ def test_all_bits_are_the_references(dtype: torch.dtype, code: str) -> None:
 
 
 @on_device
+@pytest.mark.parametrize(("code", "dtype"), each_code_with(DTYPES, ("nf4", "int8")))
+def test_all_bits_of_a_product_and_its_codes_are_the_references(dtype: torch.dtype, code: str) -> None:
+    from laconic.ops.triton import blockwise
+
+    for number, (name, b) in enumerate(awkward_tensors(dtype)):
+        format = (code, BLOCK_SIZES[number % 5], DTYPES[number % 3])
+        a = (b.flip(0) if b.dim() else b) * 3
+        found = blockwise.multiply_quantize_blockwise(a.to(DEVICE), b.to(DEVICE), *format)
+        for one, other in zip(found, reference.multiply_quantize_blockwise(a, b, *format), strict=True):
+            assert same_bits(one.cpu(), other), (name, format)
+
+
+@on_device
 @pytest.mark.parametrize(("code", "dtype"), each_code_with((torch.bfloat16, torch.float16), ()))
 def test_every_16_bit_pattern_gives_the_references_bits(dtype: torch.dtype, code: str) -> None:
     from laconic.ops.triton import blockwise
@@ -143,9 +156,12 @@ def test_kernels_compile_without_fused_or_flushing_arithmetic(architecture: int,
         "scales_ptr": "*i16",
         "table_ptr": "*fp32",
         "center_ptr": "*fp32",
+        "factor_ptr": "*i16",
+        "product_ptr": "*i16",
         "seed_key": "i64",
     }
     rounding = {"STOCHASTIC": code != "nf4", "SCALE_TYPE": "bfloat16", "LEVEL_MAX": LEVEL_MAX[code]}
+    rounding |= {"MULTIPLIED": code == "nf4", "TYPE": "bfloat16"}
     sum_shape = {"RESIDUAL": code == "nf4", "REQUANTIZE": True, "BLOCK_SIZE": 128, "BLOCKS": 8, "values_ptr": None}
     sum_types = {"codes": "*u8", "scales": "*fp32", "residual_codes": "*u8", "residual_scales": "*fp32"}
     sum_pointers = {f"{name}_ptr": kind for name, kind in sum_types.items()} | {"factor": "fp32"}

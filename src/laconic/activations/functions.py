@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from laconic.activations.choice import Packing
+from laconic.activations.choice import Offload, Packing
 from laconic.activations.derivatives import derivative, take
 from laconic.activations.dtensors import Placed, local_of, on_rows, row_dim
-from laconic.activations.gated import gated_product
+from laconic.activations.gated import PackedProduct, gated_product
 from laconic.activations.kept import Gate, Kept, Memo, attach, derive, found, keep
 from laconic.activations.norms import NormSpec, norm_again, norm_backward, norm_formula
 from laconic.activations.saving import LARGE_NUMEL, Instead
@@ -346,18 +346,23 @@ _apply_activation = _direct(_Activate)
 def multiply(a: Tensor, b: Tensor, format: Packing) -> Tensor:
     """a * b, with a backward that saves what rebuilds the two if one can be rebuilt; then the product can be too.
 
+    The other one is packed in the pass that multiplies, where that is possible.
+
     Args:
         a, b: [..., features], alike in shape and dtype.
         format: how the other one is packed.
     """
-    if found(a) is None and found(b) is None:
+    packs_a = found(a) is None
+    if packs_a and found(b) is None:
         return a * b
-    kept = keep(a, format, "mlp"), keep(b, format, "mlp")
-    product = gated_product(a, b, kept)
+    packed = PackedProduct(b if packs_a else a)
+    quantize = None if isinstance(format, Offload) else packed
+    kept = keep(a, format, "mlp", quantize if packs_a else None), keep(b, format, "mlp", None if packs_a else quantize)
+    product = gated_product(a, b, kept, packed.value)
     if product is not None:
         return product
     saved = [tensor for part in kept for tensor in part.tensors]
-    y: Tensor = _Multiply.apply(a, b, kept, *saved)
+    y: Tensor = _Multiply.apply(a, b, kept, (packed.value,), *saved)
     attach(y, derive(torch.mul, kept, (), "mlp"))
     return y
 
@@ -394,13 +399,15 @@ class _Square(torch.autograd.Function):
 
 class _Multiply(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, kept: tuple[Kept, Kept], *saved: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, kept: tuple[Kept, Kept], value: tuple[Tensor | None], *saved: Tensor
+    ) -> Tensor:
         for part in kept:
             part.memo.announce()
         ctx.memos = tuple(part.memo for part in kept)
         ctx.count = len(kept[0].tensors)  # of what is saved for a
         ctx.save_for_backward(edge_of(a), edge_of(b), *saved)
-        return a * b
+        return a * b if value[0] is None else value[0]
 
     @staticmethod
     @derivative
@@ -408,4 +415,4 @@ class _Multiply(torch.autograd.Function):
         edge_a, edge_b, *saved = ctx.saved_tensors
         a = take(ctx.memos[0], tuple(saved[: ctx.count]), edge_a, after=grad)
         b = take(ctx.memos[1], tuple(saved[ctx.count :]), edge_b, after=grad)
-        return (grad * b, grad * a, None, *[None] * len(saved))
+        return (grad * b, grad * a, None, None, *[None] * len(saved))

@@ -5,10 +5,13 @@ torch has it, and through the edge, an output of the activation without memory (
 op reads codes and the incoming gradient and writes the gradients of gate and up, and the activation's own backward has
 nothing left to do but to hand the gradient on. While somebody holds the activation's output, for its gradient or for
 anything else, backward takes the way through it, step by step; what has hooks gets no edge at all.
+
+In forward the product reads up, and so does what packs it: `PackedProduct` does both in one pass.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,10 +24,44 @@ from laconic.activations.derivatives import derivative
 from laconic.activations.kept import Kept, Memo, Tensors, attach, in_range
 from laconic.activations.witnesses import Witness, saw_gradients, saw_product
 from laconic.formats import BlockFormat, BlockTensor
-from laconic.ops import gated_backward_blockwise, gated_product_blockwise
+from laconic.ops import gated_backward_blockwise, gated_product_blockwise, multiply_quantize_blockwise
 from laconic.ops.derivatives import connected, edge_of
 
-__all__ = ["gated_product"]
+__all__ = ["PackedProduct", "gated_product"]
+
+
+class PackedProduct:
+    """Packs one factor of a product and makes the product in the same pass.
+
+    Args:
+        other: the other factor.
+
+    Attributes:
+        value: the product, without gradients; None before the factor is packed, or where it is packed in another way.
+    """
+
+    __slots__ = ("_other", "value")
+
+    def __init__(self, other: Tensor) -> None:
+        self._other = other
+        self.value: Tensor | None = None
+
+    def __call__(self, x: Tensor, format: BlockFormat) -> BlockTensor | None:
+        """`x` in the format; None where the factors are not plain, contiguous and alike, or subnormals are flushed."""
+        a = self._other
+        is_plain = type(a) is Tensor and type(x) is Tensor and a.is_contiguous() and x.is_contiguous()
+        is_alike = is_plain and a.shape == x.shape and a.dtype == x.dtype and a.device == x.device
+        if not is_alike or format.is_stochastic or torch.compiler.is_compiling() or _flushes_subnormals():
+            return None
+        self.value, codes, scales = multiply_quantize_blockwise(
+            a, x, code=format.code, block_size=format.block_size, scale_dtype=format.scale_dtype
+        )
+        return BlockTensor(codes, scales, format, x.shape, x.dtype)
+
+
+def _flushes_subnormals() -> bool:
+    """Whether this thread's arithmetic flushes them (`torch.set_flush_denormal`); that of the op never does."""
+    return sys.float_info.min * 0.5 == 0.0
 
 
 @dataclass(frozen=True)
@@ -79,12 +116,13 @@ class _Product:
         return of_gate, of_up
 
 
-def gated_product(a: Tensor, b: Tensor, kept: tuple[Kept, Kept]) -> Tensor | None:
+def gated_product(a: Tensor, b: Tensor, kept: tuple[Kept, Kept], value: Tensor | None) -> Tensor | None:
     """a * b, where one of them is an activation whose input is packed like the other one; None where that is not so.
 
     Args:
         a, b: [..., features].
         kept: what is kept for each.
+        value: their product, without gradients, if somebody has made it already.
     """
     for activated, factor in enumerate((a, b)):
         gate, other = kept[activated].gate, kept[1 - activated]
@@ -105,7 +143,7 @@ def gated_product(a: Tensor, b: Tensor, kept: tuple[Kept, Kept]) -> Tensor | Non
             None if gate.kept.witness is None or other.witness is None else (gate.kept.witness, other.witness),
         )
         codes = (*gate.kept.tensors, *other.tensors)
-        y: Tensor = _GatedProduct.apply(a, b, gate.edge, how, *codes)
+        y: Tensor = _GatedProduct.apply(a, b, gate.edge, how, (value,), *codes)
         attach(y, Kept(codes, Memo(how.rebuild), "mlp"))
         return y
     return None
@@ -113,10 +151,12 @@ def gated_product(a: Tensor, b: Tensor, kept: tuple[Kept, Kept]) -> Tensor | Non
 
 class _GatedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, edge: Tensor, how: _Product, *codes: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, edge: Tensor, how: _Product, value: tuple[Tensor | None], *codes: Tensor
+    ) -> Tensor:
         ctx.how, ctx.origin = how, "mlp"
         ctx.save_for_backward(edge_of(a), edge_of(b), *codes)
-        return a * b
+        return a * b if value[0] is None else value[0]
 
     @staticmethod
     @derivative
@@ -135,4 +175,4 @@ class _GatedProduct(torch.autograd.Function):
             gate, up = how.gate_and_up(codes)
             of_output, of_up = grad * up, grad * how.forward(gate)
         factors = (of_output, of_up) if how.activated == 0 else (of_up, of_output)
-        return (*factors, of_edge, *[None] * (1 + len(codes)))
+        return (*factors, of_edge, *[None] * (2 + len(codes)))

@@ -281,18 +281,23 @@ def _no_value(tensors: Tensors, after: Tensor | None) -> Tensor:
 _GONE = Memo(_no_value)
 
 
-def keep(x: Tensor, format: Packing, origin: str) -> Kept:
+Quantize = Callable[[Tensor, BlockFormat], BlockTensor | None]
+"""(x, format) -> what `quantized` makes of x; None where that has to make it itself."""
+
+
+def keep(x: Tensor, format: Packing, origin: str, quantize: Quantize | None = None) -> Kept:
     """The `Kept` of `x`: what is saved for it already, the tensor its producer holds anyway, or packed codes.
 
     Args:
         x: floating-point tensor of any shape; of a DTensor what this rank holds is packed.
         format: how to pack it if it has to be packed.
         origin: kind of the site that asks.
+        quantize: makes the codes in the place of `quantized`.
     """
     kept = known(x)
     if kept is None or (kept.bits is not None and kept.bits < _bits(format)):
         local = x if type(x) is Tensor else local_of(x)
-        kept = pack(local, format, origin)
+        kept = pack(local, format, origin, quantize=quantize)
         if kept.bits is not None and not _is_reused(x):
             if local is x:
                 _write(x, kept, lasts=x.requires_grad)
@@ -386,7 +391,14 @@ def found_or_held(x: Tensor) -> Kept:
     return found(x) or Kept((x,), Memo(_itself), "linear")
 
 
-def pack(x: Tensor, format: Packing, origin: str, center: Tensor | None = None, layout: Layout | None = None) -> Kept:
+def pack(
+    x: Tensor,
+    format: Packing,
+    origin: str,
+    center: Tensor | None = None,
+    layout: Layout | None = None,
+    quantize: Quantize | None = None,
+) -> Kept:
     """Packed codes and scales of `x`, whatever else is kept for it; in host memory if `format` says so.
 
     Rows much shorter than a block share blocks with their neighbours. What would not become smaller is kept as it is.
@@ -397,6 +409,7 @@ def pack(x: Tensor, format: Packing, origin: str, center: Tensor | None = None, 
         origin: kind of the site that asks.
         center: fp32 [L], subtracted from x before it is rounded; it stays on the device.
         layout: of the tensor to rebuild, whose values in memory order x holds; None for x itself.
+        quantize: makes the codes in the place of `quantized`; not asked where x stays as it is or has a stand-in.
     """
     block_format = format.format if isinstance(format, Offload) else format
     is_traced = torch.compiler.is_compiling()
@@ -411,7 +424,9 @@ def pack(x: Tensor, format: Packing, origin: str, center: Tensor | None = None, 
         x = x.reshape(-1)
     if AUDITED.values is not None:
         return _stood_in(AUDITED.values(x.detach(), block_format, center), laid_out, origin, _bits(format))
-    packed = quantized(x.detach(), block_format, center)
+    packed = quantize(x.detach(), block_format) if quantize is not None and center is None else None
+    if packed is None:
+        packed = quantized(x.detach(), block_format, center)
     witness = witness_of(x, packed.scales, block_format, origin)
     saved: Tensors = (packed.codes, packed.scales)
     fetch: Callable[[Tensors], Tensors] | None = None

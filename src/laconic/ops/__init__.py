@@ -25,6 +25,7 @@ from laconic.ops.self_check import checked
 
 __all__ = [
     "quantize_blockwise",
+    "multiply_quantize_blockwise",
     "dequantize_blockwise",
     "gated_product_blockwise",
     "gated_backward_blockwise",
@@ -70,7 +71,7 @@ _CPU = torch.device("cpu")
 _on_cpu = native.SELECTION.implementation
 # Each op by family: plain torch for any device, C++ for CPU, Triton for CUDA.
 _FAMILIES = {
-    "blockwise": ("quantize_blockwise", "dequantize_blockwise"),
+    "blockwise": ("quantize_blockwise", "multiply_quantize_blockwise", "dequantize_blockwise"),
     "gated": ("gated_product_blockwise", "gated_backward_blockwise"),
     "reduce": ("sum_blockwise", "sum_requantize_blockwise"),
     "accumulate": ("accumulate_blockwise_", "square_sum_blockwise"),
@@ -92,6 +93,7 @@ for _family, _ops in _FAMILIES.items():
         triton.implement(_op, _family)
 
 _quantize_blockwise = torch.ops.laconic.quantize_blockwise.default
+_multiply_quantize_blockwise = torch.ops.laconic.multiply_quantize_blockwise.default
 _dequantize_blockwise = torch.ops.laconic.dequantize_blockwise.default
 _gated_product_blockwise = torch.ops.laconic.gated_product_blockwise.default
 _gated_product_blockwise_after = torch.ops.laconic.gated_product_blockwise_after.default
@@ -181,6 +183,33 @@ def quantize_blockwise(
     run = _DIRECT["quantize_blockwise"] if _is_direct(x) else _quantize_blockwise
     codes, scales = run(x, code, block_size, scale_dtype, seed, center)
     return codes, scales
+
+
+def multiply_quantize_blockwise(
+    a: Tensor,
+    b: Tensor,
+    *,
+    code: str = "nf4",
+    block_size: int = 64,
+    scale_dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """a * b, and `quantize_blockwise(b)` to nearest, in one pass that reads b once. No result requires grad.
+
+    Args:
+        a, b: [..., L], alike in shape, dtype and device; float32, bfloat16 or float16, any strides.
+        code, block_size, scale_dtype: as in `quantize_blockwise`.
+
+    Returns:
+        The product [..., L] in the dtype of a and b, contiguous, with torch's own bits but for NaN, which is always the
+        quiet one without a payload; codes and scales of b.
+
+    Raises:
+        FormatError: an argument is outside of these values.
+    """
+    is_direct = _is_direct(b) and type(a) is Tensor and a.is_cpu and not a.is_neg()
+    run = _DIRECT["multiply_quantize_blockwise"] if is_direct else _multiply_quantize_blockwise
+    product, codes, scales = run(a, b, code, block_size, scale_dtype)
+    return product, codes, scales
 
 
 def dequantize_blockwise(

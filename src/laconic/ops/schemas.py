@@ -39,6 +39,7 @@ __all__ = [
     "check_lossless_decode_",
     "check_lossless_decode_add_",
     "check_lossless_encode",
+    "check_multiply_quantize_blockwise",
     "check_pack_bits",
     "check_quantize_blockwise",
     "check_select_bits",
@@ -62,6 +63,11 @@ LIBRARY = torch.library.Library("laconic", "DEF")
 LIBRARY.define(
     "quantize_blockwise(Tensor x, str code, int block_size, ScalarType scale_dtype, int? seed, Tensor? center=None)"
     " -> (Tensor codes, Tensor scales)",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+LIBRARY.define(
+    "multiply_quantize_blockwise(Tensor a, Tensor b, str code, int block_size, ScalarType scale_dtype)"
+    " -> (Tensor product, Tensor codes, Tensor scales)",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 LIBRARY.define(
@@ -139,6 +145,7 @@ LIBRARY.define(
 LIBRARY.define("select_bits(Tensor x, Tensor codes) -> Tensor", tags=[torch.Tag.pt2_compliant_tag])
 for _name in (
     "quantize_blockwise",
+    "multiply_quantize_blockwise",
     "dequantize_blockwise",
     "dequantize_blockwise_after",
     "gated_product_blockwise",
@@ -208,6 +215,19 @@ def check_quantize_blockwise(
     length = x.shape[-1] if x.dim() else 1
     _check_center(center, length, x.device)
     return length, (length * BITS[code] + 7) // 8, (length + block_size - 1) // block_size * scales_per_block(code)
+
+
+def check_multiply_quantize_blockwise(a: Tensor, b: Tensor) -> None:
+    """Check that the factors of multiply_quantize_blockwise are alike; its other arguments are quantize_blockwise's.
+
+    Raises:
+        FormatError: an argument breaks its rule; the message names field, value and rule.
+    """
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        raise FormatError(
+            f"a is {a.dtype} {tuple(a.shape)} on {a.device}, but it must be like b, {b.dtype} {tuple(b.shape)} on"
+            f" {b.device}"
+        )
 
 
 def check_dequantize_blockwise(
@@ -412,6 +432,14 @@ def _quantize_blockwise_fake(
     _, num_codes, num_scales = check_quantize_blockwise(x, code, block_size, scale_dtype, center)
     leading = x.shape[:-1]
     return x.new_empty((*leading, num_codes), dtype=torch.uint8), x.new_empty((*leading, num_scales), dtype=scale_dtype)
+
+
+@torch.library.register_fake("laconic::multiply_quantize_blockwise", lib=LIBRARY)
+def _multiply_quantize_blockwise_fake(
+    a: Tensor, b: Tensor, code: str, block_size: int, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_multiply_quantize_blockwise(a, b)
+    return b.new_empty(b.shape), *_quantize_blockwise_fake(b, code, block_size, scale_dtype, None)
 
 
 @torch.library.register_fake("laconic::dequantize_blockwise", lib=LIBRARY)

@@ -50,6 +50,10 @@ def _quantize(
     return _random(4, 1024).to(dtype), code, block_size, scale_dtype, 7 if has_seed else None, *center
 
 
+def _multiply_quantize(dtype: torch.dtype, code: str, block_size: int, scale_dtype: torch.dtype) -> Choices:
+    return _random(4, 1024, seed=8).to(dtype), _random(4, 1024).to(dtype), code, block_size, scale_dtype
+
+
 def _dequantize(
     scale_dtype: torch.dtype, code: str, block_size: int, dtype: torch.dtype, is_centered: bool = False
 ) -> Choices:
@@ -183,6 +187,7 @@ def _is_given(arguments: Choices, position: int) -> bool:
 _Op = tuple[Callable[..., Choices], Callable[[Choices], Choices]]
 _OPS: dict[str, _Op] = {
     "quantize_blockwise": (_quantize, lambda a: (a[0].dtype, a[1], a[2], a[3], a[4] is not None, _is_given(a, 5))),
+    "multiply_quantize_blockwise": (_multiply_quantize, lambda a: (a[0].dtype, *a[2:])),
     "dequantize_blockwise": (_dequantize, lambda a: (a[1].dtype, a[2], a[3], a[5], _is_given(a, 6))),
     "gated_product_blockwise": (_gated_product, lambda a: (a[1].dtype, a[4], a[7], a[8])),
     "gated_backward_blockwise": (_gated_backward, lambda a: (a[0].dtype, a[2].dtype, a[5], a[7])),
@@ -231,6 +236,11 @@ def examples(op: str) -> Iterator[tuple[Choices, Choices]]:
             (fp32, "uint2", 256, bf16, True),
             (fp16, "int8", 16, fp16, True),
             (fp32, "nf4", 64, bf16, False, True),
+        ],
+        "multiply_quantize_blockwise": [
+            *((bf16, code, 64, bf16) for code in BITS),
+            (fp32, "nf4", 128, fp32),
+            (fp16, "int8", 16, fp16),
         ],
         "dequantize_blockwise": [
             *((bf16, code, 64, bf16) for code in BITS),

@@ -7,7 +7,7 @@ schemas.py has checked.
 from laconic.ops.native.accumulate import accumulate_blockwise_, square_sum_blockwise
 from laconic.ops.native.adamw import adamw8bit_, adamw8bit_multi_
 from laconic.ops.native.bits import pack_bits, select_bits, unpack_bits
-from laconic.ops.native.blockwise import dequantize_blockwise, quantize_blockwise
+from laconic.ops.native.blockwise import dequantize_blockwise, multiply_quantize_blockwise, quantize_blockwise
 from laconic.ops.native.gated import gated_backward_blockwise, gated_product_blockwise
 from laconic.ops.native.library import SELECTION, supported_isas
 from laconic.ops.native.lossless import lossless_decode_, lossless_decode_add_, lossless_encode
@@ -25,6 +25,7 @@ __all__ = [
     "lossless_decode_",
     "lossless_decode_add_",
     "lossless_encode",
+    "multiply_quantize_blockwise",
     "pack_bits",
     "quantize_blockwise",
     "select_bits",

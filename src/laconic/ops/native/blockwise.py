@@ -11,9 +11,9 @@ from torch import Tensor
 from laconic.ops import huge_pages
 from laconic.ops.codebooks import ARITHMETIC, BITS, LEVEL_MAX, codebook_tensor
 from laconic.ops.native.library import FLOAT_TYPES, isa_number, kernels
-from laconic.ops.schemas import check_dequantize_blockwise, check_quantize_blockwise
+from laconic.ops.schemas import check_dequantize_blockwise, check_multiply_quantize_blockwise, check_quantize_blockwise
 
-__all__ = ["codebook_address", "dequantize_blockwise", "quantize_blockwise"]
+__all__ = ["codebook_address", "dequantize_blockwise", "multiply_quantize_blockwise", "quantize_blockwise"]
 
 _CPU = torch.device("cpu")
 
@@ -44,8 +44,13 @@ def quantize_blockwise(
     *,
     isa: str | None = None,
     first_index: int = 0,
+    factor: Tensor | None = None,
+    product: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`reference.quantize_blockwise` in C++, the same bits; `isa` overrides the instruction set."""
+    """`reference.quantize_blockwise` in C++, the same bits; `isa` overrides the instruction set.
+
+    With `factor`, contiguous and like x, factor * x is written to `product`, likewise.
+    """
     codes_shape, scales_shape, rows, length = _sizes(x.shape, x.dtype, code, block_size, scale_dtype)
     if center is not None:
         check_quantize_blockwise(x, code, block_size, scale_dtype, center)
@@ -73,8 +78,22 @@ def quantize_blockwise(
         seed or 0,
         first_index,
         0 if center is None else center.data_ptr(),
+        0 if factor is None else factor.data_ptr(),
+        0 if product is None else product.data_ptr(),
     )
     return codes, scales
+
+
+def multiply_quantize_blockwise(
+    a: Tensor, b: Tensor, code: str, block_size: int, scale_dtype: torch.dtype, *, isa: str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.multiply_quantize_blockwise` in C++, the same bits; `isa` overrides the instruction set."""
+    check_multiply_quantize_blockwise(a, b)
+    product = huge_pages.empty(b.shape, b.dtype)
+    codes, scales = quantize_blockwise(
+        b, code, block_size, scale_dtype, None, isa=isa, factor=a.contiguous(), product=product
+    )
+    return product, codes, scales
 
 
 @lru_cache(maxsize=4096)

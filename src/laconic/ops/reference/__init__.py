@@ -7,7 +7,13 @@ C++ and Triton kernels return the same bits. docs/formats.md specifies the same 
 from laconic.ops.reference.accumulate import accumulate_blockwise_, square_sum_blockwise
 from laconic.ops.reference.adamw import adamw8bit_, adamw8bit_multi_, dequantize_dynamic, quantize_dynamic
 from laconic.ops.reference.bits import pack_bits, select_bits, unpack_bits
-from laconic.ops.reference.blockwise import dequantize_blockwise, quantize_blockwise, seed_key, uniform
+from laconic.ops.reference.blockwise import (
+    dequantize_blockwise,
+    multiply_quantize_blockwise,
+    quantize_blockwise,
+    seed_key,
+    uniform,
+)
 from laconic.ops.reference.gated import gated_backward_blockwise, gated_product_blockwise
 from laconic.ops.reference.lossless import lossless_decode_, lossless_decode_add_, lossless_encode
 from laconic.ops.reference.reduce import sum_blockwise, sum_requantize_blockwise
@@ -24,6 +30,7 @@ __all__ = [
     "lossless_decode_",
     "lossless_decode_add_",
     "lossless_encode",
+    "multiply_quantize_blockwise",
     "pack_bits",
     "quantize_blockwise",
     "quantize_dynamic",

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from laconic.ops.codebooks import AFFINE, ARITHMETIC, BITS, LEVEL_MAX, MIN_SCALE, codebook, scales_per_block
 from laconic.ops.constants import constant_tensor
-from laconic.ops.schemas import check_dequantize_blockwise, check_quantize_blockwise
+from laconic.ops.schemas import check_dequantize_blockwise, check_multiply_quantize_blockwise, check_quantize_blockwise
 
-__all__ = ["dequantize_blockwise", "quantize_blockwise", "seed_key", "uniform"]
+__all__ = ["dequantize_blockwise", "multiply_quantize_blockwise", "quantize_blockwise", "seed_key", "uniform"]
 
 _INFINITY_BITS = 0x7F800000
 # Quiet NaN, positive, empty payload: the one NaN that is ever written.
@@ -86,6 +86,18 @@ def quantize_blockwise(
     # 4. The codes of a row as one stream of bits.
     codes = _pack(codes, BITS[code])
     return codes.view(*leading, num_codes), scales.view(*leading, num_scales)
+
+
+@torch.no_grad()
+def multiply_quantize_blockwise(
+    a: Tensor, b: Tensor, code: str, block_size: int, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """a * b [..., L], and `quantize_blockwise` of b; see `laconic.ops.multiply_quantize_blockwise`."""
+    check_multiply_quantize_blockwise(a, b)
+    codes, scales = quantize_blockwise(b, code, block_size, scale_dtype, None)
+    product = a.contiguous() * b.contiguous()
+    _write_nan(product, product.isnan())
+    return product, codes, scales
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Block-wise quantization in Triton: private kernels, and the two launchers that carry the names of the ops.
+"""Block-wise quantization in Triton: private kernels, and the launchers that carry the names of the ops.
 
 One program handles a tile of whole blocks. To return the reference's bits on any GPU, divisions are IEEE (div_rn),
 fused multiply-add is off at launch, and floats are narrowed to bf16 by integer arithmetic. bf16 tensors are passed as
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from laconic.ops.codebooks import AFFINE, BITS, LEVEL_MAX, MIN_SCALE, codebook_tensor, scales_per_block
 from laconic.ops.reference import seed_key
-from laconic.ops.schemas import check_dequantize_blockwise, check_quantize_blockwise
+from laconic.ops.schemas import check_dequantize_blockwise, check_multiply_quantize_blockwise, check_quantize_blockwise
 
-__all__ = ["dequantize_blockwise", "quantize_blockwise"]
+__all__ = ["dequantize_blockwise", "multiply_quantize_blockwise", "quantize_blockwise"]
 
 _TILE = 2048
 """Elements per program; with 4 warps, each thread moves 32 bytes of bf16."""
@@ -167,10 +167,14 @@ def _quantize_blockwise_kernel(
     seed_key,
     first_index,
     center_ptr,
+    factor_ptr,
+    product_ptr,
     LEVEL_MAX: tl.constexpr,
     BITS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     CENTERED: tl.constexpr,
+    MULTIPLIED: tl.constexpr,
+    TYPE: tl.constexpr,
     SCALE_TYPE: tl.constexpr,
     AFFINE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -182,6 +186,10 @@ def _quantize_blockwise_kernel(
     column = first_column[:, None] + tl.arange(0, BLOCK_SIZE)[None, :]
     exists = block_exists[:, None] & (column < length)
     x = _widen(tl.load(x_ptr + row[:, None] * row_stride + column, mask=exists, other=0))
+    if MULTIPLIED:
+        at = row[:, None] * length + column
+        factor = _widen(tl.load(factor_ptr + at, mask=exists, other=0))
+        tl.store(product_ptr + at, _narrow(factor * x, TYPE), mask=exists)
     if CENTERED:
         x -= tl.load(center_ptr + column, mask=exists, other=0)
 
@@ -340,8 +348,13 @@ def quantize_blockwise(
     center: Tensor | None = None,
     *,
     first_index: int = 0,
+    factor: Tensor | None = None,
+    product: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`reference.quantize_blockwise` in Triton, the same bits."""
+    """`reference.quantize_blockwise` in Triton, the same bits.
+
+    With `factor`, contiguous and like x, factor * x is written to `product`, likewise.
+    """
     length, num_codes, num_scales = check_quantize_blockwise(x, code, block_size, scale_dtype, center)
     leading = x.shape[:-1]
     if x.dim() != 2 or x.stride(1) != 1:
@@ -355,7 +368,7 @@ def quantize_blockwise(
     blocks = _TILE // block_size
     with _on_device(x):
         _quantize_blockwise_kernel[(triton.cdiv(num_blocks, blocks),)](
-            _bits(x) if x.dtype == torch.bfloat16 else x,
+            _readable(x),
             x.stride(0) if x.dim() == 2 else length,
             x.numel() if one_row else length,
             num_blocks,
@@ -366,10 +379,14 @@ def quantize_blockwise(
             0 if seed is None else seed_key(seed),
             first_index,
             None if center is None else center.contiguous(),
+            None if factor is None else _readable(factor),
+            None if product is None else _bits(product),
             LEVEL_MAX=LEVEL_MAX[code],
             BITS=BITS[code],
             STOCHASTIC=seed is not None,
             CENTERED=center is not None,
+            MULTIPLIED=factor is not None,
+            TYPE=_name(x.dtype),
             SCALE_TYPE=_name(scale_dtype),
             AFFINE=code in AFFINE,
             BLOCK_SIZE=block_size,
@@ -378,6 +395,16 @@ def quantize_blockwise(
             enable_fp_fusion=False,
         )
     return codes, scales
+
+
+def multiply_quantize_blockwise(
+    a: Tensor, b: Tensor, code: str, block_size: int, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.multiply_quantize_blockwise` in Triton, the same bits."""
+    check_multiply_quantize_blockwise(a, b)
+    product = b.new_empty(b.shape)
+    codes, scales = quantize_blockwise(b, code, block_size, scale_dtype, None, factor=a.contiguous(), product=product)
+    return product, codes, scales
 
 
 def dequantize_blockwise(
@@ -402,7 +429,7 @@ def dequantize_blockwise(
         _dequantize_blockwise_kernel[(triton.cdiv(num_blocks, blocks),)](
             codes,
             codes.numel() if one_row else codes.shape[-1],
-            _bits(scales) if scales.dtype == torch.bfloat16 else scales,
+            _readable(scales),
             values.numel() if one_row else length,
             num_blocks,
             _bits(values),
@@ -418,6 +445,11 @@ def dequantize_blockwise(
             enable_fp_fusion=False,
         )
     return values
+
+
+def _readable(x: Tensor) -> Tensor:
+    """What `_widen` reads: of bf16 the bits."""
+    return _bits(x) if x.dtype == torch.bfloat16 else x
 
 
 def _bits(x: Tensor) -> Tensor:
