@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from laconic.activations.cuda_graph import is_captured, without_draws
 from laconic.activations.decisions import Decisions
 from laconic.activations.replacement import modules_of
+from laconic.activations.traceable import untraced
 from laconic.errors import ModelError
 
 __all__ = ["Forgetting", "Replay", "check_attention", "forgets", "forgetting", "swapped_parameters"]
@@ -47,6 +48,7 @@ def _forgotten(nothing: None) -> Tensor:
     raise RuntimeError("laconic: backward through a value that is computed without keeping anything for it")
 
 
+@untraced
 class _Hooks:
     """torch.autograd.graph.saved_tensors_hooks of two functions, at a fifth of the time."""
 

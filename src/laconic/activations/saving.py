@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from laconic.activations.kept import Kept, Memo
 from laconic.activations.replay import Forgetting, Replay, swapped_parameters
 from laconic.activations.storages import laid_out, overlaps
+from laconic.activations.traceable import untraced
 from laconic.activations.witnesses import check_unchanged, glance, glances
 from laconic.errors import ModelError
 
@@ -33,6 +34,7 @@ _pop: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 _innermost: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
+@untraced
 class _Held:
     """Tensors that a graph holds for backward, as the hooks around want them held, and unchanged.
 
@@ -71,6 +73,7 @@ def _changed(tensors: tuple[Tensor, ...]) -> RuntimeError:
     )
 
 
+@untraced
 class Instead:
     """While the block runs, autograd saves what rebuilds `x` in its place, and any other tensor as it is.
 
@@ -103,6 +106,7 @@ class Instead:
         return _AsItIs(x, self._outer)
 
 
+@untraced
 class InsteadOfCasts(Instead):
     """The same for a linear layer under autocast, which saves casts of `x` and of its weight: both are cast again.
 
@@ -150,6 +154,7 @@ def _view_of(x: Tensor) -> _View:
     return x.shape[1] if x.dim() == 2 and x.is_contiguous() else (x.size(), x.stride())
 
 
+@untraced
 class _Rebuilt(_Held, _Saved):
     """What rebuilds a tensor, in another dtype where there is one, and the view of it that was saved."""
 
@@ -173,6 +178,7 @@ class _Rebuilt(_Held, _Saved):
             return value.as_strided(*self._view)
 
 
+@untraced
 class _AsItIs(_Saved):
     """A tensor that is saved itself."""
 
@@ -193,6 +199,7 @@ class _AsItIs(_Saved):
         return x
 
 
+@untraced
 class _Cast(_AsItIs):
     """A weight, whose cast is made again."""
 
@@ -238,6 +245,7 @@ LARGE_NUMEL = 1 << 20
 """Values of a weight whose gradient is 4 MiB in fp32."""
 
 
+@untraced
 class SecondRun(Forgetting):
     """Code of which nothing is saved: backward runs it again, once, on inputs that are rebuilt.
 
@@ -359,6 +367,7 @@ def _kind(x: Tensor) -> int:
     return hash((x.shape, x.dtype))
 
 
+@untraced
 class _Collecting(Forgetting):
     """Hooks of the second run: what it saves goes to a list."""
 

@@ -19,16 +19,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
+import torch._dynamo.decorators
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
-__all__ = ["argument_class", "as_result", "traceable"]
+__all__ = ["argument_class", "as_result", "traceable", "untraced"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C")
 
 
 def traceable(function: F) -> F:
@@ -44,6 +47,14 @@ def traceable(function: F) -> F:
         return traced(*args, **{name: value for name, value in kwargs.items() if value is not None})
 
     return call  # type: ignore[return-value]  # it has the signature of `function`
+
+
+def untraced(cls: type[C]) -> type[C]:
+    """Let Dynamo leave the methods of a class alone, where it looks into code of ours between the graphs it breaks."""
+    for method in vars(cls).values():
+        if isinstance(method, FunctionType):
+            torch._dynamo.decorators.skip(method)
+    return cls
 
 
 def argument_class(cls: type) -> None:
