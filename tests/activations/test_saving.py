@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -200,3 +202,21 @@ def test_a_retained_graph_runs_once_per_pass_and_frees_what_it_saved() -> None:
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], first)
     assert len(calls) == 3
     assert not any(x is not None for x in run._values)
+
+
+def test_what_a_second_run_saved_is_freed_with_its_backward() -> None:
+    """Also outputs, whose node holds the hooks that they were given to."""
+    freed = []
+
+    def code(x: Tensor) -> Tensor:
+        y = x.exp()
+        weakref.finalize(y, freed.append, 1)
+        return y * x
+
+    gc.disable()  # a cycle would wait for it
+    try:
+        _, y = again(code, torch.randn(4, requires_grad=True) * 1)
+        y.sum().backward()
+        assert len(freed) == 2
+    finally:
+        gc.enable()

@@ -187,6 +187,7 @@ class _AsItIs(_Saved):
     def __init__(self, x: Tensor, outer: tuple[Any, Any] | None) -> None:
         self._seen = glance(_dense(x)) if x.is_floating_point() else None
         self._version = x._version
+        x = x.detach() if x.requires_grad else x  # an output, with whose node the graph would hold itself
         self._x: Any = x if outer is None else outer[0](x)
         self._unpack: Any = None if outer is None else outer[1]
 
@@ -375,7 +376,8 @@ class _Collecting(Forgetting):
         self.values: list[Tensor] = []
 
     def collect(self, x: Tensor) -> None:
-        self.values.append(x)
+        # An output comes with the node that made it, which holds these hooks: the graph would hold itself.
+        self.values.append(x.detach())
 
     def give(self, nothing: None) -> Tensor:
         raise RuntimeError("laconic: backward through a value of a second run")
