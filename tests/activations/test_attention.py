@@ -324,7 +324,11 @@ def test_a_saved_log_sum_exp_is_what_makes_four_bits_fail(sharpness: float, fact
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"attention": "int3"}, FormatError, r"attention is 'int3', but it must be 'exact', a BlockFormat or one of"),
+        (
+            {"attention": "int3"},
+            FormatError,
+            r"attention is 'int3', but it must be a BlockFormat or one of exact,",
+        ),
         ({"attention": "int8", "mode": "hooks"}, ModelError, r"attention= need mode='sites'"),
         ({"attention": "int8", "policy": lambda site: None}, ModelError, r"attention= is for the default policy"),
     ],

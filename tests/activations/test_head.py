@@ -207,7 +207,7 @@ def test_what_cannot_be_chunked_is_refused_with_the_reason() -> None:
         laconic.compress_activations(nn.Sequential(nn.Linear(8, 8)), loss="chunked")
     with pytest.raises(ModelError, match="loss='chunked' needs mode='sites'"):
         laconic.compress_activations(make_model("llama"), mode="hooks", loss="chunked")
-    with pytest.raises(ModelError, match="loss is 'none', but it must be 'exact' or 'chunked'"):
+    with pytest.raises(ModelError, match="loss is 'none', but it must be one of exact, chunked"):
         laconic.compress_activations(make_model("llama"), loss="none")  # type: ignore[arg-type]
     model = make_model("llama")
     model.loss_function = lambda logits, labels, **_: logits.float().square().mean()

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+from laconic.activations import witnesses
 from laconic.activations.offload import offloader_of
 from laconic.collectives.engine import announcement_watch
 from laconic.collectives.runtime import background
@@ -169,6 +170,8 @@ def cuda(is_prompt: bool = False, num_devices: int = 1) -> Iterator[Device]:
         # The device records one thread; announcements are compared by the next call.
         mock.patch.object(announcement_watch, "_start"),
         mock.patch.object(announcement_watch, "_pending", []),
+        # What is left to be looked at on a device that is gone would fail the next one's first forward.
+        mock.patch.object(witnesses, "_LEFT", []),
         _patched(device),
         device,
     ):
