@@ -59,6 +59,7 @@ __all__ = [
     "derive",
     "found",
     "found_or_held",
+    "held",
     "in_range",
     "is_linear",
     "keep",
@@ -350,16 +351,15 @@ def known(x: Tensor, *, by_hooks: bool = False) -> Kept | None:
         return kept
     local = x if type(x) is Tensor else local_of(x)
     if _producer_holds(local, _ATTENTIONS if by_hooks else _SAVES_ITS_OUTPUT):
-        return _placed(Kept((local,), Memo(_itself), "attention"), x)
+        return _placed(held(local, "attention"), x)
     return None
 
 
 def _is_reused(x: Tensor) -> bool:
     # A leaf may be filled again without torch counting it as a change: pipelines receive the hidden states of each step
     # into one tensor. What was kept of it last time must not be found again.
-    if type(x) is not Tensor and isinstance(
-        x, DTensor
-    ):  # whose local part says nothing about itself, but may be a view of such a leaf
+    if type(x) is not Tensor and isinstance(x, DTensor):
+        # Its local part says nothing about itself, but may be a view of such a leaf.
         local = local_of(x)
         whole = _whole(local)
         return (x if whole is local else whole).is_leaf and x.requires_grad
@@ -388,7 +388,12 @@ def is_linear(x: Tensor) -> bool:
 
 def found_or_held(x: Tensor) -> Kept:
     """The `Kept` of `x`, or else one that holds `x` itself, for a value that another function holds anyway."""
-    return found(x) or Kept((x,), Memo(_itself), "linear")
+    return found(x) or held(x, "linear")
+
+
+def held(x: Tensor, origin: str) -> Kept:
+    """The `Kept` that holds `x` itself."""
+    return Kept((x,), Memo(_itself), origin)
 
 
 def pack(

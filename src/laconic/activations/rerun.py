@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from laconic.activations.choice import Packing
-from laconic.activations.kept import Kept, Memo, attach, keep, pack
+from laconic.activations.kept import attach, held, keep, pack
 from laconic.activations.traceable import as_result, traceable
 
 __all__ = ["graft", "rebuilt"]
@@ -41,7 +41,7 @@ def rebuilt(x: Tensor, format: Packing, origin: str, share: bool) -> Tensor:
 def graft(value: Tensor, again: Tensor, origin: str) -> Tensor:
     """`value` with the gradient of `again`; a function that saves the value for backward saves `again` instead."""
     y: Tensor = _PassOn.apply(again, (value,))
-    attach(y, Kept((again.detach(),), Memo(lambda tensors, after: tensors[0]), origin))
+    attach(y, held(again.detach(), origin))
     return y
 
 

@@ -162,8 +162,10 @@ def sample(x: Tensor) -> Tensor | None:
 
 def _is_real(x: Tensor) -> bool:
     # Dynamo looks into code of ours that runs between the graphs it breaks.
-    if torch.compiler.is_compiling():
-        return False
+    return not torch.compiler.is_compiling() and _has_memory(x)
+
+
+def _has_memory(x: Tensor) -> bool:
     return type(x) in _CLASSES and (x.is_cpu or x.is_cuda) and x.layout is torch.strided
 
 
@@ -183,7 +185,7 @@ def glance(x: Tensor) -> bytes | Tensor | None:
 
 
 def _glance(x: Tensor) -> bytes | Tensor | None:
-    if not (type(x) in _CLASSES and (x.is_cpu or x.is_cuda) and x.layout is torch.strided):
+    if not _has_memory(x):
         return None
     numel = x.numel()
     if x.is_cuda or numel == 0:

@@ -37,7 +37,7 @@ from laconic.train.checkpoint.save_load import (
 )
 from laconic.train.config.dotted_names import flat_settings
 from laconic.train.config.plan import activation_plan, check_plan, load_plan
-from laconic.train.config.schema import TrainConfig
+from laconic.train.config.schema import ActivationsConfig, TrainConfig
 from laconic.train.config.toml import load_config, save_config
 from laconic.train.data.corpus import TokenCorpus, TokenDataset, batch, check_vocab, load_tokenizer, prepare
 from laconic.train.data.images import ImageCorpus, load_images
@@ -380,10 +380,7 @@ def _convert_classifier(
     report = laconic.compress_activations(
         plain,
         chosen.bits,
-        format=chosen.format,
-        block_size=chosen.block_size,
-        mode=chosen.mode,
-        attention=chosen.attention,
+        **_kept_as(chosen),
         example_inputs=inputs,
     )
     return _ConvertedModel(False, None, report, bf16_nbytes, model_config, texts, None, None, None)
@@ -728,6 +725,16 @@ def _first_loss(
         return mean_loss(model, tokens[:, 1:], chunked, input_ids=tokens[:, :-1])
 
 
+def _kept_as(chosen: ActivationsConfig) -> dict[str, Any]:
+    """How `compress_activations` is told what `[activations]` says, but for the bits and the loss."""
+    return {
+        "format": chosen.format,
+        "block_size": chosen.block_size,
+        "mode": chosen.mode,
+        "attention": chosen.attention,
+    }
+
+
 def _compress(model: PreTrainedModel, config: TrainConfig, plan: Plan | None, chunked_loss: bool) -> Report:
     """Make `model` keep for backward what the plan says, or else `[activations]`."""
     chosen = config.activations
@@ -738,10 +745,7 @@ def _compress(model: PreTrainedModel, config: TrainConfig, plan: Plan | None, ch
     return laconic.compress_activations(
         model,
         chosen.bits,
-        format=chosen.format,
-        block_size=chosen.block_size,
-        mode=chosen.mode,
-        attention=chosen.attention,
+        **_kept_as(chosen),
         **options,
     )
 

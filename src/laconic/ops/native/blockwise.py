@@ -97,7 +97,7 @@ def multiply_quantize_blockwise(
 
 
 @lru_cache(maxsize=4096)
-def check_codes(
+def _value_sizes(
     codes_shape: torch.Size,
     codes_dtype: torch.dtype,
     scales_shape: torch.Size,
@@ -131,7 +131,7 @@ def dequantize_blockwise(
     """`reference.dequantize_blockwise` in C++, the same bits; `isa` overrides the instruction set."""
     if center is not None or not scales.is_cpu or not codes.is_cpu:
         check_dequantize_blockwise(codes, scales, code, block_size, length, dtype, center)
-    shape, rows = check_codes(codes.shape, codes.dtype, scales.shape, scales.dtype, code, block_size, length, dtype)
+    shape, rows = _value_sizes(codes.shape, codes.dtype, scales.shape, scales.dtype, code, block_size, length, dtype)
     codes, scales = codes.contiguous(), scales.contiguous()
     center = None if center is None else center.contiguous()
     values = huge_pages.empty(shape, dtype)
