@@ -17,7 +17,7 @@ import laconic
 from laconic.activations import SavedTensorTracker
 from laconic.activations.kept import Kept, Memo
 from laconic.activations.replay import Replay
-from laconic.activations.saving import Instead, SecondRun
+from laconic.activations.saving import Call, Instead, SecondRun
 from laconic.errors import ModelError
 
 
@@ -220,3 +220,27 @@ def test_what_a_second_run_saved_is_freed_with_its_backward() -> None:
         assert len(freed) == 2
     finally:
         gc.enable()
+
+
+def test_tensors_in_nests_of_arguments_are_held_like_others() -> None:
+    x, bias = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True)
+    mask, cache = torch.ones(4), object()
+
+    def code(x: Tensor, scale: float, parts: Any, *, more: Any, other: object) -> Tensor:
+        assert other is cache
+        return (x.exp() * parts[0] + more["bias"][0]).sin() * scale * parts[1]
+
+    args, kwargs = (2.0, [mask, 3.0]), {"more": {"bias": (bias,)}, "other": cache}
+    exact = torch.autograd.grad(code(x, *args, **kwargs).sum(), (x, bias))  # type: ignore[arg-type]
+
+    def twice() -> Tensor:
+        call, others = Call.of(code, 1, args, kwargs)
+        assert [id(other) for other in others] == [id(mask), id(bias)]
+        y: Tensor = again(call, x * 1, *others)[1]
+        return y.sum()
+
+    assert all(map(torch.equal, torch.autograd.grad(twice(), (x, bias)), exact))
+    y = twice()
+    mask.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()

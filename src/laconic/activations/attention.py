@@ -36,7 +36,7 @@ from laconic.activations.choice import Packing
 from laconic.activations.decisions import Habit
 from laconic.activations.derivatives import is_transformed
 from laconic.activations.dtensors import warn_exact
-from laconic.activations.kept import Kept, Memo, Tensors, attach, derive, pack
+from laconic.activations.kept import Kept, Tensors, attach, derive, held, pack
 from laconic.activations.replacement import OfModule, follow_copies, forget_copies
 from laconic.activations.replay import Replay
 from laconic.activations.rerun import graft, rebuilt
@@ -124,15 +124,16 @@ class AttentionCore(OfModule):
     ) -> Any:
         named(self.site.name)
         replay = Replay(qkv[0].device, module, self.habit.decisions(module.training, rest, kwargs))
+        call, others = Call.of(partial(attend, module), 3, rest, kwargs)
         run = SecondRun(
             self.site.name,
-            Call(partial(attend, module), 3, rest, kwargs),
+            call,
             tuple([_packed(x, self.format) for x in qkv]),
             module,
             own,
             replay,
         )
-        results = run.first(*qkv, *Call.tensors(rest, kwargs))
+        results = run.first(*qkv, *others)
         output = first_tensor(results)
         # The output projection flattens the heads. Of a contiguous tensor that is no view itself, that is a view, and a
         # view finds the note.
@@ -146,7 +147,7 @@ class AttentionCore(OfModule):
 def _packed(x: Tensor, format: Packing) -> Kept:
     """The `Kept` of a query, key or value [batch, heads, tokens, head_dim] in the order in which it lies in memory."""
     if overlaps(x):
-        return Kept((x.detach(),), Memo(lambda tensors, after: tensors[0]), "attention")
+        return held(x.detach(), "attention")
     if x.dim() == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous():
         kept = pack(x.detach().transpose(1, 2), format, "attention")
         return derive(lambda value: value.transpose(1, 2), (kept,), (), "attention")

@@ -39,7 +39,7 @@ from laconic.activations.witnesses import glance, same
 from laconic.formats import BlockFormat
 from laconic.ops import DTYPES
 
-__all__ = ["LayerForward", "checkpoint", "is_checkpointed_layer", "run_again", "runs_twice"]
+__all__ = ["LayerForward", "checkpoint", "is_checkpointed_layer", "is_no_nest", "run_again", "runs_twice"]
 
 
 def runs_twice() -> bool:
@@ -129,7 +129,7 @@ def run_again(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         ModelError: a CUDA graph is captured, and the function draws on the device; in backward, torch's attention is
             another function than in forward (see `check_attention`).
     """
-    leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_no_nest)
+    leaves, spec = tree_flatten((args, kwargs), is_leaf=is_no_nest)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     # One that is given twice is one in the second run, too: torch's attention asks whether the key is the value.
     tensors = list({id(leaves[place]): leaves[place] for place in places}.values())
@@ -154,8 +154,8 @@ def run_again(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return torch.utils.checkpoint.checkpoint(undrawn, *tensors, use_reentrant=False, preserve_rng_state=False)
 
 
-def _is_no_nest(value: Any) -> bool:
-    # Caches and outputs of models may be registered as nests; these must stay the very objects.
+def is_no_nest(value: Any) -> bool:
+    """Whether an argument stays the very object that it is, as caches and outputs of models must, registered or not."""
     return type(value) not in (tuple, list, dict)
 
 

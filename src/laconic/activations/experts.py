@@ -96,7 +96,7 @@ class ExpertsForward(SiteForward):
         if not torch.is_grad_enabled() or not self.serves(x) or self.stays_exact():
             return self.original(x, *args, **kwargs)
         own = dict(self.module.named_parameters())
-        others = Call.tensors(args, kwargs)
+        call, others = Call.of(self.original, 1, args, kwargs)
         if not any(t.requires_grad for t in (x, *own.values(), *others)) or list(own) != self._names:
             return self.original(x, *args, **kwargs)
         if torch.compiler.is_compiling():  # see laconic.activations.rerun
@@ -110,7 +110,7 @@ class ExpertsForward(SiteForward):
         self.origin = kept.origin
         run = SecondRun(
             self.site.name,
-            Call(self.original, 1, args, kwargs),
+            call,
             (kept,),
             self.module,
             own,

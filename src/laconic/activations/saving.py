@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from laconic.activations.checkpoint import is_no_nest
 from laconic.activations.kept import Kept, Memo
 from laconic.activations.replay import Forgetting, Replay, swapped_parameters
 from laconic.activations.storages import laid_out, overlaps
@@ -151,7 +153,7 @@ _View = int | tuple[torch.Size, tuple[int, ...]] | None
 
 
 def _view_of(x: Tensor) -> _View:
-    return x.shape[1] if x.dim() == 2 and x.is_contiguous() else (x.size(), x.stride())
+    return x.shape[1] if x.dim() == 2 and x.numel() and x.is_contiguous() else (x.size(), x.stride())
 
 
 @untraced
@@ -174,7 +176,7 @@ class _Rebuilt(_Held, _Saved):
             if self._view is None:
                 return value
             if isinstance(self._view, int):
-                return value.view(-1, self._view) if value.numel() else value.view(0, self._view)
+                return value.view(-1, self._view)
             return value.as_strided(*self._view)
 
 
@@ -386,34 +388,48 @@ class _Collecting(Forgetting):
 class Call:
     """A function of tensors: `function` of the first ones, then of other arguments with the rest in their places.
 
-    Tensors inside of nests and objects stay where they are.
-
-    Args:
-        function: what is called.
-        num_first: how many tensors come first.
-        args, kwargs: the other arguments; `tensors` are those among them.
+    Holds none of the tensors. Those inside of objects, which are no nests, stay where they are.
     """
 
-    __slots__ = ("_args", "_function", "_kwargs", "_num_first")
+    __slots__ = ("_function", "_leaves", "_names", "_num_first", "_spec")
 
     def __init__(
-        self, function: Callable[..., Any], num_first: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        function: Callable[..., Any],
+        num_first: int,
+        leaves: Sequence[Any],
+        spec: TreeSpec | None,
+        names: tuple[str, ...],
     ) -> None:
-        self._function, self._num_first = function, num_first
-        self._args = [_TENSOR if isinstance(x, Tensor) else x for x in args]
-        self._kwargs = {name: _TENSOR if isinstance(x, Tensor) else x for name, x in kwargs.items()}
+        self._function, self._num_first, self._spec, self._names = function, num_first, spec, names
+        self._leaves = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
 
-    @staticmethod
-    def tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors among arguments, by position and then by name."""
-        return [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    @classmethod
+    def of(
+        cls, function: Callable[..., Any], num_first: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Call, list[Tensor]]:
+        """The call, and the tensors among the other arguments.
+
+        Args:
+            function: what is called.
+            num_first: how many tensors come before the other arguments.
+            args, kwargs: these, nests of tuples, lists and dicts with tensors among them.
+        """
+        leaves: Sequence[Any] = (*args, *kwargs.values())
+        spec = None
+        if not all(map(is_no_nest, leaves)):  # which is rare, and takes long
+            leaves, spec = tree_flatten(leaves, is_leaf=is_no_nest)
+        return cls(function, num_first, leaves, spec, tuple(kwargs)), [x for x in leaves if isinstance(x, Tensor)]
 
     def __call__(self, *tensors: Tensor) -> Any:
         """The result."""
         given = iter(tensors[self._num_first :])
-        args = [next(given) if x is _TENSOR else x for x in self._args]
-        kwargs = {name: next(given) if x is _TENSOR else x for name, x in self._kwargs.items()}
-        return self._function(*tensors[: self._num_first], *args, **kwargs)
+        values = [next(given) if x is _TENSOR else x for x in self._leaves]
+        if self._spec is not None:
+            values = tree_unflatten(values, self._spec)
+        num_args = len(values) - len(self._names)
+        kwargs = dict(zip(self._names, values[num_args:], strict=True))
+        return self._function(*tensors[: self._num_first], *values[:num_args], **kwargs)
 
 
 _TENSOR = object()
