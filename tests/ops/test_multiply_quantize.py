@@ -35,7 +35,7 @@ IMPLEMENTATIONS = implementations()
 
 def product_of(a: Tensor, b: Tensor) -> Tensor:
     """Torch's, contiguous, every NaN without sign and payload; torch's own depends on where the value lies."""
-    product = (a * b).contiguous()
+    product = torch.empty(a.shape, dtype=a.dtype).copy_(a * b)  # a row may have any strides and be contiguous
     bits = product.view(torch.int32 if product.dtype == FP32 else torch.int16)
     bits.masked_fill_(product.isnan(), NAN_BITS[product.dtype])
     return product
@@ -161,6 +161,12 @@ def test_a_compiled_call_gives_the_same_bits() -> None:
     for shape in ((4, 70), (7, 64)):
         a, b = torch.randn(2, *shape).bfloat16().unbind()
         assert all(map(same_bits, compiled(a, b), run(a, b)))
+
+
+def test_a_product_of_one_row_has_the_strides_of_its_shape() -> None:
+    a, b = torch.randn(2, 1).t(), torch.randn(1, 4)[:, ::2]
+    for layout in ((a, b), (b, a), (a, a)):
+        check(*layout, "nf4", 16, FP32)
 
 
 def test_codes_are_those_of_the_op_that_only_quantizes() -> None:
