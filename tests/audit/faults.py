@@ -262,7 +262,7 @@ def a_note_of_an_earlier_tensor_of_the_same_shape_is_read(patch: Patch) -> None:
 def a_change_in_place_does_not_end_a_note(patch: Patch) -> None:
     def anyway(x: Tensor) -> Any:
         note = getattr(x, kept._attribute(x), None)
-        return None if note is None else note.kept()
+        return None if note is None else note.unended()
 
     patch.setattr(kept, "found", anyway)
 

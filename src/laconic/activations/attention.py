@@ -36,7 +36,7 @@ from laconic.activations.choice import Packing
 from laconic.activations.decisions import Habit
 from laconic.activations.derivatives import is_transformed
 from laconic.activations.dtensors import warn_exact
-from laconic.activations.kept import Kept, Tensors, attach, derive, held, pack
+from laconic.activations.kept import Kept, Tensors, attach, derive, held, pack, whole_of
 from laconic.activations.replacement import OfModule, follow_copies, forget_copies
 from laconic.activations.replay import Replay
 from laconic.activations.rerun import graft, rebuilt
@@ -135,23 +135,28 @@ class AttentionCore(OfModule):
         )
         results = run.first(*qkv, *others)
         output = first_tensor(results)
-        # The output projection flattens the heads. Of a contiguous tensor that is no view itself, that is a view, and a
-        # view finds the note.
-        if output._base is not None or not output.is_contiguous():
-            output = torch.ops.aten._unsafe_view(output.contiguous(), output.shape)
+        kept = run.output("attention")
+        # The output projection flattens the heads. Its input is then a view of what this output is a view of, or of it.
+        if output.is_contiguous() and (whole := whole_of(output)) is not output:
+            attach(whole, derive(partial(torch.reshape, shape=whole.shape), (kept,), (), "attention"))
+        elif output._base is not None or not output.is_contiguous():
+            output = torch.ops.aten._unsafe_view.default(output.contiguous(), output.shape)
             results = output if isinstance(results, Tensor) else (output, *results[1:])
-        attach(output, run.output("attention"))
+        attach(output, kept)
         return results
 
 
 def _packed(x: Tensor, format: Packing) -> Kept:
     """The `Kept` of a query, key or value [batch, heads, tokens, head_dim] in the order in which it lies in memory."""
+    if x.dim() == 4 and not x.is_contiguous() and (turned := x.detach().transpose(1, 2)).is_contiguous():
+        return derive(_turned, (pack(turned, format, "attention"),), (), "attention")
     if overlaps(x):
         return held(x.detach(), "attention")
-    if x.dim() == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous():
-        kept = pack(x.detach().transpose(1, 2), format, "attention")
-        return derive(lambda value: value.transpose(1, 2), (kept,), (), "attention")
     return pack(x, format, "attention")
+
+
+def _turned(x: Tensor) -> Tensor:
+    return x.transpose(1, 2)
 
 
 def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -39,7 +40,7 @@ from laconic.activations.witnesses import glance, same
 from laconic.formats import BlockFormat
 from laconic.ops import DTYPES
 
-__all__ = ["LayerForward", "checkpoint", "is_checkpointed_layer", "is_no_nest", "run_again", "runs_twice"]
+__all__ = ["LayerForward", "checkpoint", "is_checkpointed_layer", "is_no_nest", "is_plain", "run_again", "runs_twice"]
 
 
 def runs_twice() -> bool:
@@ -59,6 +60,28 @@ def runs_twice() -> bool:
     return _backward_pass() != -1 and _runs_again()
 
 
+def is_plain() -> bool:
+    """Whether this thread runs code for the first time, eagerly, with a gradient wanted and nothing watching torch.
+
+    One answer to all that a site asks of its surroundings: True only where `runs_twice` and `is_transformed` are False,
+    no function mode and no hooks are in force and no backward runs. False says nothing.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and torch.is_grad_enabled()
+        and _num_modes() == 0
+        and _backward_pass() == -1
+        and _innermost_hooks(False) is None
+        and _transforms() is None
+        and forward_ad._current_level < 0
+        and not AUDITED.originals
+        and not _is_tracing()
+        and not torch.is_inference_mode_enabled()
+    )
+
+
+_num_modes: Callable[[], int] = torch._C._len_torch_function_stack
+_transforms: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 _CHECKPOINT = torch.utils.checkpoint.__name__
 _is_tracing: Callable[[], bool] = torch._C._is_tracing
 _innermost_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks

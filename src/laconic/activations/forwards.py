@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from laconic.activations import functions
-from laconic.activations.checkpoint import runs_twice
+from laconic.activations.checkpoint import is_plain, runs_twice
 from laconic.activations.choice import Packing
 from laconic.activations.derivatives import is_transformed
 from laconic.activations.dtensors import has_whole_rows, is_packable, warn_exact
@@ -127,21 +127,22 @@ class SiteForward(Replacement):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`run` where the call has to save something that is worth packing, else the original forward."""
-        if torch.compiler.is_compiling() or not (depth := _num_modes()):
-            return self._run_or_left(args, kwargs)
-        modes = _pop_block_modes(depth)
-        try:
-            return self._run_or_left(args, kwargs)
-        finally:
-            for mode in reversed(modes):
-                torch._C._push_on_torch_function_stack(mode)
-
-    def _run_or_left(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) == 1 and not kwargs and is_plain() and type(x := args[0]) is Tensor and self.ours(x):  # nearly all
+            if not self.keeps(x):
+                return self.left(x)
+            named(self.site.name)
+            return self.run(x)
+        if (depth := _num_modes()) and not torch.compiler.is_compiling() and (modes := _pop_block_modes(depth)):
+            try:
+                return self(*args, **kwargs)
+            finally:
+                for mode in reversed(modes):
+                    torch._C._push_on_torch_function_stack(mode)
         if kwargs:
             args, kwargs = self.positional(args, kwargs)
         if len(args) != 1 or kwargs or not self.serves(args[0]) or not torch.is_grad_enabled():
             return self.left(*args, **kwargs)
-        x: Tensor = args[0]
+        x = args[0]
         if not self.keeps(x) or self.stays_exact():
             return self.left(x)
         named(self.site.name)
@@ -216,17 +217,17 @@ class LinearForward(SiteForward):
 
     def run(self, x: Tensor) -> Tensor:
         """The linear layer of x, saving what rebuilds x."""
-        spec = self.site.spec
-        assert isinstance(spec, LinearSpec)
         weight = self.weight
         hooks = None if torch.compiler.is_compiling() else hooks_of_linear(x, weight)
         if hooks is not None:
             kept = keep(x, self.format, "linear")
             self.origin = kept.origin
-            with hooks(kept):
+            with hooks(x, kept, weight):
                 y: Tensor = self.original(x)
             mark_as_linear(y)
             return y
+        spec = self.site.spec
+        assert isinstance(spec, LinearSpec)
         bias = self.parameter("bias")
         y = functions.linear(x, weight, self.value(x), spec.transposed, self.format, bias=bias)
         return self._noting_origin(y)

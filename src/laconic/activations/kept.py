@@ -67,6 +67,7 @@ __all__ = [
     "mark_as_linear",
     "pack",
     "take_all",
+    "whole_of",
 ]
 
 Tensors = tuple[Tensor, ...]
@@ -239,12 +240,13 @@ class _Note(_OfThisTensor):
         values: `glance(x)`.
     """
 
-    __slots__ = ("__weakref__", "_kept", "_memo", "_place", "_root", "_values", "_version")
+    __slots__ = ("__weakref__", "_address", "_kept", "_memo", "_numel", "_root", "_values", "_version")
 
     def __init__(self, x: Tensor, kept: Kept, values: bytes | Tensor | None, *, lasts: bool) -> None:
         self._version = x._version
         self._values = values
-        self._place = None if values is None else (x.data_ptr(), x.numel())
+        if values is not None:
+            self._address, self._numel = x.data_ptr(), x.numel()
         self._root = None if lasts or values is None else root()
         self._kept: Kept | None = kept
         self._memo: weakref.ref[Memo] | None = None
@@ -253,16 +255,19 @@ class _Note(_OfThisTensor):
             self._kept = kept.with_memo(_GONE)
             self._memo = weakref.ref(kept.memo, self._end)
 
-    def is_about(self, x: Tensor) -> bool:
-        """Whether `x`, the tensor or a full view of it, holds what it held when the note was written."""
-        if self._version != x._version or (self._root is not None and self._root is not root()):
-            return False
-        if self._values is None:  # in a graph that is traced, which sees all writes
-            return True
-        return self._place == (x.data_ptr(), x.numel()) and same(self._values, x)
+    def about(self, x: Tensor) -> Kept | None:
+        """What rebuilds `x`, the tensor or a full view of it; None if that holds something else, or the note has ended."""
+        if self._version != x._version:
+            return None
+        values = self._values
+        if values is not None:  # there are none in a graph that is traced, which sees all writes
+            if self._root is not None and self._root is not root():
+                return None
+            if self._address != x.data_ptr() or self._numel != x.numel() or not same(values, x):
+                return None
+        return self._kept if self._memo is None else self.unended()
 
-    def kept(self) -> Kept | None:
-        """What rebuilds the tensor; None if the note has ended."""
+    def unended(self) -> Kept | None:
         if self._kept is None or self._memo is None:
             return self._kept
         memo = self._memo()
@@ -315,7 +320,7 @@ def _share(x: Tensor, kept: Kept, *, lasts: bool) -> None:
     Each layer makes a DTensor of its own, whose local part is a view of the same tensor.
     """
     _write(x, kept, lasts=lasts)
-    whole = _whole(x)
+    whole = whole_of(x)
     if whole is x:
         return
     if whole.shape == x.shape:
@@ -346,7 +351,7 @@ def known(x: Tensor, *, by_hooks: bool = False) -> Kept | None:
         x: floating-point tensor of any shape.
         by_hooks: whether hooks ask, which may pack what the producer of x saves, but for attention.
     """
-    kept = None if _is_reused(x) else found(x)
+    kept = None if (x.is_leaf or type(x) is not Tensor) and _is_reused(x) else found(x)
     if kept is not None:
         return kept
     local = x if type(x) is Tensor else local_of(x)
@@ -361,12 +366,12 @@ def _is_reused(x: Tensor) -> bool:
     if type(x) is not Tensor and isinstance(x, DTensor):
         # Its local part says nothing about itself, but may be a view of such a leaf.
         local = local_of(x)
-        whole = _whole(local)
+        whole = whole_of(local)
         return (x if whole is local else whole).is_leaf and x.requires_grad
     return x.is_leaf and x.requires_grad
 
 
-def _whole(x: Tensor) -> Tensor:
+def whole_of(x: Tensor) -> Tensor:
     """The tensor that `x` is a full view of, as logits of all tokens are a slice; else `x`."""
     base = x._base
     is_full = base is not None and x.numel() == base.numel() and x.is_contiguous() and base.is_contiguous()
@@ -423,7 +428,8 @@ def pack(
     shares, packed_nbytes = find_size(x.shape, block_format, center is None and layout is None)
     if center is None and not is_traced and packed_nbytes >= x.numel() * x.element_size():
         return Kept((x,), Memo(_itself if layout is None else partial(_laid_out, layout)), origin)
-    record_reader(x)
+    if x.is_cuda:
+        record_reader(x)
     laid_out = _LaidOut(x.shape if shares else None, layout) if shares or layout is not None else None
     if shares:
         x = x.reshape(-1)
@@ -614,19 +620,13 @@ def found(x: Tensor) -> Kept | None:
     if type(x) is not Tensor and (local := local_of(x)) is not x:
         kept = found(local)
         return None if kept is None else _placed(kept, x)
-    attribute = _attribute(x)
+    attribute = _attribute(x) if x.is_cuda else _ATTRIBUTE
     note = getattr(x, attribute, None)
-    of_whole = False
-    if note is None and (whole := _whole(x)) is not x:
-        note, of_whole = getattr(whole, attribute, None), True
-    if not isinstance(note, _Note):
-        return None
-    kept = note.kept()
-    if kept is None or not note.is_about(x):
-        return None
-    if not of_whole:
-        return kept
-    return derive(_Reshaped(x.shape), (kept,), (), kept.origin)
+    if note is not None:
+        return note.about(x) if isinstance(note, _Note) else None
+    note = None if x._base is None else getattr(whole_of(x), attribute, None)
+    kept = note.about(x) if isinstance(note, _Note) else None
+    return None if kept is None else derive(_Reshaped(x.shape), (kept,), (), kept.origin)
 
 
 def _producer_holds(x: Tensor, nodes: frozenset[str]) -> bool:

@@ -82,11 +82,12 @@ class Instead:
     Args:
         x: plain; of a contiguous one a view of all of it is saved likewise.
         kept: rebuilds it.
+        weight: see `InsteadOfCasts`.
     """
 
     __slots__ = ("_address", "_dtype", "_gaps", "_kept", "_numel", "_outer")
 
-    def __init__(self, x: Tensor, kept: Kept) -> None:
+    def __init__(self, x: Tensor, kept: Kept, weight: Tensor | None = None) -> None:
         self._address, self._numel, self._dtype = x.data_ptr(), x.numel(), x.dtype
         self._gaps = None if x.is_contiguous() else (x.size(), x.stride())
         self._kept = kept
@@ -119,8 +120,9 @@ class InsteadOfCasts(Instead):
 
     __slots__ = ("_weight",)
 
-    def __init__(self, x: Tensor, kept: Kept, weight: Tensor) -> None:
+    def __init__(self, x: Tensor, kept: Kept, weight: Tensor | None = None) -> None:
         super().__init__(x, kept)
+        assert weight is not None
         self._weight = weight.detach()
 
     def __call__(self, x: Tensor) -> _Saved:
@@ -169,15 +171,18 @@ class _Rebuilt(_Held, _Saved):
 
     def restore(self) -> Tensor:
         """The value that is rebuilt."""
-        with torch.no_grad():
-            value = self._memo.take(self.tensors())
-            if self._dtype is not None:
-                value = value.to(self._dtype)
-            if self._view is None:
-                return value
-            if isinstance(self._view, int):
-                return value.view(-1, self._view)
-            return value.as_strided(*self._view)
+        if torch.is_grad_enabled():  # where backward makes a graph of the gradients
+            with torch.no_grad():
+                return self._value()
+        return self._value()
+
+    def _value(self) -> Tensor:
+        value = self._memo.take(self.tensors())
+        if self._dtype is not None:
+            value = value.to(self._dtype)
+        if self._view is None:
+            return value
+        return value.view(-1, self._view) if isinstance(self._view, int) else value.as_strided(*self._view)
 
 
 @untraced
@@ -187,7 +192,7 @@ class _AsItIs(_Saved):
     __slots__ = ("_seen", "_unpack", "_version", "_x")
 
     def __init__(self, x: Tensor, outer: tuple[Any, Any] | None) -> None:
-        self._seen = glance(_dense(x)) if x.is_floating_point() else None
+        self._seen = glance(x) if x.is_floating_point() else None
         self._version = x._version
         x = x.detach() if x.requires_grad else x  # an output, with whose node the graph would hold itself
         self._x: Any = x if outer is None else outer[0](x)
@@ -198,7 +203,8 @@ class _AsItIs(_Saved):
         x: Tensor = self._x if self._unpack is None else self._unpack(self._x)
         if self._unpack is None and x._version != self._version:
             raise _changed((x,))
-        check_unchanged((self._seen,), (_dense(x),))
+        if self._seen is not None:
+            check_unchanged((self._seen,), (x,))
         return x
 
 
@@ -219,12 +225,7 @@ class _Cast(_AsItIs):
         return cast.t() if self._is_transposed else cast
 
 
-def _dense(x: Tensor) -> Tensor:
-    """A matrix as it lies in memory, which `glance` reads fastest."""
-    return x if x.dim() != 2 or x.is_contiguous() else x.t()
-
-
-def hooks_of_linear(x: Tensor, weight: Tensor) -> Callable[[Kept], Instead] | None:
+def hooks_of_linear(x: Tensor, weight: Tensor) -> type[Instead] | None:
     """What lets a linear layer keep its input in codes with torch's own backward; None where that may not be.
 
     On the CPU torch's backward holds an fp32 copy of the gradient of a 16-bit weight: at the output projection that is
@@ -234,14 +235,14 @@ def hooks_of_linear(x: Tensor, weight: Tensor) -> Callable[[Kept], Instead] | No
         x: [..., in_features].
         weight: of the layer, as its module holds it.
     """
-    if type(x) is not Tensor or type(weight) not in (Tensor, nn.Parameter) or not x.is_contiguous():
+    if type(x) is not Tensor or type(weight) not in (nn.Parameter, Tensor) or not x.is_contiguous():
         return None
     is_cast = torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
     if x.is_cpu and weight.numel() > LARGE_NUMEL and (is_cast or x.element_size() <= 2):
         return None
     if not is_cast:
-        return partial(Instead, x) if x.dtype is weight.dtype else None
-    return None if x.numel() == weight.numel() else lambda kept: InsteadOfCasts(x, kept, weight)
+        return Instead if x.dtype is weight.dtype else None
+    return None if x.numel() == weight.numel() else InsteadOfCasts
 
 
 LARGE_NUMEL = 1 << 20

@@ -185,19 +185,26 @@ def glance(x: Tensor) -> bytes | Tensor | None:
 
 
 def _glance(x: Tensor) -> bytes | Tensor | None:
+    words = _WORDS.get(x.dtype) if type(x) in _CLASSES and x.is_cpu and x.layout is torch.strided else None
+    if words is not None and (x.is_contiguous() or _is_dense(x)):
+        address = x.data_ptr()
+        if address:
+            return _window(address, words, x.numel()).tobytes()
+        return None if x.numel() else b""  # memory that FSDP2 has given back for a while
     if not _has_memory(x):
         return None
-    numel = x.numel()
-    if x.is_cuda or numel == 0:
+    if x.is_cuda or x.numel() == 0:
         values = sample(x) if _watches() else None
         return b"" if values is None else values
-    words = _WORDS.get(x.dtype)
-    if words is None or not (x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=_CHANNELS_LAST))):
-        return sample(x)
-    address = x.data_ptr()
-    if address == 0:  # memory that FSDP2 has given back for a while
-        return None
-    return _window(address, words, numel).tobytes()
+    return sample(x)
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether a tensor that is not contiguous has no gaps, being a transposed matrix or images channel by channel."""
+    dim = x.dim()
+    if dim == 2:
+        return x.stride() == (1, x.shape[0])
+    return dim == 4 and x.is_contiguous(memory_format=_CHANNELS_LAST)
 
 
 _STEPS = NUM_PLACES - 1
@@ -218,7 +225,7 @@ def _window(address: int, word: Any, numel: int) -> memoryview:
 def same(before: bytes | Tensor, x: Tensor) -> bool:
     """Whether `x`, of which `before` was the glance, looks alike; of a CUDA tensor True, and compared later."""
     now = None if torch.compiler.is_compiling() else _glance(x)
-    if type(before) is bytes and type(now) is bytes:
+    if type(now) is bytes and type(before) is bytes:
         return before == now
     if isinstance(before, Tensor) and isinstance(now, Tensor):
         if before.is_cuda:
@@ -252,7 +259,7 @@ def check_unchanged(before: Glances, tensors: Sequence[Tensor | None]) -> None:
         return
     for values, x in zip(before, tensors, strict=True):
         now = None if values is None or x is None else _glance(x)
-        if values is None or now is None:
+        if now is None or (type(now) is bytes and now == values):
             continue
         if isinstance(values, Tensor) and isinstance(now, Tensor):
             if values.is_cuda:
@@ -314,8 +321,7 @@ def witness_of(x: Tensor, scales: Tensor, format: BlockFormat, origin: str) -> W
         format: how it is packed.
         origin: kind of the site, for errors.
     """
-    values = sample(x) if _is_real(x) and _watches() else None
-    if values is None or type(scales) is not Tensor:
+    if not _watches() or type(scales) is not Tensor or (values := sample(x)) is None:
         return None
     site = f"{_RUNNING.site} ({origin})" if _RUNNING.site else origin
     return Witness(values, _scales_in(scales, x.shape, format), format, x.shape, site)
