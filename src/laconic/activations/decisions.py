@@ -155,7 +155,7 @@ class Habit:
 
     def decisions(self, training: bool, args: Any, kwargs: Any) -> Decisions | None:
         """Where a call with these arguments notes what it decides; None if it decides nothing in this mode."""
-        mode = (training, tuple(x is None for x in args), *((name, x is None) for name, x in kwargs.items()))
+        mode = (training, tuple([x is None for x in args]), *[(name, x is None) for name, x in kwargs.items()])
         return None if mode in self._idle else Decisions(self.name, partial(self._learn, mode))
 
     def _learn(self, mode: Any) -> None:

@@ -105,7 +105,8 @@ class ExpertsForward(SiteForward):
             again = self.original(rebuilt(x, self.format, "experts", True), *args, **kwargs)
             return graft(result, again, "experts")
 
-        named(self.site.name)
+        if not torch.compiler.is_compiling():
+            named(self.site.name)
         kept = keep(x, self.format, "experts")
         self.origin = kept.origin
         run = SecondRun(

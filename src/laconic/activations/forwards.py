@@ -127,7 +127,7 @@ class SiteForward(Replacement):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`run` where the call has to save something that is worth packing, else the original forward."""
-        if len(args) == 1 and not kwargs and is_plain() and type(x := args[0]) is Tensor and self.ours(x):  # nearly all
+        if len(args) == 1 and not kwargs and is_plain() and type(x := args[0]) is Tensor and x.dtype in DTYPES:
             if not self.keeps(x):
                 return self.left(x)
             named(self.site.name)
@@ -145,7 +145,8 @@ class SiteForward(Replacement):
         x = args[0]
         if not self.keeps(x) or self.stays_exact():
             return self.left(x)
-        named(self.site.name)
+        if not torch.compiler.is_compiling():
+            named(self.site.name)
         return self.run(x)
 
     def left(self, *args: Any, **kwargs: Any) -> Any:
@@ -203,7 +204,11 @@ class LinearForward(SiteForward):
 
     def keeps(self, x: Tensor) -> bool:
         """Whether the weight needs a gradient and the module still computes what was recognized."""
-        return not self.is_parametrized and self.weight.requires_grad and self.attributes.unchanged(self.module)
+        module = self.module
+        if "parametrizations" in module._modules and self.is_parametrized:
+            return False
+        weight = module._parameters.get("weight")
+        return (self.weight if weight is None else weight).requires_grad and self.attributes.unchanged(module)
 
     @property
     def weight(self) -> Tensor:
@@ -217,7 +222,9 @@ class LinearForward(SiteForward):
 
     def run(self, x: Tensor) -> Tensor:
         """The linear layer of x, saving what rebuilds x."""
-        weight = self.weight
+        weight = self.module._parameters.get("weight")
+        if weight is None:
+            weight = self.weight
         hooks = None if torch.compiler.is_compiling() else hooks_of_linear(x, weight)
         if hooks is not None:
             kept = keep(x, self.format, "linear")

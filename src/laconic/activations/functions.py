@@ -26,7 +26,7 @@ from laconic.activations.gated import PackedProduct, gated_product
 from laconic.activations.kept import Gate, Kept, Memo, attach, derive, found, keep
 from laconic.activations.norms import NormSpec, norm_again, norm_backward, norm_formula
 from laconic.activations.saving import LARGE_NUMEL, Instead
-from laconic.activations.traceable import as_result, traceable
+from laconic.activations.traceable import as_result, direct_apply, traceable
 from laconic.activations.witnesses import check_unchanged, glances
 from laconic.ops import GATED_ACTIVATIONS
 from laconic.ops.derivatives import edge_of, gradients
@@ -120,12 +120,6 @@ class _NormAgain:
         return norm_again(x, weight, bias, self._spec, self._dtype)
 
 
-def _direct(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` past torch's search for the wrappers of transforms, under which no site runs."""
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    return apply
-
-
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -169,7 +163,7 @@ class _Norm(torch.autograd.Function):
         )
 
 
-_apply_norm = _direct(_Norm)
+_apply_norm = direct_apply(_Norm)
 
 
 def _norm_backward(
@@ -339,7 +333,7 @@ class _Activate(torch.autograd.Function):
         return (dx, *[None] * (4 + num_saved))
 
 
-_apply_activation = _direct(_Activate)
+_apply_activation = direct_apply(_Activate)
 
 
 @traceable

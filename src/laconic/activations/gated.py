@@ -22,6 +22,7 @@ from torch import Tensor
 
 from laconic.activations.derivatives import derivative
 from laconic.activations.kept import Kept, Memo, Tensors, attach, in_range
+from laconic.activations.traceable import direct_apply
 from laconic.activations.witnesses import Witness, saw_gradients, saw_product
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops import gated_backward_blockwise, gated_product_blockwise, multiply_quantize_blockwise
@@ -132,9 +133,10 @@ def gated_product(a: Tensor, b: Tensor, kept: tuple[Kept, Kept], value: Tensor |
             continue
         if factor.retains_grad or factor._backward_hooks:
             continue
+        is_traced = torch.compiler.is_compiling()
         how = _Product(
             activated,
-            None if torch.compiler.is_compiling() else weakref.ref(factor),
+            None if is_traced else weakref.ref(factor),
             gate.activation,
             gate.forward,
             other.format,
@@ -143,7 +145,8 @@ def gated_product(a: Tensor, b: Tensor, kept: tuple[Kept, Kept], value: Tensor |
             None if gate.kept.witness is None or other.witness is None else (gate.kept.witness, other.witness),
         )
         codes = (*gate.kept.tensors, *other.tensors)
-        y: Tensor = _GatedProduct.apply(a, b, gate.edge, how, (value,), *codes)
+        apply = _GatedProduct.apply if is_traced else _apply_product
+        y: Tensor = apply(a, b, gate.edge, how, (value,), *codes)
         attach(y, Kept(codes, Memo(how.rebuild), "mlp"))
         return y
     return None
@@ -176,3 +179,6 @@ class _GatedProduct(torch.autograd.Function):
             of_output, of_up = grad * up, grad * how.forward(gate)
         factors = (of_output, of_up) if how.activated == 0 else (of_up, of_output)
         return (*factors, of_edge, *[None] * (2 + len(codes)))
+
+
+_apply_product = direct_apply(_GatedProduct)

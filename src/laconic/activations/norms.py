@@ -167,9 +167,9 @@ _VERDICTS: dict[tuple[Any, ...], bool] = {}
 
 def _has_kernels(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> bool:
     """Whether torch has fused kernels for this norm, which give what the steps do."""
-    given = tuple(tensor for tensor in (x, weight, bias) if tensor is not None)
-    if torch.compiler.is_compiling() or x.device.type not in _FUSED_ON or spec.unit_offset or not x.numel():
+    if x.device.type not in _FUSED_ON or torch.compiler.is_compiling() or spec.unit_offset or not x.numel():
         return False
+    given = tuple(tensor for tensor in (x, weight, bias) if tensor is not None)
     # Other classes, as fake tensors are, would not show what runs.
     if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype != x.dtype for tensor in given):
         return False

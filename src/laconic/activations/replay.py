@@ -40,11 +40,11 @@ class Forgetting:
     __slots__ = ()
 
 
-def _forget(tensor: Tensor) -> None:
-    return None
+_forget: Callable[[Tensor], int] = ().count
+"""Zero for any tensor, without a frame of Python for each one that code saves."""
 
 
-def _forgotten(nothing: None) -> Tensor:
+def _forgotten(nothing: int) -> Tensor:
     raise RuntimeError("laconic: backward through a value that is computed without keeping anything for it")
 
 

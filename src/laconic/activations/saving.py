@@ -50,8 +50,10 @@ class _Held:
     def __init__(self, tensors: tuple[Tensor, ...], outer: tuple[Any, Any] | None) -> None:
         self._tensors: Any = tensors if outer is None else tuple([outer[0](x) for x in tensors])
         self._unpack: Any = None if outer is None else outer[1]
-        # Versions only grow, so one of them has where their sum has.
-        self._versions = sum([x._version for x in tensors])
+        versions = 0
+        for x in tensors:  # no list: this runs for whatever is saved
+            versions += x._version
+        self._versions = versions  # they only grow, so one of them has where their sum has
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors.
@@ -62,7 +64,10 @@ class _Held:
         if self._unpack is not None:  # these may be copies, whose versions say nothing
             return tuple([self._unpack(x) for x in self._tensors])
         held: tuple[Tensor, ...] = self._tensors
-        if sum([x._version for x in held]) != self._versions:
+        versions = 0
+        for x in held:
+            versions += x._version
+        if versions != self._versions:
             raise _changed(held)
         return held
 

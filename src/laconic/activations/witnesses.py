@@ -135,8 +135,7 @@ def root() -> object | None:
 
 def named(site: str) -> None:
     """Say which site runs in this thread, for errors."""
-    if not torch.compiler.is_compiling():
-        _RUNNING.site = site
+    _RUNNING.site = site
 
 
 @constant_tensor
@@ -181,10 +180,6 @@ def glance(x: Tensor) -> bytes | Tensor | None:
 
     Of a tensor in host memory it takes a microsecond: it is read as memory, past the dispatcher of torch.
     """
-    return None if torch.compiler.is_compiling() else _glance(x)
-
-
-def _glance(x: Tensor) -> bytes | Tensor | None:
     words = _WORDS.get(x.dtype) if type(x) in _CLASSES and x.is_cpu and x.layout is torch.strided else None
     if words is not None and (x.is_contiguous() or _is_dense(x)):
         address = x.data_ptr()
@@ -224,7 +219,7 @@ def _window(address: int, word: Any, numel: int) -> memoryview:
 
 def same(before: bytes | Tensor, x: Tensor) -> bool:
     """Whether `x`, of which `before` was the glance, looks alike; of a CUDA tensor True, and compared later."""
-    now = None if torch.compiler.is_compiling() else _glance(x)
+    now = glance(x)
     if type(now) is bytes and type(before) is bytes:
         return before == now
     if isinstance(before, Tensor) and isinstance(now, Tensor):
@@ -237,9 +232,7 @@ def same(before: bytes | Tensor, x: Tensor) -> bool:
 
 def glances(tensors: Sequence[Tensor | None]) -> Glances:
     """What `check_unchanged` compares: glances of the parameters and other floats that backward is going to read."""
-    if torch.compiler.is_compiling():
-        return (None,) * len(tensors)
-    return tuple([None if x is None or not x.is_floating_point() else _glance(x) for x in tensors])
+    return tuple([None if x is None or not x.is_floating_point() else glance(x) for x in tensors])
 
 
 def check_unchanged(before: Glances, tensors: Sequence[Tensor | None]) -> None:
@@ -255,10 +248,8 @@ def check_unchanged(before: Glances, tensors: Sequence[Tensor | None]) -> None:
     Raises:
         ModelError: one holds other values.
     """
-    if torch.compiler.is_compiling():
-        return
     for values, x in zip(before, tensors, strict=True):
-        now = None if values is None or x is None else _glance(x)
+        now = None if values is None or x is None else glance(x)
         if now is None or (type(now) is bytes and now == values):
             continue
         if isinstance(values, Tensor) and isinstance(now, Tensor):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ class BlockFormat:
         """Bits per code, without the scale's share."""
         return BITS[self.code]
 
-    @property
+    @cached_property
     def is_stochastic(self) -> bool:
         """Whether activations are rounded stochastically in this format: to nearest, two bits lose small values."""
         return self.code in AFFINE
