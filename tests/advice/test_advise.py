@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from laconic.activations import SavedTensorTracker, find_sites
 from laconic.activations.choice import Offload
 from laconic.advice import Advice, Row
 from laconic.advice.link import measure_link
+from laconic.advice.measure import timed
 from laconic.advice.methods import offload_all
 from laconic.auditing.training_call import find_loss
 from laconic.errors import ConfigError, ModelError
@@ -231,6 +233,35 @@ def test_a_row_is_on_the_front_if_no_other_beats_it() -> None:
     beaten = row("beaten", 20, 3.0, 0.2)
     advice = Advice("M", "cpu", "", 1, (*rows, beaten), {})
     assert [found.name for found in advice.front] == ["small", "noise", "exact"]
+
+
+def test_the_host_s_part_of_a_step_ends_before_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed_with(host: float, device: float) -> tuple[float, float | None]:
+        ends = [0.0]
+
+        def step() -> None:
+            ends[0] = time.perf_counter() + device
+            time.sleep(host)
+
+        monkeypatch.setattr(
+            torch.accelerator, "synchronize", lambda _: time.sleep(max(0.0, ends[0] - time.perf_counter()))
+        )
+        return timed(step, torch.device("cuda"))
+
+    slow_device, slow_host = timed_with(0.01, 0.1), timed_with(0.1, 0.01)
+    assert slow_device[1] is not None
+    assert slow_host[1] is not None
+    assert slow_device[0] >= 0.1 > slow_device[1] >= 0.01
+    assert slow_host[0] >= slow_host[1] >= 0.1
+    assert timed(lambda: None, torch.device("cpu"))[1] is None
+    rows = [
+        Row(name, 1, 0, seconds, seconds, seconds, 1.0, 1.0, 1.0, None, 0.0, 0.0, "", (), host)
+        for name, (seconds, host) in (("exact", slow_device), ("4 bits", slow_host))
+    ]
+    assert [row.is_bound_by_host for row in rows] == [False, True]
+    text = str(Advice("m", "d", "l", 1, tuple(rows), {}))
+    assert "bound by the host: 4 bits (" in text
+    assert "bound by" not in str(Advice("m", "d", "l", 1, tuple(rows[:1]), {}))
 
 
 def test_the_offload_policy_moves_all_but_what_runs_again() -> None:

@@ -256,7 +256,7 @@ class _Note(_OfThisTensor):
             self._memo = weakref.ref(kept.memo, self._end)
 
     def about(self, x: Tensor) -> Kept | None:
-        """What rebuilds `x`, the tensor or a full view of it; None where it holds something else or the note has ended."""
+        """What rebuilds `x`, the tensor or a full view of it; None if it holds other values, or the note has ended."""
         if self._version != x._version:
             return None
         values = self._values

@@ -10,7 +10,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -86,7 +86,7 @@ def advise(
             ways.measure(method)
         if not compile:
             ways.left_out["compiled, memory budget"] = "compiling takes minutes; compile=True (--compile) does it"
-        seconds = ways.time(rounds)
+        seconds, host_seconds = ways.time(rounds)
         exact = seconds[EXACT]
         quotients = {name: [a / b for a, b in zip(found, exact, strict=True)] for name, found in seconds.items()}
         link = None
@@ -97,7 +97,8 @@ def advise(
         rows = [
             Row(name, seconds=statistics.median(seconds[name]), fastest_seconds=min(seconds[name]),
                 slowest_seconds=max(seconds[name]), slowdown=statistics.median(quotients[name]),
-                least_slowdown=min(quotients[name]), most_slowdown=max(quotients[name]), **found)
+                least_slowdown=min(quotients[name]), most_slowdown=max(quotients[name]),
+                host_seconds=statistics.median(host_seconds[name]) if host_seconds[name] else None, **found)
             for name, found in ways.found.items()
         ]  # fmt: skip
     number = sum(parameter.numel() for parameter in model.parameters())
@@ -206,16 +207,25 @@ class _Ways:
         finally:
             self._clear()
 
-    def time(self, rounds: int) -> dict[str, list[float]]:
-        """Seconds of forward and backward of each way in each round; every round begins with another way."""
+    def time(self, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+        """Seconds of forward and backward of each way in each round, and of the host in these; none of it on the CPU.
+
+        Every round begins with another way.
+        """
         seconds: dict[str, list[float]] = {name: [] for name in self.found}
+        host_seconds: dict[str, list[float]] = {name: [] for name in self.found}
         names = list(self.found)
         for number in range(rounds):
             first = number % len(names)
             for name in names[first:] + names[:first]:
-                seconds[name].append(self._step(self._models[name]))
+                model, arguments = self._models[name], self._call.arguments()
+                gc.collect()
+                whole, host = timed(partial(self._backward, model, arguments), self._call.device)
+                seconds[name].append(whole)
+                if host is not None:
+                    host_seconds[name].append(host)
                 self._clear()
-        return seconds
+        return seconds, host_seconds
 
     def _backward(self, model: nn.Module, arguments: Any) -> None:
         self._call.loss(model, arguments).backward()
@@ -254,21 +264,23 @@ class _Ways:
         arguments = self._call.arguments()
         return peak_nbytes(lambda: self._backward(model, arguments), self._call.device)
 
-    def _step(self, model: nn.Module) -> float:
-        arguments = self._call.arguments()
-        gc.collect()
-        started = self._now()
-        self._backward(model, arguments)
-        return self._now() - started
-
     def _clear(self, model: nn.Module | None = None) -> None:
         for one in self._models.values() if model is None else (model,):
             one.zero_grad(set_to_none=True)
 
-    def _now(self) -> float:
-        if self._call.device.type != "cpu":
-            torch.accelerator.synchronize(self._call.device)
-        return time.perf_counter()
+
+def timed(step: Callable[[], object], device: torch.device) -> tuple[float, float | None]:
+    """Seconds of a step, and of the host in it: until it has given the device all its work; None on the CPU."""
+    if device.type == "cpu":
+        started = time.perf_counter()
+        step()
+        return time.perf_counter() - started, None
+    torch.accelerator.synchronize(device)
+    started = time.perf_counter()
+    step()
+    given = time.perf_counter()
+    torch.accelerator.synchronize(device)
+    return time.perf_counter() - started, given - started
 
 
 def _check(model: nn.Module, rounds: int) -> None:

@@ -15,7 +15,10 @@ from laconic.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Advice", "Row"]
+__all__ = ["BOUND_SHARE", "Advice", "Row"]
+
+BOUND_SHARE = 0.9
+"""Share of a step from which on the host is what takes it: a device that keeps up is done soon after its last order."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Row:
         gradient_error: the distance of all gradients from the exact ones, relative to these, in the Euclidean norm.
         worst_error, worst_parameter: the same of the parameter where it is largest, among those with at least a
             thousandth of the whole gradient's norm.
+        host_seconds: of these until the host has given the device all its work; None on the CPU.
         lines: of Python that do it to `model`.
     """
 
@@ -52,6 +56,12 @@ class Row:
     worst_error: float
     worst_parameter: str
     lines: tuple[str, ...]
+    host_seconds: float | None = None
+
+    @property
+    def is_bound_by_host(self) -> bool:
+        """Whether the device waits for the host, which then decides how long a step takes."""
+        return self.host_seconds is not None and self.host_seconds >= BOUND_SHARE * self.seconds
 
 
 @dataclass(frozen=True)
@@ -127,6 +137,13 @@ class Advice:
             "kept: bytes for backward; gradient off: distance of all gradients from the exact ones; worst: of one"
             " parameter\n* no other way is better or equal in bytes, time and gradient",
         ]
+        bound = [row for row in self.rows if row.is_bound_by_host]
+        if bound:
+            shares = ", ".join(f"{row.name} ({row.host_seconds or 0:.3g} of {row.seconds:.3g} s)" for row in bound)
+            parts.append(
+                f"bound by the host: {shares}: the device waits for Python there; more tokens per step, torch.compile"
+                " or CUDA graphs change that, fewer bits do not"
+            )
         if self.left_out:
             names: dict[str, list[str]] = {}
             for name, why in self.left_out.items():
