@@ -23,9 +23,8 @@ from benchmarks.kit.models import decoder_layers
 from benchmarks.kit.peers import bitsandbytes_cases, installed
 from benchmarks.kit.timing import Case, Timing, seconds_of
 from benchmarks.registry import Options, Table, Text, benchmark
-from laconic.ops import BLOCK_SIZES, dequantize_blockwise, kernels_in_use, quantize_blockwise, reference
+from laconic.ops import BLOCK_SIZES, DTYPES, dequantize_blockwise, kernels_in_use, quantize_blockwise, reference
 from laconic.ops.codebooks import BITS
-from laconic.ops.schemas import DTYPES
 
 _BLOCK_SIZE = 64
 

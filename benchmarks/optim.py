@@ -95,9 +95,10 @@ def _instruction_sets_table(options: Options) -> Table:
     p.grad = torch.randn(p.shape) * 1e-3
     optimizer.step()
     state = optimizer.state[p]
-    tensors = [p, *(state[f"exp_avg{moment}_{part}"] for moment in ("", "_sq") for part in ("codes", "scales")), p.grad]
-    numbers = (None, None, None, None, 1e-3, 0.9, 0.999, 1e-8, 1e-2, 10, False)
-    cases = {isa: lambda isa=isa: native.adamw8bit_(*tensors, *numbers, isa=isa) for isa in native.supported_isas()}
+    tensors = (p, *(state[f"exp_avg{moment}_{part}"] for moment in ("", "_sq") for part in ("codes", "scales")), p.grad)
+    lists = [*([tensor] for tensor in tensors), [], [], []]
+    numbers = (None, 1e-3, 0.9, 0.999, 1e-8, 1e-2, 10, False)
+    cases = {isa: lambda isa=isa: native.adamw8bit_multi_(*lists, *numbers, isa=isa) for isa in native.supported_isas()}
     with torch.no_grad():
         seconds = seconds_of(cases, options.rounds)
     return Table("Instruction sets", ["", "ms"], [[isa, f"{1e3 * taken:.1f}"] for isa, taken in seconds.items()])

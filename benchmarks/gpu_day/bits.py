@@ -20,9 +20,10 @@ from benchmarks.gpu_day.record import reason_of
 from benchmarks.gpu_day.setting import Setting, is_fatal, kernel_of
 from benchmarks.registry import Table
 from laconic.ops import BITS, BLOCK_SIZES, DTYPES, GATED_ACTIVATIONS
+from laconic.ops.declarations import OPS
+from laconic.ops.declarations.bits import MASK_DTYPES
 from laconic.ops.lossless import EXPONENT_DTYPES
-from laconic.ops.schemas import MASK_DTYPES
-from laconic.ops.self_check import OPS, arguments_of, difference, examples
+from laconic.ops.self_check import difference, examples
 
 __all__ = ["compare", "run"]
 
@@ -69,7 +70,7 @@ def compare(
     """Each op's kernels beside the reference, one row for each op; the table grows as rows come.
 
     Args:
-        choices: of each op, as `self_check.arguments_of` takes them.
+        choices: of each op, as its `example` takes them.
         kernels: the implementation of an op.
         workers: processes that share the work, most of which is compiling; 0 works here.
     """
@@ -104,7 +105,7 @@ def _differences(job: tuple[str, Sequence[Choices]], kernels: Kernels, device: s
     lines = []
     for chosen in combinations:
         try:
-            found = difference(op, kernels(op), arguments_of(op, *chosen), device)
+            found = difference(op, kernels(op), OPS[op].example(*chosen), device)
         except Exception as error:
             if is_fatal(error):
                 raise
@@ -149,10 +150,11 @@ def _grid(op: str) -> Iterator[Choices]:
                 yield third[number % 3], third[number % 2], code, activation
         case "accumulate_blockwise_":
             yield from itertools.product((False, True), third)
-        case "adamw8bit_" | "adamw8bit_multi_":
+        case "adamw8bit_multi_":
             for number, (dtype, (has_factor, maximizes)) in enumerate(itertools.product(third, flags)):
-                yield dtype, dtype, False, False, has_factor, maximizes
-                yield dtype, torch.uint8, True, number % 2 == 1, has_factor, maximizes
+                for alone in (False, True):
+                    yield dtype, dtype, False, False, has_factor, maximizes, alone
+                    yield dtype, torch.uint8, True, number % 2 == 1, has_factor, maximizes, alone
         case "lossless_encode":
             yield from itertools.product(EXPONENT_DTYPES, ("tiered", "window", "raw"), (False, True))
         case "sum_rows":

@@ -21,7 +21,8 @@ import torch
 
 from benchmarks.gpu_day.setting import Setting, kernel_of
 from benchmarks.registry import Table
-from laconic.ops.self_check import OPS, arguments_of, examples
+from laconic.ops.declarations import OPS
+from laconic.ops.self_check import examples
 
 __all__ = ["call_each", "run"]
 
@@ -34,7 +35,13 @@ _METRICS = {
     "sm__warps_active.avg.pct_of_peak_sustained_active": "warps active %",
     "launch__registers_per_thread": "registers",
 }
-_DEFAULT_SLOWEST = ("adamw8bit_", "gated_backward_blockwise", "sum_blockwise", "quantize_blockwise", "lossless_encode")
+_DEFAULT_SLOWEST = (
+    "adamw8bit_multi_",
+    "gated_backward_blockwise",
+    "sum_blockwise",
+    "quantize_blockwise",
+    "lossless_encode",
+)
 """Where the part `kernels` has measured nothing."""
 
 
@@ -42,7 +49,9 @@ def run(setting: Setting) -> None:
     """Each tool alone; one that is not there leaves its reason in the table."""
     rows: list[list[str]] = []
     with setting.report.section("one call of each kernel"):
-        rows.append(["none", str(call_each(setting.sized(OPS, OPS[:2]), setting.device)), "every call came back"])
+        rows.append(
+            ["none", str(call_each(setting.sized(tuple(OPS), tuple(OPS)[:2]), setting.device)), "every call came back"]
+        )
         setting.table(_table(rows))
     for check in ("memcheck", "racecheck"):
         with setting.report.section(check):
@@ -66,7 +75,7 @@ def call_each(ops: Sequence[str], device: str, only: str = "") -> int:
             chosen, _ = next(iter(examples(op)))
             arguments = [
                 [x.to(device) for x in one] if isinstance(one, list) else one.to(device) if _is_tensor(one) else one
-                for one in arguments_of(op, *chosen)
+                for one in OPS[op].example(*chosen)
             ]
             with torch.no_grad():
                 kernel_of(op)(*arguments)
@@ -153,7 +162,7 @@ def counters(text: str) -> list[list[str]]:
 
 if __name__ == "__main__":
     call_each(
-        OPS,
+        tuple(OPS),
         "cpu" if "--cpu" in sys.argv else "cuda",
         sys.argv[sys.argv.index("--only") + 1] if "--only" in sys.argv else "",
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -162,20 +163,25 @@ def _optimizer(n: int) -> Iterator[KernelCase]:
     for name, dtype in (("bf16", _BF16), ("fp32", torch.float32)):
         weight, gradient = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
         yield KernelCase(
-            "adamw8bit_",
-            f"{name} weights, {name} gradient",
-            lambda w=weight, g=gradient: adamw.adamw8bit_(w, *moments, g, None, None, None, None, *scalars),
+            "adamw8bit_multi_",
+            f"one of {name} weights, {name} gradient",
+            lambda w=weight, g=gradient: _adamw_of_one(w, *moments, g, None, None, None, None, *scalars),
             read_and_written + 3 * n * dtype.itemsize,
         )
     for bits in (8, 12):
         weight, store, factor = torch.zeros(shape, dtype=_BF16), _store(n, bits), torch.ones(())
         yield KernelCase(
-            "adamw8bit_",
-            f"bf16 weights, gradient in {bits} bits, clipped",
-            lambda w=weight, s=store, f=factor: adamw.adamw8bit_(w, *moments, *s, f, *scalars),
+            "adamw8bit_multi_",
+            f"one of bf16 weights, gradient in {bits} bits, clipped",
+            lambda w=weight, s=store, f=factor: _adamw_of_one(w, *moments, *s, f, *scalars),
             read_and_written + 4 * n + n * bits / 8 + n / 32 * (bits / 4 - 1),
         )
     yield from _optimizer_of_many(n, scalars)
+
+
+def _adamw_of_one(*arguments: Any) -> None:
+    lists = [[] if tensor is None else [tensor] for tensor in arguments[:9]]
+    adamw.adamw8bit_multi_(*lists, *arguments[9:])
 
 
 def _optimizer_of_many(n: int, scalars: tuple[object, ...]) -> Iterator[KernelCase]:

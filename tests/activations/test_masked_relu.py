@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import laconic
 from laconic.activations import SavedTensorTracker
 from laconic.activations.masked_relu import masked_relu
-from laconic.ops.schemas import MASK_DTYPES
+from laconic.ops.declarations.bits import MASK_DTYPES
 
 SHAPE = (3, 8, 11, 7)
 

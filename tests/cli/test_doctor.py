@@ -16,7 +16,7 @@ import laconic
 from laconic.cli import diagnosis
 from laconic.cli.main import main
 from laconic.ops import native, reference
-from laconic.ops.self_check import OPS
+from laconic.ops.declarations import OPS
 from tests.patience import patient
 
 

@@ -21,7 +21,8 @@ from benchmarks.gpu_day.record import MARK, Report
 from benchmarks.gpu_day.setting import Setting, kernel_of, relative_error
 from benchmarks.gpu_day.tests import Outcome
 from laconic.ops import reference
-from laconic.ops.self_check import OPS, arguments_of, difference
+from laconic.ops.declarations import OPS
+from laconic.ops.self_check import difference
 from tests.gpu_day.faults import ROOT
 
 
@@ -80,7 +81,7 @@ def test_every_op_is_compared_in_every_dtype_and_format() -> None:
             assert {choice[:2] for choice in choices} >= {(dtype, code) for dtype in bits.DTYPES for code in bits.BITS}
         if not op.startswith("lossless"):
             for chosen in choices if op.startswith("gated") else choices[::5]:
-                assert not difference(op, getattr(reference, op), arguments_of(op, *chosen), "cpu")
+                assert not difference(op, getattr(reference, op), OPS[op].example(*chosen), "cpu")
 
 
 def test_every_op_has_a_kernel() -> None:
@@ -145,10 +146,14 @@ def test_what_the_sanitizer_finds_fails_the_part(tmp_path: Path, monkeypatch: py
 
 def test_the_slowest_ops_are_those_that_were_measured(tmp_path: Path) -> None:
     journal = tmp_path / "gpu_day.jsonl"
-    figures = {"kernel: adamw8bit_, bf16": 50.0, "kernel: adamw8bit_, fp32": 70.0, "kernel: sum_rows, a": 60.0}
+    figures = {
+        "kernel: adamw8bit_multi_, bf16": 50.0,
+        "kernel: adamw8bit_multi_, fp32": 70.0,
+        "kernel: sum_rows, a": 60.0,
+    }
     lines = [json.dumps({"part": "kernels", "record": {"figure": name, "value": v}}) for name, v in figures.items()]
     journal.write_text("\n".join([*lines, '{"cut']))
-    assert sanitizer.slowest(journal) == ["adamw8bit_", "sum_rows"]
+    assert sanitizer.slowest(journal) == ["adamw8bit_multi_", "sum_rows"]
     assert len(sanitizer.slowest(tmp_path / "none")) == 5
 
 

@@ -111,6 +111,11 @@ def all_magnitudes(rows: int, length: int) -> Tensor:
     return x
 
 
+def of_one(multi: Any) -> Any:
+    """adamw8bit_ by an implementation of adamw8bit_multi_."""
+    return lambda *a, **isa: multi(*([] if tensor is None else [tensor] for tensor in a[:9]), *a[9:], **isa)
+
+
 def follow(op: Any, case: Case, num_steps: int, **options: Any) -> list[dict[str, Tensor]]:
     """What the op leaves after each of several steps with the same gradient, every other one with the opposite sign."""
     found = []

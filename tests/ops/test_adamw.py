@@ -10,16 +10,16 @@ import torch
 
 from laconic.errors import FormatError
 from laconic.ops import native, reference
-from tests.ops.adamw_cases import OPTIONS, Case, awkward_gradients, follow, new_case, quantized
+from tests.ops.adamw_cases import OPTIONS, Case, awkward_gradients, follow, new_case, of_one, quantized
 from tests.ops.cases import DTYPES, same_bits
 
 needs_kernels = pytest.mark.skipif(not native.supported_isas(), reason="the C++ kernels are not built")
 
 
 def assert_same(case: Case, where: object, num_steps: int = 4, **options: object) -> None:
-    expected = follow(reference.adamw8bit_, case.to("cpu"), num_steps, **options)
+    expected = follow(of_one(reference.adamw8bit_multi_), case.to("cpu"), num_steps, **options)
     for isa in native.supported_isas():
-        found = follow(partial(native.adamw8bit_, isa=isa), case.to("cpu"), num_steps, **options)
+        found = follow(partial(of_one(native.adamw8bit_multi_), isa=isa), case.to("cpu"), num_steps, **options)
         for step, (one, two) in enumerate(zip(found, expected, strict=True), start=1):
             for name in two:
                 assert same_bits(one[name], two[name]), (where, isa, step, name)
@@ -58,9 +58,9 @@ def test_threads_do_not_change_bits() -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        one = follow(native.adamw8bit_, case.to("cpu"), 2)
+        one = follow(of_one(native.adamw8bit_multi_), case.to("cpu"), 2)
         torch.set_num_threads(3)
-        many = follow(native.adamw8bit_, case.to("cpu"), 2)
+        many = follow(of_one(native.adamw8bit_multi_), case.to("cpu"), 2)
     finally:
         torch.set_num_threads(before)
     assert all(same_bits(one[-1][name], many[-1][name]) for name in one[-1])
@@ -120,7 +120,7 @@ def test_compiled_step_gives_the_same_bits() -> None:
 )
 def test_arguments_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], message: str) -> None:
     case = replace(new_case((3, 300), torch.float32, torch.randn(3, 300)), **change)
-    for op in (reference.adamw8bit_, native.adamw8bit_):
+    for op in (of_one(reference.adamw8bit_multi_), of_one(native.adamw8bit_multi_)):
         with pytest.raises(FormatError, match=message):
             op(*case.arguments(), *OPTIONS.values())
 
@@ -128,4 +128,4 @@ def test_arguments_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], 
 def test_steps_are_counted_from_one() -> None:
     case = new_case((3, 300), torch.float32, torch.randn(3, 300))
     with pytest.raises(FormatError, match="step is 0, but it must be at least 1"):
-        reference.adamw8bit_(*case.arguments(), *(OPTIONS | {"step": 0}).values())
+        of_one(reference.adamw8bit_multi_)(*case.arguments(), *(OPTIONS | {"step": 0}).values())

@@ -13,7 +13,17 @@ import laconic.ops
 from laconic.errors import FormatError
 from laconic.ops import native, reference
 from tests.grid import slow_but
-from tests.ops.adamw_cases import OPTIONS, Case, as_lists, assert_as_one_by_one, batch, follow_many, new_case, quantized
+from tests.ops.adamw_cases import (
+    OPTIONS,
+    Case,
+    as_lists,
+    assert_as_one_by_one,
+    batch,
+    follow_many,
+    new_case,
+    of_one,
+    quantized,
+)
 from tests.ops.cases import DTYPES, same_bits
 
 OP = torch.ops.laconic.adamw8bit_multi_.default
@@ -29,10 +39,10 @@ def some(bits: int | None = None) -> list[Any]:
 @pytest.mark.parametrize("gradient_dtype", DTYPES)
 def test_dense_gradients_give_the_bits_of_one_call_each(dtype: torch.dtype, gradient_dtype: torch.dtype) -> None:
     cases = batch(dtype, gradient_dtype)
-    assert_as_one_by_one(reference.adamw8bit_, reference.adamw8bit_multi_, cases)
-    assert_as_one_by_one(reference.adamw8bit_, OP, cases)
+    assert_as_one_by_one(of_one(reference.adamw8bit_multi_), reference.adamw8bit_multi_, cases)
+    assert_as_one_by_one(of_one(reference.adamw8bit_multi_), OP, cases)
     for isa in native.supported_isas():
-        assert_as_one_by_one(reference.adamw8bit_, partial(native.adamw8bit_multi_, isa=isa), cases)
+        assert_as_one_by_one(of_one(reference.adamw8bit_multi_), partial(native.adamw8bit_multi_, isa=isa), cases)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -40,12 +50,12 @@ def test_dense_gradients_give_the_bits_of_one_call_each(dtype: torch.dtype, grad
 def test_quantized_gradients_give_the_bits_of_one_call_each(dtype: torch.dtype, bits: int) -> None:
     cases = [replace(case, gradient_factor=torch.tensor(0.3)) for case in batch(dtype, torch.float32, bits)]
     for op in (OP, reference.adamw8bit_multi_):
-        assert_as_one_by_one(reference.adamw8bit_, op, cases, weight_decay=0.0, beta1=0.8)
+        assert_as_one_by_one(of_one(reference.adamw8bit_multi_), op, cases, weight_decay=0.0, beta1=0.8)
 
 
 def test_hundreds_of_parameters_and_none_at_all() -> None:
     cases = [new_case((1 + i % 3, 1 + 7 * i), torch.bfloat16, torch.randn(1 + i % 3, 1 + 7 * i)) for i in range(300)]
-    assert_as_one_by_one(reference.adamw8bit_, OP, cases, num_steps=1)
+    assert_as_one_by_one(of_one(reference.adamw8bit_multi_), OP, cases, num_steps=1)
     laconic.ops.adamw8bit_multi_([], [], [], [], [], [], **OPTIONS)
 
 
@@ -72,7 +82,7 @@ def test_one_number_of_the_step_wrong_is_seen() -> None:
         reference.adamw8bit_multi_(*arguments[:15], arguments[15] + 1, arguments[16])
 
     with pytest.raises(AssertionError):
-        assert_as_one_by_one(reference.adamw8bit_, wrong, batch(torch.float32, torch.float32))
+        assert_as_one_by_one(of_one(reference.adamw8bit_multi_), wrong, batch(torch.float32, torch.float32))
 
 
 LISTS = {

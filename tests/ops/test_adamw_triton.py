@@ -23,6 +23,7 @@ from tests.ops.adamw_cases import (
     batch,
     follow,
     new_case,
+    of_one,
     quantized,
 )
 from tests.ops.cases import DTYPES, same_bits
@@ -43,8 +44,8 @@ pytestmark = numpy_may_warn
 def assert_same(case: Case, where: object, num_steps: int = 2, **options: object) -> None:
     from laconic.ops.triton import adamw
 
-    expected = follow(reference.adamw8bit_, case.to("cpu"), num_steps, **options)
-    found = follow(adamw.adamw8bit_, case.to(DEVICE), num_steps, **options)
+    expected = follow(of_one(reference.adamw8bit_multi_), case.to("cpu"), num_steps, **options)
+    found = follow(of_one(adamw.adamw8bit_multi_), case.to(DEVICE), num_steps, **options)
     for step, (one, two) in enumerate(zip(found, expected, strict=True), start=1):
         for name in two:
             assert same_bits(one[name], two[name]), (where, step, name)
@@ -101,7 +102,7 @@ def test_many_parameters_get_the_bits_of_one_call_each(
     cases = batch(dtype, gradient_dtype, bits)
     if bits is not None:
         cases = [replace(case, gradient_factor=torch.tensor(0.3)) for case in cases]
-    assert_as_one_by_one(reference.adamw8bit_, adamw.adamw8bit_multi_, cases, DEVICE, num_steps=2)
+    assert_as_one_by_one(of_one(reference.adamw8bit_multi_), adamw.adamw8bit_multi_, cases, DEVICE, num_steps=2)
 
 
 @on_device
@@ -110,7 +111,7 @@ def test_each_program_finds_its_parameter_among_many() -> None:
 
     sizes = [(1 + i % 3, 1 + 5 * i % 70) for i in range(40)]
     cases = [new_case(size, torch.float32, torch.randn(size)) for size in sizes]
-    assert_as_one_by_one(reference.adamw8bit_, adamw.adamw8bit_multi_, cases, DEVICE, num_steps=1)
+    assert_as_one_by_one(of_one(reference.adamw8bit_multi_), adamw.adamw8bit_multi_, cases, DEVICE, num_steps=1)
 
 
 @on_device

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laconic.errors import FormatError
 from laconic.ops import native, pack_bits, reference, select_bits, unpack_bits
-from laconic.ops.schemas import MASK_DTYPES
+from laconic.ops.declarations.bits import MASK_DTYPES
 from tests.ops.cases import every_pattern, same_bits
 
 PACK, UNPACK, SELECT = (getattr(torch.ops.laconic, f"{name}_bits").default for name in ("pack", "unpack", "select"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from laconic.ops import reference
-from laconic.ops.schemas import MASK_DTYPES
+from laconic.ops.declarations.bits import MASK_DTYPES
 from tests.ops.cases import every_pattern, same_bits
 from tests.ops.interpreter import DEVICE, numpy_may_warn, on_device
 from tests.ops.test_bits import mask_of, same

@@ -14,8 +14,8 @@ from torch import Tensor
 from laconic.activations.exact_codes import Layout
 from laconic.activations.streams import record_reader
 from laconic.ops import pack_bits, select_bits, unpack_bits
+from laconic.ops.declarations.bits import MASK_DTYPES
 from laconic.ops.derivatives import is_batched
-from laconic.ops.schemas import MASK_DTYPES
 
 __all__ = ["masked_relu", "may_be_masked"]
 

@@ -240,7 +240,8 @@ def _test_kernels() -> dict[str, str]:
 
 def _test_bits(implementation_of: Callable[[str], Callable[..., Any]], device: str) -> str:
     """Compare every op with the reference on small inputs that reach the code of all its kernels."""
-    from laconic.ops.self_check import OPS, difference, examples
+    from laconic.ops.declarations import OPS
+    from laconic.ops.self_check import difference, examples
 
     for op in OPS:
         for choices, arguments in examples(op):

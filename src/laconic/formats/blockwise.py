@@ -17,7 +17,7 @@ from torch import Tensor
 from laconic.errors import FormatError
 from laconic.ops import BITS, dequantize_blockwise, quantize_blockwise
 from laconic.ops.codebooks import AFFINE, scales_per_block
-from laconic.ops.schemas import check_format
+from laconic.ops.declarations.blockwise import check_format
 from laconic.options import ACTIVATION_BITS, DEFAULT_CODES, listed, takes
 
 __all__ = ["BlockFormat", "BlockTensor"]

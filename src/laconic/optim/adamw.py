@@ -20,7 +20,7 @@ from laconic.formats import QuantizedGradient
 from laconic.formats.coded_gradient import coded_gradient
 from laconic.formats.shards import local_part
 from laconic.ops import DTYPES, adamw8bit_multi_
-from laconic.ops.schemas import share_memory
+from laconic.ops.declarations.adamw import share_memory
 from laconic.optim.moments import check_state, is_8bit, new_state, parameter_name
 
 __all__ = ["AdamW8bit"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from laconic.ops.declarations.accumulate import check_accumulate_blockwise_, check_square_sum_blockwise
 from laconic.ops.native.library import FLOAT_TYPES, isa_number, kernels
-from laconic.ops.schemas import check_accumulate_blockwise_, check_square_sum_blockwise
 
 __all__ = ["accumulate_blockwise_", "square_sum_blockwise"]
 

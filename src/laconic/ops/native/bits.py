@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from laconic.ops import huge_pages
+from laconic.ops.declarations.bits import check_pack_bits, check_select_bits, check_unpack_bits
 from laconic.ops.native.library import isa_number, kernels
 from laconic.ops.reference.bits import bit_patterns
-from laconic.ops.schemas import check_pack_bits, check_select_bits, check_unpack_bits
 
 __all__ = ["pack_bits", "select_bits", "unpack_bits"]
 

@@ -10,8 +10,12 @@ from torch import Tensor
 
 from laconic.ops import huge_pages
 from laconic.ops.codebooks import ARITHMETIC, BITS, LEVEL_MAX, codebook_tensor
+from laconic.ops.declarations.blockwise import (
+    check_dequantize_blockwise,
+    check_multiply_quantize_blockwise,
+    check_quantize_blockwise,
+)
 from laconic.ops.native.library import FLOAT_TYPES, isa_number, kernels
-from laconic.ops.schemas import check_dequantize_blockwise, check_multiply_quantize_blockwise, check_quantize_blockwise
 
 __all__ = ["codebook_address", "dequantize_blockwise", "multiply_quantize_blockwise", "quantize_blockwise"]
 

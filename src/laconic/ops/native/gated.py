@@ -9,10 +9,10 @@ from torch import Tensor
 
 from laconic.ops import huge_pages
 from laconic.ops.codebooks import BITS
+from laconic.ops.declarations.gated import check_gated_backward_blockwise, check_gated_product_blockwise
 from laconic.ops.gated_activations import CURVES
 from laconic.ops.native.blockwise import codebook_address
 from laconic.ops.native.library import FLOAT_TYPES, isa_number, kernels
-from laconic.ops.schemas import check_gated_backward_blockwise, check_gated_product_blockwise
 
 __all__ = ["gated_backward_blockwise", "gated_product_blockwise"]
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from laconic.ops import huge_pages
+from laconic.ops.declarations.lossless import check_lossless_decode_, check_lossless_decode_add_, check_lossless_encode
 from laconic.ops.lossless import CODES, DTYPE_NUMBERS, words_of
 from laconic.ops.native.library import isa_number, kernels
-from laconic.ops.schemas import check_lossless_decode_, check_lossless_decode_add_, check_lossless_encode
 
 __all__ = ["lossless_decode_", "lossless_decode_add_", "lossless_encode"]
 

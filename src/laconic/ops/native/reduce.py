@@ -7,8 +7,8 @@ from torch import Tensor
 
 from laconic.ops import huge_pages
 from laconic.ops.codebooks import codebook_tensor
+from laconic.ops.declarations.reduce import check_sum_blockwise
 from laconic.ops.native.library import isa_number, kernels
-from laconic.ops.schemas import check_sum_blockwise
 
 __all__ = ["sum_blockwise", "sum_requantize_blockwise"]
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FormatError
+from laconic.ops.declarations.rows import check_sum_rows
 from laconic.ops.native.library import FLOAT_TYPES, isa_number, kernels
 from laconic.ops.reference.rows import BAD_ENTRIES
-from laconic.ops.schemas import check_sum_rows
 
 __all__ = ["sum_rows"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
+from laconic.ops.declarations.accumulate import check_accumulate_blockwise_, check_square_sum_blockwise
 from laconic.ops.reference.blockwise import dequantize_blockwise, quantize_blockwise
-from laconic.ops.schemas import check_accumulate_blockwise_, check_square_sum_blockwise
 
 __all__ = ["accumulate_blockwise_", "square_sum_blockwise"]
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from laconic.ops.adamw_scalars import LARGEST_GRADIENT, adamw_scalars
+from laconic.ops.adamw_scalars import LARGEST_GRADIENT
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE, MIN_SCALE
+from laconic.ops.declarations.adamw import AdamWStep, AdamWTensors, checked_step
 from laconic.ops.dynamic_map import STATE_BLOCK_SIZE, ZERO_CODE, dynamic_map_tensor
 from laconic.ops.reference.blockwise import dequantize_blockwise
-from laconic.ops.schemas import check_adamw8bit, check_adamw8bit_multi, check_separate, tensors_of_each
 
-__all__ = ["adamw8bit_", "adamw8bit_multi_", "dequantize_dynamic", "quantize_dynamic"]
+__all__ = ["adamw8bit_multi_", "dequantize_dynamic", "quantize_dynamic"]
 
 _INFINITY_BITS = 0x7F800000
 _NAN_BITS = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
@@ -19,48 +21,23 @@ _BITS_DTYPE = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.fl
 
 
 @torch.no_grad()
-def adamw8bit_(
-    parameter: Tensor,
-    exp_avg_codes: Tensor,
-    exp_avg_scales: Tensor,
-    exp_avg_sq_codes: Tensor,
-    exp_avg_sq_scales: Tensor,
-    gradient: Tensor,
-    gradient_scales: Tensor | None,
-    residual_codes: Tensor | None,
-    residual_scales: Tensor | None,
-    gradient_factor: Tensor | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    maximize: bool,
-) -> None:
-    """One step of AdamW in place; see `laconic.ops.adamw8bit_`."""
-    rows, length = check_adamw8bit(
-        parameter,
-        exp_avg_codes,
-        exp_avg_scales,
-        exp_avg_sq_codes,
-        exp_avg_sq_scales,
-        gradient,
-        gradient_scales,
-        residual_codes,
-        residual_scales,
-        gradient_factor,
-        step,
-    )
-    if parameter.numel() == 0:
-        return
-    a = adamw_scalars(lr, beta1, beta2, eps, weight_decay, step)
+def adamw8bit_multi_(*arguments: Any) -> None:
+    """One step of AdamW of each parameter, in place, one after the other; see `laconic.ops.adamw8bit_multi_`."""
+    step = checked_step(*arguments)
+    for tensors, (rows, length) in zip(step.each, step.shapes, strict=True):
+        if tensors.parameter.numel():
+            _update(tensors, rows, length, step)
+
+
+def _update(tensors: AdamWTensors, rows: int, length: int, step: AdamWStep) -> None:
+    a = step.scalars
+    parameter, exp_avg_codes, exp_avg_scales, exp_avg_sq_codes, exp_avg_sq_scales = tensors[:5]
 
     # 1. The gradient in fp32.
-    g = _gradient(gradient, gradient_scales, residual_codes, residual_scales).view(rows, length)
-    if gradient_factor is not None:
-        g = g * gradient_factor
-    if maximize:
+    g = _gradient(*tensors[5:]).view(rows, length)
+    if step.gradient_factor is not None:
+        g = g * step.gradient_factor
+    if step.maximize:
         g = -g
     # A finite gradient makes no infinite square; infinity and NaN go on to where they are seen.
     g = torch.where(g.isinf(), g, g.clamp(-LARGEST_GRADIENT, LARGEST_GRADIENT))
@@ -93,54 +70,6 @@ def adamw8bit_(
         new_codes, new_scales = quantize_dynamic(moment, signed=signed)
         codes.copy_(new_codes.view_as(codes))
         scales.copy_(new_scales)
-
-
-def adamw8bit_multi_(
-    parameters: list[Tensor],
-    exp_avg_codes: list[Tensor],
-    exp_avg_scales: list[Tensor],
-    exp_avg_sq_codes: list[Tensor],
-    exp_avg_sq_scales: list[Tensor],
-    gradients: list[Tensor],
-    gradient_scales: list[Tensor],
-    residual_codes: list[Tensor],
-    residual_scales: list[Tensor],
-    gradient_factor: Tensor | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    maximize: bool,
-) -> None:
-    """One step of AdamW of many parameters, one after the other; see `laconic.ops.adamw8bit_multi_`."""
-    check_adamw8bit_multi(
-        parameters,
-        exp_avg_codes,
-        exp_avg_scales,
-        exp_avg_sq_codes,
-        exp_avg_sq_scales,
-        gradients,
-        gradient_scales,
-        residual_codes,
-        residual_scales,
-        gradient_factor,
-        step,
-    )
-    check_separate(parameters)
-    for tensors in tensors_of_each(
-        parameters,
-        exp_avg_codes,
-        exp_avg_scales,
-        exp_avg_sq_codes,
-        exp_avg_sq_scales,
-        gradients,
-        gradient_scales,
-        residual_codes,
-        residual_scales,
-    ):
-        adamw8bit_(*tensors, gradient_factor, lr, beta1, beta2, eps, weight_decay, step, maximize)
 
 
 def quantize_dynamic(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from laconic.ops.schemas import check_pack_bits, check_select_bits, check_unpack_bits
+from laconic.ops.declarations.bits import check_pack_bits, check_select_bits, check_unpack_bits
 
 __all__ = ["INTEGERS", "bit_patterns", "pack_bits", "select_bits", "unpack_bits"]
 

@@ -9,7 +9,11 @@ from torch import Tensor
 
 from laconic.ops.codebooks import AFFINE, ARITHMETIC, BITS, LEVEL_MAX, MIN_SCALE, codebook, scales_per_block
 from laconic.ops.constants import constant_tensor
-from laconic.ops.schemas import check_dequantize_blockwise, check_multiply_quantize_blockwise, check_quantize_blockwise
+from laconic.ops.declarations.blockwise import (
+    check_dequantize_blockwise,
+    check_multiply_quantize_blockwise,
+    check_quantize_blockwise,
+)
 
 __all__ = ["dequantize_blockwise", "multiply_quantize_blockwise", "quantize_blockwise", "seed_key", "uniform"]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from laconic.ops.declarations.gated import check_gated_backward_blockwise, check_gated_product_blockwise
 from laconic.ops.gated_activations import (
     ACTIVATION_LIMIT,
     CURVES,
@@ -20,7 +21,6 @@ from laconic.ops.gated_activations import (
     ROUNDER,
 )
 from laconic.ops.reference.blockwise import dequantize_blockwise
-from laconic.ops.schemas import check_gated_backward_blockwise, check_gated_product_blockwise
 
 __all__ = ["gated_backward_blockwise", "gated_product_blockwise"]
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laconic.ops.declarations.lossless import check_lossless_decode_, check_lossless_decode_add_, check_lossless_encode
 from laconic.ops.lossless import (
     BLOCK_NUMEL,
     CODES,
@@ -40,7 +41,6 @@ from laconic.ops.lossless import (
     words_of,
 )
 from laconic.ops.reference.lossless_ranked import decode_ranked, encode_ranked, split_planes
-from laconic.ops.schemas import check_lossless_decode_, check_lossless_decode_add_, check_lossless_encode
 
 __all__ = ["lossless_decode_", "lossless_decode_add_", "lossless_encode"]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
+from laconic.ops.declarations.reduce import check_sum_blockwise
 from laconic.ops.reference.blockwise import dequantize_blockwise, quantize_blockwise
-from laconic.ops.schemas import check_sum_blockwise
 
 __all__ = ["sum_blockwise", "sum_requantize_blockwise"]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FormatError
-from laconic.ops.schemas import check_sum_rows
+from laconic.ops.declarations.rows import check_sum_rows
 
 __all__ = ["BAD_ENTRIES", "sum_rows"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from laconic.ops import reference
-from laconic.ops.schemas import LIBRARY
+from laconic.ops.declarations import LIBRARY
 from laconic.ops.selection import Selection, reference_is_forced, warn_once
 from laconic.ops.self_check import checked
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
-from laconic.ops.schemas import check_accumulate_blockwise_, check_square_sum_blockwise
+from laconic.ops.declarations.accumulate import check_accumulate_blockwise_, check_square_sum_blockwise
 from laconic.ops.triton.blockwise import _bits, _on_device, _widen
 
 __all__ = ["accumulate_blockwise_", "square_sum_blockwise"]

@@ -8,19 +8,20 @@ from __future__ import annotations
 from dataclasses import astuple
 from functools import lru_cache
 from itertools import chain
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from laconic.ops.adamw_scalars import LARGEST_GRADIENT, adamw_scalars
+from laconic.ops.adamw_scalars import LARGEST_GRADIENT
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
+from laconic.ops.declarations.adamw import AdamWStep, AdamWTensors, checked_step
 from laconic.ops.dynamic_map import STATE_BLOCK_SIZE, dynamic_map_tensor
-from laconic.ops.schemas import check_adamw8bit, check_adamw8bit_multi, check_separate, tensors_of_each
 from laconic.ops.triton.blockwise import _bits, _name, _narrow, _on_device, _place, _widen, _widen_bits
 
-__all__ = ["adamw8bit_", "adamw8bit_multi_"]
+__all__ = ["adamw8bit_multi_"]
 
 _BLOCKS = 4
 """Blocks of 256 elements per program."""
@@ -332,42 +333,26 @@ def _adamw_multi_kernel(
     )
 
 
-def adamw8bit_(
-    parameter: Tensor,
-    exp_avg_codes: Tensor,
-    exp_avg_scales: Tensor,
-    exp_avg_sq_codes: Tensor,
-    exp_avg_sq_scales: Tensor,
-    gradient: Tensor,
-    gradient_scales: Tensor | None,
-    residual_codes: Tensor | None,
-    residual_scales: Tensor | None,
-    gradient_factor: Tensor | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    maximize: bool,
-) -> None:
-    """`reference.adamw8bit_` in Triton, the same bits."""
-    rows, length = check_adamw8bit(
-        parameter,
-        exp_avg_codes,
-        exp_avg_scales,
-        exp_avg_sq_codes,
-        exp_avg_sq_scales,
-        gradient,
-        gradient_scales,
-        residual_codes,
-        residual_scales,
-        gradient_factor,
-        step,
-    )
-    num_blocks = exp_avg_scales.numel()
-    if parameter.numel() == 0:
+def adamw8bit_multi_(*arguments: Any) -> None:
+    """`reference.adamw8bit_multi_` in Triton, the same bits."""
+    step = checked_step(*arguments)
+    if not step.each:
         return
+    device = step.each[0].parameter.device
+    # A graph outlives this call, and with it the addresses in its launches; nothing would keep a table for it.
+    is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if is_capturing or len(step.each) == 1:
+        for tensors, (rows, length) in zip(step.each, step.shapes, strict=True):
+            if tensors.parameter.numel():
+                _launch_one(tensors, rows, length, step)
+    else:
+        _launch_many(step, device)
+
+
+def _launch_one(tensors: AdamWTensors, rows: int, length: int, step: AdamWStep) -> None:
+    parameter, exp_avg_codes, exp_avg_scales, exp_avg_sq_codes, exp_avg_sq_scales = tensors[:5]
+    gradient, gradient_scales, residual_codes, residual_scales = tensors[5:]
+    num_blocks = exp_avg_scales.numel()
     one_row = rows == 1 or length % STATE_BLOCK_SIZE == 0
     # Pointers that are not read still have to be tensors.
     unused = exp_avg_scales
@@ -384,85 +369,31 @@ def adamw8bit_(
             unused if gradient_scales is None else gradient_scales,
             unused if residual_codes is None else residual_codes,
             unused if residual_scales is None else residual_scales,
-            unused if gradient_factor is None else gradient_factor,
+            unused if step.gradient_factor is None else step.gradient_factor,
             parameter.numel() if one_row else length,
             num_blocks,
-            *astuple(adamw_scalars(lr, beta1, beta2, eps, weight_decay, step)),
+            *astuple(step.scalars),
             TYPE=_name(parameter.dtype),
             QUANTIZED=gradient_scales is not None,
             RESIDUAL=residual_codes is not None,
-            FACTOR=gradient_factor is not None,
-            MAXIMIZE=maximize,
+            FACTOR=step.gradient_factor is not None,
+            MAXIMIZE=step.maximize,
             BLOCKS=_BLOCKS,
             ONE_ROW=one_row,
             enable_fp_fusion=False,
         )
 
 
-def adamw8bit_multi_(
-    parameters: list[Tensor],
-    exp_avg_codes: list[Tensor],
-    exp_avg_scales: list[Tensor],
-    exp_avg_sq_codes: list[Tensor],
-    exp_avg_sq_scales: list[Tensor],
-    gradients: list[Tensor],
-    gradient_scales: list[Tensor],
-    residual_codes: list[Tensor],
-    residual_scales: list[Tensor],
-    gradient_factor: Tensor | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    maximize: bool,
-) -> None:
-    """`reference.adamw8bit_multi_` in Triton, the same bits."""
-    shapes = check_adamw8bit_multi(
-        parameters,
-        exp_avg_codes,
-        exp_avg_scales,
-        exp_avg_sq_codes,
-        exp_avg_sq_scales,
-        gradients,
-        gradient_scales,
-        residual_codes,
-        residual_scales,
-        gradient_factor,
-        step,
-    )
-    check_separate(parameters)
-    if not parameters:
-        return
-    device = parameters[0].device
-    each = tensors_of_each(
-        parameters,
-        exp_avg_codes,
-        exp_avg_scales,
-        exp_avg_sq_codes,
-        exp_avg_sq_scales,
-        gradients,
-        gradient_scales,
-        residual_codes,
-        residual_scales,
-    )
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # A graph outlives this call, and with it the addresses in its launches; nothing would keep a table for it.
-        for tensors in each:
-            adamw8bit_(*tensors, gradient_factor, lr, beta1, beta2, eps, weight_decay, step, maximize)
-        return
-
-    addresses = [[0 if tensor is None else tensor.data_ptr() for tensor in tensors] for tensors in each]
-    scalars = astuple(adamw_scalars(lr, beta1, beta2, eps, weight_decay, step))
-    gradient_dtype = gradients[0].dtype
+def _launch_many(step: AdamWStep, device: torch.device) -> None:
+    addresses = [[0 if tensor is None else tensor.data_ptr() for tensor in tensors] for tensors in step.each]
+    first, scalars = step.each[0], astuple(step.scalars)
     # Pointers that are not read still have to be tensors.
-    factor = exp_avg_scales[0] if gradient_factor is None else gradient_factor
+    factor = first.exp_avg_scales if step.gradient_factor is None else step.gradient_factor
     for is_aligned in (True, False):
-        table, num_programs = _table(shapes, addresses, is_aligned)
+        table, num_programs = _table(step.shapes, addresses, is_aligned)
         if not table:
             continue
-        with _on_device(parameters[0]):
+        with _on_device(first.parameter):
             stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
             _adamw_multi_kernel[(num_programs,)](
                 _on_stream(table, device, stream),
@@ -471,13 +402,13 @@ def adamw8bit_multi_(
                 dynamic_map_tensor(False, device),
                 factor,
                 *scalars,
-                TYPE=_name(parameters[0].dtype),
-                BITS_TYPE=tl.int32 if parameters[0].dtype == torch.float32 else tl.int16,
-                GRADIENT_TYPE=_GRADIENT_TYPES[gradient_dtype],
-                QUANTIZED=bool(gradient_scales),
-                RESIDUAL=bool(residual_codes),
-                FACTOR=gradient_factor is not None,
-                MAXIMIZE=maximize,
+                TYPE=_name(first.parameter.dtype),
+                BITS_TYPE=tl.int32 if first.parameter.dtype == torch.float32 else tl.int16,
+                GRADIENT_TYPE=_GRADIENT_TYPES[first.gradient.dtype],
+                QUANTIZED=first.gradient_scales is not None,
+                RESIDUAL=first.residual_codes is not None,
+                FACTOR=step.gradient_factor is not None,
+                MAXIMIZE=step.maximize,
                 BLOCKS=_BLOCKS,
                 ALIGNED=is_aligned,
                 enable_fp_fusion=False,

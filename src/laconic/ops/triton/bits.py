@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from laconic.ops.declarations.bits import check_pack_bits, check_select_bits, check_unpack_bits
 from laconic.ops.reference.bits import INTEGERS, bit_patterns
-from laconic.ops.schemas import check_pack_bits, check_select_bits, check_unpack_bits
 from laconic.ops.triton.blockwise import _on_device
 
 __all__ = ["pack_bits", "select_bits", "unpack_bits"]

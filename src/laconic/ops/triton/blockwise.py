@@ -21,8 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from laconic.ops.codebooks import AFFINE, BITS, LEVEL_MAX, MIN_SCALE, codebook_tensor, scales_per_block
+from laconic.ops.declarations.blockwise import (
+    check_dequantize_blockwise,
+    check_multiply_quantize_blockwise,
+    check_quantize_blockwise,
+)
 from laconic.ops.reference import seed_key
-from laconic.ops.schemas import check_dequantize_blockwise, check_multiply_quantize_blockwise, check_quantize_blockwise
 
 __all__ = ["dequantize_blockwise", "multiply_quantize_blockwise", "quantize_blockwise"]
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from laconic.ops.codebooks import BITS, codebook_tensor
+from laconic.ops.declarations.gated import check_gated_backward_blockwise, check_gated_product_blockwise
 from laconic.ops.gated_activations import (
     ACTIVATION_LIMIT,
     CURVES,
@@ -23,7 +24,6 @@ from laconic.ops.gated_activations import (
     LN2_LOW,
     LOG2_E,
 )
-from laconic.ops.schemas import check_gated_backward_blockwise, check_gated_product_blockwise
 from laconic.ops.triton.blockwise import (
     _ROUNDER,
     _ROUNDER_BITS,

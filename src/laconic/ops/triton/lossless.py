@@ -8,8 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from laconic.ops import reference
+from laconic.ops.declarations.lossless import check_lossless_decode_, check_lossless_decode_add_, check_lossless_encode
 from laconic.ops.lossless import LAYOUTS
-from laconic.ops.schemas import check_lossless_decode_, check_lossless_decode_add_, check_lossless_encode
 from laconic.ops.triton.lossless_decoder import decode
 from laconic.ops.triton.lossless_encoder import encode
 

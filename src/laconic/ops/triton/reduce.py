@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
-from laconic.ops.schemas import check_sum_blockwise
+from laconic.ops.declarations.reduce import check_sum_blockwise
 from laconic.ops.triton.blockwise import _INFINITY_BITS, _ROUNDER, _ROUNDER_BITS, _SMALLEST_NORMAL_BITS, _on_device
 
 __all__ = ["sum_blockwise", "sum_requantize_blockwise"]

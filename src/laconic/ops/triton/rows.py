@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from laconic.ops.schemas import check_sum_rows
+from laconic.ops.declarations.rows import check_sum_rows
 from laconic.ops.triton.blockwise import _bits, _name, _narrow, _on_device, _widen
 
 __all__ = ["sum_rows"]
