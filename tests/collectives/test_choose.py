@@ -232,6 +232,33 @@ def test_what_is_always_raw_is_raw_at_every_call(
         tell(own, call, choice, 0, 0, number)
 
 
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 2**32))
+def test_calls_refused_in_advance_change_no_choice(seed: int) -> None:
+    """A refusal is kept with the call and asked instead of `choose`: as if `choose` had been asked in each call."""
+    calls = random.Random(seed)
+    asked, own = chooser(), chooser()
+    kept: dict[Call, Callable[[], bool] | None] = {}
+    num_refused = 0
+    for _ in range(600):
+        call = Call(calls.choice(["all_gather", "all_reduce"]), calls.choice([1 << 22, LARGE]), "bfloat16")
+        right = asked.choose(call)
+        still = kept.get(call)
+        if still is None or not still():
+            still = kept[call] = own.refusal(call)
+            if still is None or not still():
+                choice = own.choose(call)
+                assert choice == right
+                if choice.codec != RAW:
+                    sent = round(2 * call.numel * (1.0 if calls.random() < 0.95 else 0.7))
+                    for each in (asked, own):
+                        tell(each, call, choice, 2 * call.numel, sent)
+                continue
+        num_refused += 1
+        assert right.reason == LOW_RATIO
+    assert num_refused > 100
+
+
 # --- machines ---
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -17,12 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic import collectives
-from laconic.collectives import audit
+from laconic.collectives import api, audit
 from laconic.collectives.engine import transport
 from laconic.collectives.policy.selector import prepare, use_rates
 from laconic.collectives.process_group.work_handles import PeerWork, RawWork
 from laconic.collectives.runtime import background
 from laconic.collectives.runtime.background import Work
+from laconic.cost.comm.seconds import LOW_RATIO
 from laconic.errors import CollectiveError, FormatError
 from laconic.train.launch.worker import leave
 from tests.collectives.simulated import made_up_rates
@@ -245,6 +248,12 @@ def functions_over_the_group(rank: int, world: int, folder: str) -> None:
         assert torch.equal(out, x)
         assert torch.allclose(mine, total, atol=1e-4)
         assert torch.allclose(other, total, atol=1e-4)
+    for number in range(2):
+        small = torch.ones(3)
+        collectives.all_reduce(small)
+        assert small[0] == world
+        if number == 0:
+            api.check_tensors = lambda **tensors: pytest.fail("the call is known")
     dist.barrier()
     leave(0)
 
@@ -292,12 +301,52 @@ def known_calls(rank: int, world: int, folder: str) -> None:
         for call, *arguments in wrong:
             with pytest.raises(FormatError):
                 call(*arguments, group=group)
-        del group
+        if group is not None:
+            gone = weakref.ref(group)
+            dist.destroy_process_group(group)
+            del group
+            gc.collect()
+            assert gone() is None, "what is known of a group keeps it alive"
     leave(0)
 
 
 def test_calls_that_are_known_are_checked_as_at_first(tmp_path: Path) -> None:
     run_ranks(known_calls, (2, str(tmp_path)), 2)
+
+
+def refused_calls(rank: int, world: int, folder: str) -> None:
+    """Once data has been seen not to shrink, calls go to the backend at once, until one is coded to look again."""
+    torch.set_num_threads(1)
+    use_rates(made_up_rates(bytes_per_second=12.5e6))
+    join("gloo", rank, world, folder, "refused")
+    x = torch.randint(-(1 << 31), 1 << 31, (1 << 15,), dtype=torch.int32).view(torch.float32)
+    whole, num_planned = x.new_empty(world * x.numel()), 0
+
+    class Counted(api.Call):
+        def __post_init__(self) -> None:
+            nonlocal num_planned
+            num_planned += 1
+            super().__post_init__()
+
+    api.Call = Counted  # type: ignore[misc]
+    audit.reset()
+    for number in range(80):
+        collectives.all_gather(whole, x)
+        assert torch.equal(bits(whole[rank * x.numel() :][: x.numel()]), bits(x)), number
+    (raw,) = (entry for entry in audit.snapshot().entries if entry.codec == "raw")
+    assert raw.reasons == {LOW_RATIO: raw.num_calls}
+    num_coded = 80 - raw.num_calls
+    assert 2 <= num_coded <= 10, num_coded
+    assert num_planned == num_coded
+    # In the background they are chosen for by what the executor's own group has learnt.
+    collectives.all_gather(whole, x, async_op=True).wait()
+    assert num_planned == num_coded + 1
+    dist.barrier()
+    leave(0)
+
+
+def test_calls_whose_data_does_not_shrink_go_to_the_backend_at_once(tmp_path: Path) -> None:
+    run_ranks(refused_calls, (2, str(tmp_path)), 2)
 
 
 def test_functions_and_calls_of_a_process_group_mix(tmp_path: Path) -> None:

@@ -37,13 +37,14 @@ from laconic.collectives.codec import Codec
 from laconic.collectives.engine import uncoded
 from laconic.collectives.engine.call import Call
 from laconic.collectives.engine.two_level import (
+    TwoLevel,
     all_gather_on_two_levels,
     all_reduce_on_two_levels,
     all_to_all_on_two_levels,
     reduce_scatter_on_two_levels,
 )
 from laconic.collectives.policy.raw_calls import is_plain_strided, known_way
-from laconic.collectives.policy.selector import leaves_raw, remember_raw
+from laconic.collectives.policy.selector import leaves_raw
 from laconic.collectives.runtime.background import Groups, Work
 from laconic.errors import ConfigError, FormatError
 
@@ -67,14 +68,13 @@ def all_gather(
         FormatError: the tensors do not fit.
         ConfigError: ranks disagree about the call; raised on every rank.
     """
-    way = known_way(group, "all_gather", input) if codec == "auto" else None
-    if way is not None and _fits(output, input, way.world * input.numel()):
-        next(way.count)
-        return uncoded.all_gather(output, input, way.group, async_op)
+    way = known_way(group, ("all_gather",), input) if codec == "auto" else None
+    if way is not None and _fits(output, input, way.world * input.numel()) and way.goes(async_op):
+        return uncoded.all_gather(output, input, way.group(), async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     check_numel("output", output, world * input.numel(), f"{world} times that of input")
-    if _leaves_raw("all_gather", input.numel(), input, group, groups, "all_gather", codec):
+    if _leaves_raw(("all_gather",), input.numel(), input, group, groups, codec, async_op):
         return uncoded.all_gather(output, input, groups[0], async_op)
     mine, rows = flatten(input), flatten(output).view(world, -1)
     return Call("all_gather", groups, codec, input.dtype, input.device).run(
@@ -109,14 +109,13 @@ def reduce_scatter(
         ConfigError: ranks disagree about the call; raised on every rank.
     """
     way = known_way(group, ("reduce_scatter", op), input) if codec == "auto" else None
-    if way is not None and _fits(output, input, input.numel() // way.world):
-        next(way.count)
-        return uncoded.reduce_scatter(output, input, way.group, op, async_op)
+    if way is not None and _fits(output, input, input.numel() // way.world) and way.goes(async_op):
+        return uncoded.reduce_scatter(output, input, way.group(), op, async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     check_numel("input", input, world * output.numel(), f"{world} times that of output")
     factor = find_factor(op, input, world)
-    if _leaves_raw("reduce_scatter", input.numel(), input, group, groups, ("reduce_scatter", op), codec):
+    if _leaves_raw(("reduce_scatter", op), input.numel(), input, group, groups, codec, async_op):
         return uncoded.reduce_scatter(output, input, groups[0], op, async_op)
     mine, rows = flatten(output), flatten(input).view(world, -1)
     return Call("reduce_scatter", groups, codec, input.dtype, input.device).run(
@@ -146,13 +145,12 @@ def all_reduce(
         ConfigError: ranks disagree about the call; raised on every rank.
     """
     way = known_way(group, ("all_reduce", op), tensor) if codec == "auto" else None
-    if way is not None:
-        next(way.count)
-        return uncoded.all_reduce(tensor, way.group, op, async_op)
+    if way is not None and way.goes(async_op):
+        return uncoded.all_reduce(tensor, way.group(), op, async_op)
     check_tensors(tensor=tensor)
     world, groups = find_groups(group)
     factor = find_factor(op, tensor, world)
-    if _leaves_raw("all_reduce", tensor.numel(), tensor, group, groups, ("all_reduce", op), codec):
+    if _leaves_raw(("all_reduce", op), tensor.numel(), tensor, group, groups, codec, async_op):
         return uncoded.all_reduce(tensor, groups[0], op, async_op)
     x = flatten(tensor)
     return Call("all_reduce", groups, codec, tensor.dtype, tensor.device).run(
@@ -190,10 +188,9 @@ def all_to_all(
         ConfigError: ranks disagree about the call; raised on every rank.
     """
     even = output_split_sizes is None and input_split_sizes is None
-    way = known_way(group, "all_to_all", input) if even and codec == "auto" else None
-    if way is not None and _fits(output, input, input.numel()):
-        next(way.count)
-        return uncoded.all_to_all(output, input, way.group, async_op)
+    way = known_way(group, ("all_to_all",), input) if even and codec == "auto" else None
+    if way is not None and _fits(output, input, input.numel()) and way.goes(async_op):
+        return uncoded.all_to_all(output, input, way.group(), async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     if even:
@@ -204,7 +201,7 @@ def all_to_all(
             )
     elif len(groups) == 2:
         raise ConfigError("split sizes are given, but TwoLevel takes equal parts only; pass a process group")
-    if even and _leaves_raw("all_to_all", input.numel(), input, group, groups, "all_to_all", codec):
+    if even and _leaves_raw(("all_to_all",), input.numel(), input, group, groups, codec, async_op):
         return uncoded.all_to_all(output, input, groups[0], async_op)
     out, into = flatten(output), flatten(input)
     call = Call("all_to_all", groups, codec, input.dtype, input.device)
@@ -248,14 +245,13 @@ def broadcast(
 ) -> Work[Tensor]:
     """Replace `tensor`, of any shape and dtype, on the ranks of `group` by that of the global rank `src`."""
     way = known_way(group, ("broadcast", src), tensor) if codec == "auto" else None
-    if way is not None:
-        next(way.count)
-        return uncoded.broadcast(tensor, way.group, way.group_rank, async_op)
+    if way is not None and way.goes(async_op):
+        return uncoded.broadcast(tensor, way.group(), way.group_rank, async_op)
     check_tensors(tensor=tensor)
     _, groups = find_groups(flat_group("broadcast", group))
     root = find_group_rank(groups[0], src, "src")
     is_end = root == groups[0].rank()
-    if _leaves_raw("broadcast", tensor.numel(), tensor, group, groups, ("broadcast", src), codec, root, is_end):
+    if _leaves_raw(("broadcast", src), tensor.numel(), tensor, group, groups, codec, async_op, root, is_end):
         return uncoded.broadcast(tensor, groups[0], root, async_op)
     x = flatten(tensor)
     call = Call("broadcast", groups, codec, tensor.dtype, tensor.device)
@@ -273,9 +269,9 @@ def gather(
 ) -> Work[Tensor | None]:
     """Gather the tensors of all ranks on the global rank `dst`: `output` as in `all_gather` there, None elsewhere."""
     way = known_way(group, ("gather", dst, output is None), input) if codec == "auto" else None
-    if way is not None and (output is None or _fits(output, input, way.world * input.numel())):
-        next(way.count)
-        return uncoded.gather(output, input, way.group, way.group_rank, async_op)
+    fits = way is not None and (output is None or _fits(output, input, way.world * input.numel()))
+    if way is not None and fits and way.goes(async_op):
+        return uncoded.gather(output, input, way.group(), way.group_rank, async_op)
     check_tensors(input=input, **({} if output is None else {"output": output}))
     world, groups = find_groups(flat_group("gather", group))
     root = find_group_rank(groups[0], dst, "dst")
@@ -283,7 +279,7 @@ def gather(
     if output is not None:
         check_numel("output", output, world * input.numel(), f"{world} times that of input")
     known, is_end = ("gather", dst, output is None), output is not None
-    if _leaves_raw("gather", input.numel(), input, group, groups, known, codec, root, is_end):
+    if _leaves_raw(known, input.numel(), input, group, groups, codec, async_op, root, is_end):
         return uncoded.gather(output, input, groups[0], root, async_op)
     mine = flatten(input)
     rows = None if output is None else flatten(output).view(world, -1)
@@ -306,9 +302,9 @@ def scatter(
 ) -> Work[Tensor]:
     """Give each rank its part of `input` of the global rank `src`: [W * n] there, None on the others."""
     way = known_way(group, ("scatter", src, input is None), output) if codec == "auto" else None
-    if way is not None and (input is None or _fits(input, output, way.world * output.numel())):
-        next(way.count)
-        return uncoded.scatter(output, input, way.group, way.group_rank, async_op)
+    fits = way is not None and (input is None or _fits(input, output, way.world * output.numel()))
+    if way is not None and fits and way.goes(async_op):
+        return uncoded.scatter(output, input, way.group(), way.group_rank, async_op)
     check_tensors(output=output, **({} if input is None else {"input": input}))
     world, groups = find_groups(flat_group("scatter", group))
     root = find_group_rank(groups[0], src, "src")
@@ -316,7 +312,7 @@ def scatter(
     if input is not None:
         check_numel("input", input, world * output.numel(), f"{world} times that of output")
     known, is_end = ("scatter", src, input is None), input is not None
-    if _leaves_raw("scatter", world * output.numel(), output, group, groups, known, codec, root, is_end):
+    if _leaves_raw(known, world * output.numel(), output, group, groups, codec, async_op, root, is_end):
         return uncoded.scatter(output, input, groups[0], root, async_op)
     mine = flatten(output)
     rows = None if input is None else flatten(input).view(world, -1)
@@ -332,26 +328,20 @@ def scatter(
 
 
 def _leaves_raw(
-    operation: str,
+    call: tuple[Hashable, ...],
     numel: int,
     x: Tensor,
     group: Group,
     groups: Groups,
-    known: Hashable,
     codec: Codec | str,
+    async_op: bool,
     root: int = 0,
     is_end: bool = False,
 ) -> bool:
-    """Whether a call needs only the backend's own collective.
-
-    `known_way` then knows others like it, as `known` on the `group` that the caller gave.
-    """
-    if codec != "auto" or len(groups) > 1 or numel == 0 or groups[0].size() == 1:
+    """Whether a call needs only the backend's own collective; `known_way` then knows others like it by `call`."""
+    if codec != "auto" or isinstance(group, TwoLevel) or numel == 0 or groups[0].size() == 1:
         return False
-    if not leaves_raw(operation, numel, x, groups[0], is_end):
-        return False
-    remember_raw(group, known, operation, x, groups[0], root, is_end)
-    return True
+    return leaves_raw(group, call, str(call[0]), numel, x, groups[0], async_op, root, is_end)
 
 
 def _fits(x: Tensor, beside: Tensor, numel: int) -> bool:

@@ -10,6 +10,7 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from laconic.cost.comm.rates import WireRates
 from laconic.cost.comm.seconds import (
@@ -116,6 +117,17 @@ class Chooser:
         choice = self._decide(Call(operation, numel, dtype), None)
         return choice.reason if choice.codec == RAW else None
 
+    def refusal(self, call: Call) -> Callable[[], bool] | None:
+        """What tells, and counts, call by call, that those like `call` are left raw since their data does not shrink.
+
+        When it tells False, or is None, `choose` has to be asked.
+        """
+        shrinkage = self._shrinkages.get(call.kind)
+        if shrinkage is None or shrinkage.factor is None or self.must_measure(call.dtype):
+            return None
+        is_refused = self._decide(call, shrinkage.steps).reason == LOW_RATIO
+        return partial(shrinkage.refuses, shrinkage.factor) if is_refused else None
+
     def must_measure(self, dtype: str) -> bool:
         """Whether to choose for this dtype the ranks have to measure something together."""
         return dtype not in self.rates.codecs and self._codecs_of is not None
@@ -220,6 +232,13 @@ class Shrinkage:
             self.factor, self.probing = found, False
         else:
             self.factor += _WEIGHT * (found - self.factor)
+
+    def refuses(self, factor: float) -> bool:
+        """Whether a call that was left raw at this factor is so now, without a probe; counts it then."""
+        if self.factor != factor or self.num_refused + 1 >= self.probe_after:
+            return False
+        self.num_refused += 1
+        return True
 
     def wants_probe(self) -> bool:
         """Whether this call, which would be left raw because of the ratio, should be coded nevertheless."""
