@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from laconic import collectives
 from laconic.collectives import api, audit
+from laconic.collectives.codec import Lossless
 from laconic.collectives.engine import transport
 from laconic.collectives.policy.selector import prepare, use_rates
 from laconic.collectives.process_group.work_handles import PeerWork, RawWork
@@ -337,10 +340,11 @@ def refused_calls(rank: int, world: int, folder: str) -> None:
     assert raw.reasons == {LOW_RATIO: raw.num_calls}
     num_coded = 80 - raw.num_calls
     assert 2 <= num_coded <= 10, num_coded
-    assert num_planned == num_coded
+    assert num_planned <= num_coded + 4, num_planned  # the first that are refused, and no others
     # In the background they are chosen for by what the executor's own group has learnt.
+    before = num_planned
     collectives.all_gather(whole, x, async_op=True).wait()
-    assert num_planned == num_coded + 1
+    assert num_planned == before + 1
     dist.barrier()
     leave(0)
 
@@ -438,3 +442,67 @@ def test_a_rank_that_is_lost_amid_raw_calls_is_named(tmp_path: Path, fault: str,
         message = (tmp_path / f"error.{rank}.txt").read_text()
         assert message.startswith(f"all_reduce broke off on rank {rank}: ")
         assert f"; rank {world - 1} ended, stopped, raised an error" in message, message
+
+
+def frames_to_the_backend(call: Callable[[], object]) -> int:
+    """Python frames between `call`, which is not counted, and the first thing that this rank sends."""
+    names = {"send", "allreduce", "all_gather_single", "_allgather_base", "broadcast", "alltoall_base"}
+    names |= {"all_to_all_single", "reduce_scatter_single", "_reduce_scatter_base"}
+    here, depths = sys._getframe(), []
+
+    def profile(frame: FrameType | None, event: str, argument: Any) -> None:
+        if event == "c_call" and argument.__name__ in names:
+            depths.append(0)
+            while frame is not None and frame is not here:
+                depths[-1] += 1
+                frame = frame.f_back
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return depths[0] - 1
+
+
+def depths(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    use_rates(made_up_rates(bytes_per_second=12.5e6))
+    join("laconic", rank, world, folder, "depth")
+    plain = dist.new_group(backend="gloo")
+    short, many = torch.ones(16), torch.ones(16 * world)
+    x, whole = torch.randn(1 << 16).bfloat16(), torch.empty(world << 16).bfloat16()
+    random = torch.randint(-(1 << 31), 1 << 31, (1 << 15,), dtype=torch.int32).view(torch.float32)
+    randoms = random.new_empty(world * random.numel())
+    coded = Lossless()
+    raw: list[Callable[[], object]] = [
+        lambda: collectives.all_reduce(short, plain),
+        lambda: collectives.all_gather(many, short, plain),
+        lambda: collectives.all_gather(many, short),
+        lambda: collectives.reduce_scatter(short, many, plain, async_op=True).wait(),
+        lambda: collectives.all_to_all(torch.empty_like(many), many, group=plain),
+        lambda: collectives.broadcast(short, 0, plain),
+        lambda: all_gather_single(many, short),
+        lambda: dist.all_reduce(short),
+        lambda: collectives.all_gather(randoms, random, plain),  # refused by what was learnt
+    ]
+    shortened: list[Callable[[], object]] = [
+        lambda: collectives.all_gather(whole, x, plain, codec=coded),
+        lambda: collectives.all_reduce(x, plain, codec=coded),
+        lambda: collectives.reduce_scatter(x, whole, plain, codec=coded),
+        lambda: collectives.all_to_all(torch.empty_like(whole), whole, group=plain, codec=coded),
+        lambda: collectives.broadcast(x, 0, plain, codec=coded),
+    ]
+    for calls, most in ((raw, 6), (shortened, 12)):
+        for number, call in enumerate(calls):
+            for _ in range(6):
+                call()
+            dist.barrier()
+            found = frames_to_the_backend(call)
+            assert found <= most, (most, number, found)
+            dist.barrier()
+    leave(0)
+
+
+def test_few_frames_lie_between_a_call_and_the_backend(tmp_path: Path) -> None:
+    run_ranks(depths, (2, str(tmp_path)), 2)

@@ -14,6 +14,7 @@ messages and the errors after a rank has failed.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -35,7 +36,7 @@ from laconic.collectives.arguments import (
 )
 from laconic.collectives.codec import Codec
 from laconic.collectives.engine import uncoded
-from laconic.collectives.engine.call import Call
+from laconic.collectives.engine.call import Call, Exchange
 from laconic.collectives.engine.two_level import (
     TwoLevel,
     all_gather_on_two_levels,
@@ -43,7 +44,7 @@ from laconic.collectives.engine.two_level import (
     all_to_all_on_two_levels,
     reduce_scatter_on_two_levels,
 )
-from laconic.collectives.policy.raw_calls import is_plain_strided, known_way
+from laconic.collectives.policy.raw_calls import known_way
 from laconic.collectives.policy.selector import leaves_raw
 from laconic.collectives.runtime.background import Groups, Work
 from laconic.errors import ConfigError, FormatError
@@ -68,17 +69,17 @@ def all_gather(
         FormatError: the tensors do not fit.
         ConfigError: ranks disagree about the call; raised on every rank.
     """
-    way = known_way(group, ("all_gather",), input) if codec == "auto" else None
-    if way is not None and _fits(output, input, way.world * input.numel()) and way.goes(async_op):
-        return uncoded.all_gather(output, input, way.group(), async_op)
+    way = known_way(group, ("all_gather",), input, output, async_op) if codec == "auto" else None
+    if way is not None:
+        return way.run(uncoded.all_gather, output, input, way.group(), async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     check_numel("output", output, world * input.numel(), f"{world} times that of input")
-    if _leaves_raw(("all_gather",), input.numel(), input, group, groups, codec, async_op):
+    if _leaves_raw(("all_gather",), input.numel(), input, output, group, groups, codec, async_op):
         return uncoded.all_gather(output, input, groups[0], async_op)
     mine, rows = flatten(input), flatten(output).view(world, -1)
     return Call("all_gather", groups, codec, input.dtype, input.device).run(
-        lambda exchange: exchange.all_gather(rows, mine),
+        partial(Exchange.all_gather, rows=rows, mine=mine),
         lambda: rows[0].copy_(mine),
         output,
         async_op,
@@ -108,18 +109,18 @@ def reduce_scatter(
         FormatError: the tensors do not fit.
         ConfigError: ranks disagree about the call; raised on every rank.
     """
-    way = known_way(group, ("reduce_scatter", op), input) if codec == "auto" else None
-    if way is not None and _fits(output, input, input.numel() // way.world) and way.goes(async_op):
-        return uncoded.reduce_scatter(output, input, way.group(), op, async_op)
+    way = known_way(group, ("reduce_scatter", op), input, output, async_op) if codec == "auto" else None
+    if way is not None:
+        return way.run(uncoded.reduce_scatter, output, input, way.group(), op, async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     check_numel("input", input, world * output.numel(), f"{world} times that of output")
     factor = find_factor(op, input, world)
-    if _leaves_raw(("reduce_scatter", op), input.numel(), input, group, groups, codec, async_op):
+    if _leaves_raw(("reduce_scatter", op), input.numel(), input, output, group, groups, codec, async_op):
         return uncoded.reduce_scatter(output, input, groups[0], op, async_op)
     mine, rows = flatten(output), flatten(input).view(world, -1)
     return Call("reduce_scatter", groups, codec, input.dtype, input.device).run(
-        lambda exchange: exchange.reduce_scatter(mine, rows, factor),
+        partial(Exchange.reduce_scatter, mine=mine, rows=rows, factor=factor),
         lambda: mine.copy_(rows[0]),
         output,
         async_op,
@@ -144,17 +145,17 @@ def all_reduce(
         FormatError: the tensor does not fit.
         ConfigError: ranks disagree about the call; raised on every rank.
     """
-    way = known_way(group, ("all_reduce", op), tensor) if codec == "auto" else None
-    if way is not None and way.goes(async_op):
-        return uncoded.all_reduce(tensor, way.group(), op, async_op)
+    way = known_way(group, ("all_reduce", op), tensor, None, async_op) if codec == "auto" else None
+    if way is not None:
+        return way.run(uncoded.all_reduce, tensor, way.group(), op, async_op)
     check_tensors(tensor=tensor)
     world, groups = find_groups(group)
     factor = find_factor(op, tensor, world)
-    if _leaves_raw(("all_reduce", op), tensor.numel(), tensor, group, groups, codec, async_op):
+    if _leaves_raw(("all_reduce", op), tensor.numel(), tensor, None, group, groups, codec, async_op):
         return uncoded.all_reduce(tensor, groups[0], op, async_op)
     x = flatten(tensor)
     return Call("all_reduce", groups, codec, tensor.dtype, tensor.device).run(
-        lambda exchange: exchange.all_reduce(x, factor),
+        partial(Exchange.all_reduce, x=x, factor=factor),
         lambda: None,
         tensor,
         async_op,
@@ -188,9 +189,9 @@ def all_to_all(
         ConfigError: ranks disagree about the call; raised on every rank.
     """
     even = output_split_sizes is None and input_split_sizes is None
-    way = known_way(group, ("all_to_all",), input) if even and codec == "auto" else None
-    if way is not None and _fits(output, input, input.numel()) and way.goes(async_op):
-        return uncoded.all_to_all(output, input, way.group(), async_op)
+    way = known_way(group, ("all_to_all",), input, output, async_op) if even and codec == "auto" else None
+    if way is not None:
+        return way.run(uncoded.all_to_all, output, input, way.group(), async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     if even:
@@ -201,14 +202,14 @@ def all_to_all(
             )
     elif len(groups) == 2:
         raise ConfigError("split sizes are given, but TwoLevel takes equal parts only; pass a process group")
-    if even and _leaves_raw(("all_to_all",), input.numel(), input, group, groups, codec, async_op):
+    if even and _leaves_raw(("all_to_all",), input.numel(), input, output, group, groups, codec, async_op):
         return uncoded.all_to_all(output, input, groups[0], async_op)
     out, into = flatten(output), flatten(input)
     call = Call("all_to_all", groups, codec, input.dtype, input.device)
     if even:
         rows, own = out.view(world, -1), into.view(world, -1)
         return call.run(
-            lambda exchange: exchange.all_to_all(rows, own),
+            partial(Exchange.all_to_all, received=rows, sent=own),
             lambda: out.copy_(into),
             output,
             async_op,
@@ -244,18 +245,18 @@ def broadcast(
     async_op: bool = False,
 ) -> Work[Tensor]:
     """Replace `tensor`, of any shape and dtype, on the ranks of `group` by that of the global rank `src`."""
-    way = known_way(group, ("broadcast", src), tensor) if codec == "auto" else None
-    if way is not None and way.goes(async_op):
-        return uncoded.broadcast(tensor, way.group(), way.group_rank, async_op)
+    way = known_way(group, ("broadcast", src), tensor, None, async_op) if codec == "auto" else None
+    if way is not None:
+        return way.run(uncoded.broadcast, tensor, way.group(), way.group_rank, async_op)
     check_tensors(tensor=tensor)
     _, groups = find_groups(flat_group("broadcast", group))
     root = find_group_rank(groups[0], src, "src")
-    is_end = root == groups[0].rank()
-    if _leaves_raw(("broadcast", src), tensor.numel(), tensor, group, groups, codec, async_op, root, is_end):
+    known, is_end = ("broadcast", src), root == groups[0].rank()
+    if _leaves_raw(known, tensor.numel(), tensor, None, group, groups, codec, async_op, root, is_end):
         return uncoded.broadcast(tensor, groups[0], root, async_op)
     x = flatten(tensor)
     call = Call("broadcast", groups, codec, tensor.dtype, tensor.device)
-    return call.run(lambda exchange: exchange.broadcast(x, root), lambda: None, tensor, async_op)
+    return call.run(partial(Exchange.broadcast, x=x, src=root), lambda: None, tensor, async_op)
 
 
 def gather(
@@ -268,10 +269,9 @@ def gather(
     async_op: bool = False,
 ) -> Work[Tensor | None]:
     """Gather the tensors of all ranks on the global rank `dst`: `output` as in `all_gather` there, None elsewhere."""
-    way = known_way(group, ("gather", dst, output is None), input) if codec == "auto" else None
-    fits = way is not None and (output is None or _fits(output, input, way.world * input.numel()))
-    if way is not None and fits and way.goes(async_op):
-        return uncoded.gather(output, input, way.group(), way.group_rank, async_op)
+    way = known_way(group, ("gather", dst, output is None), input, output, async_op) if codec == "auto" else None
+    if way is not None:
+        return way.run(uncoded.gather, output, input, way.group(), way.group_rank, async_op)
     check_tensors(input=input, **({} if output is None else {"output": output}))
     world, groups = find_groups(flat_group("gather", group))
     root = find_group_rank(groups[0], dst, "dst")
@@ -279,12 +279,12 @@ def gather(
     if output is not None:
         check_numel("output", output, world * input.numel(), f"{world} times that of input")
     known, is_end = ("gather", dst, output is None), output is not None
-    if _leaves_raw(known, input.numel(), input, group, groups, codec, async_op, root, is_end):
+    if _leaves_raw(known, input.numel(), input, output, group, groups, codec, async_op, root, is_end):
         return uncoded.gather(output, input, groups[0], root, async_op)
     mine = flatten(input)
     rows = None if output is None else flatten(output).view(world, -1)
     return Call("gather", groups, codec, input.dtype, input.device).run(
-        lambda exchange: exchange.gather(rows, mine, root),
+        partial(Exchange.gather, rows=rows, mine=mine, dst=root),
         lambda: None if rows is None else rows[0].copy_(mine),
         output,
         async_op,
@@ -301,10 +301,9 @@ def scatter(
     async_op: bool = False,
 ) -> Work[Tensor]:
     """Give each rank its part of `input` of the global rank `src`: [W * n] there, None on the others."""
-    way = known_way(group, ("scatter", src, input is None), output) if codec == "auto" else None
-    fits = way is not None and (input is None or _fits(input, output, way.world * output.numel()))
-    if way is not None and fits and way.goes(async_op):
-        return uncoded.scatter(output, input, way.group(), way.group_rank, async_op)
+    way = known_way(group, ("scatter", src, input is None), output, input, async_op) if codec == "auto" else None
+    if way is not None:
+        return way.run(uncoded.scatter, output, input, way.group(), way.group_rank, async_op)
     check_tensors(output=output, **({} if input is None else {"input": input}))
     world, groups = find_groups(flat_group("scatter", group))
     root = find_group_rank(groups[0], src, "src")
@@ -312,12 +311,12 @@ def scatter(
     if input is not None:
         check_numel("input", input, world * output.numel(), f"{world} times that of output")
     known, is_end = ("scatter", src, input is None), input is not None
-    if _leaves_raw(known, world * output.numel(), output, group, groups, codec, async_op, root, is_end):
+    if _leaves_raw(known, world * output.numel(), output, input, group, groups, codec, async_op, root, is_end):
         return uncoded.scatter(output, input, groups[0], root, async_op)
     mine = flatten(output)
     rows = None if input is None else flatten(input).view(world, -1)
     return Call("scatter", groups, codec, output.dtype, output.device).run(
-        lambda exchange: exchange.scatter(mine, rows, root),
+        partial(Exchange.scatter, mine=mine, rows=rows, src=root),
         lambda: None if rows is None else mine.copy_(rows[0]),
         output,
         async_op,
@@ -331,6 +330,7 @@ def _leaves_raw(
     call: tuple[Hashable, ...],
     numel: int,
     x: Tensor,
+    beside: Tensor | None,
     group: Group,
     groups: Groups,
     codec: Codec | str,
@@ -341,9 +341,6 @@ def _leaves_raw(
     """Whether a call needs only the backend's own collective; `known_way` then knows others like it by `call`."""
     if codec != "auto" or isinstance(group, TwoLevel) or numel == 0 or groups[0].size() == 1:
         return False
-    return leaves_raw(group, call, str(call[0]), numel, x, groups[0], async_op, root, is_end)
-
-
-def _fits(x: Tensor, beside: Tensor, numel: int) -> bool:
-    """Whether a second tensor is plain, on the CPU, of the right dtype and size; if not, the checks raise the error."""
-    return x.numel() == numel and x.dtype is beside.dtype and x.is_cpu and is_plain_strided(x)
+    other = None if beside is None else beside.numel()
+    operation, carrier = str(call[0]), groups[0]
+    return leaves_raw(group, call, operation, numel, x, carrier, async_op, group_rank=root, is_end=is_end, beside=other)

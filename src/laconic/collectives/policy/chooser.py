@@ -27,7 +27,7 @@ from laconic.cost.comm.seconds import (
 )
 from laconic.errors import FormatError
 
-__all__ = ["NOTE_NBYTES", "Call", "Chooser"]
+__all__ = ["NOTE_NBYTES", "Call", "Chooser", "Refusal"]
 
 _NOTE = struct.Struct("<QQQQI")
 """Bytes of messages, those expected of Gaussian data, nanoseconds of a coded call, of a raw one, checksum."""
@@ -117,16 +117,18 @@ class Chooser:
         choice = self._decide(Call(operation, numel, dtype), None)
         return choice.reason if choice.codec == RAW else None
 
-    def refusal(self, call: Call) -> Callable[[], bool] | None:
-        """What tells, and counts, call by call, that those like `call` are left raw since their data does not shrink.
-
-        When it tells False, or is None, `choose` has to be asked.
-        """
-        shrinkage = self._shrinkages.get(call.kind)
-        if shrinkage is None or shrinkage.factor is None or self.must_measure(call.dtype):
+    def refusal(self, call: Call) -> Refusal | None:
+        """What tells call by call, instead of `choose`, that those like `call` are left raw still; None if unknown."""
+        shrinkage, pace = self._shrinkages.get(call.kind), self._paces.get(call.size)
+        if shrinkage is None or self.must_measure(call.dtype):
             return None
-        is_refused = self._decide(call, shrinkage.steps).reason == LOW_RATIO
-        return partial(shrinkage.refuses, shrinkage.factor) if is_refused else None
+        choice = self._decide(call, shrinkage.steps)
+        if choice.reason == LOW_RATIO:
+            return Refusal(LOW_RATIO, shrinkage.factor, shrinkage)
+        if choice.codec == RAW or pace is None or not pace.is_slower or not self._is_timed(call):
+            return None
+        slower = replace(choice, codec=RAW, reason=MEASURED_SLOWER)
+        return Refusal(MEASURED_SLOWER, shrinkage.factor, shrinkage, pace, partial(self.observe, call, slower, 0, 0))
 
     def must_measure(self, dtype: str) -> bool:
         """Whether to choose for this dtype the ranks have to measure something together."""
@@ -233,13 +235,6 @@ class Shrinkage:
         else:
             self.factor += _WEIGHT * (found - self.factor)
 
-    def refuses(self, factor: float) -> bool:
-        """Whether a call that was left raw at this factor is so now, without a probe; counts it then."""
-        if self.factor != factor or self.num_refused + 1 >= self.probe_after:
-            return False
-        self.num_refused += 1
-        return True
-
     def wants_probe(self) -> bool:
         """Whether this call, which would be left raw because of the ratio, should be coded nevertheless."""
         self.num_refused += 1
@@ -282,6 +277,11 @@ class Pace:
     num_probes: int = 0
     raw_kept: list[float] = field(default_factory=list)
 
+    @property
+    def is_slower(self) -> bool:
+        """Whether coded calls take longer than raw ones, as far as is known."""
+        return self.raw is not None and self.coded is not None and self.coded > (1 - MIN_GAIN) * self.raw
+
     def next(self) -> str:
         """Decide the next call for which coding is predicted to pay.
 
@@ -292,7 +292,7 @@ class Pace:
         if self.num_probes:
             self.num_probes -= 1
             return TRY
-        if self.raw is not None and self.coded is not None and self.coded > (1 - MIN_GAIN) * self.raw:
+        if self.is_slower:
             self.num_refused += 1
             if self.num_refused < self.coded_after:
                 return SLOWER
@@ -320,3 +320,36 @@ class Pace:
         """The same of raw calls."""
         self.raw_kept = [*self.raw_kept[1 - _NUM_RAW :], nanoseconds]
         self.raw = min(self.raw_kept)
+
+
+@dataclass(slots=True)
+class Refusal:
+    """Tells of calls of one kind, in their order, that they are left raw still, as `Chooser.choose` would.
+
+    Args:
+        reason: LOW_RATIO or MEASURED_SLOWER.
+        factor: of `shrinkage` when that was found.
+        shrinkage, pace: of the calls; a pace where they are left raw because coding is slower.
+        observe: takes the nanoseconds of a call, where the estimates need them.
+    """
+
+    reason: str
+    factor: float | None
+    shrinkage: Shrinkage
+    pace: Pace | None = None
+    observe: Callable[[int], None] | None = None
+
+    def holds(self) -> bool:
+        """Whether the next call is left raw; counts it then. If not, `choose` has to be asked."""
+        shrinkage, pace = self.shrinkage, self.pace
+        if shrinkage.factor != self.factor:
+            return False
+        if pace is None:
+            if shrinkage.num_refused + 1 >= shrinkage.probe_after:
+                return False
+            shrinkage.num_refused += 1
+        else:
+            if pace.num_probes or not pace.is_slower or pace.num_refused + 1 >= pace.coded_after:
+                return False
+            pace.num_refused += 1
+        return True

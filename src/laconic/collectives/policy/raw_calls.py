@@ -2,24 +2,28 @@
 
 gloo takes a tenth of a millisecond for a short message on one machine: three per cent of that are a few microseconds, a
 dozen lines of Python. So what was decided once for a call, a number of elements and a dtype is looked up, in one table
-per group, and counted without a lock. What may change, that the data of a kind does not shrink, is compared in each
-call.
+per group, and counted without a lock. What may change, that data does not shrink or that coding is slower, is compared
+in each call.
 """
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives import audit
+from laconic.collectives.policy.chooser import Refusal
 from laconic.collectives.runtime.callbacks import here
 
 __all__ = ["RawCalls", "Way", "forget_ways", "is_plain", "is_plain_strided", "known_way", "raw_calls_of"]
+
+T = TypeVar("T")
 
 _MAX_KNOWN = 1024
 """A program whose sizes never repeat must not fill the memory."""
@@ -38,32 +42,49 @@ def is_plain_strided(x: Tensor) -> bool:
 
 
 class Way:
-    """How a call of a function goes that is known to be left raw."""
+    """How a call of a function goes that is known to be left raw.
 
-    __slots__ = ("_count", "_still", "group", "group_rank", "world")
+    Args:
+        count: counts such calls.
+        carrier: the group that carries them.
+        group_rank: of the root or peer.
+        beside: elements of the other tensor of the call, if it has two.
+        refusal: what the cost model says of each such call; None if nothing can change that it is left raw.
+    """
+
+    __slots__ = ("_beside", "_count", "_refusal", "group", "group_rank")
 
     def __init__(
         self,
         count: Iterator[int],
-        group: Callable[[], Any],
-        world: int,
+        carrier: Callable[[], Any],
         group_rank: int,
-        still: Callable[[], bool] | None,
+        beside: int | None,
+        refusal: Refusal | None,
     ) -> None:
-        """Make the way of calls that are counted by `count`, and carried by `group` of `world` ranks.
+        self._count, self._beside, self._refusal = count, beside, refusal
+        self.group, self.group_rank = carrier, group_rank
 
-        `group_rank` is that of the root or peer, if there is one; `still` as for `RawCalls.add`.
-        """
-        self._count, self._still = count, still
-        self.group, self.world, self.group_rank = group, world, group_rank
+    def fits(self, beside: Tensor, x: Tensor) -> bool:
+        """Whether a second tensor is plain, on the CPU, of the dtype of `x` and the right size."""
+        return beside.numel() == self._beside and beside.dtype is x.dtype and beside.is_cpu and is_plain_strided(beside)
 
     def goes(self, async_op: bool = False) -> bool:
         """Whether this call is left raw as well; counts it then."""
         # Calls in the background are chosen for there, by what their own group has learnt.
-        if self._still is not None and (async_op or not self._still()):
+        if self._refusal is not None and (async_op or not self._refusal.holds()):
             return False
         next(self._count)
         return True
+
+    def run(self, start: Callable[..., T], *arguments: Any) -> T:
+        """Start the call, and tell the cost model what it takes if that wants to know."""
+        if self._refusal is None or self._refusal.observe is None:
+            return start(*arguments)
+        began = time.perf_counter_ns()
+        work = start(*arguments)
+        self._refusal.observe(time.perf_counter_ns() - began)
+        return work
 
 
 class RawCalls:
@@ -75,7 +96,7 @@ class RawCalls:
 
     def __init__(self, carrier: dist.ProcessGroup) -> None:
         """`carrier` carries the calls of the group."""
-        self._carrier, self._world = weakref.ref(carrier), carrier.size()
+        self._carrier = weakref.ref(carrier)
         self._ways: dict[tuple[Hashable, int, torch.dtype], Way] = {}
 
     def find(self, call: Hashable, x: Tensor) -> Way | None:
@@ -95,8 +116,10 @@ class RawCalls:
         operation: str,
         nbytes: int,
         reason: str,
+        *,
         group_rank: int = 0,
-        still: Callable[[], bool] | None = None,
+        beside: int | None = None,
+        refusal: Refusal | None = None,
     ) -> None:
         """From now on calls like this one are known; each counts as `nbytes` that `operation` sends.
 
@@ -104,15 +127,13 @@ class RawCalls:
             call: its name.
             x: the tensor whose size decides.
             operation, nbytes, reason: for the audit.
-            group_rank: of the root or peer.
-            still: says of each call in the caller's thread whether it is left raw as well; None if nothing can change
-                that.
+            group_rank, beside, refusal: as of `Way`.
         """
         key = call, x.numel(), x.dtype
         if x.is_cpu and (key in self._ways or len(self._ways) < _MAX_KNOWN):
             count = audit.tally(operation, x.dtype, nbytes, reason)
             if count is not None:
-                self._ways[key] = Way(count, self._carrier, self._world, group_rank, still)
+                self._ways[key] = Way(count, self._carrier, group_rank, beside, refusal)
 
     def clear(self) -> None:
         """Forget all."""
@@ -132,16 +153,19 @@ def raw_calls_of(group: dist.ProcessGroup, carrier: dist.ProcessGroup) -> RawCal
     return _known[key]
 
 
-def known_way(group: Any, call: Hashable, x: Tensor) -> Way | None:
-    """The way of a call that was left raw before; its arguments were found to be right then.
+def known_way(group: Any, call: Hashable, x: Tensor, beside: Tensor | None, async_op: bool) -> Way | None:
+    """The way of a call that is left raw as others like it were, whose arguments were found to be right; counts it.
 
     Args:
         group: as the caller gave it; None is the default group.
         call: its name.
         x: the tensor whose size decides.
+        beside: the other tensor, if there are two.
+        async_op: whether the call would run in the background if it was coded.
     """
     known = _known.get(id(dist.group.WORLD if group is None else group))
-    return None if known is None else known.find(call, x)
+    way = None if known is None else known.find(call, x)
+    return way if way is not None and (beside is None or way.fits(beside, x)) and way.goes(async_op) else None
 
 
 def forget_ways() -> None:

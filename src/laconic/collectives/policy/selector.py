@@ -35,7 +35,6 @@ from laconic.collectives.policy.raw_calls import forget_ways, raw_calls_of
 from laconic.collectives.runtime.group_facts import original_of
 from laconic.cost.comm.rates import ITEM_NBYTES, SEND, WireRates, default_path
 from laconic.cost.comm.seconds import (
-    LOW_RATIO,
     MIN_CODED_NBYTES,
     NO_CODE,
     NOT_PREPARED,
@@ -136,8 +135,10 @@ def leaves_raw(
     x: torch.Tensor,
     group: dist.ProcessGroup,
     async_op: bool,
+    *,
     group_rank: int = 0,
     is_end: bool = False,
+    beside: int | None = None,
 ) -> bool:
     """Whether a message is left raw, as far as that is known without communication.
 
@@ -154,20 +155,23 @@ def leaves_raw(
         async_op: whether it would run in the background if it was coded.
         group_rank: of the root or peer.
         is_end: whether this rank is the one that gathers or scatters, or receives a send.
+        beside: elements of the other tensor, if there are two.
     """
-    reason, still = _obvious(numel, x.dtype, group) or _known_reason(operation, numel, x, group), None
+    reason, refusal = _obvious(numel, x.dtype, group) or _known_reason(operation, numel, x, group), None
     if reason is None and operation != SEND and not async_op:
         chooser = _made(group, x.device)
-        still = None if chooser is None else chooser.refusal(Call(operation, numel, _name(x.dtype)))
-        reason = LOW_RATIO if still is not None and still() else None
-    if reason is None:
-        return False
+        refusal = None if chooser is None else chooser.refusal(Call(operation, numel, _name(x.dtype)))
     sent = sent_by_one(operation, numel * x.dtype.itemsize, group.size(), is_end)
-    audit.record(operation, x.dtype, sent, sent, RAW, reason, 0.0)
     asked: Any = dist.group.WORLD if given is None else given
     # What a group with CUDA tensors has put off is started before it is used otherwise.
-    if reason != NOT_PREPARED and (asked is group or not asked._has_cuda):
-        raw_calls_of(asked, group).add(call, x, operation, sent, reason, group_rank, still)
+    if (reason or refusal) and reason != NOT_PREPARED and (asked is group or not asked._has_cuda):
+        why = reason if refusal is None else refusal.reason
+        raw_calls_of(asked, group).add(
+            call, x, operation, sent, str(why), group_rank=group_rank, beside=beside, refusal=refusal
+        )
+    if reason is None:
+        return False  # what a refusal says counts from the next call on
+    audit.record(operation, x.dtype, sent, sent, RAW, reason, 0.0)
     return True
 
 
