@@ -341,6 +341,12 @@ def refused_calls(rank: int, world: int, folder: str) -> None:
     num_coded = 80 - raw.num_calls
     assert 2 <= num_coded <= 10, num_coded
     assert num_planned <= num_coded + 4, num_planned  # the first that are refused, and no others
+    # Whatever a call that is coded takes, one that is refused takes, too.
+    with torch.inference_mode():
+        made_there = torch.empty_like(whole)
+    collectives.all_gather(made_there, x)
+    collectives.all_gather(whole, x.clone().requires_grad_())
+    assert torch.equal(bits(made_there), bits(whole))
     # In the background they are chosen for by what the executor's own group has learnt.
     before = num_planned
     collectives.all_gather(whole, x, async_op=True).wait()

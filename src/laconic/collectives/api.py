@@ -13,7 +13,7 @@ messages and the errors after a rank has failed.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -38,7 +38,6 @@ from laconic.collectives.codec import Codec
 from laconic.collectives.engine import uncoded
 from laconic.collectives.engine.call import Call, Exchange
 from laconic.collectives.engine.two_level import (
-    TwoLevel,
     all_gather_on_two_levels,
     all_reduce_on_two_levels,
     all_to_all_on_two_levels,
@@ -46,7 +45,7 @@ from laconic.collectives.engine.two_level import (
 )
 from laconic.collectives.policy.raw_calls import known_way
 from laconic.collectives.policy.selector import leaves_raw
-from laconic.collectives.runtime.background import Groups, Work
+from laconic.collectives.runtime.background import Work
 from laconic.errors import ConfigError, FormatError
 
 __all__ = ["Op", "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce_scatter", "scatter"]
@@ -75,7 +74,7 @@ def all_gather(
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     check_numel("output", output, world * input.numel(), f"{world} times that of input")
-    if _leaves_raw(("all_gather",), input.numel(), input, output, group, groups, codec, async_op):
+    if codec == "auto" and leaves_raw(group, ("all_gather",), input.numel(), input, output, groups, async_op):
         return uncoded.all_gather(output, input, groups[0], async_op)
     mine, rows = flatten(input), flatten(output).view(world, -1)
     return Call("all_gather", groups, codec, input.dtype, input.device).run(
@@ -116,7 +115,7 @@ def reduce_scatter(
     world, groups = find_groups(group)
     check_numel("input", input, world * output.numel(), f"{world} times that of output")
     factor = find_factor(op, input, world)
-    if _leaves_raw(("reduce_scatter", op), input.numel(), input, output, group, groups, codec, async_op):
+    if codec == "auto" and leaves_raw(group, ("reduce_scatter", op), input.numel(), input, output, groups, async_op):
         return uncoded.reduce_scatter(output, input, groups[0], op, async_op)
     mine, rows = flatten(output), flatten(input).view(world, -1)
     return Call("reduce_scatter", groups, codec, input.dtype, input.device).run(
@@ -151,7 +150,7 @@ def all_reduce(
     check_tensors(tensor=tensor)
     world, groups = find_groups(group)
     factor = find_factor(op, tensor, world)
-    if _leaves_raw(("all_reduce", op), tensor.numel(), tensor, None, group, groups, codec, async_op):
+    if codec == "auto" and leaves_raw(group, ("all_reduce", op), tensor.numel(), tensor, None, groups, async_op):
         return uncoded.all_reduce(tensor, groups[0], op, async_op)
     x = flatten(tensor)
     return Call("all_reduce", groups, codec, tensor.dtype, tensor.device).run(
@@ -202,7 +201,7 @@ def all_to_all(
             )
     elif len(groups) == 2:
         raise ConfigError("split sizes are given, but TwoLevel takes equal parts only; pass a process group")
-    if even and _leaves_raw(("all_to_all",), input.numel(), input, output, group, groups, codec, async_op):
+    if codec == "auto" and even and leaves_raw(group, ("all_to_all",), input.numel(), input, output, groups, async_op):
         return uncoded.all_to_all(output, input, groups[0], async_op)
     out, into = flatten(output), flatten(input)
     call = Call("all_to_all", groups, codec, input.dtype, input.device)
@@ -247,12 +246,12 @@ def broadcast(
     """Replace `tensor`, of any shape and dtype, on the ranks of `group` by that of the global rank `src`."""
     way = known_way(group, ("broadcast", src), tensor, None, async_op) if codec == "auto" else None
     if way is not None:
-        return way.run(uncoded.broadcast, tensor, way.group(), way.group_rank, async_op)
+        return way.run(uncoded.broadcast, tensor, way.group(), way.root, async_op)
     check_tensors(tensor=tensor)
     _, groups = find_groups(flat_group("broadcast", group))
     root = find_group_rank(groups[0], src, "src")
     known, is_end = ("broadcast", src), root == groups[0].rank()
-    if _leaves_raw(known, tensor.numel(), tensor, None, group, groups, codec, async_op, root, is_end):
+    if codec == "auto" and leaves_raw(group, known, tensor.numel(), tensor, None, groups, async_op, root, is_end):
         return uncoded.broadcast(tensor, groups[0], root, async_op)
     x = flatten(tensor)
     call = Call("broadcast", groups, codec, tensor.dtype, tensor.device)
@@ -271,7 +270,7 @@ def gather(
     """Gather the tensors of all ranks on the global rank `dst`: `output` as in `all_gather` there, None elsewhere."""
     way = known_way(group, ("gather", dst, output is None), input, output, async_op) if codec == "auto" else None
     if way is not None:
-        return way.run(uncoded.gather, output, input, way.group(), way.group_rank, async_op)
+        return way.run(uncoded.gather, output, input, way.group(), way.root, async_op)
     check_tensors(input=input, **({} if output is None else {"output": output}))
     world, groups = find_groups(flat_group("gather", group))
     root = find_group_rank(groups[0], dst, "dst")
@@ -279,7 +278,7 @@ def gather(
     if output is not None:
         check_numel("output", output, world * input.numel(), f"{world} times that of input")
     known, is_end = ("gather", dst, output is None), output is not None
-    if _leaves_raw(known, input.numel(), input, output, group, groups, codec, async_op, root, is_end):
+    if codec == "auto" and leaves_raw(group, known, input.numel(), input, output, groups, async_op, root, is_end):
         return uncoded.gather(output, input, groups[0], root, async_op)
     mine = flatten(input)
     rows = None if output is None else flatten(output).view(world, -1)
@@ -303,7 +302,7 @@ def scatter(
     """Give each rank its part of `input` of the global rank `src`: [W * n] there, None on the others."""
     way = known_way(group, ("scatter", src, input is None), output, input, async_op) if codec == "auto" else None
     if way is not None:
-        return way.run(uncoded.scatter, output, input, way.group(), way.group_rank, async_op)
+        return way.run(uncoded.scatter, output, input, way.group(), way.root, async_op)
     check_tensors(output=output, **({} if input is None else {"input": input}))
     world, groups = find_groups(flat_group("scatter", group))
     root = find_group_rank(groups[0], src, "src")
@@ -311,7 +310,9 @@ def scatter(
     if input is not None:
         check_numel("input", input, world * output.numel(), f"{world} times that of output")
     known, is_end = ("scatter", src, input is None), input is not None
-    if _leaves_raw(known, world * output.numel(), output, input, group, groups, codec, async_op, root, is_end):
+    if codec == "auto" and leaves_raw(
+        group, known, world * output.numel(), output, input, groups, async_op, root, is_end
+    ):
         return uncoded.scatter(output, input, groups[0], root, async_op)
     mine = flatten(output)
     rows = None if input is None else flatten(input).view(world, -1)
@@ -321,26 +322,3 @@ def scatter(
         output,
         async_op,
     )
-
-
-# --- one call ---
-
-
-def _leaves_raw(
-    call: tuple[Hashable, ...],
-    numel: int,
-    x: Tensor,
-    beside: Tensor | None,
-    group: Group,
-    groups: Groups,
-    codec: Codec | str,
-    async_op: bool,
-    root: int = 0,
-    is_end: bool = False,
-) -> bool:
-    """Whether a call needs only the backend's own collective; `known_way` then knows others like it by `call`."""
-    if codec != "auto" or isinstance(group, TwoLevel) or numel == 0 or groups[0].size() == 1:
-        return False
-    other = None if beside is None else beside.numel()
-    operation, carrier = str(call[0]), groups[0]
-    return leaves_raw(group, call, operation, numel, x, carrier, async_op, group_rank=root, is_end=is_end, beside=other)

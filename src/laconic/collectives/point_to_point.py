@@ -70,9 +70,9 @@ def _start(
     tensor: Tensor, other: int, sends: bool, group: dist.ProcessGroup | None, codec: Codec | str, async_op: bool
 ) -> Work[Tensor]:
     function = "send" if sends else "recv"
-    way = known_way(group, (function, other), tensor, None, async_op) if codec == "auto" else None
+    way = known_way(group, ("send", other, sends), tensor, None, async_op) if codec == "auto" else None
     if way is not None:
-        return (uncoded.send if sends else uncoded.recv)(tensor, way.group(), way.group_rank, async_op)
+        return (uncoded.send if sends else uncoded.recv)(tensor, way.group(), way.root, async_op)
     check_tensors(tensor=tensor)
     name = "dst" if sends else "src"
     _, groups = find_groups(flat_group(function, group))
@@ -80,8 +80,8 @@ def _start(
     if peer == groups[0].rank():
         raise ConfigError(f"{name} is {other}, which is this rank; copy the tensor instead")
 
-    call = group, (function, other), "send", tensor.numel(), tensor, groups[0], async_op
-    if codec == "auto" and tensor.numel() and leaves_raw(*call, group_rank=peer, is_end=not sends):
+    call = "send", other, sends
+    if codec == "auto" and leaves_raw(group, call, tensor.numel(), tensor, None, groups, async_op, peer, not sends):
         return (uncoded.send if sends else uncoded.recv)(tensor, groups[0], peer, async_op)
 
     def begin(group: dist.ProcessGroup) -> Callable[[], Tensor]:

@@ -6,7 +6,7 @@ Tensors are flat and arguments are taken to be right; `laconic.collectives.api` 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -149,12 +149,8 @@ class Exchange:
         """Ranks in the group."""
         return self.group.size()
 
-    def wire(self, **settings: int | str) -> Wire:
-        """The messages of the call. All ranks must have the same settings."""
-        return self._wire(settings)
-
-    def _wire(self, settings: Mapping[str, int | str], split_sizes: Splits | None = None) -> Wire:
-        """The same, with split sizes, which must fit those of the other ranks."""
+    def wire(self, split_sizes: Splits | None = None, /, **settings: int | str) -> Wire:
+        """The messages of the call. All ranks must have the same settings, and split sizes that fit."""
         others = tuple(rank for rank in range(self.world) if rank != self.group_rank)
         common: Settings = {
             "function": self.function,
@@ -211,7 +207,7 @@ class Exchange:
         )
         splits = Splits(tuple(into), tuple(out))
         if table is None:
-            wire = self._wire({"splits": "uneven"}, splits)
+            wire = self.wire(splits, splits="uneven")
             table = wire.table()
             most, longest = max(map(sum, table)), max(map(max, table))
             self._run(chunk, longest, None, asked=most, checks_late=self.is_all, wire=wire)
@@ -355,7 +351,7 @@ class Exchange:
         """
         asked = longest if asked is None else asked
         if is_auto(self.codec) and needs_sync(self.function, asked, self.dtype, self.group, device=self.device):
-            wire = wire or self._wire(settings, split_sizes)
+            wire = wire or self.wire(split_sizes, **settings)
             sync(wire)
         route = find_route(self.codec, self.function, asked, self.dtype, self.group, self.device)
         if raw is not None and route.choice is not None and route.choice.codec == RAW:
@@ -363,7 +359,7 @@ class Exchange:
                 nbytes = sent_by_one(self.function, asked * self.dtype.itemsize, self.world, is_end)
             self._run_raw(raw, asked, nbytes, route.choice)
             return False
-        wire = wire or self._wire(settings, split_sizes)
+        wire = wire or self.wire(split_sizes, **settings)
         wire.is_checked_late = checks_late
         step = route.step(-(-longest // num_parts), self.dtype) * num_parts
         overlap(chunk(wire, route, part) for part in slices(longest, step))

@@ -147,7 +147,7 @@ class _ChangedWork(Work[S]):
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: str = "sum", async_op: bool = True) -> Work[Tensor]:
     """`tensor` becomes the sum, or with op="avg" the average, over ranks."""
-    work = group.allreduce([tensor], _reduction(AllreduceOptions, op, async_op))
+    work = group.allreduce([tensor], _options(AllreduceOptions, async_op, op))
     return _carried("all_reduce", work, tensor, group, async_op)
 
 
@@ -156,7 +156,7 @@ def reduce_scatter(
 ) -> Work[Tensor]:
     """`output` [n] becomes the sum or average over ranks of this one's part of `input` [W * n]."""
     method = getattr(group, _REDUCE_SCATTER)
-    work = method(_flat(output), _flat(input), _reduction(ReduceScatterOptions, op, async_op))
+    work = method(_flat(output), _flat(input), _options(ReduceScatterOptions, async_op, op))
     return _carried("reduce_scatter", work, output, group, async_op)
 
 
@@ -176,7 +176,7 @@ def all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, src: int, async_op: bool = True) -> Work[Tensor]:
     """`tensor` of group rank `src` replaces that of the others."""
-    work = group.broadcast([_movable(tensor)], _rooted(BroadcastOptions, src, async_op))
+    work = group.broadcast([_movable(tensor)], _options(BroadcastOptions, async_op, "sum", src))
     return _carried("broadcast", work, tensor, group, async_op)
 
 
@@ -185,7 +185,7 @@ def gather(
 ) -> Work[Tensor | None]:
     """`output` [W * n] on group rank `dst` becomes what ranks have in `input` [n]."""
     outputs = [] if output is None else [_rows(output, group)]
-    work = group.gather(outputs, [_movable(input)], _rooted(GatherOptions, dst, async_op))
+    work = group.gather(outputs, [_movable(input)], _options(GatherOptions, async_op, "sum", dst))
     return _carried("gather", work, output, group, async_op)
 
 
@@ -194,7 +194,7 @@ def scatter(
 ) -> Work[Tensor]:
     """`output` [n] becomes this rank's part of `input` [W * n] of group rank `src`."""
     inputs = [] if input is None else [_rows(input, group)]
-    work = group.scatter([_movable(output)], inputs, _rooted(ScatterOptions, src, async_op))
+    work = group.scatter([_movable(output)], inputs, _options(ScatterOptions, async_op, "sum", src))
     return _carried("scatter", work, output, group, async_op)
 
 
@@ -271,23 +271,11 @@ def _tag(x: Tensor) -> int:
 
 
 @cache
-def _options(kind: Callable[[], Any], async_op: bool) -> Any:
-    made = kind()
-    made.asyncOp = async_op
-    return made
-
-
-@cache
-def _reduction(kind: Callable[[], Any], op: str, async_op: bool) -> Any:
+def _options(kind: Callable[[], Any], async_op: bool, op: str = "sum", root: int | None = None) -> Any:
     made = kind()
     made.asyncOp = async_op
     if op == "avg":
         made.reduceOp = _AVG
-    return made
-
-
-@cache
-def _rooted(kind: Callable[[], Any], root: int, async_op: bool) -> Any:
-    made = kind()
-    made.asyncOp, made.rootRank = async_op, root
+    if root is not None:
+        made.rootRank = root
     return made

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -47,32 +47,35 @@ class Way:
     Args:
         count: counts such calls.
         carrier: the group that carries them.
-        group_rank: of the root or peer.
+        root: group rank of the root or peer.
         beside: elements of the other tensor of the call, if it has two.
         refusal: what the cost model says of each such call; None if nothing can change that it is left raw.
     """
 
-    __slots__ = ("_beside", "_count", "_refusal", "group", "group_rank")
+    __slots__ = ("_beside", "_count", "_refusal", "group", "root")
 
     def __init__(
         self,
         count: Iterator[int],
         carrier: Callable[[], Any],
-        group_rank: int,
+        root: int,
         beside: int | None,
         refusal: Refusal | None,
     ) -> None:
         self._count, self._beside, self._refusal = count, beside, refusal
-        self.group, self.group_rank = carrier, group_rank
+        self.group, self.root = carrier, root
 
     def fits(self, beside: Tensor, x: Tensor) -> bool:
         """Whether a second tensor is plain, on the CPU, of the dtype of `x` and the right size."""
         return beside.numel() == self._beside and beside.dtype is x.dtype and beside.is_cpu and is_plain_strided(beside)
 
-    def goes(self, async_op: bool = False) -> bool:
-        """Whether this call is left raw as well; counts it then."""
-        # Calls in the background are chosen for there, by what their own group has learnt.
-        if self._refusal is not None and (async_op or not self._refusal.holds()):
+    def goes(self, tensors: Iterable[Tensor] = (), async_op: bool = False) -> bool:
+        """Whether this call with `tensors` is left raw as well; counts it then."""
+        # Calls in the background are chosen for there, by what their own group has learnt. And a call that may be coded
+        # takes tensors that the backend does not: made in inference mode, or of autograd.
+        if self._refusal is not None and (
+            async_op or any([x.is_inference() or x.requires_grad for x in tensors]) or not self._refusal.holds()
+        ):
             return False
         next(self._count)
         return True
@@ -116,24 +119,19 @@ class RawCalls:
         operation: str,
         nbytes: int,
         reason: str,
-        *,
-        group_rank: int = 0,
+        root: int = 0,
         beside: int | None = None,
         refusal: Refusal | None = None,
     ) -> None:
-        """From now on calls like this one are known; each counts as `nbytes` that `operation` sends.
+        """From now on calls like this one are known; the audit counts each as `nbytes` that `operation` sends.
 
-        Args:
-            call: its name.
-            x: the tensor whose size decides.
-            operation, nbytes, reason: for the audit.
-            group_rank, beside, refusal: as of `Way`.
+        The rest is as for `Way`; `x` is the tensor whose size decides.
         """
         key = call, x.numel(), x.dtype
         if x.is_cpu and (key in self._ways or len(self._ways) < _MAX_KNOWN):
             count = audit.tally(operation, x.dtype, nbytes, reason)
             if count is not None:
-                self._ways[key] = Way(count, self._carrier, group_rank, beside, refusal)
+                self._ways[key] = Way(count, self._carrier, root, beside, refusal)
 
     def clear(self) -> None:
         """Forget all."""
@@ -165,7 +163,9 @@ def known_way(group: Any, call: Hashable, x: Tensor, beside: Tensor | None, asyn
     """
     known = _known.get(id(dist.group.WORLD if group is None else group))
     way = None if known is None else known.find(call, x)
-    return way if way is not None and (beside is None or way.fits(beside, x)) and way.goes(async_op) else None
+    if way is None or not (beside is None or way.fits(beside, x)):
+        return None
+    return way if way.goes((x,) if beside is None else (x, beside), async_op) else None
 
 
 def forget_ways() -> None:

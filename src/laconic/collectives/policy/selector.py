@@ -128,17 +128,15 @@ def needs_sync(
 
 
 def leaves_raw(
-    given: dist.ProcessGroup | None,
-    call: Hashable,
-    operation: str,
+    given: Any,
+    call: tuple[str, *tuple[Hashable, ...]],
     numel: int,
     x: torch.Tensor,
-    group: dist.ProcessGroup,
+    beside: torch.Tensor | None,
+    groups: Sequence[dist.ProcessGroup],
     async_op: bool,
-    *,
-    group_rank: int = 0,
+    root: int = 0,
     is_end: bool = False,
-    beside: int | None = None,
 ) -> bool:
     """Whether a message is left raw, as far as that is known without communication.
 
@@ -148,15 +146,18 @@ def leaves_raw(
 
     Args:
         given: the group as the caller gave it.
-        call: its name, as of `known_way`.
-        operation, numel: as in `choose`.
+        call: its name, as of `known_way`; the operation first.
+        numel: as in `choose`.
         x: a tensor of this rank, contiguous, from whose number of elements and dtype `numel` follows.
-        group: carries the call.
+        beside: the other tensor, if there are two.
+        groups: carry the call; False for the two of a TwoLevel, which decides for each.
         async_op: whether it would run in the background if it was coded.
-        group_rank: of the root or peer.
+        root: group rank of the root or peer.
         is_end: whether this rank is the one that gathers or scatters, or receives a send.
-        beside: elements of the other tensor, if there are two.
     """
+    (group, *others), operation = groups, call[0]
+    if others or numel == 0 or group.size() == 1:
+        return False
     reason, refusal = _obvious(numel, x.dtype, group) or _known_reason(operation, numel, x, group), None
     if reason is None and operation != SEND and not async_op:
         chooser = _made(group, x.device)
@@ -167,7 +168,7 @@ def leaves_raw(
     if (reason or refusal) and reason != NOT_PREPARED and (asked is group or not asked._has_cuda):
         why = reason if refusal is None else refusal.reason
         raw_calls_of(asked, group).add(
-            call, x, operation, sent, str(why), group_rank=group_rank, beside=beside, refusal=refusal
+            call, x, operation, sent, str(why), root, None if beside is None else beside.numel(), refusal
         )
     if reason is None:
         return False  # what a refusal says counts from the next call on
