@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laconic.collectives import audit
-from laconic.collectives.policy.chooser import Call, Chooser
+from laconic.collectives.policy.chooser import Call, Chooser, Refusal
 from laconic.collectives.policy.microbench import group_shape_of
 from laconic.cost.comm.rates import WireRates
 from laconic.cost.comm.seconds import (
@@ -230,6 +231,45 @@ def test_what_is_always_raw_is_raw_at_every_call(
         choice = own.choose(call)
         assert choice.codec == RAW
         tell(own, call, choice, 0, 0, number)
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 2**32))
+def test_calls_refused_in_advance_change_no_choice_and_no_note(seed: int) -> None:
+    """A refusal is kept with the call and asked instead of `choose`: as if `choose` had been asked in each call."""
+    calls = random.Random(seed)
+    asked, own = chooser(), chooser()
+    kept: dict[Call, Refusal | None] = {}
+    refused: Counter[str] = Counter()
+    numels = [LARGE, 1 << 22][: 1 + seed % 2]  # of one size, data that shrinks does so by the same factor in each call
+    for number in range(1000):
+        call = Call(calls.choice(["all_gather", "all_reduce"]), calls.choice(numels), "bfloat16")
+        right = asked.choose(call)
+        nanoseconds = round(calls.uniform(1, 1.2) * 1e6)
+        refusal = kept.get(call)
+        if refusal is not None and refusal.holds():
+            assert (right.codec, right.reason) == (RAW, refusal.reason)
+            refused[refusal.reason] += 1
+            if refusal.observe is not None:
+                refusal.observe(nanoseconds)
+            asked.observe(call, right, 0, 0, nanoseconds)
+            continue
+        kept[call] = own.refusal(call)
+        assert own.choose(call) == right
+        if right.codec == RAW:
+            raw, sent = 0, 0
+        else:
+            notes = [each.note() for each in (asked, own)]
+            assert notes[0] == notes[1]
+            asked.learn(notes[:1])
+            own.learn(notes[:1])
+            # Gathered data shrinks, but coding takes longer for a while; sums do not shrink, for most of the time.
+            raw = 2 * call.numel
+            sent = round(raw * (1.0 if call.operation == "all_reduce" and calls.random() < 0.95 else 0.7))
+            nanoseconds = nanoseconds // 3 if 150 <= number < 400 else nanoseconds * 3
+        for each in (asked, own):
+            each.observe(call, right, raw, sent, nanoseconds)
+    assert min(refused[LOW_RATIO], refused[MEASURED_SLOWER]) > 50, refused
 
 
 # --- machines ---

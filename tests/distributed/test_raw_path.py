@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,12 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic import collectives
-from laconic.collectives import audit
+from laconic.collectives import api, audit
+from laconic.collectives.codec import Lossless
 from laconic.collectives.engine import transport
 from laconic.collectives.policy.selector import prepare, use_rates
 from laconic.collectives.process_group.work_handles import PeerWork, RawWork
 from laconic.collectives.runtime import background
 from laconic.collectives.runtime.background import Work
+from laconic.cost.comm.seconds import LOW_RATIO
 from laconic.errors import CollectiveError, FormatError
 from laconic.train.launch.worker import leave
 from tests.collectives.simulated import made_up_rates
@@ -245,6 +251,12 @@ def functions_over_the_group(rank: int, world: int, folder: str) -> None:
         assert torch.equal(out, x)
         assert torch.allclose(mine, total, atol=1e-4)
         assert torch.allclose(other, total, atol=1e-4)
+    for number in range(2):
+        small = torch.ones(3)
+        collectives.all_reduce(small)
+        assert small[0] == world
+        if number == 0:
+            api.check_tensors = lambda **tensors: pytest.fail("the call is known")
     dist.barrier()
     leave(0)
 
@@ -292,12 +304,59 @@ def known_calls(rank: int, world: int, folder: str) -> None:
         for call, *arguments in wrong:
             with pytest.raises(FormatError):
                 call(*arguments, group=group)
-        del group
+        if group is not None:
+            gone = weakref.ref(group)
+            dist.destroy_process_group(group)
+            del group
+            gc.collect()
+            assert gone() is None, "what is known of a group keeps it alive"
     leave(0)
 
 
 def test_calls_that_are_known_are_checked_as_at_first(tmp_path: Path) -> None:
     run_ranks(known_calls, (2, str(tmp_path)), 2)
+
+
+def refused_calls(rank: int, world: int, folder: str) -> None:
+    """Once data has been seen not to shrink, calls go to the backend at once, until one is coded to look again."""
+    torch.set_num_threads(1)
+    use_rates(made_up_rates(bytes_per_second=12.5e6))
+    join("gloo", rank, world, folder, "refused")
+    x = torch.randint(-(1 << 31), 1 << 31, (1 << 15,), dtype=torch.int32).view(torch.float32)
+    whole, num_planned = x.new_empty(world * x.numel()), 0
+
+    class Counted(api.Call):
+        def __post_init__(self) -> None:
+            nonlocal num_planned
+            num_planned += 1
+            super().__post_init__()
+
+    api.Call = Counted  # type: ignore[misc]
+    audit.reset()
+    for number in range(80):
+        collectives.all_gather(whole, x)
+        assert torch.equal(bits(whole[rank * x.numel() :][: x.numel()]), bits(x)), number
+    (raw,) = (entry for entry in audit.snapshot().entries if entry.codec == "raw")
+    assert raw.reasons == {LOW_RATIO: raw.num_calls}
+    num_coded = 80 - raw.num_calls
+    assert 2 <= num_coded <= 10, num_coded
+    assert num_planned <= num_coded + 4, num_planned  # the first that are refused, and no others
+    # Whatever a call that is coded takes, one that is refused takes, too.
+    with torch.inference_mode():
+        made_there = torch.empty_like(whole)
+    collectives.all_gather(made_there, x)
+    collectives.all_gather(whole, x.clone().requires_grad_())
+    assert torch.equal(bits(made_there), bits(whole))
+    # In the background they are chosen for by what the executor's own group has learnt.
+    before = num_planned
+    collectives.all_gather(whole, x, async_op=True).wait()
+    assert num_planned == before + 1
+    dist.barrier()
+    leave(0)
+
+
+def test_calls_whose_data_does_not_shrink_go_to_the_backend_at_once(tmp_path: Path) -> None:
+    run_ranks(refused_calls, (2, str(tmp_path)), 2)
 
 
 def test_functions_and_calls_of_a_process_group_mix(tmp_path: Path) -> None:
@@ -389,3 +448,67 @@ def test_a_rank_that_is_lost_amid_raw_calls_is_named(tmp_path: Path, fault: str,
         message = (tmp_path / f"error.{rank}.txt").read_text()
         assert message.startswith(f"all_reduce broke off on rank {rank}: ")
         assert f"; rank {world - 1} ended, stopped, raised an error" in message, message
+
+
+def frames_to_the_backend(call: Callable[[], object]) -> int:
+    """Python frames between `call`, which is not counted, and the first thing that this rank sends."""
+    names = {"send", "allreduce", "all_gather_single", "_allgather_base", "broadcast", "alltoall_base"}
+    names |= {"all_to_all_single", "reduce_scatter_single", "_reduce_scatter_base"}
+    here, depths = sys._getframe(), []
+
+    def profile(frame: FrameType | None, event: str, argument: Any) -> None:
+        if event == "c_call" and argument.__name__ in names:
+            depths.append(0)
+            while frame is not None and frame is not here:
+                depths[-1] += 1
+                frame = frame.f_back
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return depths[0] - 1
+
+
+def depths(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    use_rates(made_up_rates(bytes_per_second=12.5e6))
+    join("laconic", rank, world, folder, "depth")
+    plain = dist.new_group(backend="gloo")
+    short, many = torch.ones(16), torch.ones(16 * world)
+    x, whole = torch.randn(1 << 16).bfloat16(), torch.empty(world << 16).bfloat16()
+    random = torch.randint(-(1 << 31), 1 << 31, (1 << 15,), dtype=torch.int32).view(torch.float32)
+    randoms = random.new_empty(world * random.numel())
+    coded = Lossless()
+    raw: list[Callable[[], object]] = [
+        lambda: collectives.all_reduce(short, plain),
+        lambda: collectives.all_gather(many, short, plain),
+        lambda: collectives.all_gather(many, short),
+        lambda: collectives.reduce_scatter(short, many, plain, async_op=True).wait(),
+        lambda: collectives.all_to_all(torch.empty_like(many), many, group=plain),
+        lambda: collectives.broadcast(short, 0, plain),
+        lambda: all_gather_single(many, short),
+        lambda: dist.all_reduce(short),
+        lambda: collectives.all_gather(randoms, random, plain),  # refused by what was learnt
+    ]
+    shortened: list[Callable[[], object]] = [
+        lambda: collectives.all_gather(whole, x, plain, codec=coded),
+        lambda: collectives.all_reduce(x, plain, codec=coded),
+        lambda: collectives.reduce_scatter(x, whole, plain, codec=coded),
+        lambda: collectives.all_to_all(torch.empty_like(whole), whole, group=plain, codec=coded),
+        lambda: collectives.broadcast(x, 0, plain, codec=coded),
+    ]
+    for calls, most in ((raw, 6), (shortened, 12)):
+        for number, call in enumerate(calls):
+            for _ in range(6):
+                call()
+            dist.barrier()
+            found = frames_to_the_backend(call)
+            assert found <= most, (most, number, found)
+            dist.barrier()
+    leave(0)
+
+
+def test_few_frames_lie_between_a_call_and_the_backend(tmp_path: Path) -> None:
+    run_ranks(depths, (2, str(tmp_path)), 2)

@@ -85,7 +85,7 @@ def test_two_ranks(programs: list[Program], tmp_path: Path) -> None:
         (quantized, ["finalize_backward"]),  # the optimizer for the division behind the reduction
         (native, ["finalize_backward", "_root_post_backward_final_callback"]),  # either of them would be enough
         (quantized, ["collect"]),  # of this package: announcements
-        (quantized, ["_wait_all"]),  # messages
+        (quantized, ["wait_all"]),  # messages
         (reduced_in_slots, ["wait"]),  # the caller for the link, and the link for the stream of the gradients
         (ddp_quantized, ["_run"]),  # the executor for the bucket
         (ddp_quantized, ["reducer_waits"]),  # the reducer for the hook's future

@@ -13,7 +13,8 @@ messages and the errors after a rank has failed.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -35,16 +36,16 @@ from laconic.collectives.arguments import (
 )
 from laconic.collectives.codec import Codec
 from laconic.collectives.engine import uncoded
-from laconic.collectives.engine.call import Call
+from laconic.collectives.engine.call import Call, Exchange
 from laconic.collectives.engine.two_level import (
     all_gather_on_two_levels,
     all_reduce_on_two_levels,
     all_to_all_on_two_levels,
     reduce_scatter_on_two_levels,
 )
-from laconic.collectives.policy.raw_calls import is_plain_strided, known_way
-from laconic.collectives.policy.selector import leaves_raw, remember_raw
-from laconic.collectives.runtime.background import Groups, Work
+from laconic.collectives.policy.raw_calls import known_way
+from laconic.collectives.policy.selector import leaves_raw
+from laconic.collectives.runtime.background import Work
 from laconic.errors import ConfigError, FormatError
 
 __all__ = ["Op", "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce_scatter", "scatter"]
@@ -67,18 +68,17 @@ def all_gather(
         FormatError: the tensors do not fit.
         ConfigError: ranks disagree about the call; raised on every rank.
     """
-    way = known_way(group, "all_gather", input) if codec == "auto" else None
-    if way is not None and _fits(output, input, way.world * input.numel()):
-        next(way.count)
-        return uncoded.all_gather(output, input, way.group, async_op)
+    way = known_way(group, ("all_gather",), input, output, async_op) if codec == "auto" else None
+    if way is not None:
+        return way.run(uncoded.all_gather, output, input, way.group(), async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     check_numel("output", output, world * input.numel(), f"{world} times that of input")
-    if _leaves_raw("all_gather", input.numel(), input, group, groups, "all_gather", codec):
+    if codec == "auto" and leaves_raw(group, ("all_gather",), input.numel(), input, output, groups, async_op):
         return uncoded.all_gather(output, input, groups[0], async_op)
     mine, rows = flatten(input), flatten(output).view(world, -1)
     return Call("all_gather", groups, codec, input.dtype, input.device).run(
-        lambda exchange: exchange.all_gather(rows, mine),
+        partial(Exchange.all_gather, rows=rows, mine=mine),
         lambda: rows[0].copy_(mine),
         output,
         async_op,
@@ -108,19 +108,18 @@ def reduce_scatter(
         FormatError: the tensors do not fit.
         ConfigError: ranks disagree about the call; raised on every rank.
     """
-    way = known_way(group, ("reduce_scatter", op), input) if codec == "auto" else None
-    if way is not None and _fits(output, input, input.numel() // way.world):
-        next(way.count)
-        return uncoded.reduce_scatter(output, input, way.group, op, async_op)
+    way = known_way(group, ("reduce_scatter", op), input, output, async_op) if codec == "auto" else None
+    if way is not None:
+        return way.run(uncoded.reduce_scatter, output, input, way.group(), op, async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     check_numel("input", input, world * output.numel(), f"{world} times that of output")
     factor = find_factor(op, input, world)
-    if _leaves_raw("reduce_scatter", input.numel(), input, group, groups, ("reduce_scatter", op), codec):
+    if codec == "auto" and leaves_raw(group, ("reduce_scatter", op), input.numel(), input, output, groups, async_op):
         return uncoded.reduce_scatter(output, input, groups[0], op, async_op)
     mine, rows = flatten(output), flatten(input).view(world, -1)
     return Call("reduce_scatter", groups, codec, input.dtype, input.device).run(
-        lambda exchange: exchange.reduce_scatter(mine, rows, factor),
+        partial(Exchange.reduce_scatter, mine=mine, rows=rows, factor=factor),
         lambda: mine.copy_(rows[0]),
         output,
         async_op,
@@ -145,18 +144,17 @@ def all_reduce(
         FormatError: the tensor does not fit.
         ConfigError: ranks disagree about the call; raised on every rank.
     """
-    way = known_way(group, ("all_reduce", op), tensor) if codec == "auto" else None
+    way = known_way(group, ("all_reduce", op), tensor, None, async_op) if codec == "auto" else None
     if way is not None:
-        next(way.count)
-        return uncoded.all_reduce(tensor, way.group, op, async_op)
+        return way.run(uncoded.all_reduce, tensor, way.group(), op, async_op)
     check_tensors(tensor=tensor)
     world, groups = find_groups(group)
     factor = find_factor(op, tensor, world)
-    if _leaves_raw("all_reduce", tensor.numel(), tensor, group, groups, ("all_reduce", op), codec):
+    if codec == "auto" and leaves_raw(group, ("all_reduce", op), tensor.numel(), tensor, None, groups, async_op):
         return uncoded.all_reduce(tensor, groups[0], op, async_op)
     x = flatten(tensor)
     return Call("all_reduce", groups, codec, tensor.dtype, tensor.device).run(
-        lambda exchange: exchange.all_reduce(x, factor),
+        partial(Exchange.all_reduce, x=x, factor=factor),
         lambda: None,
         tensor,
         async_op,
@@ -190,10 +188,9 @@ def all_to_all(
         ConfigError: ranks disagree about the call; raised on every rank.
     """
     even = output_split_sizes is None and input_split_sizes is None
-    way = known_way(group, "all_to_all", input) if even and codec == "auto" else None
-    if way is not None and _fits(output, input, input.numel()):
-        next(way.count)
-        return uncoded.all_to_all(output, input, way.group, async_op)
+    way = known_way(group, ("all_to_all",), input, output, async_op) if even and codec == "auto" else None
+    if way is not None:
+        return way.run(uncoded.all_to_all, output, input, way.group(), async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     if even:
@@ -204,14 +201,14 @@ def all_to_all(
             )
     elif len(groups) == 2:
         raise ConfigError("split sizes are given, but TwoLevel takes equal parts only; pass a process group")
-    if even and _leaves_raw("all_to_all", input.numel(), input, group, groups, "all_to_all", codec):
+    if codec == "auto" and even and leaves_raw(group, ("all_to_all",), input.numel(), input, output, groups, async_op):
         return uncoded.all_to_all(output, input, groups[0], async_op)
     out, into = flatten(output), flatten(input)
     call = Call("all_to_all", groups, codec, input.dtype, input.device)
     if even:
         rows, own = out.view(world, -1), into.view(world, -1)
         return call.run(
-            lambda exchange: exchange.all_to_all(rows, own),
+            partial(Exchange.all_to_all, received=rows, sent=own),
             lambda: out.copy_(into),
             output,
             async_op,
@@ -247,19 +244,18 @@ def broadcast(
     async_op: bool = False,
 ) -> Work[Tensor]:
     """Replace `tensor`, of any shape and dtype, on the ranks of `group` by that of the global rank `src`."""
-    way = known_way(group, ("broadcast", src), tensor) if codec == "auto" else None
+    way = known_way(group, ("broadcast", src), tensor, None, async_op) if codec == "auto" else None
     if way is not None:
-        next(way.count)
-        return uncoded.broadcast(tensor, way.group, way.group_rank, async_op)
+        return way.run(uncoded.broadcast, tensor, way.group(), way.root, async_op)
     check_tensors(tensor=tensor)
     _, groups = find_groups(flat_group("broadcast", group))
     root = find_group_rank(groups[0], src, "src")
-    is_end = root == groups[0].rank()
-    if _leaves_raw("broadcast", tensor.numel(), tensor, group, groups, ("broadcast", src), codec, root, is_end):
+    known, is_end = ("broadcast", src), root == groups[0].rank()
+    if codec == "auto" and leaves_raw(group, known, tensor.numel(), tensor, None, groups, async_op, root, is_end):
         return uncoded.broadcast(tensor, groups[0], root, async_op)
     x = flatten(tensor)
     call = Call("broadcast", groups, codec, tensor.dtype, tensor.device)
-    return call.run(lambda exchange: exchange.broadcast(x, root), lambda: None, tensor, async_op)
+    return call.run(partial(Exchange.broadcast, x=x, src=root), lambda: None, tensor, async_op)
 
 
 def gather(
@@ -272,10 +268,9 @@ def gather(
     async_op: bool = False,
 ) -> Work[Tensor | None]:
     """Gather the tensors of all ranks on the global rank `dst`: `output` as in `all_gather` there, None elsewhere."""
-    way = known_way(group, ("gather", dst, output is None), input) if codec == "auto" else None
-    if way is not None and (output is None or _fits(output, input, way.world * input.numel())):
-        next(way.count)
-        return uncoded.gather(output, input, way.group, way.group_rank, async_op)
+    way = known_way(group, ("gather", dst, output is None), input, output, async_op) if codec == "auto" else None
+    if way is not None:
+        return way.run(uncoded.gather, output, input, way.group(), way.root, async_op)
     check_tensors(input=input, **({} if output is None else {"output": output}))
     world, groups = find_groups(flat_group("gather", group))
     root = find_group_rank(groups[0], dst, "dst")
@@ -283,12 +278,12 @@ def gather(
     if output is not None:
         check_numel("output", output, world * input.numel(), f"{world} times that of input")
     known, is_end = ("gather", dst, output is None), output is not None
-    if _leaves_raw("gather", input.numel(), input, group, groups, known, codec, root, is_end):
+    if codec == "auto" and leaves_raw(group, known, input.numel(), input, output, groups, async_op, root, is_end):
         return uncoded.gather(output, input, groups[0], root, async_op)
     mine = flatten(input)
     rows = None if output is None else flatten(output).view(world, -1)
     return Call("gather", groups, codec, input.dtype, input.device).run(
-        lambda exchange: exchange.gather(rows, mine, root),
+        partial(Exchange.gather, rows=rows, mine=mine, dst=root),
         lambda: None if rows is None else rows[0].copy_(mine),
         output,
         async_op,
@@ -305,10 +300,9 @@ def scatter(
     async_op: bool = False,
 ) -> Work[Tensor]:
     """Give each rank its part of `input` of the global rank `src`: [W * n] there, None on the others."""
-    way = known_way(group, ("scatter", src, input is None), output) if codec == "auto" else None
-    if way is not None and (input is None or _fits(input, output, way.world * output.numel())):
-        next(way.count)
-        return uncoded.scatter(output, input, way.group, way.group_rank, async_op)
+    way = known_way(group, ("scatter", src, input is None), output, input, async_op) if codec == "auto" else None
+    if way is not None:
+        return way.run(uncoded.scatter, output, input, way.group(), way.root, async_op)
     check_tensors(output=output, **({} if input is None else {"input": input}))
     world, groups = find_groups(flat_group("scatter", group))
     root = find_group_rank(groups[0], src, "src")
@@ -316,44 +310,15 @@ def scatter(
     if input is not None:
         check_numel("input", input, world * output.numel(), f"{world} times that of output")
     known, is_end = ("scatter", src, input is None), input is not None
-    if _leaves_raw("scatter", world * output.numel(), output, group, groups, known, codec, root, is_end):
+    if codec == "auto" and leaves_raw(
+        group, known, world * output.numel(), output, input, groups, async_op, root, is_end
+    ):
         return uncoded.scatter(output, input, groups[0], root, async_op)
     mine = flatten(output)
     rows = None if input is None else flatten(input).view(world, -1)
     return Call("scatter", groups, codec, output.dtype, output.device).run(
-        lambda exchange: exchange.scatter(mine, rows, root),
+        partial(Exchange.scatter, mine=mine, rows=rows, src=root),
         lambda: None if rows is None else mine.copy_(rows[0]),
         output,
         async_op,
     )
-
-
-# --- one call ---
-
-
-def _leaves_raw(
-    operation: str,
-    numel: int,
-    x: Tensor,
-    group: Group,
-    groups: Groups,
-    known: Hashable,
-    codec: Codec | str,
-    root: int = 0,
-    is_end: bool = False,
-) -> bool:
-    """Whether a call needs only the backend's own collective.
-
-    `known_way` then knows others like it, as `known` on the `group` that the caller gave.
-    """
-    if codec != "auto" or len(groups) > 1 or numel == 0 or groups[0].size() == 1:
-        return False
-    if not leaves_raw(operation, numel, x, groups[0], is_end):
-        return False
-    remember_raw(group, known, operation, x, groups[0], root, is_end)
-    return True
-
-
-def _fits(x: Tensor, beside: Tensor, numel: int) -> bool:
-    """Whether a second tensor is plain, on the CPU, of the right dtype and size; if not, the checks raise the error."""
-    return x.numel() == numel and x.dtype is beside.dtype and x.is_cpu and is_plain_strided(x)

@@ -22,7 +22,7 @@ from laconic.collectives.engine.call import find_route, finish, slices
 from laconic.collectives.engine.handshake import Announcement, Peers, Settings
 from laconic.collectives.engine.transport import WIRE_VERSION, Incoming, InFlightMessages, Outgoing, Wire
 from laconic.collectives.policy.raw_calls import known_way
-from laconic.collectives.policy.selector import leaves_raw, remember_raw
+from laconic.collectives.policy.selector import leaves_raw
 from laconic.collectives.runtime.background import Work, done, future_of, run_in_background
 from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.collectives.runtime.thread_state import as_here
@@ -70,10 +70,9 @@ def _start(
     tensor: Tensor, other: int, sends: bool, group: dist.ProcessGroup | None, codec: Codec | str, async_op: bool
 ) -> Work[Tensor]:
     function = "send" if sends else "recv"
-    way = known_way(group, (function, other), tensor) if codec == "auto" else None
+    way = known_way(group, ("send", other, sends), tensor, None, async_op) if codec == "auto" else None
     if way is not None:
-        next(way.count)
-        return (uncoded.send if sends else uncoded.recv)(tensor, way.group, way.group_rank, async_op)
+        return (uncoded.send if sends else uncoded.recv)(tensor, way.group(), way.root, async_op)
     check_tensors(tensor=tensor)
     name = "dst" if sends else "src"
     _, groups = find_groups(flat_group(function, group))
@@ -81,8 +80,8 @@ def _start(
     if peer == groups[0].rank():
         raise ConfigError(f"{name} is {other}, which is this rank; copy the tensor instead")
 
-    if codec == "auto" and tensor.numel() and leaves_raw("send", tensor.numel(), tensor, groups[0], not sends):
-        remember_raw(group, (function, other), "send", tensor, groups[0], peer, not sends)
+    call = "send", other, sends
+    if codec == "auto" and leaves_raw(group, call, tensor.numel(), tensor, None, groups, async_op, peer, not sends):
         return (uncoded.send if sends else uncoded.recv)(tensor, groups[0], peer, async_op)
 
     def begin(group: dist.ProcessGroup) -> Callable[[], Tensor]:

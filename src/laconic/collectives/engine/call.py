@@ -6,8 +6,8 @@ Tensors are flat and arguments are taken to be right; `laconic.collectives.api` 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -33,7 +33,7 @@ from laconic.collectives.engine.handshake import Announcement, Peers, Settings, 
 from laconic.collectives.engine.transport import WIRE_VERSION, Outgoing, Wire, has_tags
 from laconic.collectives.policy.selector import choose, learn, needs_sync, note, observe, sent_by_one
 from laconic.collectives.runtime import torch_compat
-from laconic.collectives.runtime.background import Groups, Work, done, run_here, run_in_background
+from laconic.collectives.runtime.background import Groups, Work, done, run_in_background
 from laconic.collectives.runtime.failure_diagnosis import broken_off, losses_named
 from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.collectives.runtime.late_checks import leave, settle
@@ -60,7 +60,7 @@ _CUT_NUMEL = 4096
 """Chunks are whole blocks of the lossless format, so that cutting costs no more than headers."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Call:
     """What the caller asked for; it may be carried out in the background, on copies of the groups."""
 
@@ -75,13 +75,15 @@ class Call:
     """Global ranks of each group, asked for in the call: the groups may be destroyed while it is under way."""
 
     def __post_init__(self) -> None:
-        ranks = tuple(map(ranks_of, self.groups))
-        object.__setattr__(self, "ranks", ranks)
+        self.ranks = tuple(map(ranks_of, self.groups))
         check_codec(self.codec)
 
-    def on(self, group: dist.ProcessGroup, level: int = 0, codec: Codec | str | None = None) -> Exchange:
+    def on(
+        self, group: dist.ProcessGroup, level: int = 0, codec: Codec | str | None = None, is_all: bool = False
+    ) -> Exchange:
         """The exchange on `group`, which is the caller's group number `level` or its copy."""
-        return Exchange(group, self.ranks[level], self.function, codec or self.codec, self.dtype, self.device)
+        codec = codec or self.codec
+        return Exchange(group, self.ranks[level], self.function, codec, self.dtype, self.device, is_all)
 
     def run(
         self,
@@ -100,7 +102,7 @@ class Call:
             async_op: return before it is done.
             on_two: runs the call on two levels: inside the node, where nothing is coded, and between nodes.
         """
-        if all(group.size() == 1 for group in self.groups):
+        if all([group.size() == 1 for group in self.groups]):
             with may_write((result,)):
                 alone()
             return done(result)
@@ -109,15 +111,18 @@ class Call:
             if on_two is not None and len(groups) == 2:
                 on_two(self.on(groups[0], 0, Raw()), self.on(groups[1], 1))
             else:
-                on_one(replace(self.on(groups[0]), is_all=True))
+                on_one(self.on(groups[0], is_all=True))
             return result
 
         if async_op:
             return run_in_background(job, self.groups, self.device, (result,))
-        return done(run_here(job, self.groups, (result,)))
+        with may_write((result,)):
+            job(self.groups)
+            settle(*self.groups)
+        return done(result)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Exchange:
     """A call on one group: what all its ranks have in common."""
 
@@ -144,12 +149,8 @@ class Exchange:
         """Ranks in the group."""
         return self.group.size()
 
-    def wire(self, **settings: int | str) -> Wire:
-        """The messages of the call. All ranks must have the same settings."""
-        return self._wire(settings)
-
-    def _wire(self, settings: Mapping[str, int | str], split_sizes: Splits | None = None) -> Wire:
-        """The same, with split sizes, which must fit those of the other ranks."""
+    def wire(self, split_sizes: Splits | None = None, /, **settings: int | str) -> Wire:
+        """The messages of the call. All ranks must have the same settings, and split sizes that fit."""
         others = tuple(rank for rank in range(self.world) if rank != self.group_rank)
         common: Settings = {
             "function": self.function,
@@ -206,12 +207,10 @@ class Exchange:
         )
         splits = Splits(tuple(into), tuple(out))
         if table is None:
-            wire = self._wire({"splits": "uneven"}, splits)
+            wire = self.wire(splits, splits="uneven")
             table = wire.table()
             most, longest = max(map(sum, table)), max(map(max, table))
-            if self._needs_sync(most):
-                sync(wire)
-            self._run_chunks(chunk, longest, wire, self._find_route(most), checks_late=self.is_all)
+            self._run(chunk, longest, None, asked=most, checks_late=self.is_all, wire=wire)
         elif isinstance(self.codec, Raw):
             # Bytes as they are, and nothing else: every two ranks know what travels between them.
             with losses_named(lambda: self.ranks, f"during {self.function}"):
@@ -321,13 +320,14 @@ class Exchange:
         self,
         chunk: _Chunk,
         longest: int,
-        raw: Callable[[], torch_compat.Started],
+        raw: Callable[[], torch_compat.Started] | None,
         *,
         asked: int | None = None,
         num_parts: int = 1,
         is_end: bool = False,
         nbytes: int | None = None,
         split_sizes: Splits | None = None,
+        wire: Wire | None = None,
         checks_late: bool = False,
         **settings: int | str,
     ) -> bool:
@@ -338,53 +338,37 @@ class Exchange:
         Args:
             chunk: the generator of one slice of `longest` elements, which fall into `num_parts` messages.
             longest: elements of the longest message.
-            raw: starts the backend's own collective.
+            raw: starts the backend's own collective; None: raw messages are chunks, too.
             asked: elements for which the cost model is asked; None: `longest`.
             num_parts: messages per slice.
             is_end, nbytes: arguments of `sent_by_one`, or its result.
-            checks_late: see `_run_chunks`.
             split_sizes, settings: compared by the ranks.
+            wire: the messages of the call, if it was announced.
+            checks_late: leave what the host has to look at on the group.
 
         Returns:
             Whether it was carried out in chunks.
         """
-        asked, wire = longest if asked is None else asked, None
-        if self._needs_sync(asked):
-            wire = self._wire(settings, split_sizes)
+        asked = longest if asked is None else asked
+        if is_auto(self.codec) and needs_sync(self.function, asked, self.dtype, self.group, device=self.device):
+            wire = wire or self.wire(split_sizes, **settings)
             sync(wire)
-        route = self._find_route(asked)
-        if route.choice is not None and route.choice.codec == RAW:
+        route = find_route(self.codec, self.function, asked, self.dtype, self.group, self.device)
+        if raw is not None and route.choice is not None and route.choice.codec == RAW:
             if nbytes is None:
                 nbytes = sent_by_one(self.function, asked * self.dtype.itemsize, self.world, is_end)
             self._run_raw(raw, asked, nbytes, route.choice)
             return False
-        self._run_chunks(chunk, longest, wire or self._wire(settings, split_sizes), route, num_parts, checks_late)
-        return True
-
-    def _needs_sync(self, numel: int) -> bool:
-        return is_auto(self.codec) and needs_sync(self.function, numel, self.dtype, self.group, device=self.device)
-
-    def _find_route(self, numel: int) -> Route:
-        return find_route(self.codec, self.function, numel, self.dtype, self.group, self.device)
-
-    def _run_chunks(
-        self,
-        chunk: _Chunk,
-        longest: int,
-        wire: Wire,
-        route: Route,
-        num_parts: int = 1,
-        checks_late: bool = False,
-    ) -> None:
-        """Carry a call out in chunks; with `checks_late` what the host has to look at is left on the group."""
-        step = route.step(-(-longest // num_parts), self.dtype) * num_parts
+        wire = wire or self.wire(split_sizes, **settings)
         wire.is_checked_late = checks_late
+        step = route.step(-(-longest // num_parts), self.dtype) * num_parts
         overlap(chunk(wire, route, part) for part in slices(longest, step))
         check = wire.late_check(partial(finish, wire, self.function, route))
         if check is None:
             finish(wire, self.function, route)
         else:
             leave(self.group, check)
+        return True
 
     def _run_raw(
         self, raw: Callable[[], torch_compat.Started], numel: int, nbytes: int, choice: AlgorithmChoice

@@ -6,8 +6,8 @@ the wire the next is encoded and the one before is decoded.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, repeat
 
 import torch
 from torch import Tensor
@@ -30,19 +30,16 @@ __all__ = [
 
 def overlap(chunks: Iterable[Iterator[None]]) -> None:
     """Run chunks so that each is one wait behind the one before it: the same order of messages on every rank."""
-    waiting: deque[Iterator[None]] = deque()
-
-    def step() -> None:
+    waiting: list[Iterator[None]] = []
+    for chunk in chain(chunks, repeat(None)):
+        if chunk is not None:
+            waiting.append(chunk)
+        elif not waiting:
+            return
         # The youngest first, so that its message is on the way before an older one is computed with.
-        for chunk in [*waiting][::-1]:
-            if next(chunk, waiting) is waiting:
-                waiting.remove(chunk)
-
-    for chunk in chunks:
-        waiting.append(chunk)
-        step()
-    while waiting:
-        step()
+        for one in waiting[::-1]:
+            if next(one, waiting) is waiting:
+                waiting.remove(one)
 
 
 # --- movements ---

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -91,6 +89,13 @@ class Splits:
         return cls(numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :])
 
 
+@lru_cache(1024)
+def _line_of(settings: tuple[tuple[str, str | int], ...]) -> bytes:
+    line = json.dumps(dict(settings), separators=(",", ":")).encode().ljust(_LINE_NBYTES)
+    assert len(line) == _LINE_NBYTES, settings
+    return line
+
+
 @dataclass(frozen=True)
 class Announcement:
     """What a rank says of a call.
@@ -108,9 +113,7 @@ class Announcement:
     @cached_property
     def line(self) -> bytes:
         """The settings as they travel, uint8 [256]."""
-        line = json.dumps(self.settings, separators=(",", ":")).encode().ljust(_LINE_NBYTES)
-        assert len(line) == _LINE_NBYTES, self.settings
-        return line
+        return _line_of(tuple(self.settings.items()))
 
     def pack(self) -> bytes:
         """All of it as it travels."""
@@ -186,9 +189,8 @@ class Handshake:
         group: the group of the call.
         peers: the ranks to compare with.
         announcement: what this rank says.
-        send: starts sending a tensor to a group rank with a tag.
-        attribute: names a group rank in errors raised inside of it.
-        timeout: of each wait.
+        send, receive: start sending or receiving a tensor to or from a group rank with a tag.
+        wait: waits for what they started; all three name the rank in errors.
     """
 
     def __init__(
@@ -197,11 +199,11 @@ class Handshake:
         peers: Peers,
         announcement: Announcement,
         send: Callable[[int, Tensor, int], dist.Work],
-        attribute: Callable[[int], AbstractContextManager[None]],
-        timeout: timedelta,
+        receive: Callable[[int, Tensor, int], dist.Work],
+        wait: Callable[[Iterable[tuple[int, dist.Work]]], None],
     ) -> None:
         self._me, self._front = group.rank(), announcement.pack()
-        self._send, self._attribute, self._timeout = send, attribute, timeout
+        self._send, self._wait = send, wait
         longest = _LINE_NBYTES + Splits.nbytes(group.size()) + _MAX_NOTE_NBYTES + MAX_INSIDE_NBYTES
         assert len(announcement.note) <= _MAX_NOTE_NBYTES
         # A sender's announcements stay apart from a receiver's, because two ranks may send to each other at once.
@@ -212,10 +214,7 @@ class Handshake:
         for peer in peers.group_ranks:
             # As long whatever the sender means by its announcement: gloo delivers only into what is long enough.
             buffer = torch.empty(longest, dtype=torch.uint8)
-            with attribute(peer):
-                work = group.recv([buffer], peer, _TAG + tag_in)
-            assert work is not None
-            self._received[peer] = buffer, work
+            self._received[peer] = buffer, receive(peer, buffer, _TAG + tag_in)
 
     def announce(self, peer: int, message: Tensor | None = None) -> None:
         """Send the settings to a peer, with a message inside."""
@@ -224,17 +223,15 @@ class Handshake:
         buffer = front if message is None else torch.cat((front, message))
         self._sent.append((peer, self._send(peer, buffer, _TAG + self._tag_out)))
 
-    def announce_to_all_but(self, group_ranks: set[int]) -> None:
-        """Send the settings to all other peers that do not have them yet."""
-        for peer in [peer for peer in self._unannounced if peer not in group_ranks]:
-            self.announce(peer)
+    def unannounced(self, but: Collection[int] = ()) -> list[int]:
+        """Group ranks of the peers that do not have the settings yet, but for those."""
+        return [peer for peer in self._unannounced if peer not in but]
 
     def read(self) -> dict[int, bytes]:
         """Wait for what all ranks announce, this one included, by group rank, as long as this rank's announcement."""
-        self.announce_to_all_but(set())
-        for peer, work in [*((peer, work) for peer, (_, work) in self._received.items()), *self._sent]:
-            with self._attribute(peer):
-                work.wait(self._timeout)
+        for peer in self.unannounced():
+            self.announce(peer)
+        self._wait([*((peer, work) for peer, (_, work) in self._received.items()), *self._sent])
         size = len(self._front)
         fronts = {peer: buffer[:size].numpy().tobytes() for peer, (buffer, _) in self._received.items()}
         return fronts | {self._me: self._front}

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeGuard
@@ -138,7 +138,7 @@ class Wire:
         if not has_tags(device):
             settle(group)  # what an earlier call has to send again comes before this call, on every rank
         if has_tags(device):
-            self._handshake = Handshake(group, peers, announcement, self.send, self.attribute, self.timeout)
+            self._handshake = Handshake(group, peers, announcement, self.send, self.receive, self.wait)
         elif kind is None:
             announcement_watch.poll(group)
             self._device_handshake = DeviceHandshake(group, peers, announcement, device)
@@ -279,15 +279,19 @@ class Wire:
         if message.data_ptr() == out.data_ptr():
             return  # it was received there
         started = time.perf_counter()
-        with self.message_of(peer):
+        try:
             codec.decode_into(message, out)
+        except FormatError as error:
+            raise self.damaged(peer, error) from error
         self.coding_seconds += time.perf_counter() - started
 
     def decode_add(self, peer: int, codec: Codec, message: Tensor, total: Tensor) -> None:
         """Add the values of a message of the rank `peer` of the group to `total`, fp32."""
         started = time.perf_counter()
-        with self.message_of(peer):
+        try:
             codec.decode_add(message, total, self.dtype)
+        except FormatError as error:
+            raise self.damaged(peer, error) from error
         self.coding_seconds += time.perf_counter() - started
 
     def decode_unread(self, codec: Lossless, message: Tensor, out: Tensor) -> Tensor:
@@ -307,10 +311,29 @@ class Wire:
     def send(self, peer: int, message: Tensor, tag: int) -> dist.Work:
         """Start sending."""
         self.count(message.nbytes)
-        with self.attribute(peer):
+        try:
             work = self.group.send([message], peer, tag)
+        except RuntimeError as error:
+            raise self.lost(peer, error) from error
         assert work is not None
         return work
+
+    def receive(self, peer: int, buffer: Tensor, tag: int) -> dist.Work:
+        """Start receiving."""
+        try:
+            work = self.group.recv([buffer], peer, tag)
+        except RuntimeError as error:
+            raise self.lost(peer, error) from error
+        assert work is not None
+        return work
+
+    def wait(self, moving: Iterable[tuple[int, dist.Work]]) -> None:
+        """Wait for what is sent to or comes from ranks of the group."""
+        for peer, work in moving:
+            try:
+                work.wait(self.timeout)
+            except RuntimeError as error:
+                raise self.lost(peer, error) from error
 
     def count(self, nbytes: int) -> None:
         """Count bytes that leave."""
@@ -322,29 +345,26 @@ class Wire:
         fingerprint = zlib.crc32(self.announcement.line + numel.to_bytes(8, "little")) & 0x7FFF
         return _MESSAGE_TAG | (self._call % 64) << 24 | (number % 128) << 17 | again << 16 | end << 15 | fingerprint
 
-    @contextmanager
-    def attribute(self, peer: int) -> Iterator[None]:
-        """Errors of the network inside of the block name the rank `peer` of the group and what was going on.
+    def lost(self, peer: int, error: RuntimeError) -> CollectiveError:
+        """The error of the network as one that names the rank `peer` of the group and what was going on.
 
-        Nothing else may be done inside: an error of this rank's own would end the group in the name of another.
+        Raises:
+            RuntimeError: `error` itself, if it is this rank's own: it must not end the group in the name of another.
         """
-        try:
-            yield
-        except (CollectiveError, FormatError):
-            raise
-        except RuntimeError as error:
-            # A group with a dead rank is of no use to a collective; two ranks may still have things to say.
-            wake = self.peers.sends is None and has_tags(self.device)
-            raise broke_off(self._what(), self.group, self.peers.ranks, peer, error, wake=wake) from error
+        if isinstance(error, CollectiveError):
+            raise error
+        # A group with a dead rank is of no use to a collective; two ranks may still have things to say.
+        wake = self.peers.sends is None and has_tags(self.device)
+        return broke_off(self._what(), self.group, self.peers.ranks, peer, error, wake=wake)
 
-    @contextmanager
-    def message_of(self, peer: int) -> Iterator[None]:
-        """A message that cannot be decoded inside of the block is named as that of the rank `peer` of the group."""
-        try:
-            yield
-        except FormatError as error:
-            self.agree(must_wait=True)  # another call's message, if the ranks disagree
-            raise FormatError(f"in {self._what()}, the message from rank {self.peers.ranks[peer]}: {error}") from error
+    def damaged(self, peer: int, error: FormatError) -> FormatError:
+        """The error of a message that cannot be decoded as one that names the rank `peer` of the group.
+
+        Raises:
+            ConfigError: the ranks disagree, and it is another call's message.
+        """
+        self.agree(must_wait=True)
+        return FormatError(f"in {self._what()}, the message from rank {self.peers.ranks[peer]}: {error}")
 
     @contextmanager
     def _unless_failed(self) -> Iterator[None]:
@@ -358,7 +378,8 @@ class Wire:
     def wait_all(self, works: Sequence[dist.Work]) -> None:
         """Wait for works of a backend without tags."""
         with self._unless_failed():
-            _wait_all(works)
+            for work in reversed(works):
+                work.wait()
 
     def _what(self) -> str:
         names = ("function", "numel", "dtype")
@@ -381,18 +402,20 @@ class InFlightMessages:
         self._wire, self._codec, self._number, self._handshake = wire, codec, number, handshake
         self._sent: list[tuple[int, dist.Work]] = []
         self._sent_again: list[tuple[int, dist.Work]] = []
-        self._receipts: dict[int, tuple[int, Tensor, list[dist.Work]]] = {}
+        self._receipts: dict[int, tuple[int, Tensor, list[tuple[int, dist.Work]]]] = {}
         self._inside: dict[int, int] = {}
+        numels = {*(out.values.numel() for out in outgoing), *(entry.numel for entry in incoming)}
+        self._nbytes = {numel: _buffer_nbytes(codec, numel, wire.dtype) for numel in numels}
         if handshake is not None:
-            handshake.announce_to_all_but(
-                {peer for out in outgoing if self._is_short(out.values.numel()) for peer in out.peers}
-            )
+            inside = {peer for out in outgoing if self._is_short(out.values.numel()) for peer in out.peers}
+            for peer in handshake.unannounced(inside):
+                handshake.announce(peer)
         # Receives first: what the others have ready can flow while this rank encodes.
         for peer, numel, out in incoming:
             if handshake is not None and self._is_short(numel):
                 self._inside[peer] = numel
                 continue
-            buffer = _buffer(codec, numel, out, wire)
+            buffer = _buffer(codec, self._nbytes[numel], out, wire)
             self._receipts[peer] = (numel, buffer, self._receive(peer, codec, buffer, numel))
         for peers, values, made in outgoing:
             wire.raw_nbytes += values.nbytes * len(peers)
@@ -413,48 +436,46 @@ class InFlightMessages:
         if peer in self._inside:
             assert self._handshake is not None
             numel = self._inside.pop(peer)
-            buffer = self._handshake.inside(peer, _buffer_nbytes(self._codec, numel, wire.dtype))
+            buffer = self._handshake.inside(peer, self._nbytes[numel])
         else:
-            numel, buffer, works = self._receipts.pop(peer)
-            with wire.attribute(peer):
-                _wait_all(works, wire.timeout)
-        with wire.message_of(peer):
-            message = self._codec.cut(buffer)
+            numel, buffer, moving = self._receipts.pop(peer)
+            wire.wait(moving)
+        message = self._cut(peer, self._codec, buffer)
         if self._codec.fits(message):
             return self._codec, message
         fallback = self._codec.fallback
-        buffer = _buffer(fallback, numel, None, wire)
-        works = self._receive(peer, fallback, buffer, numel, again=True)
-        with wire.attribute(peer):
-            _wait_all(works, wire.timeout)
-        with wire.message_of(peer):
-            return fallback, fallback.cut(buffer)
+        buffer = _buffer(fallback, _buffer_nbytes(fallback, numel, wire.dtype), None, wire)
+        wire.wait(self._receive(peer, fallback, buffer, numel, again=True))
+        return fallback, self._cut(peer, fallback, buffer)
 
     def wait_sent(self) -> None:
         """Wait until this rank's own messages have left."""
-        for peer, work in [*self._sent, *self._sent_again]:
-            with self._wire.attribute(peer):
-                work.wait(self._wire.timeout)
+        self._wire.wait([*self._sent, *self._sent_again])
         self._sent.clear()
         self._sent_again.clear()
 
     def drain(self, sent_to: Collection[int], received_from: Collection[int]) -> None:
         """Wait until nothing moves to and from these ranks any more; nobody has asked for a fallback yet."""
-        moving = [(peer, work) for peer, work in self._sent if peer in sent_to]
-        moving += [(p, work) for p, (_, _, works) in self._receipts.items() if p in received_from for work in works]
-        for peer, work in moving:
-            with self._wire.attribute(peer):
-                work.wait(self._wire.timeout)
+        self._wire.wait((peer, work) for peer, work in self._sent if peer in sent_to)
+        for peer, (_, _, moving) in self._receipts.items():
+            if peer in received_from:
+                self._wire.wait(moving)
+
+    def _cut(self, peer: int, codec: Codec, buffer: Tensor) -> Tensor:
+        try:
+            return codec.cut(buffer)
+        except FormatError as error:
+            raise self._wire.damaged(peer, error) from error
 
     def _is_short(self, numel: int) -> bool:
-        return _buffer_nbytes(self._codec, numel, self._wire.dtype) <= MAX_INSIDE_NBYTES
+        return self._nbytes[numel] <= MAX_INSIDE_NBYTES
 
-    def _receive(self, peer: int, codec: Codec, buffer: Tensor, numel: int, again: bool = False) -> list[dist.Work]:
-        """Start receiving a message."""
+    def _receive(
+        self, peer: int, codec: Codec, buffer: Tensor, numel: int, again: bool = False
+    ) -> list[tuple[int, dist.Work]]:
+        """Start receiving a message. Its end, if any, is waited for first: a broken connection fails it first."""
         parts = self._with_end(codec, buffer, numel, again)
-        with self._wire.attribute(peer):
-            works = [self._wire.group.recv([part], peer, tag) for part, tag in parts]
-        return [work for work in works if work is not None]
+        return [(peer, self._wire.receive(peer, part, tag)) for part, tag in parts][::-1]
 
     def _send(self, peers: Sequence[int], codec: Codec, message: Tensor, numel: int, again: bool = False) -> None:
         """Start sending a message to each of `peers`."""
@@ -468,15 +489,10 @@ class InFlightMessages:
         """A message, or where it is received, and its end if messages of this length have one; each with its tag."""
         wire = self._wire
         parts = [(message, wire.tag(self._number, numel, again))]
-        if _buffer_nbytes(codec, numel, wire.dtype) >= _MIN_ENDED_NBYTES:
+        nbytes = _buffer_nbytes(codec, numel, wire.dtype) if again else self._nbytes[numel]
+        if nbytes >= _MIN_ENDED_NBYTES:
             parts.append((torch.zeros(1, dtype=torch.uint8), wire.tag(self._number, numel, again, end=True)))
         return parts
-
-
-def _wait_all(works: Sequence[dist.Work], timeout: timedelta = _NO_TIMEOUT) -> None:
-    """Wait for all works, the last one first: a broken connection fails it first."""
-    for work in reversed(works):
-        work.wait(timeout)
 
 
 class _BatchedMessages(InFlightMessages):
@@ -518,7 +534,10 @@ class _BatchedMessages(InFlightMessages):
     ) -> tuple[list[dist.Work], dict[int, tuple[Codec, Tensor]]]:
         wire = self._wire
         sends = [(peer, message) for out, message in zip(outgoing, messages, strict=True) for peer in out.peers]
-        buffers = {entry.peer: _buffer(codec, entry.numel, entry.out, wire) for entry in incoming}
+        buffers = {
+            entry.peer: _buffer(codec, _buffer_nbytes(codec, entry.numel, wire.dtype), entry.out, wire)
+            for entry in incoming
+        }
         sized = [entry.peer for entry in incoming if codec.capacity_nbytes(entry.numel, wire.dtype) is None]
         sizes = {peer: torch.empty(1, dtype=torch.int64, device=wire.device) for peer in sized}
         announced = [
@@ -531,10 +550,8 @@ class _BatchedMessages(InFlightMessages):
         for peer, size in sizes.items():
             nbytes = int(size)
             if not 0 <= nbytes <= buffers[peer].numel():
-                with wire.message_of(peer):
-                    raise FormatError(
-                        f"is said to have {nbytes} bytes, but at most {buffers[peer].numel()} can be; it was damaged"
-                    )
+                error = f"is said to have {nbytes} bytes, but at most {buffers[peer].numel()} can be; it was damaged"
+                raise wire.damaged(peer, FormatError(error))
             buffers[peer] = buffers[peer][:nbytes]
         wire.message_nbytes += sum(message.nbytes for _, message in sends)
         return self._start(sends, buffers), {peer: (codec, buffer) for peer, buffer in buffers.items()}
@@ -605,16 +622,15 @@ class UnreadMessages(_BatchedMessages):
             if not damaged:
                 self._again(taken)
         for peer, cause in damaged:
-            with wire.message_of(peer):
-                raise cause
+            raise wire.damaged(peer, cause) from cause
         return bool(sends or cut_off)
 
 
-def _buffer(codec: Codec, numel: int, out: Tensor | None, wire: Wire) -> Tensor:
-    """Where a message can be received."""
+def _buffer(codec: Codec, nbytes: int, out: Tensor | None, wire: Wire) -> Tensor:
+    """Where a message of at most `nbytes` can be received."""
     if out is not None and isinstance(codec, Raw):
         return bytes_of(out)
-    return torch.empty(_buffer_nbytes(codec, numel, wire.dtype), dtype=torch.uint8, device=wire.device)
+    return torch.empty(nbytes, dtype=torch.uint8, device=wire.device)
 
 
 def _buffer_nbytes(codec: Codec, numel: int, dtype: torch.dtype) -> int:

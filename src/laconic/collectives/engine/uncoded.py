@@ -29,7 +29,7 @@ from laconic.collectives.runtime.callbacks import follow, queue_of
 from laconic.collectives.runtime.failure_diagnosis import broken_off
 from laconic.collectives.runtime.group_facts import timeout_of
 from laconic.collectives.runtime.thread_state import as_here
-from laconic.collectives.runtime.torch_compat import method_of
+from laconic.collectives.runtime.torch_compat import name_of
 
 __all__ = [
     "all_gather",
@@ -48,6 +48,10 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 _AVG: Any = dist.ReduceOp.AVG  # whose type the stubs do not accept
+
+_REDUCE_SCATTER = name_of("reduce_scatter_single", "_reduce_scatter_base")
+_ALL_GATHER = name_of("all_gather_single", "_allgather_base")
+_ALL_TO_ALL = name_of("all_to_all_single", "alltoall_base")
 
 _KNOWN = frozenset(
     (
@@ -143,7 +147,7 @@ class _ChangedWork(Work[S]):
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: str = "sum", async_op: bool = True) -> Work[Tensor]:
     """`tensor` becomes the sum, or with op="avg" the average, over ranks."""
-    work = group.allreduce([tensor], _reduction(AllreduceOptions, op, async_op))
+    work = group.allreduce([tensor], _options(AllreduceOptions, async_op, op))
     return _carried("all_reduce", work, tensor, group, async_op)
 
 
@@ -151,28 +155,28 @@ def reduce_scatter(
     output: Tensor, input: Tensor, group: dist.ProcessGroup, op: str = "sum", async_op: bool = True
 ) -> Work[Tensor]:
     """`output` [n] becomes the sum or average over ranks of this one's part of `input` [W * n]."""
-    method = method_of(group, "reduce_scatter_single", "_reduce_scatter_base")
-    work = method(output.view(-1), input.view(-1), _reduction(ReduceScatterOptions, op, async_op))
+    method = getattr(group, _REDUCE_SCATTER)
+    work = method(_flat(output), _flat(input), _options(ReduceScatterOptions, async_op, op))
     return _carried("reduce_scatter", work, output, group, async_op)
 
 
 def all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool = True) -> Work[Tensor]:
     """`output` [W * n] becomes what ranks have in `input` [n]."""
-    method = method_of(group, "all_gather_single", "_allgather_base")
-    work = method(_movable(output.view(-1)), _movable(input.view(-1)), _options(AllgatherOptions, async_op))
+    method = getattr(group, _ALL_GATHER)
+    work = method(_movable(output), _movable(input), _options(AllgatherOptions, async_op))
     return _carried("all_gather", work, output, group, async_op)
 
 
 def all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool = True) -> Work[Tensor]:
     """Part r of `output` [W * n] becomes what rank r has in this one's part of its `input`."""
-    method = method_of(group, "all_to_all_single", "alltoall_base")
-    work = method(_movable(output.view(-1)), _movable(input.view(-1)), [], [], _options(AllToAllOptions, async_op))
+    method = getattr(group, _ALL_TO_ALL)
+    work = method(_movable(output), _movable(input), [], [], _options(AllToAllOptions, async_op))
     return _carried("all_to_all", work, output, group, async_op)
 
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, src: int, async_op: bool = True) -> Work[Tensor]:
     """`tensor` of group rank `src` replaces that of the others."""
-    work = group.broadcast([_movable(tensor)], _rooted(BroadcastOptions, src, async_op))
+    work = group.broadcast([_movable(tensor)], _options(BroadcastOptions, async_op, "sum", src))
     return _carried("broadcast", work, tensor, group, async_op)
 
 
@@ -180,8 +184,8 @@ def gather(
     output: Tensor | None, input: Tensor, group: dist.ProcessGroup, dst: int, async_op: bool = True
 ) -> Work[Tensor | None]:
     """`output` [W * n] on group rank `dst` becomes what ranks have in `input` [n]."""
-    outputs = [] if output is None else [list(_movable(output).view(group.size(), -1))]
-    work = group.gather(outputs, [_movable(input).view(-1)], _rooted(GatherOptions, dst, async_op))
+    outputs = [] if output is None else [_rows(output, group)]
+    work = group.gather(outputs, [_movable(input)], _options(GatherOptions, async_op, "sum", dst))
     return _carried("gather", work, output, group, async_op)
 
 
@@ -189,8 +193,8 @@ def scatter(
     output: Tensor, input: Tensor | None, group: dist.ProcessGroup, src: int, async_op: bool = True
 ) -> Work[Tensor]:
     """`output` [n] becomes this rank's part of `input` [W * n] of group rank `src`."""
-    inputs = [] if input is None else [list(_movable(input).view(group.size(), -1))]
-    work = group.scatter([_movable(output).view(-1)], inputs, _rooted(ScatterOptions, src, async_op))
+    inputs = [] if input is None else [_rows(input, group)]
+    work = group.scatter([_movable(output)], inputs, _options(ScatterOptions, async_op, "sum", src))
     return _carried("scatter", work, output, group, async_op)
 
 
@@ -233,8 +237,19 @@ def _wait(work: dist.Work, output: object, group: dist.ProcessGroup, peer: int |
         work.wait()
 
 
+def _flat(x: Tensor) -> Tensor:
+    return x if x.dim() == 1 else x.view(-1)
+
+
 def _movable(x: Tensor) -> Tensor:
-    return x if x.dtype in _KNOWN else x.view(-1).view(torch.uint8)
+    """Flat, and as bytes if the backend may not know the dtype."""
+    if x.dtype not in _KNOWN:
+        return x.view(-1).view(torch.uint8)
+    return x if x.dim() == 1 else x.view(-1)
+
+
+def _rows(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    return [*_movable(x).chunk(group.size())]
 
 
 _TAG = 1 << 26
@@ -256,23 +271,11 @@ def _tag(x: Tensor) -> int:
 
 
 @cache
-def _options(kind: Callable[[], Any], async_op: bool) -> Any:
-    made = kind()
-    made.asyncOp = async_op
-    return made
-
-
-@cache
-def _reduction(kind: Callable[[], Any], op: str, async_op: bool) -> Any:
+def _options(kind: Callable[[], Any], async_op: bool, op: str = "sum", root: int | None = None) -> Any:
     made = kind()
     made.asyncOp = async_op
     if op == "avg":
         made.reduceOp = _AVG
-    return made
-
-
-@cache
-def _rooted(kind: Callable[[], Any], root: int, async_op: bool) -> Any:
-    made = kind()
-    made.asyncOp, made.rootRank = async_op, root
+    if root is not None:
+        made.rootRank = root
     return made

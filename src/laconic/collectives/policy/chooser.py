@@ -10,6 +10,7 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from laconic.cost.comm.rates import WireRates
 from laconic.cost.comm.seconds import (
@@ -26,7 +27,7 @@ from laconic.cost.comm.seconds import (
 )
 from laconic.errors import FormatError
 
-__all__ = ["NOTE_NBYTES", "Call", "Chooser"]
+__all__ = ["NOTE_NBYTES", "Call", "Chooser", "Refusal"]
 
 _NOTE = struct.Struct("<QQQQI")
 """Bytes of messages, those expected of Gaussian data, nanoseconds of a coded call, of a raw one, checksum."""
@@ -115,6 +116,19 @@ class Chooser:
             return None
         choice = self._decide(Call(operation, numel, dtype), None)
         return choice.reason if choice.codec == RAW else None
+
+    def refusal(self, call: Call) -> Refusal | None:
+        """What tells call by call, instead of `choose`, that those like `call` are left raw still; None if unknown."""
+        shrinkage, pace = self._shrinkages.get(call.kind), self._paces.get(call.size)
+        if shrinkage is None or self.must_measure(call.dtype):
+            return None
+        choice = self._decide(call, shrinkage.steps)
+        if choice.reason == LOW_RATIO:
+            return Refusal(LOW_RATIO, shrinkage.factor, shrinkage)
+        if choice.codec == RAW or pace is None or not pace.is_slower or not self._is_timed(call):
+            return None
+        slower = replace(choice, codec=RAW, reason=MEASURED_SLOWER)
+        return Refusal(MEASURED_SLOWER, shrinkage.factor, shrinkage, pace, partial(self.observe, call, slower, 0, 0))
 
     def must_measure(self, dtype: str) -> bool:
         """Whether to choose for this dtype the ranks have to measure something together."""
@@ -263,6 +277,11 @@ class Pace:
     num_probes: int = 0
     raw_kept: list[float] = field(default_factory=list)
 
+    @property
+    def is_slower(self) -> bool:
+        """Whether coded calls take longer than raw ones, as far as is known."""
+        return self.raw is not None and self.coded is not None and self.coded > (1 - MIN_GAIN) * self.raw
+
     def next(self) -> str:
         """Decide the next call for which coding is predicted to pay.
 
@@ -273,7 +292,7 @@ class Pace:
         if self.num_probes:
             self.num_probes -= 1
             return TRY
-        if self.raw is not None and self.coded is not None and self.coded > (1 - MIN_GAIN) * self.raw:
+        if self.is_slower:
             self.num_refused += 1
             if self.num_refused < self.coded_after:
                 return SLOWER
@@ -301,3 +320,36 @@ class Pace:
         """The same of raw calls."""
         self.raw_kept = [*self.raw_kept[1 - _NUM_RAW :], nanoseconds]
         self.raw = min(self.raw_kept)
+
+
+@dataclass(slots=True)
+class Refusal:
+    """Tells of calls of one kind, in their order, that they are left raw still, as `Chooser.choose` would.
+
+    Args:
+        reason: LOW_RATIO or MEASURED_SLOWER.
+        factor: of `shrinkage` when that was found.
+        shrinkage, pace: of the calls; a pace where they are left raw because coding is slower.
+        observe: takes the nanoseconds of a call, where the estimates need them.
+    """
+
+    reason: str
+    factor: float | None
+    shrinkage: Shrinkage
+    pace: Pace | None = None
+    observe: Callable[[int], None] | None = None
+
+    def holds(self) -> bool:
+        """Whether the next call is left raw; counts it then. If not, `choose` has to be asked."""
+        shrinkage, pace = self.shrinkage, self.pace
+        if shrinkage.factor != self.factor:
+            return False
+        if pace is None:
+            if shrinkage.num_refused + 1 >= shrinkage.probe_after:
+                return False
+            shrinkage.num_refused += 1
+        else:
+            if pace.num_probes or not pace.is_slower or pace.num_refused + 1 >= pace.coded_after:
+                return False
+            pace.num_refused += 1
+        return True

@@ -1,24 +1,29 @@
 """Calls of a group that are known to be left raw, so that they cost next to nothing on top of the backend's own.
 
 gloo takes a tenth of a millisecond for a short message on one machine: three per cent of that are a few microseconds, a
-dozen lines of Python. So what was decided once for an operation, a number of elements and a dtype is looked up, and
-counted without a lock.
+dozen lines of Python. So what was decided once for a call, a number of elements and a dtype is looked up, in one table
+per group, and counted without a lock. What may change, that data does not shrink or that coding is slower, is compared
+in each call.
 """
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Hashable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives import audit
+from laconic.collectives.policy.chooser import Refusal
 from laconic.collectives.runtime.callbacks import here
 
-__all__ = ["RawCalls", "Way", "forget_ways", "is_plain", "is_plain_strided", "known_way", "remember_way"]
+__all__ = ["RawCalls", "Way", "forget_ways", "is_plain", "is_plain_strided", "known_way", "raw_calls_of"]
+
+T = TypeVar("T")
 
 _MAX_KNOWN = 1024
 """A program whose sizes never repeat must not fill the memory."""
@@ -36,83 +41,134 @@ def is_plain_strided(x: Tensor) -> bool:
     return x.layout is _STRIDED and x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
-class RawCalls:
-    """Those of one group, of plain tensors, outside of callbacks, whose calls have an order of their own."""
+class Way:
+    """How a call of a function goes that is known to be left raw.
 
-    def __init__(self) -> None:
-        self._counters: dict[tuple[Hashable, int, torch.dtype], Iterator[int]] = {}
+    Args:
+        count: counts such calls.
+        carrier: the group that carries them.
+        root: group rank of the root or peer.
+        beside: elements of the other tensor of the call, if it has two.
+        refusal: what the cost model says of each such call; None if nothing can change that it is left raw.
+    """
+
+    __slots__ = ("_beside", "_count", "_refusal", "group", "root")
+
+    def __init__(
+        self,
+        count: Iterator[int],
+        carrier: Callable[[], Any],
+        root: int,
+        beside: int | None,
+        refusal: Refusal | None,
+    ) -> None:
+        self._count, self._beside, self._refusal = count, beside, refusal
+        self.group, self.root = carrier, root
+
+    def fits(self, beside: Tensor, x: Tensor) -> bool:
+        """Whether a second tensor is plain, on the CPU, of the dtype of `x` and the right size."""
+        return beside.numel() == self._beside and beside.dtype is x.dtype and beside.is_cpu and is_plain_strided(beside)
+
+    def goes(self, tensors: Iterable[Tensor] = (), async_op: bool = False) -> bool:
+        """Whether this call with `tensors` is left raw as well; counts it then."""
+        # Calls in the background are chosen for there, by what their own group has learnt. And a call that may be coded
+        # takes tensors that the backend does not: made in inference mode, or of autograd.
+        if self._refusal is not None and (
+            async_op or any([x.is_inference() or x.requires_grad for x in tensors]) or not self._refusal.holds()
+        ):
+            return False
+        next(self._count)
+        return True
+
+    def run(self, start: Callable[..., T], *arguments: Any) -> T:
+        """Start the call, and tell the cost model what it takes if that wants to know."""
+        if self._refusal is None or self._refusal.observe is None:
+            return start(*arguments)
+        began = time.perf_counter_ns()
+        work = start(*arguments)
+        self._refusal.observe(time.perf_counter_ns() - began)
+        return work
+
+
+class RawCalls:
+    """Calls of one group that are left raw, with plain CPU tensors, outside of callbacks, which have their own order.
+
+    Their names are tuples for functions, whose arguments that are no tensors they have, and strings for methods of a
+    laconic group.
+    """
+
+    def __init__(self, carrier: dist.ProcessGroup) -> None:
+        """`carrier` carries the calls of the group."""
+        self._carrier = weakref.ref(carrier)
+        self._ways: dict[tuple[Hashable, int, torch.dtype], Way] = {}
+
+    def find(self, call: Hashable, x: Tensor) -> Way | None:
+        """The way of such a call with `x`, if it is known."""
+        way = self._ways.get((call, x.numel(), x.dtype))
+        return way if way is not None and not here.depth and x.is_cpu and is_plain_strided(x) else None
 
     def has(self, call: Hashable, x: Tensor) -> bool:
         """Whether such a call with `x` is known to be left raw; counts it then."""
-        counter = self._counters.get((call, x.numel(), x.dtype))
-        if counter is None or here.depth or not is_plain_strided(x):
-            return False
-        next(counter)
-        return True
+        way = self.find(call, x)
+        return way is not None and way.goes()
 
-    def would_have(self, call: Hashable, x: Tensor) -> bool:
-        """The same without counting."""
-        return (call, x.numel(), x.dtype) in self._counters and is_plain_strided(x)
+    def add(
+        self,
+        call: Hashable,
+        x: Tensor,
+        operation: str,
+        nbytes: int,
+        reason: str,
+        root: int = 0,
+        beside: int | None = None,
+        refusal: Refusal | None = None,
+    ) -> None:
+        """From now on calls like this one are known; the audit counts each as `nbytes` that `operation` sends.
 
-    def counter(self, call: Hashable, x: Tensor) -> Iterator[int] | None:
-        """What counts calls like this one, if they are known."""
-        return self._counters.get((call, x.numel(), x.dtype))
+        The rest is as for `Way`; `x` is the tensor whose size decides.
+        """
+        key = call, x.numel(), x.dtype
+        if x.is_cpu and (key in self._ways or len(self._ways) < _MAX_KNOWN):
+            count = audit.tally(operation, x.dtype, nbytes, reason)
+            if count is not None:
+                self._ways[key] = Way(count, self._carrier, root, beside, refusal)
 
-    def add(self, call: Hashable, x: Tensor, operation: str, nbytes: int, reason: str) -> None:
-        """From now on calls like this one are known; each counts as `nbytes` that `operation` sends."""
-        if len(self._counters) < _MAX_KNOWN:
-            counter = audit.tally(operation, x.dtype, nbytes, reason)
-            if counter is not None:
-                self._counters[call, x.numel(), x.dtype] = counter
-
-
-class Way:
-    """How a call of a function goes that is known to be left raw."""
-
-    __slots__ = ("count", "group", "group_rank", "world")
-
-    def __init__(self, count: Iterator[int], group: dist.ProcessGroup, group_rank: int) -> None:
-        """`count`: of such calls; `group` carries it; `group_rank` of the root or peer, if there is one."""
-        self.count = count
-        self.group = group
-        self.group_rank = group_rank
-        self.world = group.size()
+    def clear(self) -> None:
+        """Forget all."""
+        self._ways.clear()
 
 
-_ways: dict[int, dict[tuple[Hashable, int, torch.dtype], Way]] = {}
+_known: dict[int, RawCalls] = {}
 """By id of the group that the caller gives, while it lives: a weak dictionary takes as long as all the rest."""
 
 
-def known_way(group: Any, call: Hashable, x: Tensor) -> Way | None:
-    """The way of a call that has been left raw before, and would be again; its arguments were found to be right then.
+def raw_calls_of(group: dist.ProcessGroup, carrier: dist.ProcessGroup) -> RawCalls:
+    """The calls of `group`, which `carrier` carries, that are known."""
+    key = id(group)
+    if key not in _known:
+        _known[key] = RawCalls(carrier)
+        weakref.finalize(group, _known.pop, key, None)
+    return _known[key]
+
+
+def known_way(group: Any, call: Hashable, x: Tensor, beside: Tensor | None, async_op: bool) -> Way | None:
+    """The way of a call that is left raw as others like it were, whose arguments were found to be right; counts it.
 
     Args:
         group: as the caller gave it; None is the default group.
-        call: the function and those of its arguments that are no tensors.
+        call: its name.
         x: the tensor whose size decides.
+        beside: the other tensor, if there are two.
+        async_op: whether the call would run in the background if it was coded.
     """
-    ways = _ways.get(id(dist.group.WORLD if group is None else group))
-    if ways is None:
+    known = _known.get(id(dist.group.WORLD if group is None else group))
+    way = None if known is None else known.find(call, x)
+    if way is None or not (beside is None or way.fits(beside, x)):
         return None
-    way = ways.get((call, x.numel(), x.dtype))
-    return way if way is not None and not here.depth and x.is_cpu and is_plain_strided(x) else None
-
-
-def remember_way(group: Any, call: Hashable, x: Tensor, way: Way) -> None:
-    """Calls like this one go this way from now on, but not those of groups that have another one inside."""
-    group = dist.group.WORLD if group is None else group
-    if way.group is not group or not x.is_cpu:
-        return
-    key = id(group)
-    if key not in _ways:
-        _ways[key] = {}
-        weakref.finalize(group, _ways.pop, key, None)
-    ways = _ways[key]
-    if len(ways) < _MAX_KNOWN:
-        ways[call, x.numel(), x.dtype] = way
+    return way if way.goes((x,) if beside is None else (x, beside), async_op) else None
 
 
 def forget_ways() -> None:
     """To be called when something has been learnt by which calls might be coded."""
-    for ways in _ways.values():
-        ways.clear()
+    for known in _known.values():
+        known.clear()

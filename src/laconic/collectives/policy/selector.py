@@ -31,7 +31,7 @@ import torch.distributed as dist
 from laconic.collectives import audit
 from laconic.collectives.policy.chooser import NOTE_NBYTES, Call, Chooser
 from laconic.collectives.policy.microbench import Ranks, brief_codecs, brief_link, group_shape_of, host_name
-from laconic.collectives.policy.raw_calls import RawCalls, Way, forget_ways, remember_way
+from laconic.collectives.policy.raw_calls import forget_ways, raw_calls_of
 from laconic.collectives.runtime.group_facts import original_of
 from laconic.cost.comm.rates import ITEM_NBYTES, SEND, WireRates, default_path
 from laconic.cost.comm.seconds import (
@@ -57,7 +57,6 @@ __all__ = [
     "observe",
     "prepare",
     "prepared_rates",
-    "remember_raw",
     "sent_by_one",
     "use_rates",
     "needs_sync",
@@ -128,46 +127,53 @@ def needs_sync(
     return chooser is None or chooser.must_measure(_name(dtype))
 
 
-def leaves_raw(operation: str, numel: int, x: torch.Tensor, group: dist.ProcessGroup, is_end: bool = False) -> bool:
-    """Whether `choose` would leave a message raw, as far as that is known without communication; then counts the call.
+def leaves_raw(
+    given: Any,
+    call: tuple[str, *tuple[Hashable, ...]],
+    numel: int,
+    x: torch.Tensor,
+    beside: torch.Tensor | None,
+    groups: Sequence[dist.ProcessGroup],
+    async_op: bool,
+    root: int = 0,
+    is_end: bool = False,
+) -> bool:
+    """Whether a message is left raw, as far as that is known without communication.
 
-    The answer does not depend on earlier messages: it is the same on all ranks, in whatever thread they ask. The call
-    is counted in the audit.
-
-    Args:
-        operation, numel, group: as in `choose`.
-        x: a tensor of this rank, contiguous, from whose number of elements and dtype `numel` follows.
-        is_end: whether this rank is the one that gathers or scatters, or receives a send.
-    """
-    known, call = _raw.get(group), (operation, is_end)
-    if known is not None and x.is_cpu and known.has(call, x):
-        return True
-    reason = _obvious(numel, x.dtype, group) or _known_reason(operation, numel, x, group)
-    if reason is None:
-        return False
-    sent = sent_by_one(operation, numel * x.dtype.itemsize, group.size(), is_end)
-    audit.record(operation, x.dtype, sent, sent, RAW, reason, 0.0)
-    if x.is_cpu and not (operation == SEND and reason == NOT_PREPARED):
-        _raw.setdefault(group, RawCalls()).add(call, x, operation, sent, reason)
-    return True
-
-
-def remember_raw(
-    given: Any, call: Hashable, operation: str, x: torch.Tensor, group: dist.ProcessGroup, group_rank: int, is_end: bool
-) -> None:
-    """Register with `known_way` a call that `leaves_raw` has left raw.
+    If so, the call is counted in the audit, and `known_way` knows others like it. The answer is the same on all ranks,
+    in whatever thread they ask: it depends on earlier messages only where the call runs in the caller's thread, in the
+    order of the group's calls.
 
     Args:
         given: the group as the caller gave it.
-        call: the function and its arguments that are no tensors.
-        operation, x, is_end: as `leaves_raw` was given.
-        group: carries the call.
-        group_rank: of the root or peer.
+        call: its name, as of `known_way`; the operation first.
+        numel: as in `choose`.
+        x: a tensor of this rank, contiguous, from whose number of elements and dtype `numel` follows.
+        beside: the other tensor, if there are two.
+        groups: carry the call; False for the two of a TwoLevel, which decides for each.
+        async_op: whether it would run in the background if it was coded.
+        root: group rank of the root or peer.
+        is_end: whether this rank is the one that gathers or scatters, or receives a send.
     """
-    known = _raw.get(group)
-    counter = None if known is None else known.counter((operation, is_end), x)
-    if counter is not None:
-        remember_way(given, call, x, Way(counter, group, group_rank))
+    (group, *others), operation = groups, call[0]
+    if others or numel == 0 or group.size() == 1:
+        return False
+    reason, refusal = _obvious(numel, x.dtype, group) or _known_reason(operation, numel, x, group), None
+    if reason is None and operation != SEND and not async_op:
+        chooser = _made(group, x.device)
+        refusal = None if chooser is None else chooser.refusal(Call(operation, numel, _name(x.dtype)))
+    sent = sent_by_one(operation, numel * x.dtype.itemsize, group.size(), is_end)
+    asked: Any = dist.group.WORLD if given is None else given
+    # What a group with CUDA tensors has put off is started before it is used otherwise.
+    if (reason or refusal) and reason != NOT_PREPARED and (asked is group or not asked._has_cuda):
+        why = reason if refusal is None else refusal.reason
+        raw_calls_of(asked, group).add(
+            call, x, operation, sent, str(why), root, None if beside is None else beside.numel(), refusal
+        )
+    if reason is None:
+        return False  # what a refusal says counts from the next call on
+    audit.record(operation, x.dtype, sent, sent, RAW, reason, 0.0)
+    return True
 
 
 def sent_by_one(operation: str, nbytes: int, world: int, is_end: bool) -> int:
@@ -203,7 +209,6 @@ def prepare(group: dist.ProcessGroup, device: torch.device = _CPU) -> None:
     ranks = Ranks(group, device)
     group_shape, rates = _agreed_rates(ranks)
     _prepared.setdefault(group, {})[device.type] = group_shape, _with_codecs(ranks, rates, _SENT)
-    _raw.pop(group, None)
     forget_ways()
 
 
@@ -258,7 +263,6 @@ def use_rates(rates: WireRates | str | Path | None) -> None:
     with _lock:
         _explicit = WireRates.load(rates) if isinstance(rates, str | Path) else rates
         _known.clear()
-        _raw.clear()
         forget_ways()
 
 
@@ -275,8 +279,6 @@ _explicit: WireRates | None = None
 _SOURCE = "measured at first use"
 _measured: dict[str, dict[str, WireRates]] = {}
 """By type of device and kind of group: what this process has measured, with the machines it was measured on."""
-_raw: WeakKeyDictionary[dist.ProcessGroup, RawCalls] = WeakKeyDictionary()
-"""Calls of groups that are known to be left raw."""
 
 
 def _made(group: dist.ProcessGroup, device: torch.device) -> Chooser | None:

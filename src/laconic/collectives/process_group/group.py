@@ -33,7 +33,7 @@ from laconic.autoload import register
 from laconic.collectives import api, audit
 from laconic.collectives.arguments import check_group_rank
 from laconic.collectives.codec import Codec, check_codec, is_auto, setting_of
-from laconic.collectives.policy.raw_calls import RawCalls
+from laconic.collectives.policy.raw_calls import raw_calls_of
 from laconic.collectives.policy.selector import foresee, prepare
 from laconic.collectives.process_group.averages import averages_of_integers
 from laconic.collectives.process_group.backends import compare, connect, forget
@@ -193,7 +193,7 @@ class ProcessGroupLaconic(_Base):
         if options.codec == "auto" and torch.device("cpu") in backends:
             # Here, where all ranks are: a program may send before its first collective, or with one under way.
             prepare(self._backend_group)
-        self._raw = RawCalls()
+        self._raw = raw_calls_of(self, self._backend_group)
         self._p2p = P2P(self._backend_group, options.codec, options.min_nbytes)
 
     # --- identity and life cycle ---
@@ -498,7 +498,7 @@ class ProcessGroupLaconic(_Base):
 
     def _know(self, call: str, x: Tensor, operation: str, nbytes: int, reason: str) -> None:
         """Remember that calls like this one are left raw."""
-        if x.is_cpu and not (x.dtype in CODED and x.dtype.itemsize == 1):  # fp8 goes to gloo as bytes
+        if not (x.dtype in CODED and x.dtype.itemsize == 1):  # fp8 goes to gloo as bytes
             self._raw.add(call, x, operation, nbytes, reason)
 
 

@@ -108,7 +108,7 @@ class QuickGroup(ProcessGroupLaconic):
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
         """Receive one tensor from group rank `src`; at once if known to be raw."""
-        if self._raw.would_have("send", tensors[0]):
+        if self._raw.find("send", tensors[0]) is not None:
             return self._p2p.receive_raw(tensors[0], tensors, src, tag)
         return super().recv(tensors, src, tag)
 

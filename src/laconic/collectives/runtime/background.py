@@ -42,7 +42,7 @@ from laconic.collectives.runtime.group_facts import (
 )
 from laconic.collectives.runtime.group_failures import raise_if_failed
 from laconic.collectives.runtime.late_checks import LateCheck, left_on, settle
-from laconic.collectives.runtime.thread_state import as_here, may_write
+from laconic.collectives.runtime.thread_state import as_here
 from laconic.collectives.runtime.torch_compat import in_background
 from laconic.errors import CollectiveTimeoutError
 
@@ -58,7 +58,6 @@ __all__ = [
     "has_executor",
     "executors_of",
     "original_of",
-    "run_here",
     "run_in_background",
 ]
 
@@ -92,13 +91,8 @@ class Work(ABC, Generic[T]):
         """This work with `change` applied to its result in the background."""
 
 
-def run_here(job: Job[T], groups: Groups, written: Sequence[object] = ()) -> T:
-    """Run a job, which writes to `written`, in the calling thread, on the current stream, on the caller's groups."""
-    with may_write(written):
-        return _run_and_check(job, groups)
-
-
 def _run_and_check(job: Job[T], groups: Groups) -> T:
+    """Run a job, and make the checks that it has left on the groups."""
     result = job(groups)
     settle(*groups)
     return result
@@ -114,8 +108,6 @@ def run_in_background(job: Job[T], groups: Groups, device: torch.device, written
 
     Every rank of the groups must do so in the same order.
     """
-    if all(group.size() == 1 for group in groups):
-        return done(run_here(job, groups, written))
     job = as_here(job, written)
     if device.type == "cuda":
         return _run_on_stream(job, groups, device)

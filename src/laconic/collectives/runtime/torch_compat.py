@@ -33,6 +33,7 @@ __all__ = [
     "count_sent",
     "in_background",
     "method_of",
+    "name_of",
     "pass_around",
     "reduce_scatter",
     "sent_in_background_nbytes",
@@ -47,9 +48,14 @@ _all_gather = _named("all_gather_single", "all_gather_into_tensor")
 _reduce_scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
 
 
+def name_of(new: str, old: str) -> str:
+    """The name that this torch has for a method of process groups that 2.13 renamed."""
+    return new if hasattr(dist.ProcessGroup, new) else old
+
+
 def method_of(group: dist.ProcessGroup, new: str, old: str) -> Callable[..., dist.Work]:
     """Look up a method of process groups that torch 2.13 renamed."""
-    found: Callable[..., dist.Work] = getattr(group, new, None) or getattr(group, old)
+    found: Callable[..., dist.Work] = getattr(group, name_of(new, old))
     return found
 
 
