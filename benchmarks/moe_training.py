@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 
-import laconic.train.run as training
+import laconic.train.steps as training
 from benchmarks.registry import SMOKE_ELEMENTS, Options, Table, benchmark, processor, report_head
 from benchmarks.slow_links import as_rank, in_lab, networks, sent
 from laconic.cost.moe.shape import LayerShape
@@ -34,6 +34,7 @@ from laconic.train.config.toml import load_config
 from laconic.train.distributed.world import World
 from laconic.train.model import build_model
 from laconic.train.report.metrics import read_metrics
+from laconic.train.run import run as train
 from laconic.train.signals import StopRequest
 from laconic.train.trainer import StepResult, Trainer
 from netlab import bits_per_second_of, why_not
@@ -208,7 +209,7 @@ def work(task: Mapping[str, Any]) -> dict[str, Any]:
         if "moe.swap_every" in values:  # by which autotune decides as well
             values["moe.rates"] = rates
         _Counting.sent_nbytes = []
-        training.run(load_config(None, values), world, StopRequest())
+        train(load_config(None, values), world, StopRequest())
         counts = _Counting.sent_nbytes
         if world.is_main:
             rows = [row for row in read_metrics(folder / str(number)) if "loss" in row]

@@ -22,6 +22,7 @@ from laconic.train.checkpoint import save_load
 from laconic.train.config.toml import save_config
 from laconic.train.distributed.world import World
 from laconic.train.report.run_dir import latest_name
+from laconic.train.steps import Steps
 from laconic.train.tasks.language_modeling import LanguageModeling
 from laconic.train.trainer import Trainer
 from tests.distributed.pair import FSDP, SMOOTH, Pair
@@ -58,7 +59,7 @@ def recorded(world: World, folder: Path, name: str) -> Iterator[None]:
     """Write down the samples of each step, and the state whenever it is saved or has been loaded."""
     current = {"step": 0}
     step, training_batch = Trainer.step, LanguageModeling.training_batch
-    save, restore = run_module.save_checkpoint, run_module._restore
+    save, restore = run_module.save_checkpoint, Steps.restore
 
     def write(file: str, entry: Any) -> None:
         with (folder / f"{name}.{file}").open("a") as stream:
@@ -87,17 +88,17 @@ def recorded(world: World, folder: Path, name: str) -> Iterator[None]:
         state(options["step"], model, optimizer)
         return save(run_dir, world, model, optimizer, **options)
 
-    def restore_and_note(training: Any, world: World, checkpoint: Any) -> int:
-        number = restore(training, world, checkpoint)
+    def restore_and_note(steps: Steps, checkpoint: Any) -> int:
+        number = restore(steps, checkpoint)
         if number:
-            state(number, training.trainer.model, training.trainer.optimizer)
+            state(number, steps.trainer.model, steps.trainer.optimizer)
         return number
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "step", count)
         patch.setattr(LanguageModeling, "training_batch", note)
         patch.setattr(run_module, "save_checkpoint", save_and_note)
-        patch.setattr(run_module, "_restore", restore_and_note)
+        patch.setattr(Steps, "restore", restore_and_note)
         yield
 
 

@@ -19,13 +19,15 @@ from laconic.train.checkpoint.export import export
 from laconic.train.config.schema import DataConfig, ImagesConfig, ModelConfig, TrainConfig
 from laconic.train.config.toml import load_config
 from laconic.train.data.images import load_images
+from laconic.train.distributed.parallel_state import ParallelState
+from laconic.train.image_model import build_classifier
 from laconic.train.launch.launcher import launch
 from laconic.train.report.metrics import read_metrics
 from laconic.train.report.run_reader import load_runs
 from laconic.train.report.table import summary_rows
-from laconic.train.tasks.image_classification import ImageClassification, build_classifier
+from laconic.train.tasks.image_classification import ImageClassification
 from laconic.vision import AFIResNetConfig
-from tests.train.runs import exact_metrics, resumed, train_alone
+from tests.train.runs import ALONE, exact_metrics, resumed, train_alone
 
 _TINY: dict[str, Any] = {
     "task": "image-classification",
@@ -108,7 +110,7 @@ def test_an_exported_model_gives_the_accuracy_of_its_run(npz: Path, tmp_path: Pa
     train_alone(config)
     model = AutoModelForImageClassification.from_pretrained(export(tmp_path / "run", tmp_path / "out")).eval()
     assert json.loads((tmp_path / "out" / "preprocessor_config.json").read_text())["do_normalize"]
-    task = ImageClassification(load_images(config.data, config.images), config)
+    task = ImageClassification(config, ALONE, ParallelState())
     with torch.no_grad():
         _, correct = task.evaluate(model, task.validation_batch(range(32)))
     assert correct / 32 == json.loads((tmp_path / "run" / "summary.json").read_text())["validation_accuracy"]
@@ -154,11 +156,11 @@ def test_all_layouts_hold_the_same_images(tmp_path: Path) -> None:
 
 def test_flips_and_crops_depend_on_the_place_in_the_order_alone(npz: Path, tmp_path: Path) -> None:
     config = tiny(npz, tmp_path / "run")
-    task = ImageClassification(load_images(config.data, config.images), config)
+    task = ImageClassification(config, ALONE, ParallelState())
     whole = task.training_batch(range(64)).pixels
     assert torch.equal(whole[20:40], task.training_batch(range(20, 40)).pixels)
-    plain = ImageClassification(load_images(config.data, ImagesConfig()), tiny(npz, tmp_path, {"images.flip": False,
-                                "images.crop_padding": 0})).training_batch(range(64)).pixels  # fmt: skip
+    unchanged = tiny(npz, tmp_path, {"images.flip": False, "images.crop_padding": 0})
+    plain = ImageClassification(unchanged, ALONE, ParallelState()).training_batch(range(64)).pixels
     same = sum(torch.allclose(a, b, atol=1e-5) for a, b in zip(whole, plain, strict=True))
     flipped = sum(torch.allclose(a, b.flip(-1), atol=1e-5) for a, b in zip(whole, plain, strict=True))
     assert 0 < same + flipped < 32  # one crop of nine does not move

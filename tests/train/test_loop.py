@@ -15,7 +15,7 @@ import torch
 
 from laconic.activations.loss import TILES
 from laconic.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError
-from laconic.train import run as run_module
+from laconic.train import model as model_module
 from laconic.train import trainer
 from laconic.train.config.schema import OptimizerConfig
 from laconic.train.config.toml import load_config
@@ -378,7 +378,7 @@ def test_missing_tensorboard_is_refused_before_anything_is_written(
 
 def with_idle_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of the trainer get a parameter that forward does not use, and their first norm is frozen."""
-    build = run_module.build_model
+    build = model_module.build_model
 
     def build_idle(*arguments: Any) -> Any:
         model = build(*arguments)
@@ -386,7 +386,7 @@ def with_idle_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
         model.model.layers[0].input_layernorm.weight.requires_grad_(False)
         return model
 
-    monkeypatch.setattr(run_module, "build_model", build_idle)
+    monkeypatch.setattr(model_module, "build_model", build_idle)
 
 
 @pytest.mark.parametrize("changes", [pytest.param({}, marks=pytest.mark.slow), AGOQ], ids=["exact", "agoq"])

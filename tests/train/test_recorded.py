@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from laconic.train import run as run_module
+from laconic.train import steps
 from laconic.train.report.charts import experts_chart, left_out, sites_chart
 from laconic.train.report.metrics import METRICS_VERSION, read_metrics
 from laconic.train.report.run_reader import load_runs
@@ -50,7 +50,7 @@ def test_tokens_of_each_expert_are_recorded(tmp_path: Path, changes: dict[str, A
 
 
 def test_long_runs_record_tokens_of_experts_at_some_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "_MAX_LOAD_ROWS", 2)
+    monkeypatch.setattr(steps, "_MAX_LOAD_ROWS", 2)
     train_alone(tiny_config(tmp_path, "run", MIXTRAL))
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows if "moe_loads" in row] == [3, 6]

@@ -10,15 +10,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-__all__ = ["LAUNCH_FILE", "Launch", "Restart", "StepFile", "launch_of_torchrun", "newer_than", "now"]
+__all__ = ["LAUNCH_FILE", "Launch", "Restart", "StepFile", "launch_of_torchrun", "now", "record_launch", "restarts_of"]
 
 LAUNCH_FILE = "launch.json"
 """Its name in a run directory, and in the folder where our launcher tells its processes about it."""
@@ -130,7 +129,32 @@ class StepFile:
         return pid, None if step < 0 else step
 
 
-def newer_than(names: Collection[str], chosen: str | None) -> tuple[str, ...]:
-    """Those of `names`, checkpoints with the newest first, that come before `chosen`; none if nothing was chosen."""
-    ordered: list[Any] = list(names)
-    return tuple(ordered[: ordered.index(chosen)]) if chosen in ordered else ()
+def restarts_of(launch: Launch | None, run_dir: Path) -> tuple[Restart, ...]:
+    """The restarts so far of the run in `run_dir`."""
+    return (launch or Launch("")).in_directory(run_dir).restarts
+
+
+def record_launch(
+    launch: Launch, run_dir: Path, goes_on: bool, checkpoints: Sequence[str], chosen: str | None
+) -> tuple[Restart, ...]:
+    """Write into `run_dir` that its run belongs to `launch`.
+
+    Args:
+        launch: of this process.
+        run_dir: of the run.
+        goes_on: whether the launch has begun the run before.
+        checkpoints: names of all checkpoints, the newest first.
+        chosen: the one that the run continues from; None: it begins.
+
+    Returns:
+        The restarts of the run so far.
+    """
+    recorded = launch.in_directory(run_dir)
+    if not goes_on:
+        newer = checkpoints[: checkpoints.index(chosen)] if chosen in checkpoints else ()
+        recorded = replace(recorded, abandoned=tuple(newer))
+    elif not launch.restarts:  # torchrun tells its processes no reason
+        again = Restart(launch.id, now(), "torchrun started it again")
+        recorded = replace(recorded, restarts=(*recorded.restarts, again))
+    recorded.save(run_dir)
+    return recorded.restarts

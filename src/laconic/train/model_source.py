@@ -15,8 +15,9 @@ from typing import Any
 from laconic.errors import ConfigError, ModelError
 from laconic.json_text import parse_json
 from laconic.train.config.schema import FINE_TUNING_RATE, TrainConfig
+from laconic.train.config.tasks import find_task
 
-__all__ = ["find_weights", "own_tokenizer", "resolve_defaults"]
+__all__ = ["find_weights", "own_tokenizer", "resolve_defaults", "tokenizer_files"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,21 +33,13 @@ _NUM_BYTE_TOKENS = 257
 
 
 def resolve_defaults(config: TrainConfig) -> TrainConfig:
-    """`config` with data.tokenizer and optimizer.learning_rate filled in where they were left out, logging both.
+    """`config` with what its task resolves and optimizer.learning_rate filled in where left out, logging both.
 
     Raises:
         ConfigError, ModelError: model.path leaves open which tokenizer or weights are meant.
     """
+    config = find_task(config.task).resolve(config)
     path = config.model.path
-    if config.task == "image-classification":
-        pass  # images have no tokenizer
-    elif config.data.tokenizer is None:
-        tokenizer = "bytes" if path is None else own_tokenizer(path, config.model.allow_download)
-        config = replace(config, data=replace(config.data, tokenizer=tokenizer))
-        if path is not None:
-            logger.info("tokenizer: %s", tokenizer if tokenizer != "bytes" else f"bytes, as {path} has none")
-    elif path is not None and Path(path).is_dir() and (found := _tokenizer_files(Path(path))):
-        logger.info("tokenizer: %s, as data.tokenizer says, not %s of %s", config.data.tokenizer, found[0], path)
     if config.optimizer.learning_rate is None:
         rate = config.optimizer.peak_learning_rate
         if path is not None and (not Path(path).is_dir() or find_weights(Path(path)) is not None):
@@ -103,7 +96,7 @@ def own_tokenizer(path: str, allow_download: bool = False) -> str:
         return _from_hub(path) if allow_download else "bytes"  # what is no directory is refused with the model
     if (directory / "tokenizer.json").is_file():
         return str(directory / "tokenizer.json")
-    if _tokenizer_files(directory):
+    if tokenizer_files(directory):
         return path
     num_entries = _num_entries(directory)
     if num_entries != _NUM_BYTE_TOKENS and find_weights(directory) is not None:
@@ -115,7 +108,8 @@ def own_tokenizer(path: str, allow_download: bool = False) -> str:
     return "bytes"
 
 
-def _tokenizer_files(directory: Path) -> list[str]:
+def tokenizer_files(directory: Path) -> list[str]:
+    """The files of a tokenizer in `directory`, by name."""
     return [name for name in _TOKENIZER_FILES if (directory / name).is_file()]
 
 

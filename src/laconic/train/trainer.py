@@ -42,7 +42,7 @@ from laconic.train.moe.router_balance import Routers
 from laconic.train.pipeline import Pipeline
 from laconic.train.signals import StopRequest
 from laconic.train.step_timeline import TaskTime
-from laconic.train.tasks.task import Task
+from laconic.train.task import Task
 
 __all__ = ["StepResult", "Trainer", "make_optimizer"]
 
@@ -93,8 +93,8 @@ class Trainer:
         self._statistics = RunningStatistics(model, world, parallel_state.num_replicas)
         self.micro_batch_size = config.batch_size // (parallel_state.num_replicas * config.micro_batches)
         """Samples in a micro-batch."""
-        self.unit = config.unit
-        """What speed and bytes are counted per: "token" or "image"."""
+        self.unit, self.units_per_sample, self.classifies = task.unit, task.units_per_sample, task.classifies
+        """What speed and bytes are counted per, how many a sample has, and whether it is classified."""
         self.saved_nbytes: int | None = None
         """Bytes kept for backward by one micro-batch on this process; measured in the first step."""
         self.wire_nbytes: int | None = None

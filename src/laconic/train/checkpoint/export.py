@@ -52,6 +52,11 @@ def export(
 
     alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     found = find_checkpoint(run, alone, checkpoint)
+    if not (found.path / "config.json").is_file():
+        raise CheckpointError(
+            f"{found.path} holds no config.json, so its model is none of transformers', and only the task that it was "
+            "trained with can build it; nothing is exported"
+        )
     of_images = (run / PREPROCESSOR_FILE).is_file()
     if of_images:
         import laconic.vision.resnet  # noqa: F401 - makes afi_resnet known

@@ -10,7 +10,7 @@ Docstrings of sections and fields are the help texts of the flags and the descri
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Strict, StrictBool, StrictInt, TypeAdapter
 from pydantic_core import PydanticCustomError
@@ -26,6 +26,7 @@ from laconic.options import (
     Mode,
     Optimizer,
 )
+from laconic.train.config.tasks import DEFAULT_TASK, find_task, task_names
 from laconic.train.config.values import MAX_INT, check_table, refuse, section
 
 __all__ = [
@@ -52,6 +53,10 @@ PositiveFloat = Annotated[float, Strict(), Field(gt=0)]
 NonNegativeFloat = Annotated[float, Strict(), Field(ge=0)]
 Fraction = Annotated[float, Strict(), Field(ge=0, lt=1)]
 Text = Annotated[str, Strict(), Field(pattern=r"^[^\x00]*$")]
+if TYPE_CHECKING:
+    TaskName = str
+else:
+    TaskName = Literal[task_names()]
 exact = BeforeValidator(TypeAdapter(StrictInt).validate_python)
 """Validator for choices of integers; pydantic alone would accept 8.0 for 8."""
 
@@ -362,7 +367,7 @@ class VerifyConfig:
 class TrainConfig:
     """One training run. The defaults are the demo: a small Llama on the Python standard library, two processes."""
 
-    task: Literal["language-modeling", "image-classification"] = "language-modeling"
+    task: TaskName = DEFAULT_TASK
     """What is learned: the next token of a text, or the class of an image."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -444,42 +449,9 @@ class TrainConfig:
             refuse(self, "moe.expert_parallel", f"{left_out}: stages are cut from the model's own blocks")
         if moe.expert_parallel is not None and self.plan is not None:
             refuse(self, "moe.expert_parallel", "be left out with a plan, which knows nothing of it")
-        self._check_task()
+        find_task(self.task).check(self)
         if self.resume and self.run_dir is None:
             refuse(self, "resume", "come with run_dir, the run to continue")
-
-    def _check_task(self) -> None:
-        """Refuse settings that the task does not know."""
-        if self.task == "language-modeling":
-            if self.images != ImagesConfig():
-                refuse(self, "images", "be left out unless task = image-classification")
-            return
-        left_out = "with task = image-classification"
-        for name, allowed in (
-            ("pipeline.stages", 1),
-            ("parallel", "ddp"),
-            ("plan", None),
-            ("sequence_length", 256),
-            ("data.tokenizer", None),
-            ("data.end_of_document", None),
-            ("data.cache_dir", None),
-            ("activations.loss", "exact"),
-        ):
-            section, _, leaf = name.rpartition(".")
-            if getattr(getattr(self, section) if section else self, leaf) != allowed:
-                refuse(self, name, f"be left out {left_out}" if allowed is None else f"be {allowed} {left_out}")
-        if self.moe != MoEConfig():
-            refuse(self, "moe", f"be left out {left_out}")
-
-    @property
-    def unit(self) -> Literal["token", "image"]:
-        """What speed and bytes are counted per."""
-        return "image" if self.task == "image-classification" else "token"
-
-    @property
-    def units_per_sample(self) -> int:
-        """Tokens of a sequence; 1 for an image."""
-        return 1 if self.task == "image-classification" else self.sequence_length
 
     @property
     def micro_batches(self) -> int:

@@ -26,7 +26,7 @@ class Forecast:
 
     Args:
         config, parallel_state, trainer: of the run.
-        model_config: the model's Hugging Face configuration.
+        model_config: the model's Hugging Face configuration; empty where it has none.
         plan: that the run follows, if any.
         split: layers of each chunk of a pipeline.
         chunked_loss: whether the loss is computed in chunks.
@@ -47,7 +47,7 @@ class Forecast:
         self._trainer = trainer
         self._num_updates = 0
         chosen = config.activations
-        if config.task != "language-modeling" or (plan is None and chosen.mode != "sites"):
+        if plan is None and chosen.mode != "sites":
             return
         planned = replace(config, pipeline=replace(config.pipeline, split=split))
         world_size = parallel_state.num_stages * parallel_state.num_replicas

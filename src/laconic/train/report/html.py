@@ -34,7 +34,7 @@ def render_page(runs: Sequence[Run], rows: Sequence[Row], differences: Sequence[
         "runs": [_run_data(run, runs[0]) for run in runs],
         "rows": [dataclasses.asdict(row) for row in rows],
         "differences": [dataclasses.asdict(row) for row in differences],
-        "units": "Images" if {run.unit for run in runs} == {"image"} else "Tokens",
+        "units": f"{runs[0].unit if len({run.unit for run in runs}) == 1 else 'token'}s".capitalize(),
         "left_out": left_out(runs),
     }
     parts = {

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shlex
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from laconic.collectives import audit
 from laconic.cost.sizes import format_nbytes
-from laconic.errors import CheckpointError
+from laconic.errors import CheckpointError, ConfigError
 from laconic.schedule.moe_pipeline import COMPUTE
 from laconic.schedule.streams import Timeline
 from laconic.train.config.dotted_names import flat_settings
@@ -23,15 +25,17 @@ from laconic.train.report.metrics import (
     METRICS_VERSION,
     MetricsWriter,
     Progress,
+    check_tensorboard,
     memory_nbytes,
     peak_memory_nbytes,
     read_metrics,
 )
 from laconic.train.report.run_dir import write_json
+from laconic.train.report.wandb_run import check_wandb
 from laconic.train.step_timeline import TIMELINE_FILE, machine, timeline_of_layer, timeline_of_pipeline
 from laconic.train.trainer import StepResult, Trainer
 
-__all__ = ["RunLogger", "closing_words"]
+__all__ = ["RunLogger", "check_loggers", "closing_words", "log_on_stderr"]
 
 
 class RunLogger:
@@ -75,7 +79,7 @@ class RunLogger:
         `of_experts` are more fields, `loads` the tokens of each expert by layer, if they were counted.
         """
         config = self._config
-        step_units = config.batch_size * config.units_per_sample
+        step_units = config.batch_size * trainer.units_per_sample
         self._step_seconds.append(seconds)
         held = memory_nbytes()
         self._num_skipped += result.skipped
@@ -84,14 +88,14 @@ class RunLogger:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,
-            f"{config.unit}s_per_second": step_units / seconds,
+            f"{trainer.unit}s_per_second": step_units / seconds,
             "step_seconds": seconds,
             "peak_memory_nbytes": max(peak_memory_nbytes(), held),  # Linux counts the peak late
             "memory_nbytes": held,
             "saved_nbytes": trainer.saved_nbytes,
             "wire_nbytes": trainer.wire_nbytes,
             "wire_raw_nbytes": trainer.wire_raw_nbytes,
-            f"{config.unit}s": done * step_units,
+            f"{trainer.unit}s": done * step_units,
             "skipped_steps": self._num_skipped,
             **(of_experts or {}),
         }
@@ -154,14 +158,14 @@ class RunLogger:
         words = "" if accuracy is None else f", accuracy {accuracy:.2%}"
         self.message(f"step {done}: validation loss {loss:.4f}{words}")
 
-    def summary(self, done: int, trainer: Trainer, bf16_nbytes_per_token: float, seconds: float) -> dict[str, Any]:
+    def summary(self, done: int, trainer: Trainer, bf16_nbytes_per_unit: float, seconds: float) -> dict[str, Any]:
         """The contents of summary.json; all processes call it together.
 
         The speed is that of the median step, so that neither the measuring first step nor a pause counts. Memory is
         that of the process that took most.
         """
-        config = self._config
-        micro_units = trainer.micro_batch_size * config.units_per_sample
+        config, unit = self._config, trainer.unit
+        micro_units = trainer.micro_batch_size * trainer.units_per_sample
         # A copy of the model is as many processes as there are stages.
         saved_nbytes = sum(self._world.gather(trainer.saved_nbytes)) / self._world.size * config.pipeline.stages
         peak_nbytes = max(self._world.gather(peak_memory_nbytes()))
@@ -178,13 +182,11 @@ class RunLogger:
             "loss": self._last["loss"],
             "validation_loss": self._last.get("validation_loss"),
             "best_validation_loss": best,
-            **({} if config.unit == "token" else {"validation_accuracy": self._last.get("validation_accuracy")}),
-            f"{config.unit}s_per_second": config.batch_size
-            * config.units_per_sample
-            / statistics.median(self._step_seconds),
+            **({"validation_accuracy": self._last.get("validation_accuracy")} if trainer.classifies else {}),
+            f"{unit}s_per_second": config.batch_size * trainer.units_per_sample / statistics.median(self._step_seconds),
             "peak_memory_nbytes": peak_nbytes,
-            f"saved_nbytes_per_{config.unit}": saved_nbytes / micro_units,
-            f"bf16_nbytes_per_{config.unit}": bf16_nbytes_per_token,
+            f"saved_nbytes_per_{unit}": saved_nbytes / micro_units,
+            f"bf16_nbytes_per_{unit}": bf16_nbytes_per_unit,
             "wire_nbytes_per_step": sent,
             "wire_raw_nbytes_per_step": raw,
             "collectives": coded.to_dict() if coded.entries else None,
@@ -206,10 +208,16 @@ class RunLogger:
             self._metrics.close(failed=kind is not None)
 
 
-def closing_words(summary: dict[str, Any], run_dir: Path, config: TrainConfig) -> str:
-    """The closing text of a run: results, cost, and what to do next."""
+def closing_words(summary: dict[str, Any], run_dir: Path, config: TrainConfig, unit: str, exports: bool) -> str:
+    """The closing text of a run: results, cost, and what to do next.
+
+    Args:
+        summary: as in summary.json.
+        run_dir, config: of the run.
+        unit: what speed and bytes are counted per.
+        exports: whether the model is one of transformers', which an export needs.
+    """
     done, steps = summary["steps"], config.steps
-    unit = config.unit
     kept, unmodified = summary[f"saved_nbytes_per_{unit}"], summary[f"bf16_nbytes_per_{unit}"]
     validation, best = summary["validation_loss"], summary["best_validation_loss"]
     stages = f", {summary['stages']} stages" if summary["stages"] > 1 else ""
@@ -222,7 +230,7 @@ def closing_words(summary: dict[str, Any], run_dir: Path, config: TrainConfig) -
     if validation is not None:
         lines.append(f"  validation loss    {validation:.4f} (best {best:.4f})")
     if (accuracy := summary.get("validation_accuracy")) is not None:
-        lines.append(f"  accuracy           {accuracy:.2%} of the validation images")
+        lines.append(f"  accuracy           {accuracy:.2%} of the validation {unit}s")
     lines += [
         f"  speed              {summary[f'{unit}s_per_second']:,.0f} {unit}s/s ({processes}, {config.precision})",
         f"  kept for backward  {kept:,.0f} bytes per {unit}; the unmodified model in bf16 keeps {unmodified:,.0f} "
@@ -238,9 +246,50 @@ def closing_words(summary: dict[str, Any], run_dir: Path, config: TrainConfig) -
     lines += [
         f"  laconic train --resume --run-dir {folder}{further}",
         f"  laconic compare {folder} OTHER_RUN",
-        f"  laconic export {folder} DIRECTORY",
+        *([f"  laconic export {folder} DIRECTORY"] if exports else []),
     ]
     return "\n".join(lines)
+
+
+def check_loggers(config: TrainConfig, world: World) -> None:
+    """Refuse, on every process, what the first one, which logs, could not do; all processes call it together.
+
+    Raises:
+        ConfigError: TensorBoard or wandb is asked for, but cannot be used.
+    """
+    if config.tensorboard:
+        check_tensorboard()
+    error = None
+    if config.wandb and world.is_main:
+        try:
+            check_wandb()
+        except ConfigError as failure:
+            error = str(failure)
+    error = world.first_error(error)
+    if error is not None:
+        raise ConfigError(error)
+
+
+@contextmanager
+def log_on_stderr(world: World) -> Iterator[None]:
+    """Print laconic's log messages to stderr while the block runs, unless the user has set up logging.
+
+    The main process prints all of them, the others only those about the corpus, which any process may tokenize.
+    """
+    logger = logging.getLogger("laconic" if world.is_main else "laconic.train.data.corpus")
+    if logger.hasHandlers():
+        yield
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("laconic: %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def _chunks(run: Timeline) -> int:

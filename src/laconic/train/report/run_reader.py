@@ -18,6 +18,7 @@ from typing import Any
 from laconic.errors import DataError
 from laconic.json_text import parse_json
 from laconic.train.config.dotted_names import flat_settings
+from laconic.train.config.tasks import find_task, task_names
 from laconic.train.config.toml_text import parse_toml
 from laconic.train.report.metrics import METRICS_FILE, read_metrics
 from laconic.train.step_timeline import TIMELINE_FILE
@@ -85,8 +86,8 @@ class Run:
     @property
     def tokenizer(self) -> str | None:
         """Identity of the tokenizer, or None."""
-        if self.unit == "image":
-            return "none: images"
+        if self.unit != "token":
+            return f"none: {self.unit}s"
         copied = self.path / "tokenizer.json"
         if copied.is_file():
             return hashlib.sha256(copied.read_bytes()).hexdigest()
@@ -94,12 +95,13 @@ class Run:
 
     @property
     def unit(self) -> str:
-        """What speed and bytes of the run are counted per: "token" or "image"."""
-        return "image" if self.config.get("task") == "image-classification" else "token"
+        """What speed and bytes of the run are counted per: "token", "image" or another unit of its task."""
+        name = self.config.get("task")
+        return find_task(name).unit if name in task_names() else "token"
 
     @property
     def validation_accuracy(self) -> float | None:
-        """Last share of the validation images classified correctly; None for other tasks."""
+        """Last share of the validation samples classified correctly; None where the task has no classes."""
         shares = self.series("validation_accuracy")
         return shares[-1][1] if shares else _number(self.summary, "validation_accuracy")
 

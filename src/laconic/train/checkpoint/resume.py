@@ -1,0 +1,99 @@
+"""The checkpoint that a run continues from, and the settings it must share with the run that wrote it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from laconic.errors import CheckpointError, ConfigError, DataError
+from laconic.train.checkpoint.save_load import Checkpoint, find_checkpoint, newest_good_checkpoint
+from laconic.train.config.dotted_names import flat_settings
+from laconic.train.config.schema import TrainConfig
+from laconic.train.config.toml import load_config
+from laconic.train.distributed.world import World
+from laconic.train.launch_record import Launch
+from laconic.train.report.metrics import METRICS_FILE, read_metrics
+from laconic.train.report.run_dir import checkpoint_names, latest_name
+from laconic.train.report.run_logger import log_on_stderr
+from laconic.train.task import Task
+
+__all__ = ["find_start", "identity_of"]
+
+_FORMERLY = {"optimizer.kind": "adamw"}
+"""Values, in the runs that wrote them, of settings that older checkpoints do not name."""
+
+
+def find_start(
+    config: TrainConfig, world: World, run_dir: Path, identity: dict[str, Any], launch: Launch | None
+) -> Checkpoint | None:
+    """Find the checkpoint that the run continues from; None for a new run. All processes call it together.
+
+    A `launch` that goes on with its own run takes the newest checkpoint that is good, or none. Neither does a run that
+    was stopped before its first save have one.
+
+    Raises:
+        ConfigError: the run that wrote it had another `identity`.
+        CheckpointError: it is missing or damaged.
+    """
+    if not config.resume:
+        return None
+    checkpoint: Checkpoint | None
+    if launch is not None:
+        with log_on_stderr(world):
+            checkpoint = newest_good_checkpoint(run_dir, world, launch.in_directory(run_dir).abandoned)
+        if checkpoint is None:
+            return None
+    else:
+        name = None if config.checkpoint.load is None else str(config.checkpoint.load)
+        if name is None and world.gather(_stopped_before_a_save(run_dir) if world.is_main else None)[0]:
+            return None
+        checkpoint = find_checkpoint(run_dir, world, name)
+    _check_identity(identity, checkpoint.identity, checkpoint.path)
+    return checkpoint
+
+
+def identity_of(config: TrainConfig, task: Task) -> dict[str, Any]:
+    """Settings that a resumed run must share with the run that wrote its checkpoint."""
+    return task.identity() | {
+        "model": asdict(replace(config.model, allow_download=False)),
+        "data": task.fingerprint,
+        "sequence_length": config.sequence_length,
+        "batch_size": config.batch_size,
+        "seed": config.seed,
+        "optimizer.kind": config.optimizer.kind,
+    }
+
+
+def _stopped_before_a_save(run_dir: Path) -> bool:
+    """Whether the run in `run_dir` was stopped, or killed, before its first checkpoint was whole.
+
+    A run of which more is known than such a run can have done has lost its checkpoints instead.
+    """
+    try:
+        if checkpoint_names(run_dir) or latest_name(run_dir) is not None or (run_dir / "summary.json").exists():
+            return False
+        every = load_config(run_dir / "config.toml").checkpoint.every
+        rows = read_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else []
+    except (CheckpointError, ConfigError, DataError):  # whoever looks for a checkpoint meets it, too
+        return False
+    return every == 0 or max((row["step"] for row in rows), default=0) <= every
+
+
+def _check_identity(now: dict[str, Any], then: dict[str, Any], path: Path) -> None:
+    """Check that the settings `now` are those `then`, of the checkpoint at `path`.
+
+    Raises:
+        ConfigError: one of them has changed.
+    """
+    # Through JSON, like the manifest: tuples become lists.
+    here = flat_settings(json.loads(json.dumps(now)))
+    there = flat_settings({name: then.get(name, _FORMERLY.get(name)) for name in now})
+    for name in {**here, **there}:
+        value, before = here.get(name), there.get(name)
+        if value != before:
+            raise ConfigError(
+                f"{name} is {value!r}, but the run that wrote {path} had {before!r}; resume it unchanged, or export "
+                "the model and start a new run from it with model.path"
+            )

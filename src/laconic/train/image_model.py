@@ -1,0 +1,184 @@
+"""Builds a Hugging Face image classifier from a `ModelConfig`, without a network, and checks that images fit it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from laconic.errors import ConfigError, DataError, ModelError
+from laconic.train.config.dotted_names import nearest
+from laconic.train.config.schema import ModelConfig
+from laconic.train.data.images import ImageCorpus
+from laconic.train.model import check_config, no_progress_bars
+from laconic.train.model_source import find_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["build_classifier", "check_batch_norm", "preprocessor_config"]
+
+logger = logging.getLogger(__name__)
+
+_LANGUAGE_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("tie_word_embeddings", "allow_download"),
+)
+
+
+def build_classifier(config: ModelConfig, corpus: ImageCorpus, seed: int) -> PreTrainedModel:
+    """Build a Hugging Face image classifier: parameters fp32, on the CPU, in training mode.
+
+    Args:
+        config: `path`, a directory as save_pretrained writes it, with or without weights; or `family` (resnet,
+            afi_resnet, ...) with the fields of its configuration in `extra`.
+        corpus: decides number and names of classes, and channels, of a model made from a family name.
+        seed: of random weights.
+
+    Raises:
+        ConfigError: the family, a field or the directory is not usable.
+        ModelError: a directory's files are not an image classifier's, or lack weights.
+        DataError: the model has too few classes or other channels than the data.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForImageClassification
+        from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+
+        import laconic.vision.resnet  # noqa: F401 - makes afi_resnet known
+    except ImportError as error:
+        raise ConfigError(f"training needs transformers ({error}): pip install 'laconic[train]'") from error
+    defaults = ModelConfig()
+    for name in _LANGUAGE_SIZES:
+        if getattr(config, name) != getattr(defaults, name):
+            raise ConfigError(
+                f"model.{name} is {getattr(config, name)!r}, but it must be left out with task = image-classification; "
+                "give fields of the family's configuration in model.extra"
+            )
+    channels = corpus.train.images.shape[1]
+    source, weights = f"a {config.family} of model.family", None
+    if config.path is None:
+        families = {*MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, "afi_resnet"}
+        if config.family not in families:
+            raise ConfigError(
+                f"model.family is {config.family!r}, but it must be an image classifier known to the installed "
+                f"transformers, or afi_resnet{nearest(config.family, families)}"
+            )
+        known = AutoConfig.for_model(config.family).to_dict()
+        if unknown := [name for name in config.extra if name not in known]:
+            raise ConfigError(
+                f"model.extra has {unknown[0]!r}, but family {config.family!r} has no such field"
+                + nearest(unknown[0], known)
+            )
+        names = dict(enumerate(corpus.classes))
+        fields: dict[str, Any] = {"id2label": names, "label2id": {name: label for label, name in names.items()}}
+        for name, value in (("num_channels", channels), ("image_size", corpus.train.images.shape[2])):
+            if name in known:
+                fields[name] = value
+        try:
+            hf_config: Any = AutoConfig.for_model(config.family, **(fields | config.extra))
+        except Exception as error:
+            raise ConfigError(f"family {config.family!r} does not take these model fields: {error}") from error
+    else:
+        directory = Path(config.path)
+        if not (directory / "config.json").is_file():
+            raise ConfigError(f"model.path is {config.path!r}, but it must be a directory with a config.json")
+        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        try:
+            hf_config = AutoConfig.from_pretrained(config.path, **options)
+        except Exception as error:
+            raise ModelError(f"model.path {config.path!r} has no config that transformers can read: {error}") from error
+        check_config(hf_config, f"model.path {config.path!r}")
+        weights = find_weights(directory)
+        source = f"as model.path {config.path!r} holds none"
+    try:
+        if weights is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model = AutoModelForImageClassification.from_config(
+                    hf_config, dtype=torch.float32, trust_remote_code=False
+                )
+            logger.info("weights: initialized at random (seed %d), %s", seed, source)
+        else:
+            with no_progress_bars():
+                model, loading = AutoModelForImageClassification.from_pretrained(
+                    str(config.path), config=hf_config, dtype=torch.float32, output_loading_info=True, **options
+                )
+            if absent := sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in loading[kind]):
+                raise ModelError(
+                    f"model.path {config.path!r} lacks {len(absent)} of the weights that its config.json asks for, "
+                    f"first {absent[0]!r}"
+                )
+            logger.info("weights: loaded from %s", Path(str(config.path)) / weights)
+    except ModelError:
+        raise
+    except Exception as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(
+            f"transformers cannot build an image classifier of {hf_config.model_type}: {first[:300]}"
+        ) from error
+    _check_fit(model, corpus)
+    built: PreTrainedModel = model
+    return built.train()
+
+
+def _check_fit(model: Any, corpus: ImageCorpus) -> None:
+    """Check that `model` has a logit for every class and takes the data's channels and size.
+
+    Raises:
+        DataError: it does not.
+    """
+    num_classes, config = model.config.num_labels, model.config
+    if num_classes < len(corpus.classes):
+        raise DataError(
+            f"the data has a label {len(corpus.classes) - 1}, but the model's classes end at {num_classes - 1}; "
+            f"give the model num_labels of at least {len(corpus.classes)}"
+        )
+    channels, height, width = corpus.train.images.shape[1:]
+    wanted = getattr(config, "num_channels", channels)
+    if wanted != channels:
+        mode = {1: "L", 3: "RGB"}.get(int(wanted or 0))
+        remedy = f"set images.mode = {mode}" if mode else "use another model"
+        raise DataError(f"the images have {channels} channels, but the model takes {wanted}; {remedy}")
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            model(pixel_values=torch.zeros(1, channels, height, width))
+    except Exception as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"the model does not take images of {width} x {height} pixels: {first[:300]}; set images.size to another"
+        ) from error
+    finally:
+        model.train(was_training)
+
+
+def check_batch_norm(model: nn.Module, micro_batch_size: int) -> None:
+    """Check that batch normalization has more than one image to normalize over.
+
+    Raises:
+        ConfigError: a micro-batch has one image and `model` normalizes over batches.
+    """
+    if micro_batch_size == 1 and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        raise ConfigError(
+            "batch_size gives one image per micro-batch, but the model has batch normalization and needs at least 2; "
+            "raise batch_size or lower accumulation or nproc"
+        )
+
+
+def preprocessor_config(corpus: ImageCorpus) -> dict[str, Any]:
+    """How images become a model's input, in the form of Hugging Face's preprocessor_config.json."""
+    _, _, height, width = corpus.train.images.shape
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": height, "width": width},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [float(value) for value in corpus.mean],
+        "image_std": [float(value) for value in corpus.std],
+    }

@@ -1,0 +1,203 @@
+"""The steps of a run: a trainer with all that takes part in its steps, with evaluations, checkpoints and the log."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from torch import nn
+
+from laconic.errors import TrainingError
+from laconic.train.checkpoint.save_load import Checkpoint, load_checkpoint
+from laconic.train.config.schema import TrainConfig
+from laconic.train.conversion import Conversion
+from laconic.train.distributed import comm_compression
+from laconic.train.distributed.data_parallel import wrap_model
+from laconic.train.distributed.parallel_state import ParallelState
+from laconic.train.distributed.replica_votes import ReplicaVotes
+from laconic.train.distributed.world import World
+from laconic.train.gradients import make_gradients
+from laconic.train.memory.forecast import Forecast
+from laconic.train.moe import migration
+from laconic.train.moe.router_balance import Routers
+from laconic.train.moe.setup import SpreadExperts
+from laconic.train.pipeline import Pipeline
+from laconic.train.report.run_logger import RunLogger
+from laconic.train.signals import StopRequest
+from laconic.train.step_timeline import recorded_step
+from laconic.train.task import Task
+from laconic.train.trainer import StepResult, Trainer, make_optimizer
+
+__all__ = ["Steps", "make_steps"]
+
+_MAX_SKIPPED_STEPS = 5
+_MAX_LOAD_ROWS = 100
+"""Steps of a run that say how many tokens each expert got; all of them would outgrow the other metrics."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A trainer, and the components that take part in its steps; all processes call its methods together."""
+
+    config: TrainConfig
+    world: World
+    trainer: Trainer
+    forecast: Forecast
+    routers: Routers | None
+    experts: SpreadExperts | None
+    messages: list[str]
+    """Lines for the log: how routers are balanced and how processes communicate."""
+    votes: ReplicaVotes
+    """Compares replicas bit by bit."""
+    comm_state: str | None
+    """State of the comm compression, for checkpoints; None if there is nothing to keep."""
+
+    def restore(self, checkpoint: Checkpoint | None) -> int:
+        """Load `checkpoint`, if any, and set up expert migration; return the number of steps done before."""
+        trainer, experts = self.trainer, self.experts
+        if checkpoint is not None:
+            load_checkpoint(checkpoint, self.world, trainer.model, trainer.optimizer)
+        if experts is not None:
+            experts.prepare(trainer.optimizer, None if checkpoint is None else checkpoint.text(migration.STATE_FILE))
+        return 0 if checkpoint is None else checkpoint.step
+
+    def texts(self) -> dict[str, str]:
+        """State beside model and optimizer that a checkpoint keeps, by file name."""
+        placement = None if self.experts is None else self.experts.state()
+        states = {migration.STATE_FILE: placement, comm_compression.STATE_FILE: self.comm_state}
+        return {name: state for name, state in states.items() if state is not None}
+
+    def in_logical_order(self) -> AbstractContextManager[object]:
+        """Bring experts home while the block runs, as checkpoints have them."""
+        return nullcontext() if self.experts is None else self.experts.at_home()
+
+    def begin(self, run_logger: RunLogger) -> None:
+        """Log what the steps run with: experts, routers, communication."""
+        lines: list[str] = []
+        if self.experts is not None:
+            self.experts.begin()
+            lines += [*self.experts.messages(), str(self.experts)]
+        for line in [*lines, *self.messages]:
+            run_logger.message(line)
+
+    def run(
+        self,
+        run_logger: RunLogger,
+        stop: StopRequest,
+        first_step: int,
+        save: Callable[[int], None],
+        begin_step: Callable[[int], None],
+    ) -> tuple[int, bool]:
+        """Run the steps after `first_step`, with evaluations and checkpoints.
+
+        Args:
+            run_logger: of the run.
+            stop: asks this process to stop.
+            first_step: steps done before.
+            save: writes a checkpoint after so many steps.
+            begin_step: called with the number of each step, from 1, when it begins.
+
+        Returns:
+            The number of steps done, and whether a stop was requested.
+
+        Raises:
+            TrainingError: loss or gradient was not finite in several steps in a row.
+            AuditError: replicas differ after the first step.
+            CorruptionError: replicas differ.
+        """
+        config, votes = self.config, self.votes
+        skipped_in_a_row = 0
+        recorded = recorded_step(first_step, config.steps)
+        load_stride = math.ceil(config.steps / _MAX_LOAD_ROWS)
+        for done in range(first_step + 1, config.steps + 1):
+            begin_step(done)
+            result = self._step(done, run_logger, stop, done == recorded, done % load_stride == 0)
+            if done == first_step + 1 and config.audit and (number := votes.audit(done)):
+                run_logger.message(f"audit: after step {done}, {number} replicated tensors have the same bits")
+            skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
+            if skipped_in_a_row == _MAX_SKIPPED_STEPS:
+                raise TrainingError(
+                    f"loss or gradient was not finite in {_MAX_SKIPPED_STEPS} steps in a row, "
+                    f"{done - skipped_in_a_row + 1} to {done}; lower optimizer.learning_rate or look at the data of "
+                    "these steps, then continue from the last checkpoint with --resume"
+                )
+            last = done == config.steps
+            stopped = result.stop and not last
+            saves = last or stopped or (config.checkpoint.every > 0 and done % config.checkpoint.every == 0)
+            if votes.due(done, saves) and (line := votes.vote(done)):
+                run_logger.message(line)
+            if last or (config.eval_every and done % config.eval_every == 0):
+                run_logger.validation(done, self.trainer.evaluate(), self.trainer.validation_accuracy)
+            if saves:
+                save(done)
+            if stopped:
+                return done, True
+        return config.steps, False
+
+    def _step(self, done: int, run_logger: RunLogger, stop: StopRequest, record: bool, count_loads: bool) -> StepResult:
+        """Run the step after which `done` are done, and log its metrics and messages.
+
+        `record`: also its timeline. `count_loads`: also the tokens of each expert.
+        """
+        trainer, forecast, routers, experts = self.trainer, self.forecast, self.routers, self.experts
+        started = time.perf_counter()
+        result = trainer.step(done - 1, stop, record)
+        of_experts: dict[str, float | int | str] = {}
+        if routers is not None:
+            of_experts |= routers.after_step(result.skipped, count_loads and experts is None)
+        if experts is not None:
+            of_experts |= experts.after_step(done, result.skipped)
+        seconds = time.perf_counter() - started
+        counted = experts if experts is not None else routers
+        loads = counted.loads if counted is not None and count_loads else None
+        run_logger.step(done, result, seconds, trainer, of_experts, loads)
+        if record:
+            run_logger.timeline(done, trainer, {} if experts is None else experts.executed())
+        for line in [] if experts is None else experts.messages():
+            run_logger.message(line)
+        if forecast.check is not None:
+            run_logger.memory(forecast.check)
+            forecast.check = None
+        if result.skipped:
+            run_logger.message(f"step {done}: loss or gradient is not finite on some process; no update")
+        return result
+
+
+def make_steps(
+    plain: nn.Module,
+    converted: Conversion,
+    task: Task,
+    config: TrainConfig,
+    world: World,
+    parallel_state: ParallelState,
+    checkpoint: Checkpoint | None,
+) -> Steps:
+    """Wrap `plain` or cut it into stages, choose the codecs of its messages, and make its optimizer."""
+    spread = None if converted.experts is None else converted.experts.model
+    pipeline = None
+    if parallel_state.num_stages > 1:
+        pipeline = Pipeline(config, world, parallel_state, plain, task.chunked_loss)
+    wrapped = wrap_model(plain, config, world, parallel_state, spread) if pipeline is None else pipeline.parts
+    messages = [] if converted.router_message is None else [converted.router_message]
+    comm_state = None
+    bare = config.moe.overlap_grad_reduce and config.parallel == "ddp"  # its gradients choose their codec themselves
+    if not bare:
+        saved = None if checkpoint is None else checkpoint.text(comm_compression.STATE_FILE)
+        modules = [wrapped] if pipeline is None else pipeline.wrapped
+        lines, comm_state = comm_compression.zip_model(modules, config, world, parallel_state, saved)
+        messages += lines
+    if pipeline is not None:
+        messages.append(pipeline.sends)
+    gradients = make_gradients(config, parallel_state, wrapped, spread)
+    optimizer = make_optimizer(wrapped, config.optimizer)
+    trainer = Trainer(config, world, parallel_state, wrapped, gradients, optimizer, task, pipeline, converted.routers)
+    split = () if pipeline is None else pipeline.split
+    forecast = Forecast(
+        config, parallel_state, converted.model_config, trainer, converted.plan, split, task.chunked_loss
+    )
+    votes = ReplicaVotes(config, world, parallel_state, wrapped, optimizer, spread)
+    routers, experts = converted.routers, converted.experts
+    return Steps(config, world, trainer, forecast, routers, experts, messages, votes, comm_state)
