@@ -160,6 +160,91 @@ def ddp_averages_checkpointed_layers() -> None:
         assert_gradients_are_means(reference, model)
 
 
+def the_mean_stays_with_its_forward() -> None:
+    """Whatever becomes of the parameters, and whatever else runs before backward."""
+    ids = own_ids(1)
+    reference = mean_gradients("qwen3_moe", ids)
+    for schedule in (None, ChunkedSchedule(2)):
+        model = tiny("qwen3_moe")
+        parallelize(model, Grid(ep=2), schedule=schedule)
+        model.float().double()._apply(torch.clone)
+        wrapped = DistributedDataParallel(model)
+        with wrapped.no_sync():
+            first = loss_on(wrapped, ids) / 2
+        with torch.no_grad():
+            loss_on(model, ids)
+        first.backward()
+        loss = loss_on(wrapped, ids) / 2
+        with torch.no_grad():
+            loss_on(model, ids)
+        loss_on(model.eval(), ids)
+        loss.backward()
+        assert_gradients_are_means(reference, model, 1e-6)
+
+    # Without DDP nothing is averaged, even if DDP has run in between.
+    model.zero_grad()
+    loss = loss_on(model, ids)
+    with torch.no_grad():
+        loss_on(wrapped, ids)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        expected = reference.get_parameter(name).grad
+        assert isinstance(expected, Tensor)
+        assert isinstance(parameter.grad, Tensor)
+        if "experts" in name:
+            assert close(whole(parameter.grad), expected * dist.get_world_size(), 1e-6)
+
+
+def frozen_experts_need_no_mean() -> None:
+    model = tiny("qwen3_moe")
+    done, ids = parallelize(model, Grid(ep=2)), own_ids(1)
+    first, *others = done.experts()
+    first.requires_grad_(False)
+    reference = mean_gradients("qwen3_moe", ids)
+    wrapped = DistributedDataParallel(model)
+    loss_on(wrapped, ids).backward()
+    assert first.grad is None
+    first.grad = next(p.grad for n, p in reference.named_parameters() if n.endswith("gate_up_proj"))
+    assert_gradients_are_means(reference, model)
+    for parameter in others:
+        parameter.requires_grad_(False)
+    loss_on(wrapped, ids).backward()
+
+
+def sharded_doubles_keep_their_mean() -> None:
+    """FSDP2 leaves experts of such dtypes alone."""
+    model, ids = tiny("qwen3_moe"), own_ids(1)
+    reference = mean_gradients("qwen3_moe", ids)
+    parallelize(model, Grid(ep=2)).fully_shard(model.model.layers)
+    model.float().double()
+    loss_on(model, ids).backward()
+    assert_gradients_are_means(reference, model, 1e-6)
+
+
+def runs_that_a_reentrant_checkpoint_cannot_tell_apart_are_refused() -> None:
+    model, ids = tiny("qwen3_moe"), own_ids(1)
+    reference = mean_gradients("qwen3_moe", ids)
+    parallelize(model, Grid(ep=2))
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    wrapped = DistributedDataParallel(model.train())
+
+    def step(train: bool) -> None:
+        loss = loss_on(wrapped, ids)
+        model.train(train)
+        with torch.no_grad():
+            loss_on(model, ids)
+        model.train()
+        loss.backward()
+
+    with torch.no_grad():
+        loss_on(model, ids)  # before a step it is nobody's forward
+    step(train=False)
+    assert_gradients_are_means(reference, model)
+    with pytest.raises(ConfigError, match=r"unknown who averages their gradients; call model\.eval"):
+        step(train=True)
+
+
 def checkpointed_layers_in_chunks_run_in_one_piece() -> None:
     model, ids = tiny("mixtral"), own_ids(1)
     reference = mean_gradients("mixtral", ids)
@@ -312,6 +397,10 @@ def test_a_pair_computes_what_one_process_does(tmp_path: Path) -> None:
         partial(ddp_averages_everything, [{"ep": 2}, {"ep": 1}]),
         checkpointed_layers_in_chunks_run_in_one_piece,
         ddp_averages_checkpointed_layers,
+        the_mean_stays_with_its_forward,
+        frozen_experts_need_no_mean,
+        sharded_doubles_keep_their_mean,
+        runs_that_a_reentrant_checkpoint_cannot_tell_apart_are_refused,
     ]
     run_world(scenarios, 2, tmp_path)
 

@@ -421,7 +421,7 @@ def _no_gradients(layer: MoELayer, ranks: ExpertRanks) -> str | None:
 
 
 def _averages(layer: MoELayer) -> bool:
-    """Whether gradients of its experts are averaged by hooks, as autograd makes them."""
+    """Whether gradients of its experts are averaged in its own backward."""
     return isinstance(layer, ExpertsLayer) and layer._own_replicas is not None and layer.averages_under_ddp
 
 

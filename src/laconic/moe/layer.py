@@ -23,6 +23,7 @@ from laconic.moe.dispatch.base import (
 from laconic.moe.gates.base import Gate
 from laconic.moe.hooks import Hook
 from laconic.moe.meanwhile import Meanwhile
+from laconic.moe.parallel.expert_mean import ExpertMean
 from laconic.moe.permute import Order, SortedOrder
 from laconic.moe.routing import RoutedTokens, Routing, SoftRouting
 
@@ -94,6 +95,8 @@ class MoELayer(nn.Module):
         self.hooks = tuple(hooks)
         self.placement = placement
         self.losses, self.load, self.num_dropped = {}, None, 0
+        self.expert_mean: ExpertMean | None = None
+        """Reduces the gradients of experts in the backward of each forward; None: they stay those of this rank."""
         self.meanwhile: Meanwhile | None = None
         """What the current forward computes while rows travel; a schedule runs it when it has started to send them."""
         if isinstance(self.dispatcher, LocalDispatcher) and gate.num_experts != (here := num_experts_of(experts)):
@@ -154,8 +157,14 @@ class MoELayer(nn.Module):
     def compute(self, inputs: ExpertRows, experts: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
         """Return outputs [q, M] of the experts, or of `experts` in their place, with the hooks before and after."""
         inputs = self._call("after_dispatch", inputs)
-        outputs = ExpertRows((experts or self.experts)(inputs.rows, inputs.counts), inputs.counts)
+        mean = None if experts is not None else self.mean_of_forward()
+        run = experts or (self.experts if mean is None else partial(mean.call, self.experts))
+        outputs = ExpertRows(run(inputs.rows, inputs.counts), inputs.counts)
         return self._call("before_combine", outputs).rows
+
+    def mean_of_forward(self) -> ExpertMean | None:
+        """Return what reduces the gradients of experts in the backward of the current forward, if anything does."""
+        return self.expert_mean if torch.is_grad_enabled() else None
 
     def run_whole(self, x: Tensor, routing: Routing) -> Tensor:
         """Dispatch, compute and combine, one after the other: `Schedule.run` without a schedule."""

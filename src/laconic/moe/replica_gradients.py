@@ -8,16 +8,14 @@ N_DP, not by N_EDP.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.hooks import RemovableHandle
 
 from laconic.collectives import api
 from laconic.collectives.codec import Codec
@@ -25,9 +23,10 @@ from laconic.errors import ConfigError, ModelError
 from laconic.formats import quantized_gradient
 from laconic.formats.shards import local_part
 from laconic.moe.layer import MoELayer, moe_layers
+from laconic.moe.parallel.expert_mean import ExpertMean
 from laconic.moe.parallel.grid import Grid
 
-__all__ = ["average_expert_gradients", "fully_shard_layers", "reduce_gradients"]
+__all__ = ["fully_shard_layers", "reduce_gradients"]
 
 BUCKET_NBYTES = 25 << 20
 """Bytes of gradients in one message, as in DDP."""
@@ -47,22 +46,22 @@ def fully_shard_layers(model: nn.Module, grid: Grid, *, units: Iterable[nn.Modul
     """
     ignored = set(options.pop("ignored_params", ()))
     for layer in _layers(model):
-        ignored |= _shard_experts(layer.experts, grid, options)
+        ignored |= _shard_experts(layer, grid, options)
     for module in (*units, model):
         fully_shard(module, mesh=grid.dense_mesh["dp"], ignored_params=ignored or None, **options)
     assert isinstance(model, FSDPModule)
     return model
 
 
-def _shard_experts(experts: nn.Module, grid: Grid, options: dict[str, Any]) -> set[nn.Parameter]:
+def _shard_experts(layer: MoELayer, grid: Grid, options: dict[str, Any]) -> set[nn.Parameter]:
     """Shard experts over edp; return the parameters that were left as they are."""
+    experts = layer.experts
     parameters = [parameter for parameter in experts.parameters() if parameter.requires_grad]
     policy = options.get("mp_policy")
     dtypes = {(policy.reduce_dtype or policy.param_dtype if policy else None) or p.dtype for p in parameters}
     if grid.layout.edp == 1 and not dtypes <= {torch.float32, torch.bfloat16}:
         # On a mesh of one rank FSDP2 divides gradients of other dtypes twice; without replicas nothing is sharded.
-        for parameter in parameters:
-            parameter.register_hook(lambda grad: grad / grid.layout.dp)
+        layer.expert_mean = ExpertMean(grid)
         return set(experts.parameters())
     options = {"shard_placement_fn": partial(_cut_of_replicas, num_replicas=grid.layout.edp), **options}
     sharded = fully_shard(experts, mesh=grid.expert_mesh["edp"], **options)
@@ -156,29 +155,6 @@ def _buckets(gradients: Iterable[Tensor], bucket_nbytes: int) -> Iterator[list[T
         nbytes += gradient.nbytes
     if bucket:
         yield bucket
-
-
-def average_expert_gradients(experts: nn.Module, grid: Grid, active: Callable[[], bool]) -> list[RemovableHandle]:
-    """Average the gradients of `experts` as autograd makes them, in backwards for which `active` is true.
-
-    For a wrapper that averages everything else and skips experts, as DDP does. Each backward averages what it adds, so
-    accumulation over micro-batches is right too. Returns the handles of the hooks.
-    """
-    hook = partial(_averaged, grid=grid, active=active)
-    return [parameter.register_hook(hook) for parameter in experts.parameters() if parameter.requires_grad]
-
-
-def _averaged(grad: Tensor, *, grid: Grid, active: Callable[[], bool]) -> Tensor:
-    if not active():
-        return grad
-    grad = grad / grid.layout.dp
-    if grid.layout.edp > 1:
-        held = local_part(grad)
-        summed = held.contiguous()
-        dist.all_reduce(summed, group=grid.edp)
-        if summed is not held:
-            held.copy_(summed)
-    return grad
 
 
 def _layers(model: nn.Module) -> list[MoELayer]:

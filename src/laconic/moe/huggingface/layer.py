@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
+from laconic.errors import ConfigError
 from laconic.moe.dispatch.base import Dispatcher
 from laconic.moe.hooks import Hook
 from laconic.moe.huggingface.experts import FusedExperts
 from laconic.moe.huggingface.gate import GivenRouting
 from laconic.moe.huggingface.shared_experts import SharedCall
 from laconic.moe.layer import MoELayer, Schedule
+from laconic.moe.parallel.expert_mean import ExpertMean
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.permute import Order
 from laconic.moe.placement.expert_map import Placement
-from laconic.moe.replica_gradients import average_expert_gradients
 from laconic.moe.routing import Routing, SoftRouting
 
 __all__ = ["ExpertsLayer", "has_own_replicas"]
@@ -45,9 +45,9 @@ class ExpertsLayer(MoELayer):
     """MoELayer whose routing comes with the call; see [Note: the seam].
 
     Attributes:
-        ran_under_ddp: whether the last forward in training, or with gradients, was DDP's, which does not reduce the
-            gradients of experts.
-        averages_under_ddp: the layer averages them then; False means that the caller must.
+        ran_under_ddp: whether the last forward with gradients was DDP's, which does not reduce the gradients of
+            experts.
+        averages_under_ddp: such a forward averages them in its backward; False means that the caller must.
         is_running: whether this layer is calling the experts.
     """
 
@@ -78,20 +78,11 @@ class ExpertsLayer(MoELayer):
         """Pipeline stages, of which the model is one."""
         self._signature = inspect.signature(original.forward)
         experts.stand_for(self)
-        self._own_replicas: Grid | None = None
-        if grid is not None and has_own_replicas(grid):  # otherwise DDP averages them like all others
-            self._watched: list[RemovableHandle] = []
-            self._own_replicas = grid
-            self.watch_gradients()
-
-    def watch_gradients(self) -> None:
-        """Average the gradients of experts under DDP; to be called again when they have become other parameters."""
-        if self._own_replicas is not None:
-            for handle in self._watched:
-                handle.remove()
-            self._watched = average_expert_gradients(
-                self.experts, self._own_replicas, lambda: self.ran_under_ddp and self.averages_under_ddp
-            )
+        self._own_replicas = grid if grid is not None and has_own_replicas(grid) else None
+        """None where DDP averages experts like all others."""
+        self._mean_under_ddp = None if self._own_replicas is None else ExpertMean(self._own_replicas)
+        self._without_graph: list[bool] = []
+        self._ran_again = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         # In the model's tree, so that it moves with the model and a state dict is refused while experts are elsewhere.
@@ -127,16 +118,50 @@ class ExpertsLayer(MoELayer):
 
         torch.compile breaks its graph here: the number of rows of an expert is known only when they arrive.
         """
-        # Not where a checkpoint runs the layer again in backward, which DDP does not see.
-        if (self.training or torch.is_grad_enabled()) and torch._C._current_graph_task_id() == -1:
-            self.ran_under_ddp = DistributedDataParallel._get_active_ddp_module() is not None
         return self.run(hidden_states, self.gate.routing(top_k_index, top_k_weights))
 
     def run(self, x: Tensor, routing: Routing | SoftRouting | None = None) -> Tensor:
-        """See `MoELayer.run`."""
+        """See `MoELayer.run`.
+
+        Raises:
+            ConfigError: in backward, a reentrant checkpoint's: it is unknown whether DDP reduces the gradients.
+        """
+        self._note_ddp()
         self.is_running = True
         self.meanwhile = None if self.shared_call is None else self.shared_call.window(x)
         try:
             return super().run(x, routing)
         finally:
             self.is_running = False
+
+    def mean_of_forward(self) -> ExpertMean | None:
+        """See `MoELayer.mean_of_forward`."""
+        mean = super().mean_of_forward()
+        averages = self.ran_under_ddp and self.averages_under_ddp and torch.is_grad_enabled()
+        return self._mean_under_ddp if mean is None and averages else mean
+
+    def _note_ddp(self) -> None:
+        """Note whether the gradients of this forward are DDP's.
+
+        A reentrant checkpoint runs a layer without gradients, and again in backward, where DDP is not active; the kind
+        of such a run is that of the last one without gradients in training.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            of_ddp = DistributedDataParallel._get_active_ddp_module() is not None
+            if torch.is_grad_enabled():
+                self.ran_under_ddp = of_ddp
+                self._without_graph.clear()
+            elif self.training:
+                if self._ran_again:
+                    self._without_graph.clear()
+                self._without_graph = [kind for kind in self._without_graph if kind != of_ddp] + [of_ddp]
+            self._ran_again = False
+        elif torch.is_grad_enabled() and self._without_graph:
+            if self._without_graph == [True, False]:
+                raise ConfigError(
+                    "a reentrant checkpoint runs experts again in backward, but since the forward of"
+                    " DistributedDataParallel the bare model ran in training mode without gradients, so it is unknown"
+                    " who averages their gradients; call model.eval() around that run, or checkpoint with"
+                    " use_reentrant=False"
+                )
+            self.ran_under_ddp, self._ran_again = self._without_graph[-1], True

@@ -25,9 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from laconic.errors import CheckpointError, LaconicError
 from laconic.moe.huggingface.apply import Parallelized, parallelize
-from laconic.moe.huggingface.layer import ExpertsLayer
 from laconic.moe.huggingface.safetensors_source import Converted, Plain, Source, Stacked, TensorFiles
-from laconic.moe.layer import moe_layers
 from laconic.moe.parallel.grid import Grid
 
 __all__ = ["Loaded", "from_pretrained", "load_pretrained"]
@@ -253,9 +251,6 @@ def _materialize(model: Any, device: torch.device | str | None) -> None:
         device = meshes[0].device_type if meshes else "cpu"
     computed = [name for name, buffer in model.named_non_persistent_buffers() if buffer.is_meta]
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
-    for layer in moe_layers(model).values():
-        if isinstance(layer, ExpertsLayer):
-            layer.watch_gradients()
     for parameter in model.parameters():
         # A DTensor has got another tensor under it, which does not know of its hooks.
         if parameter._backward_hooks:

@@ -139,8 +139,17 @@ class ChunkedLayer:
         self._leaves = _leaves_of(filter(None, self._slices))
         # Other ranks' backward waits for this one's, so it must take part even if nothing here wants a gradient.
         anchor = out.new_empty(0).requires_grad_()
-        result: Tensor = _Joined.apply(self, len(inputs), anchor, *inputs, *self._leaves)
+        result: Tensor = _Joined.apply(self, len(inputs), anchor, *inputs, *self._reduced_leaves())
         return result
+
+    def _reduced_leaves(self) -> list[Tensor]:
+        """List the leaves, of experts behind the node that reduces their gradients: once, not slice by slice."""
+        mean = self._layer.mean_of_forward()
+        if mean is None:
+            return self._leaves
+        own = {id(p) for p in self._layer.experts.parameters()}
+        reduced = iter(mean.through(leaf for leaf in self._leaves if id(leaf) in own))
+        return [next(reduced) if id(leaf) in own else leaf for leaf in self._leaves]
 
     def take_out(self) -> Tensor:
         """Return the outputs and release them."""
