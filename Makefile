@@ -1,5 +1,7 @@
 # make demo    sets everything up and trains a small Llama for about a minute
 # make test    sets everything up and runs the quick tests
+# make test-changed  the tests of the wings that differ from main (ARGS="--since COMMIT", or --show to see which)
+# make nightly what CI leaves out, part by part: docs/reliability.md (SHARD=1/4 for a quarter)
 # make check   lint, types and import contracts
 # make wheels  sdist and wheels in dist/, for Python 3.11 and for 3.12 and later
 # make reproducible  the same, built twice, and compared byte for byte
@@ -27,13 +29,19 @@ PARALLEL ?= -n 3 --dist loadgroup --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/kernels/*)
 
-.PHONY: demo test slow hosts trust soak mutants load gpu check format wheels reproducible sbom audit smoke matrix stranger site clean
+.PHONY: demo test test-changed slow nightly hosts trust soak mutants load gpu check format wheels reproducible sbom audit smoke matrix stranger site clean
 
 demo: $(VENV)/.installed-all
 	$(BIN)/laconic train $(ARGS)
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+
+test-changed: $(VENV)/.installed-dev
+	$(BIN)/python tools/changed_tests.py $(ARGS) -- $(PARALLEL)
+
+nightly: $(VENV)/.installed-dev
+	$(BIN)/python tools/nightly.py --shard $(or $(SHARD),1/1) $(ARGS)
 
 slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow --durations 25 $(PARALLEL) $(ARGS)

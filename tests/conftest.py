@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
@@ -40,15 +41,18 @@ _ROOMS = tuple(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--one-of-each`: what CI runs of the slow suite."""
+    """`--one-of-each`: what CI runs of the slow suite; `--shard`: a share of the files."""
     parser.addoption("--one-of-each", action="store_true", help="of slow tests what CI runs")
+    parser.addoption("--shard", metavar="K/N", help="the tests of every N-th file or so, from K = 1")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that share an expensive fixture, or the machine's network, run in the same worker of pytest-xdist."""
-    if config.getoption("one_of_each"):
-        kept = one_of_each(items)
+    kept = one_of_each(items) if config.getoption("one_of_each") else set(items)
+    if config.getoption("shard"):
+        kept &= in_shard(items, config.getoption("shard"))
+    if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
     for item in items:
@@ -86,6 +90,15 @@ def one_of_each(items: list[pytest.Item]) -> set[pytest.Item]:
         if name not in kept or crc32(item.nodeid.encode()) < crc32(kept[name].nodeid.encode()):
             kept[name] = item
     return set(kept.values())
+
+
+def in_shard(items: list[pytest.Item], shard: str) -> set[pytest.Item]:
+    """The items of a shard K/N. A file is in the same one whatever else is collected."""
+    found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", shard)
+    if found is None or int(found[1]) > int(found[2]):
+        raise pytest.UsageError(f"--shard is {shard!r}, not K/N with K from 1 to N; say 1/4 for the first of four")
+    k, n = int(found[1]), int(found[2])
+    return {item for item in items if crc32(item.nodeid.partition("::")[0].encode()) % n == k - 1}
 
 
 def stretched_timeout(item: pytest.Item, factor: float) -> float | None:

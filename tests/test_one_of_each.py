@@ -1,12 +1,16 @@
-"""What CI runs of the slow suite: what is marked ci, and of the rooms that compute a case of every slow test."""
+"""Parts of the suite: what is marked ci, of rooms that compute a case of every slow test, and shards for a night."""
 
 from __future__ import annotations
 
+import importlib
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tests.conftest import one_of_each
+from tests.conftest import in_shard, one_of_each
+from tests.distributed.processes import ROOT
 
 
 class _Item:
@@ -51,3 +55,59 @@ def test_elsewhere_and_of_benchmarks_only_what_is_marked_for_ci_is_kept_and_that
     ]
     benchmark = _Item("tests/moe/test_layer_benchmark.py::test_it_writes_its_table", "slow")
     assert _kept([*marked, *slow, benchmark]) == {item.nodeid for item in marked}
+
+
+def test_shards_have_every_file_once() -> None:
+    items = [_Item(f"tests/moe/test_{file}.py::test_{test}") for file in range(50) for test in "xy"]
+    shards = [in_shard(items, f"{k}/4") for k in (1, 2, 3, 4)]  # type: ignore[arg-type]
+    assert sorted(item.nodeid for shard in shards for item in shard) == sorted(item.nodeid for item in items)
+    assert len(set.union(*shards)) == 100
+    files = [{item.nodeid.partition("::")[0] for item in shard} for shard in shards]
+    assert all(5 < len(shard) < 25 for shard in files)
+    assert len(set.union(*files)) == sum(len(shard) for shard in files)
+    assert in_shard(items, "1/1") == set(items)  # type: ignore[arg-type]
+    for wrong in ("0/4", "5/4", "4", "1/0", "a/b", "1/4 "):
+        with pytest.raises(pytest.UsageError, match="not K/N"):
+            in_shard(items, wrong)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def nightly(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return importlib.import_module("nightly")
+
+
+def test_a_nights_shards_run_every_part(nightly: ModuleType) -> None:
+    whole = nightly.parts(seed=7)
+    for num in (1, 3, 4, 20):
+        shards = [nightly.of_shard(whole, k, num) for k in range(1, num + 1)]
+        assert [shard.pop("slow")[-1] for shard in shards] == [f"--shard={k}/{num}" for k in range(1, num + 1)]
+        assert sorted(name for shard in shards for name in shard) == sorted(whole.keys() - {"slow"})
+        assert all(command == whole[name] for shard in shards for name, command in shard.items())
+
+
+def test_every_part_of_a_night_ends_with_a_line(
+    nightly: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def parts(seed: int) -> dict[str, list[str]]:
+        say = [sys.executable, "-c"]
+        return {
+            "slow": [*say, "print('=== 3 passed, 1 skipped in 2s ===\\nbye')"],
+            "soak": [*say, "import sys; sys.exit('fault 5 was not seen')"],
+            "fuzz": [*say, ""],
+        }
+
+    monkeypatch.setattr(nightly, "parts", parts)
+    monkeypatch.setattr(nightly, "ROOT", tmp_path)
+    assert nightly.main(["--seed", "7"]) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert out == [
+        "seed 7, shard 1/1",
+        "slow: green, 0.0 min: 3 passed, 1 skipped in 2s",
+        "soak: RED, exit code 1, build/nightly/soak.log, 0.0 min: fault 5 was not seen",
+        "fuzz: green, 0.0 min: it said nothing",
+    ]
+    assert (tmp_path / "build" / "nightly" / "soak.log").read_text() == "fault 5 was not seen\n"
+    with pytest.raises(SystemExit):
+        nightly.main(["--shard", "5/4"])
+    assert "not K/N with K from 1 to N" in capsys.readouterr().err
