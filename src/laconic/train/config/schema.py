@@ -281,8 +281,8 @@ class MoEConfig:
     all of them, in layers of laconic.moe. None: the model's own blocks are left as they are."""
     dispatcher: Literal["flat", "hierarchical", "auto"] = "flat"
     """flat: one all-to-all. hierarchical: level by level, each row once per group of processes that has experts for
-    it. auto: laconic.moe.autotune chooses one of these, depth, code of rows and chunks, by measured rates, and again
-    when routing has drifted."""
+    it. auto: laconic.moe.autotune chooses one of these, depth, code of rows and chunks, by measured rates and the first
+    micro-batch."""
     levels: Integers = ()
     """Groups that the processes of one EP group form at each level, such as nodes: each number is a multiple of the one
     before. Empty: the machines, as LOCAL_WORLD_SIZE tells."""
