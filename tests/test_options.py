@@ -116,6 +116,7 @@ def test_the_types_list_what_the_tables_hold() -> None:
     assert {bits: options.CODE_BITS[code] for bits, code in options.DEFAULT_CODES.items()} == {
         bits: bits for bits in options.ACTIVATION_BITS if bits != 16
     }
+    assert options.DEFAULT_CODES[4] == "nf4"
     assert options.listed((2, 4, 16)) == "2, 4 or 16"
     assert options.listed(("one",)) == "'one'"
 

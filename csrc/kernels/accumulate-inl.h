@@ -169,5 +169,9 @@ inline void square_sum(const SquareSum& q, int64_t first, int64_t last) {
   }
 }
 
+// The kernels of one instruction set.
+template <class S>
+constexpr AccumulateKernels kAccumulateKernels = {accumulate<S>, square_sum};
+
 }  // namespace
 }  // namespace laconic

@@ -3,6 +3,6 @@
 
 namespace laconic {
 
-const AccumulateKernels kAccumulateAvx2 = {accumulate<Avx2>, square_sum};
+const AccumulateKernels kAccumulateAvx2 = kAccumulateKernels<Avx2>;
 
 }  // namespace laconic

@@ -4,6 +4,6 @@
 
 namespace laconic {
 
-const AccumulateKernels kAccumulateAvx512 = {accumulate<Avx512>, square_sum};
+const AccumulateKernels kAccumulateAvx512 = kAccumulateKernels<Avx512>;
 
 }  // namespace laconic

@@ -2,7 +2,7 @@
 
 namespace laconic {
 
-const AccumulateKernels kAccumulatePortable = {accumulate<Portable>, square_sum};
+const AccumulateKernels kAccumulatePortable = kAccumulateKernels<Portable>;
 
 double tree_sum(const double* v, int64_t n) {
   if (n == 0) return 0.0;

@@ -197,5 +197,9 @@ void update(const AdamW& a, int64_t first, int64_t last) {
   }
 }
 
+// The kernels of one instruction set.
+template <template <bool> class CodesOf>
+constexpr AdamWKernels kAdamWKernels = {update<CodesOf>};
+
 }  // namespace
 }  // namespace laconic

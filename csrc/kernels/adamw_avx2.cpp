@@ -57,6 +57,6 @@ class Avx2Codes {
 
 }  // namespace
 
-const AdamWKernels kAdamWAvx2 = {update<Avx2Codes>};
+const AdamWKernels kAdamWAvx2 = kAdamWKernels<Avx2Codes>;
 
 }  // namespace laconic

@@ -55,6 +55,6 @@ class Avx512Codes {
 
 }  // namespace
 
-const AdamWKernels kAdamWAvx512 = {update<Avx512Codes>};
+const AdamWKernels kAdamWAvx512 = kAdamWKernels<Avx512Codes>;
 
 }  // namespace laconic

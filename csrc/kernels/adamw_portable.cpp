@@ -75,6 +75,6 @@ class PortableCodes {
 
 }  // namespace
 
-const AdamWKernels kAdamWPortable = {update<PortableCodes>};
+const AdamWKernels kAdamWPortable = kAdamWKernels<PortableCodes>;
 
 }  // namespace laconic

@@ -167,5 +167,9 @@ void select_bits(const SelectBits& task, int64_t first, int64_t last) {
   }
 }
 
+// The kernels of one instruction set.
+template <class S>
+constexpr BitsKernels kBitsKernels = {pack_bits<S>, unpack_bits<S>, select_bits<S>};
+
 }  // namespace
 }  // namespace laconic

@@ -51,6 +51,6 @@ struct Avx2Bits : PlainBits {
 
 }  // namespace
 
-const BitsKernels kBitsAvx2 = {pack_bits<Avx2Bits>, unpack_bits<Avx2Bits>, select_bits<Avx2Bits>};
+const BitsKernels kBitsAvx2 = kBitsKernels<Avx2Bits>;
 
 }  // namespace laconic

@@ -64,7 +64,6 @@ struct Avx512Bits : PlainBits {
 
 }  // namespace
 
-const BitsKernels kBitsAvx512 = {pack_bits<Avx512Bits>, unpack_bits<Avx512Bits>,
-                                 select_bits<Avx512Bits>};
+const BitsKernels kBitsAvx512 = kBitsKernels<Avx512Bits>;
 
 }  // namespace laconic

@@ -2,7 +2,6 @@
 
 namespace laconic {
 
-const BitsKernels kBitsPortable = {pack_bits<PlainBits>, unpack_bits<PlainBits>,
-                                   select_bits<PlainBits>};
+const BitsKernels kBitsPortable = kBitsKernels<PlainBits>;
 
 }  // namespace laconic

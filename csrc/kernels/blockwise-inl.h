@@ -5,6 +5,7 @@
 #pragma once
 
 #include <limits>
+#include <type_traits>
 
 #include "scalar-inl.h"
 #include "simd_portable-inl.h"
@@ -125,13 +126,6 @@ class IntegerEncoder {
   }
 };
 
-template <class S, bool kStochastic>
-using Int5Encoder = IntegerEncoder<S, kStochastic, 5>;
-template <class S, bool kStochastic>
-using Int6Encoder = IntegerEncoder<S, kStochastic, 6>;
-template <class S, bool kStochastic>
-using Int8Encoder = IntegerEncoder<S, kStochastic, 8>;
-
 // Two-bit integers from 0 to 3, four to a byte.
 template <class S, bool kStochastic>
 class Uint2Encoder {
@@ -171,6 +165,29 @@ class Uint2Encoder {
   }
   typename S::Codes saturated_;
 };
+
+template <class S, bool kStochastic, int kBits>
+using Encoder = std::conditional_t<
+    kBits == 2, Uint2Encoder<S, kStochastic>,
+    std::conditional_t<kBits == 4, TableEncoder<S, kStochastic>,
+                       IntegerEncoder<S, kStochastic, kBits>>>;
+
+// Call run(std::integral_constant<int, bits>()): the widths of codes that kernels are compiled for.
+template <class Run>
+inline void with_bits(int bits, const Run& run) {
+  switch (bits) {
+    case 2:
+      return run(std::integral_constant<int, 2>());
+    case 4:
+      return run(std::integral_constant<int, 4>());
+    case 5:
+      return run(std::integral_constant<int, 5>());
+    case 6:
+      return run(std::integral_constant<int, 6>());
+    default:
+      return run(std::integral_constant<int, 8>());
+  }
+}
 
 // --- quantize ---
 
@@ -255,20 +272,20 @@ inline void multiply(const T* factor, const T* x, int64_t n, T* product) {
 }
 
 // One block of n elements, a multiple of the group. `x` and `codes` may be stack buffers.
-template <class S, class T, class Encoder, bool kStochastic>
-inline void quantize_block(const Quantize& q, const Encoder& encoder, const T* x, int64_t n,
+template <class S, class T, class E, bool kStochastic>
+inline void quantize_block(const Quantize& q, const E& encoder, const T* x, int64_t n,
                            int64_t block, uint64_t index, uint8_t* codes) {
-  constexpr int kBytes = S::kGroup * Encoder::kBits / 8;
-  constexpr bool kAffine = Encoder::kBits == 2;
+  constexpr int kBytes = S::kGroup * E::kBits / 8;
+  constexpr bool kAffine = E::kBits == 2;
   float minimum = 0.0f, scale;
   if constexpr (kAffine) {
     if (!store_range<S>(q, x, n, block, minimum, scale)) {
-      std::memset(codes, 0, n * Encoder::kBits / 8);
+      std::memset(codes, 0, n * E::kBits / 8);
       return;
     }
   } else if (!store_magnitude<S>(q, x, n, block, scale)) {
     const bool broken = scale != scale;
-    std::memset(codes, broken ? 0 : encoder.zeros(), n * Encoder::kBits / 8);
+    std::memset(codes, broken ? 0 : encoder.zeros(), n * E::kBits / 8);
     return;
   }
   const auto inverse = S::splat(1.0f / scale);
@@ -292,15 +309,14 @@ inline void quantize_block(const Quantize& q, const Encoder& encoder, const T* x
   }
 }
 
-template <class S, class T, template <class, bool> class EncoderOf, bool kStochastic>
+template <class S, class T, class E, bool kStochastic>
 void quantize_range(const Quantize& q, int64_t first, int64_t last) {
-  using Encoder = EncoderOf<S, kStochastic>;
-  const Encoder encoder(q);
-  const int64_t codes_per_row = ceil_div(q.length * Encoder::kBits, 8);
+  const E encoder(q);
+  const int64_t codes_per_row = ceil_div(q.length * E::kBits, 8);
   BlockWalk walk(q.length, q.block_size, first, last);
   for (int64_t b = first; !walk.done(); walk.next(), ++b) {
     const T* x = static_cast<const T*>(q.x) + walk.row * q.row_stride + walk.column;
-    uint8_t* codes = q.codes + walk.row * codes_per_row + walk.column * Encoder::kBits / 8;
+    uint8_t* codes = q.codes + walk.row * codes_per_row + walk.column * E::kBits / 8;
     const uint64_t index = q.first_index + static_cast<uint64_t>(walk.row * q.length + walk.column);
     const int64_t size = walk.size();
     prefetch(x, size * sizeof(T));
@@ -311,7 +327,7 @@ void quantize_range(const Quantize& q, int64_t first, int64_t last) {
       multiply<S, T>(factor, x, size, static_cast<T*>(q.product) + start);
     }
     if (q.center == nullptr && size % S::kGroup == 0) {
-      quantize_block<S, T, Encoder, kStochastic>(q, encoder, x, size, b, index, codes);
+      quantize_block<S, T, E, kStochastic>(q, encoder, x, size, b, index, codes);
       continue;
     }
     uint8_t padded_codes[kMaxBlock];
@@ -320,41 +336,32 @@ void quantize_range(const Quantize& q, int64_t first, int64_t last) {
       float centered[kMaxBlock];
       for (int64_t i = 0; i < size; ++i) centered[i] = widen(x[i]) - q.center[walk.column + i];
       for (int64_t i = size; i < padded_size; ++i) centered[i] = centered[size - 1];
-      quantize_block<S, float, Encoder, kStochastic>(q, encoder, centered, padded_size, b, index,
-                                                     padded_codes);
+      quantize_block<S, float, E, kStochastic>(q, encoder, centered, padded_size, b, index,
+                                               padded_codes);
     } else {
       T padded[kMaxBlock];
       std::memcpy(padded, x, size * sizeof(T));
       for (int64_t i = size; i < padded_size; ++i) padded[i] = x[size - 1];
-      quantize_block<S, T, Encoder, kStochastic>(q, encoder, padded, padded_size, b, index,
-                                                 padded_codes);
+      quantize_block<S, T, E, kStochastic>(q, encoder, padded, padded_size, b, index,
+                                           padded_codes);
     }
-    std::memcpy(codes, padded_codes, ceil_div(size * Encoder::kBits, 8));
-    if (const int rest = size * Encoder::kBits % 8)
-      codes[size * Encoder::kBits / 8] &= static_cast<uint8_t>((1 << rest) - 1);
+    std::memcpy(codes, padded_codes, ceil_div(size * E::kBits, 8));
+    if (const int rest = size * E::kBits % 8)
+      codes[size * E::kBits / 8] &= static_cast<uint8_t>((1 << rest) - 1);
   }
 }
 
-template <class S, class T, template <class, bool> class EncoderOf>
+template <class S, class T, int kBits>
 void quantize_with(const Quantize& q, int64_t first, int64_t last) {
-  q.stochastic ? quantize_range<S, T, EncoderOf, true>(q, first, last)
-               : quantize_range<S, T, EncoderOf, false>(q, first, last);
+  q.stochastic ? quantize_range<S, T, Encoder<S, true, kBits>, true>(q, first, last)
+               : quantize_range<S, T, Encoder<S, false, kBits>, false>(q, first, last);
 }
 
 template <class S, class T>
 void quantize_as(const Quantize& q, int64_t first, int64_t last) {
-  switch (q.bits) {
-    case 2:
-      return quantize_with<S, T, Uint2Encoder>(q, first, last);
-    case 4:
-      return quantize_with<S, T, TableEncoder>(q, first, last);
-    case 5:
-      return quantize_with<S, T, Int5Encoder>(q, first, last);
-    case 6:
-      return quantize_with<S, T, Int6Encoder>(q, first, last);
-    default:
-      return quantize_with<S, T, Int8Encoder>(q, first, last);
-  }
+  with_bits(q.bits, [&](auto bits) {
+    quantize_with<S, T, decltype(bits)::value>(q, first, last);
+  });
 }
 
 template <class S>
@@ -397,7 +404,6 @@ inline void widen_codes(const uint8_t* codes, int64_t n, uint8_t* pairs) {
 template <class S, class T, int kBits>
 inline void dequantize_block(const Codebook* codebook, const uint8_t* codes, Scaling scaling,
                              int64_t n, T* values) {
-  static_assert(kBits == 2 || kBits == 4 || kBits == 5 || kBits == 6 || kBits == 8, "bits per code");
   const float scale = scaling.scale;
   if constexpr (kBits == 2) {
     float each[16];
@@ -415,8 +421,10 @@ inline void dequantize_block(const Codebook* codebook, const uint8_t* codes, Sca
   } else if constexpr (kBits == 8) {
     for (int64_t i = 0; i < n; i += S::kGroup) S::expand_bytes(codes + i, scale, values + i);
   } else {
-    for (int64_t i = 0; i < n; i += S::kGroup)
-      S::template expand_packed<kBits>(codes + i * kBits / 8, scale, values + i);
+    // Below 4 bits the vectors' loads would reach beyond the codes.
+    using V = std::conditional_t<(kBits < 4), Portable, S>;
+    for (int64_t i = 0; i < n; i += V::kGroup)
+      V::template expand_packed<kBits>(codes + i * kBits / 8, scale, values + i);
   }
 }
 
@@ -469,18 +477,9 @@ void dequantize_range(const Dequantize& d, int64_t first, int64_t last) {
 
 template <class S, class T>
 void dequantize_as(const Dequantize& d, int64_t first, int64_t last) {
-  switch (d.bits) {
-    case 2:
-      return dequantize_range<S, T, 2>(d, first, last);
-    case 4:
-      return dequantize_range<S, T, 4>(d, first, last);
-    case 5:
-      return dequantize_range<S, T, 5>(d, first, last);
-    case 6:
-      return dequantize_range<S, T, 6>(d, first, last);
-    default:
-      return dequantize_range<S, T, 8>(d, first, last);
-  }
+  with_bits(d.bits, [&](auto bits) {
+    dequantize_range<S, T, decltype(bits)::value>(d, first, last);
+  });
 }
 
 template <class S>
@@ -494,6 +493,10 @@ void dequantize(const Dequantize& d, int64_t first, int64_t last) {
       return dequantize_as<S, Float16>(d, first, last);
   }
 }
+
+// The kernels of one instruction set.
+template <class S>
+constexpr BlockwiseKernels kBlockwiseKernels = {quantize<S>, dequantize<S>};
 
 }  // namespace
 }  // namespace laconic

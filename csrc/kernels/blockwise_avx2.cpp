@@ -3,6 +3,6 @@
 
 namespace laconic {
 
-const BlockwiseKernels kBlockwiseAvx2 = {quantize<Avx2>, dequantize<Avx2>};
+const BlockwiseKernels kBlockwiseAvx2 = kBlockwiseKernels<Avx2>;
 
 }  // namespace laconic

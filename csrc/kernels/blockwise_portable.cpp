@@ -2,6 +2,6 @@
 
 namespace laconic {
 
-const BlockwiseKernels kBlockwisePortable = {quantize<Portable>, dequantize<Portable>};
+const BlockwiseKernels kBlockwisePortable = kBlockwiseKernels<Portable>;
 
 }  // namespace laconic

@@ -199,16 +199,10 @@ void gated_range(const Gated& task, int64_t first, int64_t last) {
 
 template <class S, class T>
 void gated_as(const Gated& task, int64_t first, int64_t last) {
-  switch (task.bits) {
-    case 4:
-      return gated_range<S, T, 4>(task, first, last);
-    case 5:
-      return gated_range<S, T, 5>(task, first, last);
-    case 6:
-      return gated_range<S, T, 6>(task, first, last);
-    default:
-      return gated_range<S, T, 8>(task, first, last);
-  }
+  with_bits(task.bits, [&](auto bits) {
+    constexpr int kBits = decltype(bits)::value;
+    if constexpr (kBits != 2) gated_range<S, T, kBits>(task, first, last);
+  });
 }
 
 template <class S>

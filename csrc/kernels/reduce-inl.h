@@ -79,7 +79,7 @@ class BlockSum {
   void requantize(int64_t block, int64_t start, int64_t size, int64_t padded,
                   const float* total) const {
     uint8_t codes[kGradientBlock];
-    quantize_block<S, float, Int8Encoder<S, false>, false>(int8_, int8_encoder_, total, padded,
+    quantize_block<S, float, Encoder<S, false, 8>, false>(int8_, int8_encoder_, total, padded,
                                                            block, 0, codes);
     std::memcpy(sum_.new_codes + start, codes, size);
     if (sum_.new_residual_codes == nullptr) return;
@@ -95,7 +95,7 @@ class BlockSum {
 
   const Sum& sum_;
   Quantize int8_, int4_;
-  Int8Encoder<S, false> int8_encoder_;
+  Encoder<S, false, 8> int8_encoder_;
   TableEncoder<S, false> int4_encoder_;
 };
 
@@ -104,6 +104,10 @@ void sum(const Sum& task, int64_t first, int64_t last) {
   BlockSum<S> each(task);
   for (int64_t block = first; block < last; ++block) each.run(block);
 }
+
+// The kernels of one instruction set.
+template <class S>
+constexpr ReduceKernels kReduceKernels = {sum<S>};
 
 }  // namespace
 }  // namespace laconic

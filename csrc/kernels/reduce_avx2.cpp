@@ -3,6 +3,6 @@
 
 namespace laconic {
 
-const ReduceKernels kReduceAvx2 = {sum<Avx2>};
+const ReduceKernels kReduceAvx2 = kReduceKernels<Avx2>;
 
 }  // namespace laconic

@@ -3,6 +3,6 @@
 
 namespace laconic {
 
-const ReduceKernels kReduceAvx512 = {sum<Avx512>};
+const ReduceKernels kReduceAvx512 = kReduceKernels<Avx512>;
 
 }  // namespace laconic

@@ -2,6 +2,6 @@
 
 namespace laconic {
 
-const ReduceKernels kReducePortable = {sum<Portable>};
+const ReduceKernels kReducePortable = kReduceKernels<Portable>;
 
 }  // namespace laconic

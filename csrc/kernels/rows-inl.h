@@ -47,5 +47,8 @@ void sum_rows(const SumRows& task, int64_t first, int64_t last) {
   }
 }
 
+// The kernels of one instruction set.
+constexpr RowsKernels kRowsKernels = {sum_rows};
+
 }  // namespace
 }  // namespace laconic

@@ -2,6 +2,6 @@
 
 namespace laconic {
 
-const RowsKernels kRowsAvx2 = {sum_rows};
+const RowsKernels kRowsAvx2 = kRowsKernels;
 
 }  // namespace laconic

@@ -2,6 +2,6 @@
 
 namespace laconic {
 
-const RowsKernels kRowsAvx512 = {sum_rows};
+const RowsKernels kRowsAvx512 = kRowsKernels;
 
 }  // namespace laconic

@@ -2,6 +2,6 @@
 
 namespace laconic {
 
-const RowsKernels kRowsPortable = {sum_rows};
+const RowsKernels kRowsPortable = kRowsKernels;
 
 }  // namespace laconic

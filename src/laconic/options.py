@@ -7,11 +7,12 @@ What leaves a thing to its host has another name in each of them: no flag in `la
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 __all__ = [
     "ACTIVATION_BITS",
     "ATTENTIONS",
+    "BLOCK_CODES",
     "BLOCK_SIZES",
     "CODE_BITS",
     "DEFAULT_CODES",
@@ -21,6 +22,7 @@ __all__ = [
     "OPTIMIZERS",
     "ActivationBits",
     "Attention",
+    "BlockCode",
     "BlockSize",
     "Code",
     "GradientBits",
@@ -33,10 +35,33 @@ __all__ = [
 ]
 
 Code = Literal["uint2", "nf4", "e2m1", "int4", "int5", "int6", "int8"]
-CODE_BITS: dict[str, int] = {"uint2": 2, "nf4": 4, "e2m1": 4, "int4": 4, "int5": 5, "int6": 6, "int8": 8}
-"""Bits stored per element of each code, the format of a block."""
-DEFAULT_CODES: dict[int, str] = {2: "uint2", 4: "nf4", 5: "int5", 6: "int6", 8: "int8"}
-"""The code of so many bits, where none is named."""
+
+
+class BlockCode(NamedTuple):
+    """A code, the format of a block."""
+
+    bits: int
+    """Stored per element."""
+    level_max: float
+    """The level that a block's largest magnitude is mapped to; of an affine code its largest value."""
+    is_affine: bool = False
+    """Two numbers per block, step and minimum: value = minimum + code * step, code from 0 to level_max."""
+
+
+BLOCK_CODES: dict[str, BlockCode] = {
+    "uint2": BlockCode(2, 3.0, is_affine=True),
+    "nf4": BlockCode(4, 1.0),
+    "e2m1": BlockCode(4, 6.0),
+    "int4": BlockCode(4, 7.0),
+    "int5": BlockCode(5, 15.0),
+    "int6": BlockCode(6, 31.0),
+    "int8": BlockCode(8, 127.0),
+}
+"""Every code. Those of 4 bits have a table of levels in `laconic.ops.codebooks`; the others are integers."""
+CODE_BITS: dict[str, int] = {name: code.bits for name, code in BLOCK_CODES.items()}
+"""Bits stored per element of each code."""
+DEFAULT_CODES: dict[int, str] = {bits: name for name, bits in reversed(CODE_BITS.items())}
+"""The code of so many bits, where none is named: the first."""
 
 BlockSize = Literal[16, 32, 64, 128, 256]
 BLOCK_SIZES: tuple[int, ...] = get_args(BlockSize)

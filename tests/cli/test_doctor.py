@@ -58,7 +58,7 @@ def test_self_test_of_the_reference_notices_wrong_values_and_crashes() -> None:
 
     assert diagnosis._test_values(quantize, dequantize) == "ok"
     assert "too far from what went in" in diagnosis._test_values(quantize, far_values)
-    assert diagnosis._test_values(crash, dequantize) == "nf4 fails: RuntimeError: illegal instruction"
+    assert diagnosis._test_values(crash, dequantize) == "uint2 fails: RuntimeError: illegal instruction"
 
 
 @pytest.mark.parametrize("op", OPS)

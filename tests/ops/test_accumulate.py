@@ -1,9 +1,9 @@
-"""The gradient store's ops: what the numbers are, under every CPU implementation, and what is refused."""
+"""The gradient store's ops: what the numbers are, under every implementation, and what is refused."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,13 +13,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from laconic.errors import FormatError
-from laconic.ops import accumulate_blockwise_, dequantize_blockwise, native, reference, square_sum_blockwise
+from laconic.ops import accumulate_blockwise_, dequantize_blockwise, reference, square_sum_blockwise
 from tests.grid import slow_but
 from tests.ops.cases import DTYPES, every_pattern, same_bits
+from tests.ops.implementations import Kernels, each_implementation, each_kernel, each_native, few
+from tests.ops.interpreter import INTERPRETED, on_device, slow_in_interpreter
 
 ACCUMULATE = torch.ops.laconic.accumulate_blockwise_.default
 SQUARE_SUM = torch.ops.laconic.square_sum_blockwise.default
 NAN, INF = float("nan"), float("inf")
+BITS = (8, 12)
+QUICK = ((torch.bfloat16, 12), (torch.float32, 8))
 LENGTHS = (0, 1, 2, 31, 32, 127, 128, 129, 255, 300, 1000)
 
 
@@ -58,36 +62,6 @@ def same_store(a: Store, b: Store) -> bool:
     return all(x is y is None or same_bits(x, y) for x, y in zip(a.parts, b.parts, strict=True))
 
 
-@dataclass(frozen=True)
-class Implementation:
-    name: str
-    accumulate_: Callable[..., None]
-    square_sum: Callable[..., Tensor]
-
-
-def implementations() -> list[Implementation]:
-    found = [Implementation("reference", reference.accumulate_blockwise_, reference.square_sum_blockwise)]
-    for isa in native.supported_isas():
-
-        def accumulate_(*args: object, isa: str = isa) -> None:
-            native.accumulate_blockwise_(*args, isa=isa)
-
-        def square_sum(*args: object, isa: str = isa) -> Tensor:
-            return native.square_sum_blockwise(*args, isa=isa)
-
-        found.append(Implementation(isa, accumulate_, square_sum))
-    return found
-
-
-IMPLEMENTATIONS = implementations()
-NATIVE = IMPLEMENTATIONS[1:]
-
-
-@pytest.fixture(params=IMPLEMENTATIONS, ids=[i.name for i in IMPLEMENTATIONS])
-def ops(request: pytest.FixtureRequest) -> Implementation:
-    return request.param
-
-
 def awkward_gradients(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     generator = torch.Generator().manual_seed(3)
 
@@ -123,10 +97,11 @@ def as_hex(codes: Tensor) -> str:
     return bytes(codes.tolist()).hex(" ")
 
 
-def test_worked_example_is_true(ops: Implementation) -> None:
+@each_implementation
+def test_worked_example_is_true(ops: Kernels) -> None:
     store = Store(4, 12)
     for gradient, codes, scale, residual_codes, residual_scale, values in EXAMPLE:
-        ops.accumulate_(*store.parts, torch.tensor(gradient), 1.0)
+        ops.accumulate_blockwise_(*store.parts, torch.tensor(gradient), 1.0)
         assert as_hex(store.parts[0]) == codes
         assert as_hex(store.parts[2]) == residual_codes
         assert store.parts[1].item() == scale
@@ -134,25 +109,27 @@ def test_worked_example_is_true(ops: Implementation) -> None:
         assert torch.equal(store.values(), torch.tensor(values))
 
 
-def test_sum_is_the_exact_one_within_half_a_step(ops: Implementation) -> None:
+@each_implementation
+def test_sum_is_the_exact_one_within_half_a_step(ops: Kernels) -> None:
     # Each accumulation rounds by at most half a step of its own scale; the last scale is the largest here.
     torch.manual_seed(0)
     gradients = [torch.rand(40, 25) + 0.1 for _ in range(8)]
     for bits, half_steps in ((8, 1 / 254), (12, 1 / 254 / 14)):
         store = Store(1000, bits)
         for gradient in gradients:
-            ops.accumulate_(*store.parts, gradient, 1.0)
+            ops.accumulate_blockwise_(*store.parts, gradient, 1.0)
         exact = torch.stack(gradients).double().sum(0).flatten()
         largest = torch.nn.functional.pad(exact, (0, 24)).view(-1, 128).amax(-1).repeat_interleave(128)[:1000]
         bound = 8 * half_steps * largest * (1 + 1e-3)
         assert ((store.values().double() - exact).abs() <= bound).all()
 
 
+@each_implementation
 @pytest.mark.parametrize("bits", [8, 12])
-def test_first_accumulation_is_quantization(ops: Implementation, bits: int) -> None:
+def test_first_accumulation_is_quantization(ops: Kernels, bits: int) -> None:
     x = torch.randn(300)
     store = Store(300, bits)
-    ops.accumulate_(*store.parts, x, 1.0)
+    ops.accumulate_blockwise_(*store.parts, x, 1.0)
     codes, scales = reference.quantize_blockwise(x, "int8", 128, torch.float32, None)
     assert same_bits(store.parts[0], codes)
     assert same_bits(store.parts[1], scales)
@@ -163,33 +140,36 @@ def test_first_accumulation_is_quantization(ops: Implementation, bits: int) -> N
         assert same_bits(store.parts[3], scales)
 
 
+@each_implementation
 @pytest.mark.parametrize("bits", [8, 12])
-def test_broken_block_stays_broken_and_alone(ops: Implementation, bits: int) -> None:
+def test_broken_block_stays_broken_and_alone(ops: Kernels, bits: int) -> None:
     store = Store(300, bits)
     gradient = torch.ones(300)
     gradient[130] = INF
-    ops.accumulate_(*store.parts, gradient, 1.0)
-    ops.accumulate_(*store.parts, torch.ones(300), 1.0)
+    ops.accumulate_blockwise_(*store.parts, gradient, 1.0)
+    ops.accumulate_blockwise_(*store.parts, torch.ones(300), 1.0)
     values = store.values()
     assert values[128:256].isnan().all()
     assert (values[:128] == 2).all()
     assert (values[256:] == 2).all()
-    assert ops.square_sum(*store.parts).isnan()
+    assert ops.square_sum_blockwise(*store.parts).isnan()
 
 
-def test_alpha_times_gradient_that_overflows_is_broken(ops: Implementation) -> None:
+@each_implementation
+def test_alpha_times_gradient_that_overflows_is_broken(ops: Kernels) -> None:
     store = Store(4, 8)
-    ops.accumulate_(*store.parts, torch.full((4,), 3e38), 2.0)
+    ops.accumulate_blockwise_(*store.parts, torch.full((4,), 3e38), 2.0)
     assert store.values().isnan().all()
 
 
+@each_implementation
 @pytest.mark.parametrize("bits", [8, 12])
-def test_square_sum_is_that_of_the_values(ops: Implementation, bits: int) -> None:
+def test_square_sum_is_that_of_the_values(ops: Kernels, bits: int) -> None:
     torch.manual_seed(1)
     for length in (*LENGTHS, 128 * 512, 128 * 1500 + 7):
         store = Store(length, bits)
-        ops.accumulate_(*store.parts, torch.randn(length) * torch.exp2(10 * torch.randn(length)), 1.0)
-        found = ops.square_sum(*store.parts)
+        ops.accumulate_blockwise_(*store.parts, torch.randn(length) * torch.exp2(10 * torch.randn(length)), 1.0)
+        found = ops.square_sum_blockwise(*store.parts)
         assert found.shape == ()
         assert found.dtype == torch.float64
         codes, scales, residual_codes, residual_scales = store.parts
@@ -205,8 +185,9 @@ def exact_values(codes: Tensor, scales: Tensor, code: str, length: int) -> Tenso
     return levels.double() * scales.double().repeat_interleave(128)[:length]
 
 
+@each_implementation
 @pytest.mark.parametrize("bits", [8, 12])
-def test_every_pair_of_codes_counts_in_the_square_sum(ops: Implementation, bits: int) -> None:
+def test_every_pair_of_codes_counts_in_the_square_sum(ops: Kernels, bits: int) -> None:
     # Codes that quantize never writes (-128, -8) included.
     store = Store(4096, bits)
     every = torch.arange(4096)
@@ -221,13 +202,23 @@ def test_every_pair_of_codes_counts_in_the_square_sum(ops: Implementation, bits:
         store.parts[3].fill_(0.5)
         low = every % 16
         rest = torch.where(low < 8, low, low - 16).double() * 0.5
-    assert ops.square_sum(*store.parts) == (main + rest).square().sum()
+    assert ops.square_sum_blockwise(*store.parts) == (main + rest).square().sum()
 
 
-@pytest.mark.parametrize("bits", [8, 12])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_all_bits_are_the_references(dtype: torch.dtype, bits: int) -> None:
-    for name, gradient in awkward_gradients(dtype):
+@each_kernel
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    # In the interpreter each number of bits takes one dtype.
+    [
+        ((dtype, bits) if (dtype, bits) in QUICK else slow_in_interpreter(dtype, bits))
+        for dtype in DTYPES
+        for bits in BITS
+    ],
+)
+def test_all_bits_are_the_references(kernels: Kernels, dtype: torch.dtype, bits: int) -> None:
+    for name, gradient in few(list(awkward_gradients(dtype)), 2, bits == 8):
+        if INTERPRETED and gradient.numel() > 4096:
+            gradient = gradient[::37]
         begun = Store(gradient.numel(), bits)
         for alpha, more in (
             (1.0, gradient),
@@ -237,15 +228,15 @@ def test_all_bits_are_the_references(dtype: torch.dtype, bits: int) -> None:
             expected = begun.copy()
             reference.accumulate_blockwise_(*expected.parts, more, alpha)
             total = reference.square_sum_blockwise(*expected.parts)
-            for ops in NATIVE:
-                found = begun.copy()
-                ops.accumulate_(*found.parts, more, alpha)
-                assert same_store(found, expected), (name, alpha, ops.name)
-                sums = torch.stack((ops.square_sum(*found.parts), total))
-                assert sums[0] == sums[1] or sums.isnan().all(), (name, alpha, ops.name)
+            found = begun.copy()
+            kernels.accumulate_blockwise_(*found.parts, more, alpha)
+            assert same_store(found, expected), (name, alpha)
+            sums = torch.stack((kernels.square_sum_blockwise(*found.parts), total))
+            assert sums[0] == sums[1] or sums.isnan().all(), (name, alpha)
             begun = expected
 
 
+@each_native
 @settings(max_examples=60, deadline=None)
 @given(
     length=st.sampled_from((0, 1, 127, 128, 129)) | st.integers(0, 700),
@@ -253,21 +244,32 @@ def test_all_bits_are_the_references(dtype: torch.dtype, bits: int) -> None:
     seed=st.integers(0, 2**31),
     spread=st.floats(0, 40),
 )
-def test_any_store_is_the_references(length: int, bits: int, seed: int, spread: float) -> None:
+def test_any_store_is_the_references(kernels: Kernels, length: int, bits: int, seed: int, spread: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     expected = Store(length, bits)
-    found = [expected.copy() for _ in NATIVE]
+    found = expected.copy()
     for _ in range(3):
         scale = torch.exp2(spread * torch.randn(length, generator=generator)).clamp(max=1e36)
         gradient = torch.randn(length, generator=generator) * scale
         reference.accumulate_blockwise_(*expected.parts, gradient, 0.75)
-        for ops, store in zip(NATIVE, found, strict=True):
-            ops.accumulate_(*store.parts, gradient, 0.75)
-            assert same_store(store, expected), ops.name
+        kernels.accumulate_blockwise_(*found.parts, gradient, 0.75)
+        assert same_store(found, expected)
 
 
-@pytest.mark.skipif(not NATIVE, reason="the C++ kernels are not built")
-def test_threads_do_not_change_bits() -> None:
+@on_device
+def test_square_sum_over_many_programs_of_triton_has_the_references_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from laconic.ops.triton import accumulate
+
+    monkeypatch.setattr(accumulate, "_FOLD", 8)
+    store = Store(128 * 16 * 70 + 3, 8)
+    store.parts[0].random_(0, 256, generator=torch.Generator().manual_seed(0))
+    store.parts[1].normal_(generator=torch.Generator().manual_seed(1)).abs_()
+    found = Kernels("triton").square_sum_blockwise(*store.parts)
+    assert found == reference.square_sum_blockwise(*store.parts)
+
+
+@each_native
+def test_threads_do_not_change_bits(kernels: Kernels) -> None:
     before = torch.get_num_threads()
     gradient = torch.randn(128 * 3000 + 5)
     stores, sums = [], []
@@ -275,9 +277,9 @@ def test_threads_do_not_change_bits() -> None:
         for threads in (1, 3):
             torch.set_num_threads(threads)
             store = Store(gradient.numel(), 12)
-            native.accumulate_blockwise_(*store.parts, gradient, 1.0)
+            kernels.accumulate_blockwise_(*store.parts, gradient, 1.0)
             stores.append(store)
-            sums.append(native.square_sum_blockwise(*store.parts))
+            sums.append(kernels.square_sum_blockwise(*store.parts))
     finally:
         torch.set_num_threads(before)
     assert same_store(*stores)

@@ -1,4 +1,4 @@
-"""One bit per value: the specification in numbers, the C++ kernels' bits, what is refused."""
+"""One bit per value: the specification in numbers, every kernel's bits, what is refused."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from laconic.errors import FormatError
-from laconic.ops import native, pack_bits, reference, select_bits, unpack_bits
+from laconic.ops import pack_bits, reference, select_bits, unpack_bits
 from laconic.ops.declarations.bits import MASK_DTYPES
 from tests.ops.cases import every_pattern, same_bits
+from tests.ops.implementations import Kernels, each_kernel, each_native, num_examples
 
 PACK, UNPACK, SELECT = (getattr(torch.ops.laconic, f"{name}_bits").default for name in ("pack", "unpack", "select"))
 
@@ -45,56 +46,81 @@ def test_worked_example() -> None:
     assert values.tolist() == [3.0, 6.0, 6.0, 3.0, 3.0, 6.0, 6.0, 6.0, 6.0, 3.0]
 
 
+ANY_MASK = (
+    st.sampled_from(MASK_DTYPES),
+    st.integers(0, 700),
+    st.floats(0, 1),
+    st.integers(0, 99),
+    st.sampled_from(PAIRS),
+)
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(MASK_DTYPES), st.integers(0, 700), st.floats(0, 1), st.integers(0, 99), st.sampled_from(PAIRS))
-def test_kernels_give_the_bits_of_the_reference(
+@given(*ANY_MASK)
+def test_the_reference_is_a_bit_for_each_value(
     dtype: torch.dtype, numel: int, density: float, seed: int, pair: tuple[float, float]
 ) -> None:
     x = mask_of(numel, dtype, density, seed)
     codes = reference.pack_bits(x)
     assert [bool(codes[index // 8] >> (index % 8) & 1) for index in range(numel)] == (x != 0).tolist()
-    values = reference.unpack_bits(codes, numel, dtype, *pair)
     zero, one = torch.tensor(pair, dtype=dtype)
-    assert same(values, torch.where(x != 0, one, zero))
+    assert same(reference.unpack_bits(codes, numel, dtype, *pair), torch.where(x != 0, one, zero))
     other = mask_of(numel, dtype, 0.9, seed + 1)
-    selected = reference.select_bits(other, codes)
-    assert same(selected, torch.where(x != 0, other, torch.zeros((), dtype=dtype)))
-    for isa in native.supported_isas():
-        assert same(native.select_bits(other, codes, isa=isa), selected), isa
-        assert same_bits(native.pack_bits(x, isa=isa), codes), isa
-        assert same(native.unpack_bits(codes, numel, dtype, *pair, isa=isa), values), isa
+    assert same(reference.select_bits(other, codes), torch.where(x != 0, other, torch.zeros((), dtype=dtype)))
 
 
+def check(
+    kernels: Kernels, dtype: torch.dtype, numel: int, density: float, seed: int, pair: tuple[float, float]
+) -> None:
+    x, other = mask_of(numel, dtype, density, seed), mask_of(numel, dtype, 0.9, seed + 1)
+    codes = reference.pack_bits(x)
+    assert same_bits(kernels.pack_bits(x), codes)
+    assert same(kernels.select_bits(other, codes), reference.select_bits(other, codes))
+    expected = reference.unpack_bits(codes, numel, dtype, *pair)
+    assert same(kernels.unpack_bits(codes, numel, dtype, *pair), expected)
+
+
+@each_kernel
+@settings(max_examples=num_examples(60), deadline=None)
+@given(*ANY_MASK)
+def test_all_bits_are_the_references(
+    kernels: Kernels, dtype: torch.dtype, numel: int, density: float, seed: int, pair: tuple[float, float]
+) -> None:
+    check(kernels, dtype, numel, density, seed, pair)
+
+
+@each_kernel
+@pytest.mark.parametrize("dtype", MASK_DTYPES)
+def test_all_bits_of_every_dtype_are_the_references(kernels: Kernels, dtype: torch.dtype) -> None:
+    for number, numel in enumerate((0, 1, 8, 1003, 4096, 9001)):  # a program of Triton takes 4096
+        check(kernels, dtype, numel, 0.4, number, PAIRS[number])
+
+
+@each_kernel
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_kernels_agree_on_every_number(dtype: torch.dtype) -> None:
+def test_kernels_agree_on_every_number(kernels: Kernels, dtype: torch.dtype) -> None:
     x = every_pattern(dtype)
     codes = reference.pack_bits(x)
     assert codes.sum(dtype=torch.int64) > 0
-    for isa in native.supported_isas():
-        assert same_bits(native.pack_bits(x, isa=isa), codes)
+    assert same_bits(kernels.pack_bits(x), codes)
 
 
+@each_native
 @pytest.mark.parametrize("dtype", MASK_DTYPES)
-def test_threads_share_long_tensors(dtype: torch.dtype) -> None:
-    x, threads = mask_of(300_001, dtype), torch.get_num_threads()
-    codes = reference.pack_bits(x)
+def test_threads_share_long_tensors(kernels: Kernels, dtype: torch.dtype) -> None:
+    threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        for isa in native.supported_isas():
-            assert same_bits(native.pack_bits(x, isa=isa), codes)
-            values = native.unpack_bits(codes, 300_001, dtype, 0.0, 1.0, isa=isa)
-            assert same(values, (x != 0).to(dtype))
-            assert same(native.select_bits(x, codes, isa=isa), reference.select_bits(x, codes))
+        check(kernels, dtype, 300_001, 0.4, 0, (0.0, 1.0))
     finally:
         torch.set_num_threads(threads)
 
 
-def test_bytes_behind_the_last_are_left_alone() -> None:
-    for isa in native.supported_isas():
-        for numel in (1, 63, 64, 65, 127):
-            x = torch.ones(numel)
-            codes = native.pack_bits(x, isa=isa)
-            assert int(codes[-1]) == (1 << (numel - 8 * (len(codes) - 1))) - 1
+@each_kernel
+def test_bits_behind_the_last_are_zero(kernels: Kernels) -> None:
+    for numel in (1, 63, 64, 65, 127):
+        codes = kernels.pack_bits(torch.ones(numel))
+        assert int(codes[-1]) == (1 << (numel - 8 * (len(codes) - 1))) - 1
 
 
 def test_values_need_not_be_contiguous() -> None:

@@ -1,14 +1,13 @@
-"""Gated products and gradients from codes: the specification beside torch's own functions, the C++ kernels' bits."""
+"""Gated products and gradients from codes: the specification beside torch's own functions, every kernel's bits."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,12 +16,12 @@ from laconic.ops import (
     dequantize_blockwise,
     gated_backward_blockwise,
     gated_product_blockwise,
-    native,
     quantize_blockwise,
     reference,
 )
 from laconic.ops.gated_activations import CURVES
 from tests.ops.cases import BLOCK_SIZES, DTYPES, SYMMETRIC, same_bits
+from tests.ops.implementations import Kernels, each_implementation, each_kernel, each_native, num_examples
 
 FUNCTIONS = {
     "silu": F.silu,
@@ -107,7 +106,8 @@ def test_far_from_zero_the_activation_is_x_or_nothing(activation: str) -> None:
     torch.testing.assert_close(slope[gate < 0], torch.zeros(int((gate < 0).sum())), rtol=0, atol=1e-25)
 
 
-@settings(max_examples=40, deadline=None)
+@each_kernel
+@settings(max_examples=num_examples(40), deadline=None)
 @given(
     st.sampled_from(SYMMETRIC),
     st.sampled_from(BLOCK_SIZES),
@@ -117,20 +117,30 @@ def test_far_from_zero_the_activation_is_x_or_nothing(activation: str) -> None:
     st.integers(1, 4),
     st.integers(1, 300),
 )
-def test_kernels_give_the_bits_of_the_reference(
-    code: str, block_size: int, dtype: torch.dtype, scale_dtype: torch.dtype, activation: str, rows: int, length: int
+@example("nf4", 64, torch.bfloat16, torch.bfloat16, "silu", 5, 1024)  # of each width of codes, and of each activation
+@example("int8", 32, torch.float16, torch.float32, "gelu_tanh", 3, 77)
+@example("int5", 128, torch.float32, torch.float16, "quick_gelu", 2, 261)
+def test_all_bits_are_the_references(
+    kernels: Kernels,
+    code: str,
+    block_size: int,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    activation: str,
+    rows: int,
+    length: int,
 ) -> None:
     packed, grad = pair(rows, length, code, block_size, scale_dtype, length), gradient(rows, length, dtype)
     arguments = (*packed, code, block_size, length, dtype, activation)
     product = reference.gated_product_blockwise(*arguments)
     grads = reference.gated_backward_blockwise(grad, *packed, code, block_size, activation)
-    for isa in native.supported_isas():
-        assert same_bits(native.gated_product_blockwise(*arguments, isa=isa), product), isa
-        found = native.gated_backward_blockwise(grad, *packed, code, block_size, activation, isa=isa)
-        assert all(map(same_bits, found, grads)), isa
+    assert same_bits(kernels.gated_product_blockwise(*arguments), product)
+    found = kernels.gated_backward_blockwise(grad, *packed, code, block_size, activation)
+    assert all(map(same_bits, found, grads))
 
 
-def test_kernels_agree_on_every_gate_of_bfloat16() -> None:
+@each_native
+def test_kernels_agree_on_every_gate_of_bfloat16(kernels: Kernels) -> None:
     # A scale for each number, and the code of 1: gate is every number whose block is not broken.
     scales = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16).view(-1, 1)
     codes = torch.ones(1 << 16, 1, dtype=torch.uint8)
@@ -142,32 +152,37 @@ def test_kernels_agree_on_every_gate_of_bfloat16() -> None:
     finite = scales.isfinite()
     # One last place: torch's exp is another.
     torch.testing.assert_close(product[finite], F.silu(scales)[finite], rtol=2**-7, atol=1e-35)
-    for isa in native.supported_isas():
-        assert same_bits(native.gated_product_blockwise(*arguments, 1, torch.bfloat16, "silu", isa=isa), product), isa
-        found = native.gated_backward_blockwise(grad, *arguments, "silu", isa=isa)
-        assert all(map(same_bits, found, grads)), isa
+    assert same_bits(kernels.gated_product_blockwise(*arguments, 1, torch.bfloat16, "silu"), product)
+    found = kernels.gated_backward_blockwise(grad, *arguments, "silu")
+    assert all(map(same_bits, found, grads))
 
 
-def test_a_gradient_may_have_any_strides_and_there_may_be_no_rows() -> None:
+def test_a_gradient_may_have_any_strides() -> None:
     packed = pair(6, 100, "nf4", 64, torch.bfloat16)
     grad = gradient(100, 6, torch.bfloat16).t()
     found = gated_backward_blockwise(grad, *packed, activation="silu")
     expected = gated_backward_blockwise(grad.contiguous(), *packed, activation="silu")
     assert all(map(same_bits, found, expected))
-    none = tuple(part[:0] for part in packed)
-    assert gated_product_blockwise(*none, length=100, activation="silu").shape == (0, 100)
 
 
-@pytest.mark.parametrize("implementation", [reference, native], ids=["reference", "native"])
+@each_implementation
+def test_there_may_be_no_rows(ops: Kernels) -> None:
+    packed = tuple(part[:0] for part in pair(2, 64, "nf4", 64, torch.bfloat16))
+    assert ops.gated_product_blockwise(*packed, "nf4", 64, 64, torch.bfloat16, "silu").shape == (0, 64)
+    grad = torch.zeros(0, 64, dtype=torch.bfloat16)
+    assert ops.gated_backward_blockwise(grad, *packed, "nf4", 64, "silu")[1].shape == (0, 64)
+
+
+@each_implementation
 @pytest.mark.parametrize("leading", [(), (6,), (2, 3), (3, 1, 2)], ids=str)
-def test_gradients_of_any_leading_dimensions_are_those_of_rows(leading: tuple[int, ...], implementation: Any) -> None:
+def test_gradients_of_any_leading_dimensions_are_those_of_rows(leading: tuple[int, ...], ops: Kernels) -> None:
     rows = math.prod(leading)
     codes = pair(rows, 70, "int8", 64, torch.float32)
     grad = gradient(rows, 70, torch.float32)
     options = "int8", 64, "silu"
-    expected = implementation.gated_backward_blockwise(grad, *codes, *options)
+    expected = ops.gated_backward_blockwise(grad, *codes, *options)
     shaped = [part.reshape(*leading, part.shape[-1]) for part in codes]
-    found = implementation.gated_backward_blockwise(grad.reshape(*leading, 70), *shaped, *options)
+    found = ops.gated_backward_blockwise(grad.reshape(*leading, 70), *shaped, *options)
     for a, b in zip(found, expected, strict=True):
         assert a.shape == (*leading, 70)
         assert same_bits(a.reshape(rows, 70), b)

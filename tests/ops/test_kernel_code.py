@@ -1,4 +1,4 @@
-"""Machine code of the Triton kernels: a case launches each of them, no register spills, streams move in wide accesses.
+"""Machine code of the Triton kernels: a case launches each; none spills, fuses or approximates; streams move wide.
 
 Nothing runs: the launches are recorded and compiled by Triton's ptxas, for AMD GPUs by its LLVM.
 `benchmarks/gpu_code.py` has the whole tables.
@@ -67,6 +67,10 @@ WIDEST = {
 """Bits per thread of the widest load and store of kernels that read or write aligned streams; None: not declared."""
 
 
+UNWANTED = ("fma", ".ftz", ".approx", "atom.global", "red.global")
+"""Arithmetic that is fused, flushes subnormals or is approximate, and sums whose order is left to the device."""
+
+
 @cache
 def recordings() -> list[tuple[KernelCase, Recording]]:
     return [(case, record(case.call)) for case in kernel_cases(1 << 16)]
@@ -84,6 +88,7 @@ def check(launch: Launch, architecture: int) -> MachineCode:
     load, store = WIDEST.get(launch.name, (None, None))
     assert load is None or max(code.loads) >= load, where
     assert store is None or max(code.stores) >= store, where
+    assert not [word for word in UNWANTED if word in code.ptx], where
     return code
 
 
@@ -103,16 +108,29 @@ def test_lossless_messages_take_few_launches() -> None:
 
 @needs_tools
 @pytest.mark.parametrize(
-    "name", ["_dequantize_blockwise_kernel", "_adamw_multi_kernel", "_fold_kernel", "_sum_rows_kernel", "_write_kernel"]
+    "name",
+    [
+        "_quantize_blockwise_kernel",
+        "_dequantize_blockwise_kernel",
+        "_gated_backward_kernel",
+        "_sum_blockwise_kernel",
+        "_accumulate_kernel",
+        "_fold_kernel",
+        "_adamw_kernel",
+        "_adamw_multi_kernel",
+        "_sum_rows_kernel",
+        "_write_kernel",
+        "_decode_kernel",
+    ],
 )
-def test_a_kernel_neither_spills_nor_moves_streams_byte_by_byte(name: str) -> None:
+def test_a_kernel_neither_spills_nor_moves_streams_byte_by_byte_and_computes_as_it_says(name: str) -> None:
     check(next(launch for launch in launches().values() if launch.name == name), 80)
 
 
 @needs_tools
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [80, 90, 100, 120])
-def test_no_kernel_spills_or_moves_streams_byte_by_byte(architecture: int) -> None:
+def test_no_kernel_spills_or_moves_streams_byte_by_byte_or_computes_otherwise(architecture: int) -> None:
     for launch in launches().values():
         check(launch, architecture)
 
@@ -193,3 +211,5 @@ def test_spills_and_widths_are_seen() -> None:
     assert max(code_of(torch.zeros(1 + (1 << 12), dtype=torch.bfloat16)[1:]).loads) == 16
     assert code_of(x).spills == 0
     assert code_of(x, maxnreg=16).spills > 0
+    assert "fma" not in code_of(x).ptx
+    assert "fma" in code_of(x, enable_fp_fusion=True).ptx

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from laconic.ops import reference
-from laconic.ops.lossless import DTYPE_NUMBERS, EXPONENT_DTYPES, LAYOUTS, Status
+from laconic.ops.lossless import DTYPE_NUMBERS, EXPONENT_DTYPES, Status
 from tests.formats.structured import structured
 from tests.ops.interpreter import (
     DEVICE,
@@ -213,45 +213,3 @@ def test_nothing_waits_for_the_device() -> None:
     assert added == Status.SOUND
     assert torch.equal(out, x)
     assert torch.equal(total, x.float())
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
-def test_kernels_compile_without_atomics_or_fused_or_flushing_arithmetic(dtype: torch.dtype) -> None:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from laconic.ops.triton import lossless_decoder, lossless_encoder, lossless_words
-
-    def ptx_of(kernel: triton.JITFunction, types: dict[str, str], constants: dict[str, object]) -> str:
-        signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
-        signature |= {name: types.get(name, "*i64") for name in kernel.arg_names if name.endswith("_ptr")}
-        return triton.compile(
-            ASTSource(fn=kernel, signature=signature, constexprs=constants),
-            target=GPUTarget("cuda", 90, 32),
-            options={"enable_fp_fusion": False, "num_warps": 16},
-        ).asm["ptx"]
-
-    words = {1: "*u8", 2: "*i16", 4: "*i32"}[dtype.itemsize]
-    layout = lossless_words.packed_layout(dtype)
-    layouts = tuple(lossless_words.packed_layout(other) for other in DTYPE_NUMBERS)
-    items = tuple(LAYOUTS[other].nbytes for other in DTYPE_NUMBERS)
-    types = {"message_ptr": "*u8", "words_ptr": words, "choices_ptr": "*i32", "scratch_ptr": "*u8"}
-    code = 1 if dtype == torch.float16 else 2
-    adds = dtype == torch.bfloat16
-    header = {"ITEM_NBYTES": dtype.itemsize, "DTYPE": DTYPE_NUMBERS[dtype], "CODE": code, "HAS_CAPACITY": adds}
-    for ptx in (
-        ptx_of(lossless_encoder._measure_kernel, types, {"LAYOUT": layout, "CODE": code}),
-        ptx_of(lossless_encoder._write_header_kernel, types | {"size1": "i64"}, header),
-        ptx_of(lossless_encoder._write_kernel, types | {"numel": "i64", "scratch_ptr": words}, {"LAYOUT": layout}),
-        ptx_of(lossless_words._front_sums_kernel, types, {}),
-        ptx_of(lossless_decoder._read_header_kernel, types, {"LAYOUTS": layouts, "ITEMS": items}),
-        ptx_of(lossless_decoder._read_lists_kernel, types, {}),
-        ptx_of(lossless_decoder._decode_kernel, types | {"out_ptr": "*fp32" if adds else words}, {"ADDS": adds}),
-        ptx_of(lossless_decoder._finish_kernel, types | {"status_ptr": "*i32"}, {}),
-    ):
-        assert "fma" not in ptx
-        assert ".ftz" not in ptx
-        # Counts of a block are whole numbers in shared memory, the same in any order; nothing else is added up so.
-        assert "atom.global" not in ptx
-        assert "red.global" not in ptx

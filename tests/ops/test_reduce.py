@@ -1,10 +1,9 @@
-"""Sums of quantized gradients: the specification in numbers, and the C++ kernels' bits."""
+"""Sums of quantized gradients: the specification in numbers, and every kernel's bits."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,13 +14,14 @@ from torch import Tensor
 from laconic.errors import FormatError
 from laconic.ops import (
     dequantize_blockwise,
-    native,
     quantize_blockwise,
     reference,
     sum_blockwise,
     sum_requantize_blockwise,
 )
 from tests.ops.cases import same_bits
+from tests.ops.implementations import Kernels, each_kernel, each_native, few
+from tests.ops.interpreter import slow_in_interpreter
 from tests.ops.shards import FACTORS, awkward_shards, shards_of, strided
 
 SUM = torch.ops.laconic.sum_blockwise.default
@@ -103,35 +103,24 @@ def test_requantized_sum_is_the_quantized_sum(shards: int, length: int, bits: in
         assert one is None or torch.equal(one, other[0])
 
 
-# --- C++ ---
+# --- kernels ---
 
 
-def _native_cases() -> list[tuple[str, Callable[..., Tensor], Callable[..., tuple[Tensor, ...]]]]:
-    def bind(isa: str) -> tuple[str, Callable[..., Tensor], Callable[..., tuple[Tensor, ...]]]:
-        return (
-            isa,
-            lambda *a: native.sum_blockwise(*a, isa=isa),
-            lambda *a: native.sum_requantize_blockwise(*a, isa=isa),
-        )
-
-    return [bind(isa) for isa in native.supported_isas()]
-
-
-@pytest.mark.skipif(not native.supported_isas(), reason="the C++ kernels are not built")
-@pytest.mark.parametrize("bits", [8, 12])
-def test_native_bits_are_the_references(bits: int) -> None:
-    for (name, x), factor in itertools.product(awkward_shards(), FACTORS):
-        for parts in (shards_of(x, bits), strided(shards_of(x, bits))):
-            total = reference.sum_blockwise(*parts, factor)
+@each_kernel
+@pytest.mark.parametrize("bits", [slow_in_interpreter(8), 12])
+def test_all_bits_are_the_references(kernels: Kernels, bits: int) -> None:
+    for number, (name, x) in enumerate(awkward_shards()):
+        layouts = (shards_of(x, bits), strided(shards_of(x, bits)))
+        # The interpreter is slow: there each gradient takes one factor, and lies one way.
+        for parts, factor in itertools.product(few(layouts, 2, number), few(FACTORS, 3, number)):
+            assert same_bits(kernels.sum_blockwise(*parts, factor), reference.sum_blockwise(*parts, factor)), name
             packed = reference.sum_requantize_blockwise(*parts, factor)
-            for isa, sum_of, requantize in _native_cases():
-                assert same_bits(sum_of(*parts, factor), total), (name, factor, isa)
-                for one, other in zip(requantize(*parts, factor), packed, strict=True):
-                    assert same_bits(one, other), (name, factor, isa)
+            for one, other in zip(kernels.sum_requantize_blockwise(*parts, factor), packed, strict=True):
+                assert same_bits(one, other), (name, factor)
 
 
-@pytest.mark.skipif(not native.supported_isas(), reason="the C++ kernels are not built")
-def test_bytes_and_scales_that_quantize_never_writes_give_the_same_bits() -> None:
+@each_kernel
+def test_bytes_and_scales_that_quantize_never_writes_give_the_same_bits(kernels: Kernels) -> None:
     generator = torch.Generator().manual_seed(3)
     bits = torch.randint(-(1 << 31), 1 << 31, (4, 3), generator=generator).int()
     bits[0, 0], bits[1, 1], bits[2, 2] = 0x7F800000, 0x7FC12345, 1
@@ -142,23 +131,21 @@ def test_bytes_and_scales_that_quantize_never_writes_give_the_same_bits() -> Non
             torch.randint(0, 256, (4, (length + 1) // 2), generator=generator).byte(),
             bits.roll(1, 0).contiguous().view(torch.float32),
         )
-        total = reference.sum_blockwise(*parts, 0.25)
+        assert same_bits(kernels.sum_blockwise(*parts, 0.25), reference.sum_blockwise(*parts, 0.25))
         packed = reference.sum_requantize_blockwise(*parts, 0.25)
-        for isa, sum_of, requantize in _native_cases():
-            assert same_bits(sum_of(*parts, 0.25), total), isa
-            for one, other in zip(requantize(*parts, 0.25), packed, strict=True):
-                assert same_bits(one, other), isa
+        for one, other in zip(kernels.sum_requantize_blockwise(*parts, 0.25), packed, strict=True):
+            assert same_bits(one, other)
 
 
-@pytest.mark.skipif(not native.supported_isas(), reason="the C++ kernels are not built")
-def test_threads_do_not_change_bits() -> None:
+@each_native
+def test_threads_do_not_change_bits(kernels: Kernels) -> None:
     before = torch.get_num_threads()
     parts = shards_of(torch.randn(2, 300_001), 12)
     try:
         torch.set_num_threads(1)
-        alone = native.sum_requantize_blockwise(*parts, 0.5)
+        alone = kernels.sum_requantize_blockwise(*parts, 0.5)
         torch.set_num_threads(3)
-        for one, other in zip(native.sum_requantize_blockwise(*parts, 0.5), alone, strict=True):
+        for one, other in zip(kernels.sum_requantize_blockwise(*parts, 0.5), alone, strict=True):
             assert same_bits(one, other)
     finally:
         torch.set_num_threads(before)

@@ -1,16 +1,18 @@
-"""Sums of picked rows: the specification in numbers, the C++ kernels' bits, what is refused."""
+"""Sums of picked rows: the specification in numbers, every kernel's bits, what is refused."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from laconic.errors import FormatError
 from laconic.ops import native, reference, sum_rows
 from tests.ops.cases import DTYPES, every_pattern, same_bits
+from tests.ops.implementations import Kernels, each_kernel, num_examples
+from tests.ops.interpreter import on_device
 
 SUM = torch.ops.laconic.sum_rows.default
 
@@ -41,29 +43,34 @@ def test_entries_are_added_in_their_order_and_rounded_once() -> None:
     assert sum_rows(few, torch.tensor([0, 1, 2]), offsets).item() == 1.0
 
 
-@settings(max_examples=30, deadline=None)
+@each_kernel
+@settings(max_examples=num_examples(30), deadline=None)
 @given(
-    st.sampled_from(DTYPES), st.integers(1, 9), st.integers(1, 9), st.integers(0, 30), st.integers(0, 70), st.booleans()
+    st.sampled_from(DTYPES), st.integers(0, 9), st.integers(1, 9), st.integers(0, 30), st.integers(0, 70), st.booleans()
 )
-def test_kernels_give_the_bits_of_the_reference(
-    dtype: torch.dtype, num_rows: int, num_sums: int, num_entries: int, width: int, weighted: bool
+@example(torch.float16, 3, 4, 9, 1025, True)  # more columns than a program takes
+@example(torch.bfloat16, 1, 1, 1, 1, False)
+@example(torch.float32, 4, 3, 0, 8, False)
+@example(torch.bfloat16, 0, 3, 0, 8, True)
+@example(torch.float32, 3, 2, 4, 0, True)
+def test_all_bits_are_the_references(
+    kernels: Kernels, dtype: torch.dtype, num_rows: int, num_sums: int, num_entries: int, width: int, weighted: bool
 ) -> None:
-    index, offsets, weights = entries(num_rows, num_sums, num_entries, width)
-    rows = (torch.randn(num_rows, width) * torch.exp2(20 * torch.randn(num_rows, width))).to(dtype)
+    index, offsets, weights = entries(max(num_rows, 1), num_sums, num_entries if num_rows else 0, width)
+    generator = torch.Generator().manual_seed(width)
+    spread = torch.exp2(20 * torch.randn(num_rows, width, generator=generator))
+    rows = (torch.randn(num_rows, width, generator=generator) * spread).to(dtype)
     arguments = rows, index, offsets, weights if weighted else None
-    expected = reference.sum_rows(*arguments)
-    for isa in native.supported_isas():
-        assert same_bits(native.sum_rows(*arguments, isa=isa), expected)
+    assert same_bits(kernels.sum_rows(*arguments), reference.sum_rows(*arguments))
 
 
+@each_kernel
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_kernels_agree_on_every_number(dtype: torch.dtype) -> None:
+def test_kernels_agree_on_every_number(kernels: Kernels, dtype: torch.dtype) -> None:
     # 65,536 columns: parts of rows, infinities, NaNs, subnormals; minus zero and a zero make zero.
     rows = torch.stack([every_pattern(dtype), every_pattern(dtype).flip(0), torch.zeros(1 << 16, dtype=dtype)])
     arguments = rows, torch.tensor([0, 0, 1, 2]), torch.tensor([0, 1, 4]), torch.tensor([1.0, 0.37, 1.0, 1.0])
-    expected = reference.sum_rows(*arguments)
-    for isa in native.supported_isas():
-        assert same_bits(native.sum_rows(*arguments, isa=isa), expected)
+    assert same_bits(kernels.sum_rows(*arguments), reference.sum_rows(*arguments))
 
 
 def test_rows_need_not_be_contiguous() -> None:
@@ -83,6 +90,24 @@ def test_entries_that_lead_outside_are_refused(function: object, index: list[int
     arguments = torch.ones(3, 2), torch.tensor(index, dtype=torch.int64), torch.tensor(offsets), None
     with pytest.raises(FormatError, match="must be one of the 3 rows, and offsets must ascend from 0 to"):
         function(*arguments)  # type: ignore[operator]  # both take the same
+
+
+@on_device
+@pytest.mark.parametrize(
+    ("index", "offsets", "is_nan"),
+    [
+        ([0, 3, 1], [0, 2, 3], [True, False]),
+        ([0, -1, 1], [0, 2, 3], [True, False]),
+        ([0, 1, 1], [0, 2, 4], [False, True]),
+        ([0, 1, 1], [2, 1, 3], [True, False]),
+        ([0, 1, 1], [-1, 1, 3], [True, False]),
+    ],
+)
+def test_sums_in_triton_whose_entries_lead_outside_are_nan(
+    index: list[int], offsets: list[int], is_nan: list[bool]
+) -> None:
+    sums = Kernels("triton").sum_rows(torch.ones(3, 2), torch.tensor(index), torch.tensor(offsets), None)
+    assert sums.isnan().tolist() == [[nan] * 2 for nan in is_nan]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from _pytest.mark.structures import ParameterSet
 
 from laconic.ops import BITS, kernels_in_use, reference
-from laconic.ops.codebooks import AFFINE, LEVEL_MAX, scales_per_block
+from laconic.ops.codebooks import scales_per_block
 from tests.ops.cases import (
     BLOCK_SIZES,
     CODES,
@@ -22,7 +22,6 @@ from tests.ops.cases import (
     same_bits,
 )
 from tests.ops.interpreter import DEVICE, INTERPRETED, numpy_may_warn, on_device, slow_in_interpreter
-from tests.ops.shards import FACTORS, awkward_shards, shards_of, strided
 
 triton = pytest.importorskip("triton")
 
@@ -103,24 +102,6 @@ def test_every_16_bit_pattern_gives_the_references_bits(dtype: torch.dtype, code
         assert same_bits(found.cpu(), back)
 
 
-@on_device
-@pytest.mark.parametrize("bits", [slow_in_interpreter(8), 12])
-def test_all_bits_of_a_sum_are_the_references(bits: int) -> None:
-    from laconic.ops.triton import reduce
-
-    for number, (name, x) in enumerate(awkward_shards()):
-        # The interpreter is slow: there each gradient takes one factor, and lies one way.
-        for factor in FACTORS[number % 3 :][:1] if INTERPRETED else FACTORS:
-            layouts = (shards_of(x, bits), strided(shards_of(x, bits)))
-            for parts in layouts[number % 2 :][:1] if INTERPRETED else layouts:
-                there = [part if part is None else part.to(DEVICE) for part in parts]
-                found = reduce.sum_blockwise(*there, factor).cpu()
-                assert same_bits(found, reference.sum_blockwise(*parts, factor)), (name, factor)
-                packed = reduce.sum_requantize_blockwise(*there, factor)
-                for one, other in zip(packed, reference.sum_requantize_blockwise(*parts, factor), strict=True):
-                    assert same_bits(one.cpu(), other), (name, factor)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_tensors_take_the_triton_kernels() -> None:
@@ -130,47 +111,3 @@ def test_cuda_tensors_take_the_triton_kernels() -> None:
     x = torch.randn(8, 100)
     for found, expected in zip(quantize_blockwise(x.cuda()), quantize_blockwise(x), strict=True):
         assert same_bits(found.cpu(), expected)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
-@pytest.mark.parametrize("architecture", [80, 90])
-@pytest.mark.parametrize("code", ["uint2", "nf4", pytest.param("int5", marks=pytest.mark.slow), "int8"])
-def test_kernels_compile_without_fused_or_flushing_arithmetic(architecture: int, code: str) -> None:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from laconic.ops.triton import blockwise, reduce
-
-    def ptx_of(kernel: triton.JITFunction, types: dict[str, str], constants: dict[str, object]) -> str:
-        signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
-        return triton.compile(
-            ASTSource(fn=kernel, signature=signature, constexprs=constants),
-            target=GPUTarget("cuda", architecture, 32),
-            options={"enable_fp_fusion": False},
-        ).asm["ptx"]
-
-    shape = {"BITS": BITS[code], "BLOCK_SIZE": 64, "BLOCKS": 32, "ONE_ROW": False, "AFFINE": code in AFFINE}
-    shape["CENTERED"] = code != "int5"
-    pointers = {
-        "codes_ptr": "*u8",
-        "scales_ptr": "*i16",
-        "table_ptr": "*fp32",
-        "center_ptr": "*fp32",
-        "factor_ptr": "*i16",
-        "product_ptr": "*i16",
-        "seed_key": "i64",
-    }
-    rounding = {"STOCHASTIC": code != "nf4", "SCALE_TYPE": "bfloat16", "LEVEL_MAX": LEVEL_MAX[code]}
-    rounding |= {"MULTIPLIED": code == "nf4", "TYPE": "bfloat16"}
-    sum_shape = {"RESIDUAL": code == "nf4", "REQUANTIZE": True, "BLOCK_SIZE": 128, "BLOCKS": 8, "values_ptr": None}
-    sum_types = {"codes": "*u8", "scales": "*fp32", "residual_codes": "*u8", "residual_scales": "*fp32"}
-    sum_pointers = {f"{name}_ptr": kind for name, kind in sum_types.items()} | {"factor": "fp32"}
-    sum_pointers |= {f"new_{name}_ptr": kind.replace("fp", "i") for name, kind in sum_types.items()}
-    for ptx in (
-        ptx_of(blockwise._quantize_blockwise_kernel, pointers | {"x_ptr": "*i16"}, shape | rounding),
-        ptx_of(blockwise._dequantize_blockwise_kernel, pointers | {"values_ptr": "*i16"}, shape | {"TYPE": "bfloat16"}),
-        ptx_of(reduce._sum_blockwise_kernel, sum_pointers, sum_shape),
-    ):
-        assert "fma" not in ptx
-        assert ".ftz" not in ptx
-        assert ".approx" not in ptx

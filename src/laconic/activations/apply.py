@@ -81,8 +81,7 @@ def compress_activations(
         bits: 2, 4, 5, 6, 8, or 16 for leaving everything as it is. Below 8 bits the input of the final norm, which the
             output projection depends on, is kept at 8 (see `careful_head`). 2 bits are rounded stochastically (see
             `seed_rounding`); take block_size=256 with them.
-        format: "nf4" (default at 4 bits), "e2m1" or "int4"; 2, 5, 6 and 8 bits have one format each: "uint2", "int5",
-            "int6" and "int8".
+        format: "nf4" (default at 4 bits), "e2m1" or "int4"; other numbers of bits have one format each.
         block_size: values per scale: 16, 32, 64, 128 or 256.
         scale_dtype: torch.bfloat16, torch.float16 or torch.float32.
         attention: how query, key and value are kept: "exact" leaves attention as it is; "int8", "nf4" (any code) or a

@@ -41,17 +41,6 @@ _EXTRAS = {
     "starlette": "laconic serve needs starlette: pip install 'laconic[serve]'",
     "uvicorn": "laconic serve needs uvicorn: pip install 'laconic[serve]'",
 }
-# Bound on the error of a value, as a share of the largest magnitude in its block: half of the widest gap between
-# neighbouring levels, with room for the rounding of a bfloat16 scale (2**-9).
-_ERROR_BOUNDS = {
-    "nf4": 0.152 + 0.002,
-    "e2m1": 1 / 6 + 0.002,
-    "int4": 0.5 / 7 + 0.002,
-    "int5": 0.5 / 15 + 0.002,
-    "int6": 0.5 / 31 + 0.002,
-    "int8": 0.5 / 127 + 0.002,
-    "uint2": 1 / 3 + 0.01,  # half of a third of the range, which is at most twice the largest magnitude
-}
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
@@ -256,10 +245,14 @@ def _test_bits(implementation_of: Callable[[str], Callable[..., Any]], device: s
 
 
 def _test_values(quantize: Quantize, dequantize: Dequantize) -> str:
+    from laconic.ops.codebooks import AFFINE, BITS, rounding_error
+
     x = torch.randn(16, 1000, generator=torch.Generator().manual_seed(0))
     blocks = torch.nn.functional.pad(x, (0, 24)).view(16, -1, 64)
     largest = blocks.abs().amax(-1, keepdim=True).expand_as(blocks).reshape(16, -1)[:, :1000]
-    for code, bound in _ERROR_BOUNDS.items():
+    for code in BITS:
+        # With room for the rounding of a bfloat16 scale (2**-9), or of a step and a minimum.
+        bound = rounding_error(code) + (0.01 if code in AFFINE else 0.002)
         try:
             values = dequantize(*quantize(x, code), code, 1000)
         except Exception as error:  # a self test reports whatever goes wrong, it does not stop at it

@@ -32,7 +32,7 @@ class BlockFormat:
     """
 
     code: str = "nf4"
-    """"uint2", "nf4", "e2m1", "int4", "int5", "int6" or "int8"."""
+    """One of `laconic.ops.BITS`."""
     block_size: int = 64
     """Elements along the last dimension that share one scale (uint2: step and minimum): 16, 32, 64, 128 or 256."""
     scale_dtype: torch.dtype = torch.bfloat16

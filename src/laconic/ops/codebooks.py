@@ -1,6 +1,6 @@
 """The numbers behind each code: levels, decision thresholds, and the limits every implementation shares.
 
-A code maps a normalized value n = x / scale to a small integer. `int5`, `int6` and `int8` are arithmetic: round n,
+A code maps a normalized value n = x / scale to a small integer. Integers of other than 4 bits are arithmetic: round n,
 clamp, store. So is `uint2`, with n = (x - minimum) / step and two numbers per block instead of one. The three 4-bit
 codes are data: at most 16 sorted levels, and the rule "index = how many thresholds lie strictly below n". Tie rules
 need no code of their own because they are folded into the thresholds: where a tie should go up, the stored threshold is
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from laconic.ops.constants import constant_tensor
-from laconic.options import BLOCK_SIZES, CODE_BITS
+from laconic.options import BLOCK_CODES, BLOCK_SIZES, CODE_BITS
 
 __all__ = [
     "AFFINE",
@@ -35,19 +36,20 @@ __all__ = [
     "bits_of",
     "codebook",
     "codebook_tensor",
+    "rounding_error",
     "scales_per_block",
 ]
 
 BITS = CODE_BITS
 """Bits stored per element of each code."""
 
-LEVEL_MAX = {"uint2": 3.0, "nf4": 1.0, "e2m1": 6.0, "int4": 7.0, "int5": 15.0, "int6": 31.0, "int8": 127.0}
+LEVEL_MAX = {name: code.level_max for name, code in BLOCK_CODES.items()}
 """The level that a block's largest magnitude is mapped to; of an affine code its largest value."""
 
-AFFINE = ("uint2",)
+AFFINE = tuple(name for name, code in BLOCK_CODES.items() if code.is_affine)
 """The codes with two numbers per block, step and minimum: value = minimum + code * step, code from 0 to LEVEL_MAX."""
 
-ARITHMETIC = ("uint2", "int5", "int6", "int8")
+ARITHMETIC = tuple(name for name, bits in BITS.items() if bits != 4)
 """The codes that have no tables: affine ones, and integers from -LEVEL_MAX to LEVEL_MAX in two's complement."""
 
 GRADIENT_BLOCK_SIZE = 128
@@ -111,6 +113,19 @@ def bits_of(code: str) -> int:
         KeyError: the code is not known.
     """
     return BITS[code]
+
+
+def rounding_error(code: str) -> float:
+    """The largest error of rounding to nearest, as a share of the largest magnitude in a block: half the widest gap.
+
+    Of an affine code half a step, whose range is at most twice that magnitude.
+    """
+    if code in AFFINE:
+        return 1 / LEVEL_MAX[code]
+    if code in ARITHMETIC:
+        return 0.5 / LEVEL_MAX[code]
+    levels = codebook(code).sorted_levels
+    return max(above - below for below, above in pairwise(levels)) / 2 / LEVEL_MAX[code]
 
 
 def scales_per_block(code: str) -> int:

@@ -16,6 +16,7 @@ from laconic.cost.memory.job import Job
 from laconic.cost.memory.saved_tensors import Choice, Unit
 from laconic.errors import PlanError
 from laconic.json_text import parse_json
+from laconic.options import BLOCK_CODES, CODE_BITS
 
 __all__ = ["Hardware", "Sensitivity", "layer_forward_flops", "pack_seconds", "recompute_seconds"]
 
@@ -130,7 +131,9 @@ class Sensitivity:
         return None if share is None else share / num_units
 
 
-_BY_FINENESS = ["int8", "int6", "int5", "nf4", "e2m1", "int4"]
+_BY_FINENESS = sorted(
+    (name for name, code in BLOCK_CODES.items() if not code.is_affine), key=lambda name: -CODE_BITS[name]
+)
 
 
 def _data(name: str) -> Any:

@@ -141,7 +141,7 @@ class Choice:
 
     @classmethod
     def from_bits(cls, bits: int, block_size: int = 64) -> Choice:
-        """uint2, nf4, int5, int6 or int8; 16 keeps exactly.
+        """The default code of so many bits; 16 keeps exactly.
 
         Raises:
             PlanError: there is no format of so many bits.

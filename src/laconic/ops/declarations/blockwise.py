@@ -183,7 +183,7 @@ def quantize_blockwise(
 
     Args:
         x: [..., L], float32, bfloat16 or float16, any strides; a 0-d tensor counts as [1].
-        code: "uint2", "nf4", "e2m1", "int4", "int5", "int6" or "int8"; docs/formats.md has the levels and the bytes.
+        code: one of `BITS`, "nf4" or "int8", say; docs/formats.md has the levels and the bytes.
         block_size: 16, 32, 64, 128 or 256. Blocks never cross rows; the last block of a row may be shorter.
         scale_dtype: float32, bfloat16 or float16.
         seed: None rounds to nearest. An integer rounds stochastically, unbiased, with random numbers that depend on the

@@ -172,7 +172,7 @@ class ActivationsConfig:
     bits: Annotated[ActivationBits, exact] = 4
     """Bits kept per value: 2, 4, 5, 6, 8, or 16 for no compression."""
     format: Code | None = None
-    """Block format; None means nf4 at 4 bits and uint2, int5, int6 or int8 at 2, 5, 6 or 8."""
+    """Block format; None means nf4 at 4 bits and the only one at other numbers of bits."""
     block_size: Annotated[BlockSize, exact] = 64
     """Values that share one scale."""
     mode: Mode = "sites"

@@ -19,6 +19,7 @@ from laconic.cost import Batch, Job, ModelShape
 from laconic.cost.memory.saved_tensors import Unit
 from laconic.errors import DataError
 from laconic.formats import BlockFormat
+from laconic.options import DEFAULT_CODES
 from laconic.train.config.schema import DataConfig, ModelConfig
 from laconic.train.data.corpus import TokenDataset, check_vocab, prepare
 from laconic.train.data.sampler import sample_id
@@ -27,7 +28,7 @@ from laconic.train.model_source import own_tokenizer
 
 __all__ = ["CODES", "calibrate", "calibrate_directory"]
 
-CODES = ("int8", "int6", "int5", "nf4", "uint2")
+CODES = tuple(code for _, code in sorted(DEFAULT_CODES.items(), reverse=True))
 """Formats that are measured, finest first; behind the layers only those of 8 bits."""
 
 _CPU = torch.device("cpu")

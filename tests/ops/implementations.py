@@ -1,0 +1,77 @@
+"""The kernels that run here, in one table: C++ with every instruction set, and Triton.
+
+A property that all of them have is one test with `@each_kernel`, and takes its kernels as `kernels`. Triton decides at
+import whether it interprets: without a GPU `test_interpreted.py` runs these tests once more in a process with the
+interpreter, whose table holds Triton alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from laconic.ops import native, reference
+from laconic.ops.declarations import OPS
+from tests.ops.interpreter import DEVICE, INTERPRETED
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One implementation of every op. It takes an op's arguments in order and tensors on the CPU, and returns such."""
+
+    name: str
+
+    def __getattr__(self, op: str) -> Callable[..., Any]:
+        if op not in OPS:
+            raise AttributeError(op)
+        if self.name == "reference":
+            return getattr(reference, op)
+        if self.name != "triton":
+            return lambda *arguments, **options: getattr(native, op)(*arguments, isa=self.name, **options)
+        kernel = getattr(import_module(f"laconic.ops.triton.{OPS[op].family}"), op)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            there = _moved(arguments, DEVICE)
+            results = kernel(*there, **options)
+            if DEVICE != "cpu" and op.endswith("_"):
+                tree_map(lambda x, y: x.copy_(y) if isinstance(x, Tensor) else None, arguments, there)
+            return _moved(results, "cpu")
+
+        return call
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _moved(values: Any, device: str) -> Any:
+    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, values)
+
+
+_NATIVE = [] if INTERPRETED else [Kernels(isa) for isa in native.supported_isas()]
+_TRITON = [Kernels("triton")] if INTERPRETED or (torch.cuda.is_available() and find_spec("triton")) else []
+KERNELS = [*_NATIVE, *_TRITON]
+
+each_kernel = pytest.mark.parametrize("kernels", KERNELS, ids=str)
+each_native = pytest.mark.parametrize("kernels", _NATIVE, ids=str)
+"""For what only C++ has: threads."""
+each_implementation = pytest.mark.parametrize("ops", [Kernels("reference"), *KERNELS], ids=str)
+
+
+def few(cases: Sequence[T], step: int, start: int = 0) -> Sequence[T]:
+    """All cases; in the interpreter, which is slow, every `step`-th of them."""
+    return cases[start % step :: step] if INTERPRETED else cases
+
+
+def num_examples(number: int) -> int:
+    """For hypothesis: a fifth in the interpreter."""
+    return number // 5 if INTERPRETED else number
