@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from laconic.collectives import all_gather, audit
+from laconic.collectives import all_gather, all_to_all, audit, broadcast, gather, scatter
 from laconic.collectives.policy import selector as choosing
 from laconic.collectives.policy.microbench import Ranks
 from laconic.collectives.policy.selector import choose, learn, needs_sync, note, observe, prepare, use_rates
@@ -133,6 +133,35 @@ def carried_out(group: dist.ProcessGroup) -> Any:
     return found
 
 
+def one_sided(group: dist.ProcessGroup) -> Any:
+    """Random bits, which not all ranks send: their choices must follow all the same."""
+    use_rates(made_up_rates(bytes_per_second=12.5e6))
+    rank, world, numel = group.rank(), group.size(), 1 << 17
+    x = torch.randint(-(1 << 15), 1 << 15, (numel,), dtype=torch.int16).view(torch.float16)
+    rows, own = torch.empty(world * numel, dtype=x.dtype), x if rank == 0 else x[:0]
+    sizes = [[numel if (source, target) == (0, 1) else 0 for target in range(world)] for source in range(world)]
+    calls = {
+        "broadcast": lambda: broadcast(x.clone(), 0, group),
+        "gather": lambda: gather(rows if rank == 0 else None, x, 0, group),
+        "scatter": lambda: scatter(torch.empty_like(x), rows if rank == 0 else None, 0, group),
+        "all_to_all": lambda: all_to_all(
+            torch.empty(sum(row[rank] for row in sizes), dtype=x.dtype),
+            own,
+            [row[rank] for row in sizes],
+            sizes[rank],
+            group,
+        ),
+    }
+    found = {}
+    rows.copy_(x.repeat(world))
+    for name, call in calls.items():
+        audit.reset()
+        for _ in range(5):
+            call()
+        found[name] = {entry.codec: entry.num_calls for entry in audit.snapshot().entries}
+    return found
+
+
 def texts(group: dist.ProcessGroup) -> Any:
     """Texts of different lengths."""
     ranks = Ranks(group, CPU)
@@ -145,7 +174,7 @@ def choose_together(rank: int, folder: Path, num_ranks: int, port: int) -> None:
     warnings.simplefilter("error")
     os.environ |= rank_environment(rank, num_ranks, port, XDG_CACHE_HOME=str(folder / "cache"))
     dist.init_process_group("gloo")
-    scenarios = (measured, from_rank_0, unreadable, prepared, talking, carried_out, texts)
+    scenarios = (measured, from_rank_0, unreadable, prepared, talking, carried_out, one_sided, texts)
     for scenario in scenarios:
         name = scenario.__name__
         # A group of its own for each, so that nothing is remembered.

@@ -296,7 +296,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What three processes found, by scenario and rank."""
     folder = tmp_path_factory.mktemp("choosing")
     (folder / "damaged.json").write_text('{"format": "laconic wire rates", "version": 9}')
-    names = ["measured", "from_rank_0", "unreadable", "prepared", "talking", "carried_out", "texts"]
+    names = ["measured", "from_rank_0", "unreadable", "prepared", "talking", "carried_out", "one_sided", "texts"]
     run_ranks(choose_together, (folder, WORLD, free_port()), WORLD)
     return {name: [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(WORLD)] for name in names}
 
@@ -356,6 +356,11 @@ def test_what_was_chosen_is_what_travels(found: dict[str, list[Any]]) -> None:
         raw, coded = audit.Snapshot.from_dict(rank["noise"]).entries
         assert (raw.codec, raw.num_calls, raw.reasons) == ("raw", 2, {LOW_RATIO: 2})
         assert (coded.codec, coded.num_calls) == ("tiered", 2)
+
+
+def test_ranks_that_send_nothing_choose_as_those_that_do(found: dict[str, list[Any]]) -> None:
+    for rank in found["one_sided"]:
+        assert rank == {name: {"raw": 3, "tiered": 2} for name in ("broadcast", "gather", "scatter", "all_to_all")}
 
 
 def test_texts_of_all_ranks_arrive(found: dict[str, list[Any]]) -> None:

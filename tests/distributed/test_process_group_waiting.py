@@ -31,7 +31,7 @@ from laconic.errors import CollectiveError
 from laconic.train.launch.worker import leave
 from tests.distributed import over_backend
 from tests.distributed.over_backend import assert_same, join, values
-from tests.distributed.processes import finish, free_port, rank_environment, run_ranks, start
+from tests.distributed.processes import finish, free_port, rank_environment, run_ranks, start, start_ranks
 from tests.patience import patient
 
 CODED = ProcessGroupOptions(Lossless(), min_nbytes=1)
@@ -268,6 +268,40 @@ def work_under_way(rank: int, folder: str) -> None:
 
 def test_barriers_and_the_end_of_a_group_wait_for_what_they_wait_for_over_gloo(tmp_path: Path) -> None:
     run_ranks(work_under_way, (str(tmp_path),), 2)
+
+
+def model_after_group(rank: int, folder: str) -> None:
+    """A model is let go after its group, while a thread of gloo is about to free the tensors of its last call."""
+    torch.set_num_threads(1)
+    join("laconic", rank, 2, folder, "laconic")
+    model = DistributedDataParallel(nn.Linear(3, 3))
+    model(torch.ones(1, 3)).sum().backward()
+    group: Any = dist.group.WORLD
+    calls_back = threading.Event()
+    if rank == 1:
+        time.sleep(0.1)  # until rank 0 has its callback
+    work = group._backend_group.allreduce([torch.ones(3)], dist.AllreduceOptions())
+
+    def hold_up(_: object) -> None:
+        calls_back.set()
+        time.sleep(0.3)
+
+    work.get_future().add_done_callback(hold_up)
+    calls_back.wait()
+    del work, group
+    dist.destroy_process_group()
+    del model  # which waits for that thread, and must not hold Python's lock meanwhile
+    leave(0)
+
+
+def test_a_model_that_outlives_its_group_ends(tmp_path: Path) -> None:
+    processes = start_ranks(model_after_group, (str(tmp_path),), 2)
+    for process in processes:
+        process.join(timeout=patient(20))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0, 0]
 
 
 LEAVING = """

@@ -233,10 +233,11 @@ def observe(
     """Record the outcome of the message that was chosen for last.
 
     On this rank `raw_nbytes` of it took `message_nbytes` and the call `seconds`. The first arguments are those of
-    `choose`. The other ranks learn of it by `note`.
+    `choose`. The other ranks learn of it by `note`. Ranks that sent nothing record that: what all have sent is learnt
+    for the call that each remembers.
     """
     chooser = _made(group, device)
-    if chooser is not None and (raw_nbytes or choice.codec == RAW):
+    if chooser is not None:
         call = Call(operation, numel, _name(dtype), tag)
         chooser.observe(call, choice, raw_nbytes, message_nbytes, round(seconds * 1e9))
 

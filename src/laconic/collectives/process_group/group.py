@@ -37,10 +37,11 @@ from laconic.collectives.policy.raw_calls import raw_calls_of
 from laconic.collectives.policy.selector import foresee, prepare
 from laconic.collectives.process_group.averages import averages_of_integers
 from laconic.collectives.process_group.backends import compare, connect, forget
+from laconic.collectives.process_group.ddp_reducer import prepare_reducers
 from laconic.collectives.process_group.monitored_barrier import take_groups_of
 from laconic.collectives.process_group.p2p import CODED, P2P, as_bytes
 from laconic.collectives.process_group.strided import on_dense
-from laconic.collectives.process_group.work_handles import Ordered, RawWork, WorkGroup, outlive_python
+from laconic.collectives.process_group.work_handles import Ordered, RawWork, WorkGroup
 from laconic.collectives.runtime import background, callbacks
 from laconic.collectives.runtime.background import BackgroundWork
 from laconic.collectives.runtime.callbacks import queue_of
@@ -53,7 +54,6 @@ from laconic.errors import ConfigError, FormatError
 __all__ = ["ProcessGroupLaconic", "ProcessGroupOptions", "create", "given"]
 
 register()
-outlive_python()
 
 _SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -129,6 +129,7 @@ def create(name: str, arguments: Any, options: ProcessGroupOptions | None) -> Pr
     from laconic.collectives.process_group.short_path import QuickGroup  # which is a ProcessGroupLaconic
 
     take_groups_of(ProcessGroupLaconic)
+    prepare_reducers(ProcessGroupLaconic)
     return QuickGroup(name, arguments, options)
 
 

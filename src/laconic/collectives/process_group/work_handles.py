@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d
 from torch.utils._pytree import tree_leaves
 
 from laconic.collectives.runtime.background import BackgroundWork, Groups, TensorsWork, run_in_background
@@ -20,7 +19,7 @@ from laconic.collectives.runtime.failure_diagnosis import broken_off
 from laconic.collectives.runtime.thread_state import as_here
 from laconic.errors import CollectiveTimeoutError
 
-__all__ = ["AfterWork", "BackgroundWork", "Ordered", "PeerWork", "RawWork", "WorkGroup", "after", "outlive_python"]
+__all__ = ["AfterWork", "BackgroundWork", "Ordered", "PeerWork", "RawWork", "WorkGroup", "after"]
 
 _NO_TIMEOUT = timedelta()
 
@@ -146,25 +145,6 @@ class AfterWork(TensorsWork):
             if self._then is not None:
                 self._then()
                 self._then = None
-
-
-def outlive_python() -> None:
-    """Make DDP keep works of this package, with which `join` finds out how many ranks are left; idempotent.
-
-    C++ alone holds them then. Of a work whose Python object has gone it sees torch's base class, which is never done.
-    """
-    c10d: Any = _distributed_c10d  # whose stubs lack some of it
-    setter = c10d.Reducer._set_forward_pass_work_handle
-    if hasattr(setter, "__wrapped__"):
-        return
-
-    @functools.wraps(setter)
-    def keep(reducer: Any, work: dist.Work, use_static_world_size: bool) -> None:
-        if type(work) is not dist.Work:
-            work = c10d._create_work_from_future(work.get_future())
-        setter(reducer, work, use_static_world_size)
-
-    c10d.Reducer._set_forward_pass_work_handle = keep
 
 
 def after(work: dist.Work, do: Callable[[], object], tensors: Sequence[Tensor]) -> dist.Work:
