@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from laconic.cost.sizes import format_nbytes
-from laconic.train.report.metrics import json_number
+from laconic.json_text import json_number
 from laconic.train.report.run_reader import LOSS_WINDOW, Run
 
 __all__ = ["Row", "as_data", "config_differences", "summary_rows", "text_table"]
