@@ -1,21 +1,26 @@
 """`laconic train`: flags over the configuration, without training."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
 import types
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
+from pydantic import Field, Strict
 
+from laconic.cli.flags import flags_parser, parse_flags
 from laconic.cli.main import main
 from laconic.cli.train import make_parser, resolve
 from laconic.cost import Batch, Job, Layout, ModelShape, Plan, Settings
 from laconic.errors import ConfigError
-from laconic.train.config.schema import TrainConfig
+from laconic.train.config.schema import TrainConfig, list_of
+from laconic.train.config.settings import IS_PATH
 from laconic.train.config.toml import dump_config, json_schema, load_config, save_config
+from laconic.train.config.values import section
 
 
 def config_of(*args: str) -> TrainConfig:
@@ -206,3 +211,42 @@ def test_flags_for_paths_are_those_of_the_schema() -> None:
         *("--config", "--plan", "--run-dir", "--model.path", "--data.paths", "--data.tokenizer", "--data.cache-dir"),
         "--moe.rates",
     }
+
+
+@section("brewing.")
+class Brewing:
+    """How it is made."""
+
+    water_kind: Literal["soft", "hard"] | None = None
+    """What is poured; 100% clear."""
+    cups: Annotated[int, Strict(), Field(ge=1)] = 2
+    """How many."""
+    recipes: Annotated[tuple[Annotated[str, IS_PATH], ...], list_of("strings")] = ()
+    """Where it is written."""
+
+
+def test_a_field_is_a_flag_with_help_completion_and_messages() -> None:
+    given = parse_flags(Brewing, ["--water_kind=hard", "--recipes", "a", "b"], (), "brew")
+    assert given == {"water_kind": "hard", "recipes": ["a", "b"]}
+    assert parse_flags(Brewing, ["--water-kind", "None"], (), "brew") == {"water_kind": None}
+    parser = flags_parser(Brewing, {"cups": 3}, (), "brew")
+    shown = " ".join(parser.format_help().split())
+    assert "--water-kind {soft,hard} What is poured; 100% clear. (default: None)" in shown
+    assert "--cups INT How many. (default: 3)" in shown
+    assert {flag.dest: flag.metavar for flag in parser.flags()}["recipes"] == "PATH"
+    for args, message in (
+        (["--cups", "many"], "--cups is 'many', but it must be an integer"),
+        (
+            ["--water-kind", "sotf"],
+            "--water-kind is 'sotf', but it must be one of soft, hard",
+        ),
+        (["--cup", "1"], "unknown flag --cup; did you mean --cups?"),
+        (["--wk", "1"], "unknown flag --wk; did you mean --water-kind?"),
+        (["--tea", "1"], "unknown flag --tea; brew --help lists the known ones"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            parse_flags(Brewing, args, (), "brew")
+    with pytest.raises(ConfigError, match=r"brewing.cups is 0, but it must be at least 1"):
+        Brewing(cups=0)
+    with pytest.raises(ConfigError, match=r"unknown key brewing.wk; did you mean brewing.water_kind\?"):
+        Brewing(wk=0)  # type: ignore[call-arg]
