@@ -1,13 +1,14 @@
-"""JSON from outside: whatever is wrong with it is a ValueError."""
+"""JSON from outside, where whatever is wrong is a ValueError, and numbers that JSON cannot hold."""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["parse_json"]
+__all__ = ["json_number", "parse_json"]
 
 
 def parse_json(text: str | bytes, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
@@ -28,3 +29,10 @@ def _integer(text: str) -> int:
     if abs(number) > sys.float_info.max:  # the first computation with it would raise OverflowError
         raise ValueError(f"{text[:9]}... is a whole number of {len(text)} digits")
     return number
+
+
+def json_number(value: Any) -> Any:
+    """`value` as JSON can hold it: numbers that are not finite become strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

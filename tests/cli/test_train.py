@@ -1,21 +1,26 @@
 """`laconic train`: flags over the configuration, without training."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
 import types
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
+from pydantic import Field, Strict
 
+from laconic.cli.flags import flags_parser, parse_flags
 from laconic.cli.main import main
-from laconic.cli.train import resolve
+from laconic.cli.train import make_parser, resolve
 from laconic.cost import Batch, Job, Layout, ModelShape, Plan, Settings
 from laconic.errors import ConfigError
-from laconic.train.config.schema import TrainConfig
+from laconic.train.config.schema import TrainConfig, list_of
+from laconic.train.config.settings import IS_PATH
 from laconic.train.config.toml import dump_config, json_schema, load_config, save_config
+from laconic.train.config.values import section
 
 
 def config_of(*args: str) -> TrainConfig:
@@ -70,7 +75,7 @@ def test_file_and_flags_override_the_recipe(tmp_path: Path) -> None:
     assert (config.activations.bits, config.gradients.bits, config.gradients.reduce) == (4, 12, "q8")
     assert config.optimizer.kind == "adamw"
     assert config_of("--recipe", "exact").activations.bits == 16
-    with pytest.raises(ConfigError, match="recipe is 'all', but it must be one of exact, agoq"):
+    with pytest.raises(ConfigError, match="--recipe is 'all', but it must be one of exact, agoq"):
         config_of("--recipe", "all")
 
 
@@ -97,12 +102,13 @@ def test_a_plan_brings_the_settings_it_was_made_for(tmp_path: Path) -> None:
     assert (config.optimizer.kind, config.gradients.bits) == ("adamw8bit", 8)
 
 
-def test_resume_starts_from_the_saved_config(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", ["--resume", "--resume=yes", "--resume=1"])
+def test_resume_starts_from_the_saved_config(flag: str, tmp_path: Path) -> None:
     save_config(
         load_config(None, {"seed": 4, "steps": 10, "run_dir": "/elsewhere/before/it/was/moved"}),
         tmp_path / "config.toml",
     )
-    config = config_of("--resume", "--run-dir", str(tmp_path), "--steps", "20")
+    config = config_of(flag, "--run-dir", str(tmp_path), "--steps", "20")
     assert (config.seed, config.steps, config.resume, config.run_dir) == (4, 20, True, str(tmp_path))
 
 
@@ -119,7 +125,16 @@ def test_resume_without_a_run_is_refused(tmp_path: Path) -> None:
         (["--model.hiden-size", "3"], r"unknown flag --model.hiden-size; did you mean --model.hidden-size\?"),
         (["--hidden-size", "3"], r"unknown flag --hidden-size; did you mean --model.hidden-size\?"),
         (["--no-tensorbord"], r"unknown flag --no-tensorbord; did you mean --no-tensorboard\?"),
-        (["--qqq"], r"unknown flag --qqq; --help lists the known ones"),
+        (["--qqq"], r"unknown flag --qqq; laconic train --help lists the known ones"),
+        (["--optimizer.lr", "1"], r"unknown flag --optimizer.lr; did you mean --optimizer.learning-rate\?"),
+        (["--lr", "1"], r"unknown flag --lr; did you mean --optimizer.learning-rate\?"),
+        (["--model.layers", "1"], r"unknown flag --model.layers; did you mean --model.num-hidden-layers\?"),
+        (["--model.vocab-size", "1"], r"unknown flag --model.vocab-size; did you mean --model.extra.vocab_size\?"),
+        (["--data.path", "1"], r"unknown flag --data.path; did you mean --data.paths\?"),
+        (["--swap-every", "1"], r"unknown flag --swap-every; did you mean --moe.swap-every\?"),
+        (["--moe.swap-every"], r"--moe.swap-every needs a value, e.g. --moe.swap-every 1$"),
+        (["--no-audit=3"], r"--no-audit takes no value; give --audit=true or =false"),
+        (["--optimizer", "1"], r"--optimizer is a table; give its fields one by one, e.g. --optimizer.kind VALUE"),
         (["--tensorboard=maybe"], r"--tensorboard is 'maybe', but it must be true or false"),
         (["--model.extra", "a=1"], r"--model.extra is a table; give its fields one by one"),
         (["--model.extra.a"], r"--model.extra.a needs a value"),
@@ -183,3 +198,55 @@ def test_resolved_config_goes_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "laconic.train.launch.launcher", stand_in)
     assert main(["train", "--steps", "3"]) == 7
     assert launched == [load_config(None, {"steps": 3})]
+
+
+def test_no_resume_takes_nothing_from_the_run(tmp_path: Path) -> None:
+    save_config(load_config(None, {"seed": 4}), tmp_path / "config.toml")
+    assert config_of("--resume", "--run-dir", str(tmp_path), "--no-resume").seed == 0
+
+
+def test_flags_for_paths_are_those_of_the_schema() -> None:
+    paths = {flag.option_strings[0] for flag in make_parser().flags() if flag.metavar == "PATH"}
+    assert paths == {
+        *("--config", "--plan", "--run-dir", "--model.path", "--data.paths", "--data.tokenizer", "--data.cache-dir"),
+        "--moe.rates",
+    }
+
+
+@section("brewing.")
+class Brewing:
+    """How it is made."""
+
+    water_kind: Literal["soft", "hard"] | None = None
+    """What is poured; 100% clear."""
+    cups: Annotated[int, Strict(), Field(ge=1)] = 2
+    """How many."""
+    recipes: Annotated[tuple[Annotated[str, IS_PATH], ...], list_of("strings")] = ()
+    """Where it is written."""
+
+
+def test_a_field_is_a_flag_with_help_completion_and_messages() -> None:
+    given = parse_flags(Brewing, ["--water_kind=hard", "--recipes", "a", "b"], (), "brew")
+    assert given == {"water_kind": "hard", "recipes": ["a", "b"]}
+    assert parse_flags(Brewing, ["--water-kind", "None"], (), "brew") == {"water_kind": None}
+    parser = flags_parser(Brewing, {"cups": 3}, (), "brew")
+    shown = " ".join(parser.format_help().split())
+    assert "--water-kind {soft,hard} What is poured; 100% clear. (default: None)" in shown
+    assert "--cups INT How many. (default: 3)" in shown
+    assert {flag.dest: flag.metavar for flag in parser.flags()}["recipes"] == "PATH"
+    for args, message in (
+        (["--cups", "many"], "--cups is 'many', but it must be an integer"),
+        (
+            ["--water-kind", "sotf"],
+            "--water-kind is 'sotf', but it must be one of soft, hard",
+        ),
+        (["--cup", "1"], "unknown flag --cup; did you mean --cups?"),
+        (["--wk", "1"], "unknown flag --wk; did you mean --water-kind?"),
+        (["--tea", "1"], "unknown flag --tea; brew --help lists the known ones"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            parse_flags(Brewing, args, (), "brew")
+    with pytest.raises(ConfigError, match=r"brewing.cups is 0, but it must be at least 1"):
+        Brewing(cups=0)
+    with pytest.raises(ConfigError, match=r"unknown key brewing.wk; did you mean brewing.water_kind\?"):
+        Brewing(wk=0)  # type: ignore[call-arg]

@@ -24,9 +24,9 @@ from laconic.cost.infer import (
     worker_nbytes,
 )
 from laconic.cost.infer.arrivals import _Pricing, _Way
+from laconic.cost.infer.choice_text import arrivals_text
 from laconic.cost.infer.planner import pass_seconds, plans_of
 from laconic.cost.infer.rates import LinkPair
-from laconic.cost.infer.table import arrivals_text
 from laconic.errors import PlanError
 from laconic.schedule.inference import InferencePlan
 from tests.cost.infer_models import RATES, shape_of

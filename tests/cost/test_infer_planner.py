@@ -24,9 +24,9 @@ from laconic.cost.infer import (
     largest_batch,
     worker_nbytes,
 )
+from laconic.cost.infer.choice_text import choice_text, infer_rates_text
 from laconic.cost.infer.planner import KINDS, Candidate, least_seconds, plans_of, priced, sharded_seconds
 from laconic.cost.infer.rates import ExchangeCosts, LinkPair
-from laconic.cost.infer.table import choice_text, infer_rates_text
 from laconic.errors import PlanError
 from laconic.schedule.inference import BlockTimes, InferencePlan, inference_plan
 from laconic.schedule.streams import StreamPlan, Task, simulate

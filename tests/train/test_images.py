@@ -24,7 +24,7 @@ from laconic.train.image_model import build_classifier
 from laconic.train.launch.launcher import launch
 from laconic.train.report.metrics import read_metrics
 from laconic.train.report.run_reader import load_runs
-from laconic.train.report.table import summary_rows
+from laconic.train.report.side_by_side import summary_rows
 from laconic.train.tasks.image_classification import ImageClassification
 from laconic.vision import AFIResNetConfig
 from tests.train.runs import ALONE, exact_metrics, resumed, train_alone

@@ -15,7 +15,7 @@ from laconic.train.report.compare import compare
 from laconic.train.report.html import downsample, smooth
 from laconic.train.report.metrics import MetricsWriter
 from laconic.train.report.run_reader import load_runs
-from laconic.train.report.table import config_differences, summary_rows
+from laconic.train.report.side_by_side import config_differences, summary_rows
 from tests.train.report_runs import make_run, page_data
 
 

@@ -48,7 +48,7 @@ def test_the_balance_loss_and_its_gradient_are_those_of_hugging_face() -> None:
     theirs, ours = model_of(MIXTRAL), model_of(MIXTRAL)
     out: Any = theirs(input_ids=ids, labels=ids, output_router_logits=True)
     out.loss.backward()
-    routers = watched(ours, balance_coef=0.1)
+    routers = watched(ours, aux_loss_coef=0.1)
     routers.begin()
     plain = ours(input_ids=ids, labels=ids).loss
     found = routers.loss()
@@ -63,7 +63,7 @@ def test_the_balance_loss_and_its_gradient_are_those_of_hugging_face() -> None:
 
 def test_the_z_loss_is_the_mean_over_layers() -> None:
     model, ids = model_of(MIXTRAL), torch.arange(16)[None]
-    routers = watched(model, z_coef=0.5)
+    routers = watched(model, z_loss_coef=0.5)
     seen: Any = model(input_ids=ids, output_router_logits=True).router_logits
     expected = torch.stack([logits.logsumexp(-1).square().mean() for logits in seen]).mean()
     found = routers.loss()
@@ -96,7 +96,7 @@ def test_biases_follow_the_load() -> None:
 
 def test_evaluation_is_not_watched() -> None:
     model = model_of(MIXTRAL).eval()
-    routers = watched(model, balance_coef=1.0)
+    routers = watched(model, aux_loss_coef=1.0)
     model(input_ids=torch.arange(16)[None])
     with pytest.raises(Exception, match="was not called in a training forward"):
         routers.loss()

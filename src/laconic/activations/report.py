@@ -29,6 +29,7 @@ from laconic.activations.sites import Site
 from laconic.activations.tracker import SavedTensor, SavedTensorTracker, kind_of
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
+from laconic.text_columns import columns
 
 __all__ = [
     "UNMEASURED",
@@ -280,7 +281,7 @@ class Report:
             return "-" if value is None else f"{value:,.0f}"
 
         header = ("site", "kind", "shape", "kept", "before", "after")
-        table = [header]
+        table = []
         for row in self.rows:
             own = row.format if row.format in ("exact", "recompute") else f"{row.bits} bit {row.format}"
             kept = own if row.origin is None else f"from {row.origin}"
@@ -295,13 +296,7 @@ class Report:
                     number(row.after_nbytes_per_token),
                 )
             )
-        widths = [max(len(line[column]) for line in table) for column in range(len(header))]
-        lines = []
-        for line in table:
-            left = [cell.ljust(width) for cell, width in zip(line[:4], widths[:4], strict=True)]
-            right = [cell.rjust(width) for cell, width in zip(line[4:], widths[4:], strict=True)]
-            lines.append("  ".join(left + right).rstrip())
-        lines.insert(1, "-" * len(lines[0]))
+        lines = [columns(header, table, left=range(4))]
         before, after = self.before_nbytes_per_token, self.after_nbytes_per_token
         if before is None or after is None:
             lines.append(f"bytes unknown: {self.unmeasured}")

@@ -20,10 +20,10 @@ from laconic.collectives import Lossless, all_reduce
 from laconic.collectives.audit import snapshot
 from laconic.cost.comm.seconds import sent_nbytes
 from laconic.cost.sizes import format_nbytes
-from laconic.cost.text.table import columns
 from laconic.formats import BlockFormat
 from laconic.gradients.reduce import all_reduce_q8
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
+from laconic.text_columns import columns
 
 __all__ = ["Link", "LinkRow", "measure_link"]
 
@@ -107,7 +107,7 @@ class Link:
             f"gradients of {format_nbytes(self.nbytes)} averaged over {self.num_ranks} ranks at "
             f"{format_nbytes(int(self.nbytes_per_second))} per second and rank: {share:.2f} of a step's "
             f"{step_seconds * 1e3:.1f} ms, of which backward may hide some",
-            columns(["", "gradients", "sent", "average, ms", "of exact", "off"], table, left=True),
+            columns(["", "gradients", "sent", "average, ms", "of exact", "off"], table, left="all"),
         ]
         paying = [row for row in self.rows if row.pays]
         if not paying:

@@ -25,9 +25,9 @@ from laconic.activations.attention import attention_core_of
 from laconic.activations.replacement import replacements_of
 from laconic.activations.report import brief
 from laconic.activations.rounding import seeds_restored
+from laconic.advice.advice import Advice, Row
 from laconic.advice.link import measure_link
 from laconic.advice.methods import EXACT, METHODS, Method, compiled
-from laconic.advice.table import Advice, Row
 from laconic.auditing.training_call import LossOf, TrainingCall
 from laconic.errors import LaconicError, ModelError
 from laconic.train.memory.step_peak import peak_nbytes

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from laconic.errors import ConfigError
 from laconic.train.config.dotted_names import nearest
 
-__all__ = ["PATH_METAVARS", "Parser", "add_json"]
+__all__ = ["PATH_METAVARS", "Parser", "add_json", "flag_hint"]
 
 PATH_METAVARS = ("FILE", "DIR", "PATH", "FILE|DIR", "RUN", "BASE", "MODEL", "SCRIPT", "TARGET")
 """Names in the help of arguments that are paths; shells complete files for them."""
 _TYPES = {"int": "an integer", "integer": "an integer", "float": "a number"}
+_EXAMPLES = {"INT": "1", "FLOAT": "0.01"}
+"""Values to show for what the help calls so."""
 _LONGEST = 60
 
 
@@ -83,7 +85,7 @@ class Parser(argparse.ArgumentParser):
             return f"unexpected argument {_clipped(repr(argument))}; {self.prog} takes {takes or 'flags only'}"
         flag = argument.partition("=")[0]
         known = [one.lstrip("-") for one in self._option_string_actions if one.startswith("--")]
-        meant = nearest(flag.lstrip("-").replace("_", "-"), known).replace("did you mean ", "did you mean --")
+        meant = flag_hint(flag.lstrip("-").replace("_", "-"), known)
         return f"unknown flag {flag}{meant or f'; {self.prog} --help lists the known ones'}"
 
     def _flags_given(self) -> list[str]:
@@ -94,7 +96,17 @@ class Parser(argparse.ArgumentParser):
     def _example(action: argparse.Action) -> str:
         if action.choices is not None:
             return str(next(iter(action.choices)))
-        return str(_metavar(action))
+        return _EXAMPLES.get(_metavar(action), _metavar(action))
+
+
+def flag_hint(name: str, known: Iterable[str], tables: Iterable[str] = ()) -> str:
+    """Suggest a flag for an unknown one, as the end of a message; names are spelt as flags, without "--"."""
+
+    def flag(found: re.Match[str]) -> str:
+        return f"{found[1]}--{found[2].replace('_', '-')}"
+
+    hint = nearest(name, known, tables).replace("did you mean ", "did you mean --")
+    return re.sub(r"(it is called )(\S+)", flag, hint)
 
 
 def add_json(parser: argparse.ArgumentParser, text: str = "print the result as one JSON document") -> None:

@@ -9,15 +9,15 @@ from pathlib import Path
 from laconic.cli.arguments import Parser, add_json
 from laconic.cli.layer_flags import add_layer, layer_shape
 from laconic.cli.output import print_json
+from laconic.cost.comm.explain import SWEEP_NBYTES, explain_one, explain_sweep, explained, rates_text
 from laconic.cost.comm.rates import ITEM_NBYTES, OPERATIONS, WireRates, default_path
 from laconic.cost.comm.seconds import GroupShape
-from laconic.cost.comm.table import SWEEP_NBYTES, explain_one, explain_sweep, explained, rates_text
 from laconic.cost.moe import MoERates
 from laconic.cost.moe.hierarchy import RowCounts
 from laconic.cost.moe.rates import default_moe_path
-from laconic.cost.moe.rates_table import moe_rates_text
+from laconic.cost.moe.rates_text import moe_rates_text
+from laconic.cost.moe.routes_text import candidates_data, candidates_text
 from laconic.cost.moe.search import CostModel
-from laconic.cost.moe.table import candidates_data, candidates_text
 from laconic.cost.sizes import parse_nbytes
 from laconic.errors import ConfigError
 from laconic.topology import GridLayout, Levels

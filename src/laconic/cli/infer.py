@@ -23,7 +23,7 @@ from laconic.cost.infer import (
     choose_for_arrivals,
     default_infer_path,
 )
-from laconic.cost.infer.table import arrivals_text, candidate_name, choice_text, infer_rates_text
+from laconic.cost.infer.choice_text import arrivals_text, candidate_name, choice_text, infer_rates_text
 from laconic.cost.sizes import parse_nbytes
 from laconic.errors import ConfigError, PlanError
 from laconic.schedule.gantt import save_gantt

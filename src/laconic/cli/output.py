@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
-from laconic.train.report.metrics import json_number
+from laconic.json_text import json_number
 
 __all__ = ["json_only", "json_text", "print_json"]
 

@@ -17,7 +17,7 @@ from laconic.cost.memory.saved_tensors import EXACT, Choice
 from laconic.cost.planner.policy import ALL_CHOICES, CHOICES, Chosen, Weights, agoq, by_bits, choose
 from laconic.cost.sizes import parse_nbytes
 from laconic.cost.text.chart import save_chart
-from laconic.cost.text.table import plan_text
+from laconic.cost.text.plan_text import plan_text
 from laconic.errors import PlanError
 from laconic.schedule import SCHEDULES
 

@@ -16,8 +16,8 @@ from laconic.cli.arguments import Parser, add_json
 from laconic.cli.layer_flags import add_layer, layer_shape
 from laconic.cli.output import json_only, print_json
 from laconic.cli.progress import working
+from laconic.cost.comm.explain import rates_text
 from laconic.cost.comm.rates import WireRates, default_path
-from laconic.cost.comm.table import rates_text
 from laconic.cost.infer.rates import InferenceRates, default_infer_path
 from laconic.cost.moe.rates import MoERates, default_moe_path
 from laconic.errors import ConfigError
@@ -61,7 +61,7 @@ def _measure(world: World, path: Path, options: argparse.Namespace) -> int:
 def _measure_moe(world: World, path: Path, options: argparse.Namespace) -> int:
     import torch
 
-    from laconic.cost.moe.rates_table import moe_rates_text
+    from laconic.cost.moe.rates_text import moe_rates_text
     from laconic.moe.parallel.grid import Grid
     from laconic.moe.tuning.measure_cluster import measure_moe
 
@@ -84,7 +84,7 @@ def _measure_infer(world: World, path: Path, options: argparse.Namespace) -> int
     import torch
 
     from laconic.cli.infer_profile import measure_infer
-    from laconic.cost.infer.table import infer_rates_text
+    from laconic.cost.infer.choice_text import infer_rates_text
 
     shape, dtype = layer_shape(options), getattr(torch, options.dtype)
     what = f"measuring products of {shape.model_dim} x {shape.hidden_dim} and links"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Sequence
@@ -10,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from laconic.cli.arguments import Parser
-from laconic.cli.flags import flags_parser, option, parse_flags
+from laconic.cli.flags import flags_parser, parse_flags
 from laconic.cli.output import json_only
 from laconic.errors import ConfigError
-from laconic.train.config.plan import load_plan, plan_settings
-from laconic.train.config.recipes import recipe
+from laconic.train.config.dotted_names import nested_settings
+from laconic.train.config.recipes import RECIPES, recipe
 from laconic.train.config.schema import TrainConfig
+from laconic.train.config.settings import Setting
 from laconic.train.config.toml import build_config, dump_config, json_schema, merge, read_toml
 
 __all__ = ["make_parser", "resolve", "run"]
@@ -23,25 +25,35 @@ __all__ = ["make_parser", "resolve", "run"]
 _WITH_SUMMARY = (0, 130, 143)
 """Exit codes of a run that has ended as it should: done, or stopped and saved."""
 
-_OWN_FLAGS = {
-    "config": (str, "TOML file with any of the fields below; flags override it."),
-    "recipe": (str, "Named settings to start from: agoq (everything compressed) or exact (nothing)."),
-    "print_config": (bool, "Print the resolved configuration as TOML and stop. A good start for a file of your own."),
-    "json": (bool, "Print the summary of the run (summary.json) as one JSON document; all else goes to stderr."),
-    "schema": (bool, "Print the JSON schema of a configuration file and stop, for editors and other tools."),
-}
+_OWN_FLAGS = (
+    Setting("config", str, "TOML file with any of the fields below; flags override it.", is_path=True),
+    Setting(
+        "recipe",
+        str,
+        "Named settings to start from: agoq (everything compressed) or exact (nothing).",
+        choices=tuple(RECIPES),
+    ),
+    Setting(
+        "print_config",
+        bool,
+        "Print the resolved configuration as TOML and stop. A good start for a file of your own.",
+    ),
+    Setting("json", bool, "Print the summary of the run (summary.json) as one JSON document; all else goes to stderr."),
+    Setting("schema", bool, "Print the JSON schema of a configuration file and stop, for editors and other tools."),
+)
+_PROG = "laconic train"
 
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic train` with `args`; return the exit code of training."""
-    config, asked = resolve(args)
-    if asked["schema"]:
+    config, own = resolve(args)
+    if own.get("schema"):
         print(json.dumps(json_schema(), indent=2))
         return 0
-    if asked["print_config"]:
+    if own.get("print_config"):
         print(dump_config(config), end="")
         return 0
-    if not asked["json"]:
+    if not own.get("json"):
         return _launch(config)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("--json is given under torchrun, whose processes share one stdout; read RUN/summary.json")
@@ -57,7 +69,7 @@ def run(args: Sequence[str]) -> int:
 
 def make_parser() -> Parser:
     """Make the parser of the command's arguments, with defaults."""
-    return flags_parser(TrainConfig, dataclasses.asdict(TrainConfig()), _OWN_FLAGS, prog="laconic train")
+    return flags_parser(TrainConfig, dataclasses.asdict(TrainConfig()), _OWN_FLAGS, _PROG)
 
 
 def _launch(config: TrainConfig) -> int:
@@ -68,17 +80,21 @@ def _launch(config: TrainConfig) -> int:
 
 
 def resolve(args: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
-    """Resolve the configuration that `args` ask for, and the values of the command's own flags.
+    """Resolve the configuration that `args` ask for, and the values of the command's own flags that were given.
 
     Layers, weakest first: defaults; the --recipe; with --resume, the config.toml saved in the run directory; what the
-    --plan was made for; the --config file; flags.
+    --plan was made for; the --config file; flags. `--help` prints, with the resolved values as defaults, and exits 0.
     """
-    path = option(args, "config")
-    name = option(args, "recipe")
-    layers: list[dict[str, Any]] = [] if name is None else [recipe(name)]
-    from_file = read_toml(path) if path is not None else {}
-    if any(arg.lower() in ("--resume", "--resume=true") for arg in args) or from_file.get("resume"):
-        run_dir = option(args, "run-dir") or from_file.get("run_dir")
+    given = parse_flags(TrainConfig, args, _OWN_FLAGS, _PROG)
+    own = {one: given.pop(one) for one in ("help", *(flag.name for flag in _OWN_FLAGS)) if one in given}
+    path = own.get("config")
+    from_file = {} if path is None else read_toml(path)
+    asked = merge(from_file, nested_settings(given))
+    layers = [dataclasses.asdict(TrainConfig())]
+    if "recipe" in own:
+        layers.append(recipe(own["recipe"]))
+    if asked.get("resume"):
+        run_dir = asked.get("run_dir")
         if run_dir is None:
             raise ConfigError("resume needs run_dir, the run to continue, e.g. --resume --run-dir runs/mine")
         saved = Path(run_dir) / "config.toml"
@@ -88,12 +104,12 @@ def resolve(args: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
                 "before it wrote one is started again without --resume"
             )
         layers.append(read_toml(saved))
-    plan = option(args, "plan") or from_file.get("plan")
-    if plan is not None:
+    if (plan := asked.get("plan")) is not None:
+        from laconic.train.config.plan import load_plan, plan_settings  # late: few runs have one
+
         layers.append(plan_settings(load_plan(plan)))
-    layers.append(from_file)
-    merged: dict[str, Any] = dataclasses.asdict(TrainConfig())
-    for layer in layers:
-        merged = merge(merged, layer)
-    values, own = parse_flags(TrainConfig, args, merged, _OWN_FLAGS, prog="laconic train")
+    values = functools.reduce(merge, [*layers, asked])
+    if own.get("help"):
+        flags_parser(TrainConfig, values, _OWN_FLAGS, _PROG).print_help()
+        raise SystemExit(0)
     return build_config(values, path), own

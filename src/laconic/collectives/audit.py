@@ -15,6 +15,7 @@ from itertools import count as counter
 from typing import Any
 
 from laconic.cost.sizes import format_nbytes
+from laconic.text_columns import columns
 
 __all__ = ["RAW", "Entry", "Snapshot", "record", "reset", "snapshot", "tally"]
 
@@ -117,10 +118,7 @@ class Snapshot:
         calls = sum(entry.num_calls for entry in self.entries)
         total = _amounts(self.raw_nbytes, self.sent_nbytes, self.ratio, self.coding_seconds, self.saved_seconds)
         rows.append(["all", "", "", str(calls), *total])
-        widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-        formats = [f"{{:{'<' if column < 3 else '>'}{width}}}" for column, width in enumerate(widths)]
-        lines = ["  ".join(formats).format(*row).rstrip() for row in [header, *rows]]
-        lines.insert(1, "-" * len(lines[0]))
+        lines = [columns(header, rows, left=range(3))]
         lines += [f"left raw: {count} calls, {reason}" for reason, count in self.left_raw().items()]
         return "\n".join(lines)
 

@@ -72,7 +72,7 @@ class Steps:
 
     def in_logical_order(self) -> AbstractContextManager[object]:
         """Bring experts home while the block runs, as checkpoints have them."""
-        return nullcontext() if self.experts is None else self.experts.at_home()
+        return nullcontext() if self.experts is None else self.experts.in_logical_order()
 
     def begin(self, run_logger: RunLogger) -> None:
         """Log what the steps run with: experts, routers, communication."""

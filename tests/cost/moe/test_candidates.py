@@ -12,8 +12,8 @@ from laconic.cost.comm.rates import CodecRates, Line
 from laconic.cost.moe import GridLayout, LayerShape, MoERates, fsmoe_route, parm_routes
 from laconic.cost.moe.hierarchy import RowCounts, busiest_rows, count_vector, level_rows, rows_between
 from laconic.cost.moe.overhead import Overhead
+from laconic.cost.moe.routes_text import candidates_text
 from laconic.cost.moe.search import FLAT, OVERHEAD, CostModel, LayerPlan, best_candidate, best_plan, overhead_size
-from laconic.cost.moe.table import candidates_text
 from laconic.errors import ConfigError
 from laconic.topology import Levels
 

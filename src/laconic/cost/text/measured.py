@@ -6,7 +6,7 @@ from collections import Counter
 
 from laconic.cost.planner.measured import EXACT_WORD, MeasuredPlan, MeasuredTable
 from laconic.cost.sizes import format_nbytes
-from laconic.cost.text.table import columns
+from laconic.text_columns import columns
 
 __all__ = ["measured_plan_text", "measured_table_text"]
 
@@ -27,7 +27,7 @@ def measured_table_text(table: MeasuredTable) -> str:
             cells.append(nbytes if word == EXACT_WORD else f"{nbytes}, {error:.1%}")
         rows.append([f"{group.kind} x {len(group.blocks)}", *cells])
     header = ["saved, gradient off by", *("exact" if word == EXACT_WORD else f"{word} bits" for word in words)]
-    return f"{table.source}\n\n{columns(header, rows, left=True)}\n(a batch of {table.largest_batch})"
+    return f"{table.source}\n\n{columns(header, rows, left='all')}\n(a batch of {table.largest_batch})"
 
 
 def measured_plan_text(plan: MeasuredPlan, budget_nbytes: int | None) -> str:
@@ -43,9 +43,11 @@ def measured_plan_text(plan: MeasuredPlan, budget_nbytes: int | None) -> str:
             for word, count in sorted(counted.items(), key=lambda entry: int(entry[0]))
         )
         rows.append([f"{group.kind} x {len(group.blocks)}", chosen])
-    parts.append(columns(["blocks", "kept"], rows, left=True))
+    parts.append(columns(["blocks", "kept"], rows, left="all"))
     kinds = list(plan.nbytes)
-    parts.append(columns([*kinds, "total"], [[format_nbytes(n) for n in (*plan.nbytes.values(), plan.total_nbytes)]]))
+    parts.append(
+        columns([*kinds, "total"], [[format_nbytes(n) for n in (*plan.nbytes.values(), plan.total_nbytes)]], left=())
+    )
     parts.append(
         f"gradient off by about {plan.relative_error:.1%}, step about {plan.time_share:.1%} longer than with everything"
         f" exact; {format_nbytes(plan.saved_nbytes)} saved for backward"

@@ -11,6 +11,7 @@ from typing import Any
 
 from laconic.errors import ConfigError
 from laconic.infer.bench.compare import SHARES, Comparison, PlanResult
+from laconic.text_columns import columns
 
 __all__ = ["check_plots", "report_json", "report_text", "save_report"]
 
@@ -23,12 +24,14 @@ def report_text(comparison: Comparison) -> str:
         " tokens; median of the rounds (lowest to highest)",
         "",
         "all at once",
-        *_table(
+        columns(
             ["plan", "tokens/s", "", "answers as the first plan's"],
             [
                 [str(each.plan), *_cells(each.tokens_per_second, "{:.0f}"), f"{each.same_answers} of {requests}"]
                 for each in comparison.results
             ],
+            left="all",
+            rule=False,
         ),
     ]
     for rate in comparison.results[0].latency:
@@ -45,7 +48,7 @@ def report_text(comparison: Comparison) -> str:
             ]
             for each in comparison.results
         ]
-        lines += _table(header, rows)
+        lines.append(columns(header, rows, left="all", rule=False))
     return "\n".join(lines)
 
 
@@ -150,11 +153,3 @@ def _cells(samples: Sequence[float], form: str) -> list[str]:
     if not samples:
         return ["-", ""]
     return [form.format(median(samples)), f"({form.format(min(samples))} to {form.format(max(samples))})"]
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (header, *rows)
-    ]

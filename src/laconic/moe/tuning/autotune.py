@@ -24,8 +24,8 @@ from laconic.collectives.policy.microbench import Ranks, group_shape_of, host_na
 from laconic.collectives.runtime import torch_compat
 from laconic.cost.moe.rates import MoERates, default_moe_path
 from laconic.cost.moe.routes import Route
+from laconic.cost.moe.routes_text import candidates_text
 from laconic.cost.moe.search import Candidate, CostModel, LayerPlan, best_candidate, best_plan
-from laconic.cost.moe.table import candidates_text
 from laconic.errors import ConfigError
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.huggingface import ExpertsLayer, Parallelized

@@ -393,8 +393,8 @@ def _outcome_of_dcp(world: World, path: Path) -> Iterator[None]:
     except (Exception, CheckpointException) as failure:  # CheckpointException is no Exception
         if is_peer_lost(failure):
             raise
-        told = failure.failures if isinstance(failure, CheckpointException) else {}
-        reason = f"{_prefix(world, min(told, default=world.rank))}{_reason(failure)}"
+        failures = failure.failures if isinstance(failure, CheckpointException) else {}
+        reason = f"{_prefix(world, min(failures, default=world.rank))}{_reason(failure)}"
         raise CheckpointError(f"checkpoint {path}: {reason}") from failure
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, get_type_hints
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-__all__ = ["flat_settings", "nearest", "nested_settings", "setting_types"]
+__all__ = ["flat_settings", "nearest", "nested_settings"]
 
 _RENAMED = {
     "moe.rows": "moe.dispatch_codec",
@@ -40,21 +40,16 @@ def nested_settings(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tables
 
 
-def setting_types(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted name and type, without its range, of every field of a dataclass and of the dataclasses in it."""
-    hints = get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        hint = hints[field.name]
-        yield prefix + field.name, hint
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            yield from setting_types(hint, f"{prefix}{field.name}.")
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], tables: Iterable[str] = ()) -> str:
     """Suggest a name for the unknown dotted name `name`, as the end of a message.
 
-    A name may be a former one, misspelt, or right but in the wrong table: its own table is searched first, then the
-    others.
+    A name may be a former one; right but in the wrong table; misspelt, shortened or an abbreviation, in its own table
+    or in another; or an entry of a table with free names.
+
+    Args:
+        name: what was given.
+        known: names that may be meant.
+        tables: tables with free names.
 
     Returns:
         `; did you mean X?` for the nearest of the `known` names, `; it is called X now` for a former name, or an empty
@@ -64,10 +59,27 @@ def nearest(name: str, known: Iterable[str]) -> str:
         return f"; it is called {renamed} now"
     names = list(known)
     table, _, leaf = name.rpartition(".")
+    anywhere = {other.rpartition(".")[2]: other for other in reversed(names)}
     beside = {other.rpartition(".")[2]: other for other in names if other.rpartition(".")[0] == table}
-    anywhere = {other.rpartition(".")[2]: other for other in names}
-    for candidates in (beside, anywhere):
-        matches = difflib.get_close_matches(leaf, candidates, n=1, cutoff=0.6)
-        if matches:
-            return f"; did you mean {candidates[matches[0]]}?"
-    return ""
+    found = _close(leaf, beside, 0.8) or anywhere.get(leaf) or _alike(leaf, beside)
+    if found is None:
+        free = next((one for one in tables if one.rpartition(".")[0] == table and table), None)
+        found = _alike(leaf, anywhere) if free is None else f"{free}.{leaf.replace('-', '_')}"
+    return "" if found is None else f"; did you mean {found}?"
+
+
+def _close(leaf: str, candidates: Mapping[str, str], cutoff: float) -> str | None:
+    matches = difflib.get_close_matches(leaf, candidates, n=1, cutoff=cutoff)
+    return candidates[matches[0]] if matches else None
+
+
+def _alike(leaf: str, candidates: Mapping[str, str]) -> str | None:
+    """The candidate that `leaf` is a misspelling, the initials ("lr") or a part ("layers") of, if any."""
+    if (found := _close(leaf, candidates, 0.6)) is not None:
+        return found
+    words = set(re.split("[-_]", leaf))
+    for candidate, name in candidates.items():
+        parts = re.split("[-_]", candidate)
+        if len(parts) > 1 and len(leaf) > 1 and (leaf == "".join(part[:1] for part in parts) or words <= set(parts)):
+            return name
+    return None

@@ -26,6 +26,7 @@ from laconic.options import (
     Mode,
     Optimizer,
 )
+from laconic.train.config.settings import IS_PATH
 from laconic.train.config.tasks import DEFAULT_TASK, find_task, task_names
 from laconic.train.config.values import MAX_INT, check_table, refuse, section
 
@@ -53,6 +54,7 @@ PositiveFloat = Annotated[float, Strict(), Field(gt=0)]
 NonNegativeFloat = Annotated[float, Strict(), Field(ge=0)]
 Fraction = Annotated[float, Strict(), Field(ge=0, lt=1)]
 Text = Annotated[str, Strict(), Field(pattern=r"^[^\x00]*$")]
+PathText = Annotated[Text, IS_PATH]
 if TYPE_CHECKING:
     TaskName = str
 else:
@@ -74,7 +76,7 @@ def list_of(words: str) -> BeforeValidator:
 
 integers = list_of("integers, e.g. [3, 2]")
 Integers = Annotated[tuple[PositiveInt, ...], integers]
-Strings = Annotated[tuple[Text, ...], list_of('strings, e.g. ["corpus/"]')]
+Paths = Annotated[tuple[PathText, ...], list_of('strings, e.g. ["corpus/"]')]
 
 _OF_SPREAD_EXPERTS = (
     *("dispatcher", "levels", "depth", "dispatch_codec", "chunks", "overlap_grad_reduce", "capacity_factor"),
@@ -92,7 +94,7 @@ FINE_TUNING_RATE = 2e-5
 class ModelConfig:
     """Which model is trained."""
 
-    path: Text | None = None
+    path: PathText | None = None
     """A local directory, as save_pretrained writes it. With weights training starts from them; with only a config.json
     the model is initialized from scratch. When set, `family` and the sizes below are not used."""
     family: Text = "llama"
@@ -127,11 +129,11 @@ class ModelConfig:
 class DataConfig:
     """What text the model learns, and how it becomes tokens."""
 
-    paths: Strings = ()
+    paths: Paths = ()
     """Files, directories or glob patterns of text (.txt, .py, .md, ...) or JSONL (.jsonl). Empty: the sources of the
     installed Python standard library. Images: one folder of class folders, IDX files, arrays or a Hugging Face dataset,
     or one .npz file."""
-    tokenizer: Text | None = None
+    tokenizer: PathText | None = None
     """"bytes" (vocabulary of 256 plus one end-of-document token), or the path of a tokenizer.json or of a directory
     with a tokenizer; None means the tokenizer of model.path, and bytes without one."""
     end_of_document: Text | None = None
@@ -141,7 +143,7 @@ class DataConfig:
     """The field of each JSONL object that holds its text."""
     validation_fraction: Fraction = 0.02
     """Share of documents or images held out for the validation loss."""
-    cache_dir: Text | None = None
+    cache_dir: PathText | None = None
     """Where token files are kept; None means ~/.cache/laconic (or $XDG_CACHE_HOME/laconic)."""
 
 
@@ -309,7 +311,7 @@ class MoEConfig:
     step's tokens."""
     swap_pairs: PositiveInt = 1
     """Most pairs of experts of a layer that change places at a time."""
-    rates: Text | None = None
+    rates: PathText | None = None
     """File with measured rates of the cluster (laconic.cost.MoERates) for `swap_every` and for dispatcher = auto; None
     means the one that laconic profile wrote; auto measures where there is none."""
     router_aux_loss_coef: NonNegativeFloat | None = None
@@ -380,9 +382,9 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
 
-    plan: Text | None = None
+    plan: PathText | None = None
     """A file that `laconic plan` wrote. It decides what activations keep, and the run has to be the planned one."""
-    run_dir: Text | None = None
+    run_dir: PathText | None = None
     """Where the run is written; None means runs/<date>-<time>."""
     resume: StrictBool = False
     """Continue from the newest good checkpoint in `run_dir`."""

@@ -8,7 +8,6 @@ file given by `--config`, flags. Relative paths in a file are relative to the wo
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import textwrap
 from collections.abc import Mapping
@@ -17,18 +16,17 @@ from typing import Any
 
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
-from pydantic.fields import FieldInfo
 
 from laconic.errors import ConfigError
 from laconic.train.config.dotted_names import nested_settings
 from laconic.train.config.schema import TrainConfig
+from laconic.train.config.settings import field_docs, settings
 from laconic.train.config.toml_text import TooDeepError, parse_toml
 from laconic.train.config.values import RULES, refusal
 
 __all__ = [
     "build_config",
     "dump_config",
-    "field_docs",
     "json_schema",
     "load_config",
     "merge",
@@ -125,23 +123,20 @@ def dump_config(config: TrainConfig) -> str:
     return "\n".join(_dump(config, "")) + "\n"
 
 
-@functools.cache
-def field_docs(cls: type) -> dict[str, str]:
-    """Return the docstring of each field of a section, as one line of text; empty where the source is not at hand."""
-    fields: dict[str, FieldInfo] = vars(cls)["__pydantic_fields__"]
-    return {name: " ".join(field.description.split()) for name, field in fields.items() if field.description}
-
-
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of configuration files: type, range, default and documentation of every field."""
     schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema", **_TREE.json_schema()}
-    for table in (schema, *schema["$defs"].values()):
-        for field in table["properties"].values():
-            field.setdefault("default", {})  # a table that is left out is one without any keys
-        for part in (table, *table["properties"].values()):
-            part.pop("title", None)
-            if "description" in part:
-                part["description"] = " ".join(part["description"].split())
+    sections = {one.kind.__name__: one.kind for one in settings(TrainConfig) if one.is_section}
+    for name, table in [(TrainConfig.__name__, schema), *schema["$defs"].items()]:
+        docs = field_docs(sections.get(name, TrainConfig))
+        table["description"] = " ".join(table["description"].split())
+        table.pop("title", None)
+        for name, field in table["properties"].items():
+            field.pop("title", None)
+            if name in docs:
+                field["description"] = docs[name]
+            table["properties"][name] = ordered = dict(sorted(field.items()))
+            ordered.setdefault("default", {})  # a table that is left out is one without any keys
     return schema
 
 

@@ -13,7 +13,8 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
 
 from laconic.errors import ConfigError
-from laconic.train.config.dotted_names import nearest, setting_types
+from laconic.train.config.dotted_names import nearest
+from laconic.train.config.settings import settings
 
 __all__ = ["MAX_INT", "RULES", "check_table", "refusal", "refuse", "section"]
 
@@ -62,7 +63,7 @@ def section(prefix: str = "") -> Callable[[type[T]], type[T]]:
     """
 
     def make(cls: type[T]) -> type[T]:
-        config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+        config = ConfigDict(extra="forbid", allow_inf_nan=False)
         made: Any = dataclass(cls, frozen=True, kw_only=True, config=config)
         _PREFIXES[made] = prefix
         init = made.__init__
@@ -137,12 +138,14 @@ def _wording(error: ErrorDetails, cls: type, source: str | None) -> str:
     name = _PREFIXES[cls] + "".join(parts).removeprefix(".")
     where = f" in {source}" if source and kind not in RULES else ""
     if kind == "unexpected_keyword_argument":
-        known = [other for other, _ in setting_types(cls, _PREFIXES[cls])]
+        all_here = settings(cls, _PREFIXES[cls])
+        known = [one.name for one in all_here]
+        tables = [one.name for one in all_here if one.kind is dict]
         beside = [
             other.rpartition(".") for other in sorted(known) if other.rpartition(".")[0] == name.rpartition(".")[0]
         ]
         here = ", ".join(leaf for *_, leaf in beside)
-        return f"unknown key {name}{where}{nearest(name, known) or f'; known keys here: {here}'}"
+        return f"unknown key {name}{where}{nearest(name, known, tables) or f'; known keys here: {here}'}"
     rule = (RULES | _TYPES).get("int_parsing_size" if limits.get("le") == MAX_INT else kind)
     words = {key: str(limit).removesuffix(".0") for key, limit in limits.items()}
     return _message(name + where, error["input"], rule.format(**words) if rule else error["msg"])

@@ -20,13 +20,13 @@ from laconic.moe.placement.balancer import ExpertBalancer
 from laconic.moe.placement.migration import ExpertMover
 from laconic.train.config.schema import MoEConfig
 
-__all__ = ["STATE_FILE", "Swaps"]
+__all__ = ["STATE_FILE", "Migration"]
 
 STATE_FILE = "experts.json"
-"""Name of the file in a checkpoint that holds `Swaps.state`."""
+"""Name of the file in a checkpoint that holds `Migration.state`."""
 
 
-class Swaps:
+class Migration:
     """Migrates experts while all layers dispatch hierarchically; with one all-to-all, experts stay where they are.
 
     All processes call each method together.
@@ -85,7 +85,7 @@ class Swaps:
         periods = [asdict(period) for period in self._periods]
         return json.dumps({**self._sharers(), "num_swaps": self.count, "slots": slots, "periods": periods})
 
-    def at_home(self) -> AbstractContextManager[object]:
+    def in_logical_order(self) -> AbstractContextManager[object]:
         """Return a context with experts in logical order, to save a checkpoint in."""
         return self._mover.logical_order()
 

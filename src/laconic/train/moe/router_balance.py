@@ -51,7 +51,7 @@ class Routers:
         model: gets a forward hook on each router.
         blocks: of `model`, with their routers known.
         world: all processes of the run.
-        balance_coef, z_coef, bias_rate: coefficients of `[moe]`; 0 turns a term off.
+        aux_loss_coef, z_loss_coef, bias_rate: coefficients of `[moe]`; 0 turns a term off.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class Routers:
         blocks: Iterable[Block],
         world: World,
         *,
-        balance_coef: float = 0.0,
-        z_coef: float = 0.0,
+        aux_loss_coef: float = 0.0,
+        z_loss_coef: float = 0.0,
         bias_rate: float = 0.0,
     ) -> None:
-        self.balance_coef, self.z_coef, self.bias_rate = balance_coef, z_coef, bias_rate
+        self.aux_loss_coef, self.z_loss_coef, self.bias_rate = aux_loss_coef, z_loss_coef, bias_rate
         self._routers = {block.router: block.num_experts for block in blocks if block.router is not None}
         self._model, self._names, self._world = model, tuple(self._routers), world
         self._seen: dict[str, _Seen] = {}
@@ -99,14 +99,14 @@ class Routers:
             self._loads[name] = self._loads[name] + counts if name in self._loads else counts
         total: Tensor | None = None
         self._sums[2] += 1
-        if self.balance_coef:
+        if self.aux_loss_coef:
             balance = self._balance()
             self._sums[0] += balance.detach()
-            total = self.balance_coef * balance
-        if self.z_coef:
+            total = self.aux_loss_coef * balance
+        if self.z_loss_coef:
             z = torch.stack([one.z for one in seen.values()]).mean()
             self._sums[1] += z.detach()
-            total = self.z_coef * z if total is None else total + self.z_coef * z
+            total = self.z_loss_coef * z if total is None else total + self.z_loss_coef * z
         if total is not None and not total.requires_grad:
             raise ModelError(
                 f"the logits of router {self._names[0]} have no gradient, so no loss can balance them; set "
@@ -125,9 +125,9 @@ class Routers:
         """
         fields: dict[str, float] = {}
         balance, z, num_forwards = self._world.sum(self._sums.clone()).tolist()
-        if num_forwards and self.balance_coef:
+        if num_forwards and self.aux_loss_coef:
             fields["moe_balance_loss"] = balance / num_forwards
-        if num_forwards and self.z_coef:
+        if num_forwards and self.z_loss_coef:
             fields["moe_z_loss"] = z / num_forwards
         if count_loads and self._loads:
             self.loads = [load.tolist() for load in self._summed_loads()]
@@ -143,8 +143,8 @@ class Routers:
         self._loads.clear()
 
     def __str__(self) -> str:
-        ways = {"balance loss": self.balance_coef, "z-loss": self.z_coef, "bias by load": self.bias_rate}
-        found = ", ".join(f"{way} {value:g}" for way, value in ways.items() if value)
+        terms = {"balance loss": self.aux_loss_coef, "z-loss": self.z_loss_coef, "bias by load": self.bias_rate}
+        found = ", ".join(f"{term} {value:g}" for term, value in terms.items() if value)
         return f"routers: {found or 'nothing balances them'}"
 
     def _watch(self, name: str, num_experts: int) -> Callable[[nn.Module, Any, Any], None]:
@@ -155,7 +155,7 @@ class Routers:
                 return
             logits, indices = _decision(name, out, num_experts)
             num_tokens = len(logits)
-            if num_tokens and (self.balance_coef or self.z_coef) and name not in self._with_logits:
+            if num_tokens and (self.aux_loss_coef or self.z_loss_coef) and name not in self._with_logits:
                 self._with_logits.add(name)  # checked once: the check waits for a GPU
                 if bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-2).all()):
                     raise ModelError(
@@ -163,10 +163,10 @@ class Routers:
                         " moe.router_aux_loss_coef and moe.router_z_loss_coef to 0"
                     )
             self._seen[name] = _Seen(
-                logits.softmax(-1).sum(0) / max(num_tokens, 1) if self.balance_coef else logits.new_zeros(num_experts),
+                logits.softmax(-1).sum(0) / max(num_tokens, 1) if self.aux_loss_coef else logits.new_zeros(num_experts),
                 torch.bincount(indices.flatten(), minlength=num_experts),
                 num_tokens,
-                z_loss(logits) if self.z_coef else logits.new_zeros(()),
+                z_loss(logits) if self.z_loss_coef else logits.new_zeros(()),
             )
 
         return watch
@@ -269,24 +269,29 @@ def watch_routers(model: nn.Module, config: TrainConfig, world: World) -> tuple[
             f"moe.bias_rate is {moe.bias_rate}, but the routers of {type(model).__name__} have no {_BIAS}; use "
             "moe.router_aux_loss_coef"
         )
-    balance_coef = moe.router_aux_loss_coef if moe.router_aux_loss_coef is not None else float(of_family or 0.0)
+    aux_loss_coef = moe.router_aux_loss_coef if moe.router_aux_loss_coef is not None else float(of_family or 0.0)
     bias_rate = moe.bias_rate if moe.bias_rate is not None else _BIAS_RATE if biased else 0.0
-    _check_alike(model, blocks, balance_coef)
+    _check_alike(model, blocks, aux_loss_coef)
     made = Routers(
-        model, blocks.values(), world, balance_coef=balance_coef, z_coef=moe.router_z_loss_coef, bias_rate=bias_rate
+        model,
+        blocks.values(),
+        world,
+        aux_loss_coef=aux_loss_coef,
+        z_loss_coef=moe.router_z_loss_coef,
+        bias_rate=bias_rate,
     )
     return made, str(made)
 
 
-def _check_alike(model: nn.Module, blocks: Mapping[str, Block], balance_coef: float) -> None:
+def _check_alike(model: nn.Module, blocks: Mapping[str, Block], aux_loss_coef: float) -> None:
     """Check that all layers have the same number of experts, which the balance loss needs.
 
     Raises:
         ConfigError: they do not.
     """
     sizes = {block.num_experts for block in blocks.values()}
-    if balance_coef and len(sizes) > 1:
+    if aux_loss_coef and len(sizes) > 1:
         raise ConfigError(
-            f"moe.router_aux_loss_coef is {balance_coef}, but layers of {type(model).__name__} have {sorted(sizes)}"
+            f"moe.router_aux_loss_coef is {aux_loss_coef}, but layers of {type(model).__name__} have {sorted(sizes)}"
             " experts, which no loss over all layers can count together; set it to 0"
         )

@@ -32,7 +32,7 @@ from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.comm_compression import zip_codec
 from laconic.train.distributed.world import World
 from laconic.train.moe.metrics import Capacity, ExpertMeter, ExpertUse, schedule_of
-from laconic.train.moe.migration import Swaps
+from laconic.train.moe.migration import Migration
 
 __all__ = ["SpreadExperts", "check_experts", "spread_experts"]
 
@@ -87,7 +87,7 @@ class SpreadExperts:
         self.model = model
         self._meter = meter
         self._config = config
-        self._swaps: Swaps | None = None
+        self._migration: Migration | None = None
         self._tuned: Autotuned | None = None
         self._last: ExpertUse | None = None
         self._messages: list[str] = []
@@ -124,7 +124,7 @@ class SpreadExperts:
         """Set up expert migration if the configuration asks for it; all processes call it together.
 
         Args:
-            optimizer, saved: as for `Swaps`.
+            optimizer, saved: as for `Migration`.
 
         Raises:
             ConfigError: experts cannot be moved, or there are no rates to decide by.
@@ -132,11 +132,11 @@ class SpreadExperts:
         """
         moe, grid = self._config.moe, self.model.grid
         if moe.swap_every and grid is not None:
-            self._swaps = Swaps(self.model, grid, moe, optimizer, saved)
+            self._migration = Migration(self.model, grid, moe, optimizer, saved)
 
     def state(self) -> str | None:
         """Return the placement of experts as text for a checkpoint; None without migration."""
-        return None if self._swaps is None else self._swaps.state()
+        return None if self._migration is None else self._migration.state()
 
     def begin(self) -> None:
         """Reset the metrics, so that forwards before the first step do not count."""
@@ -173,15 +173,15 @@ class SpreadExperts:
         fields: dict[str, float | int | str] = {"moe_schedule": self.schedule}
         if self._last is not None:
             fields |= self._last.to_metrics()
-        if self._swaps is not None:
+        if self._migration is not None:
             if not skipped:
-                self._swaps.step(done)
-            fields["moe_swaps"] = self._swaps.count
+                self._migration.step(done)
+            fields["moe_swaps"] = self._migration.count
         return fields
 
-    def at_home(self) -> AbstractContextManager[object]:
+    def in_logical_order(self) -> AbstractContextManager[object]:
         """Return a context with experts in logical order, to save a checkpoint in."""
-        return nullcontext() if self._swaps is None else self._swaps.at_home()
+        return nullcontext() if self._migration is None else self._migration.in_logical_order()
 
     def __str__(self) -> str:
         return f"experts: {len(self.model.layers)} layers over {self._meter.num_processes} processes, {self.schedule}"
@@ -196,7 +196,7 @@ class SpreadExperts:
             "schedule": self.schedule,
             "autotune": None if self._tuned is None else str(self._tuned).splitlines(),
             "num_levels": self._meter.num_levels,
-            "swaps": 0 if self._swaps is None else self._swaps.count,
+            "swaps": 0 if self._migration is None else self._migration.count,
             "last_step": None if last is None else {**last.to_metrics(), "loads": [list(load) for load in last.loads]},
         }
 

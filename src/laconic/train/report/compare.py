@@ -10,7 +10,7 @@ from pathlib import Path
 from laconic.errors import DataError
 from laconic.train.report.html import render_page
 from laconic.train.report.run_reader import load_runs
-from laconic.train.report.table import as_data, config_differences, summary_rows, text_table
+from laconic.train.report.side_by_side import as_data, config_differences, summary_rows, text_table
 
 __all__ = ["compare"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import laconic
 from laconic.train.report.charts import experts_chart, left_out, sites_chart, timeline_chart
 from laconic.train.report.run_reader import Run
-from laconic.train.report.table import Row, text_table
+from laconic.train.report.side_by_side import Row, text_table
 
 __all__ = ["downsample", "render_page", "smooth"]
 

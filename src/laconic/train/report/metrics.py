@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from laconic.cost.sizes import format_nbytes
 from laconic.errors import ConfigError, DataError
-from laconic.json_text import parse_json
+from laconic.json_text import json_number, parse_json
 from laconic.output_lines import say
 from laconic.train.report.wandb_run import WandbRun
 
@@ -30,7 +30,6 @@ __all__ = [
     "MetricsWriter",
     "Progress",
     "check_tensorboard",
-    "json_number",
     "memory_nbytes",
     "peak_memory_nbytes",
     "read_metrics",
@@ -256,13 +255,6 @@ def _clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
-def json_number(value: Any) -> Any:
-    """`value` as JSON can hold it: numbers that are not finite become strings."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
 
 
 def _from_json(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from laconic.cost.moe.routes import Route, Step
-from laconic.cost.moe.table import parts_of, routes_text
+from laconic.cost.moe.routes_text import parts_of, routes_text
 from laconic.errors import ConfigError
 
 EXPERTS = Step("experts", 4e-3)

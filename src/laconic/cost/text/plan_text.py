@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 from laconic.cost.memory.job import Job
 from laconic.cost.memory.saved_tensors import EXACT
 from laconic.cost.planner.policy import Chosen
 from laconic.cost.sizes import format_nbytes
 from laconic.cost.text.remedies import largest_terms_text
+from laconic.text_columns import columns
 
-__all__ = ["columns", "plan_text"]
+__all__ = ["plan_text"]
 
 
 def _describe_job(job: Job) -> str:
@@ -86,7 +86,7 @@ def _memory_table(chosen: Chosen) -> str:
     for rank in ranks:
         by_site.update({kind: n for kind, n in rank.activations_nbytes.items() if kind != "logits"})
     sites = ", ".join(f"{kind} {amount(n)}" for kind, n in by_site.most_common() if n)
-    return f"{columns(header, rows)}\n({unit}; activations of all ranks by site: {sites})"
+    return f"{columns(header, rows, left=())}\n({unit}; activations of all ranks by site: {sites})"
 
 
 def _choice_table(job: Job, chosen: Chosen) -> str:
@@ -103,25 +103,13 @@ def _choice_table(job: Job, chosen: Chosen) -> str:
         cells = [_counted(found.get(kind, Counter())) for kind in ("norm", "attention", "mlp", "other")]
         layers = f"{stage.layers[0]}-{stage.layers[-1]}" if len(stage.layers) > 1 else str(stage.layers[0])
         rows.append([str(stage.index), layers, *cells, str(again) if again else "-"])
-    return columns(header, rows, left=True)
+    return columns(header, rows, left="all")
 
 
 def _counted(names: Counter[str]) -> str:
     if len(names) == 1:
         return next(iter(names))
     return " + ".join(f"{count} {name}" for name, count in sorted(names.items())) or "-"
-
-
-def columns(header: Sequence[str], rows: Sequence[Sequence[str]], left: bool = False) -> str:
-    """A table in plain ASCII, its columns aligned to the right, or to the left."""
-    table = [header, *rows]
-    widths = [max(len(row[index]) for row in table) for index in range(len(header))]
-    lines = [
-        "  ".join(cell.ljust(width) if left else cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in table
-    ]
-    lines.insert(1, "-" * len(lines[0]))
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def _short(count: int) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from laconic.cost.comm.explain import format_seconds
 from laconic.cost.comm.seconds import RAW
-from laconic.cost.comm.table import columns, format_seconds
 from laconic.cost.moe.routes import Route, fastest
 from laconic.cost.moe.search import UNEXPLAINED, Candidate, LayerPlan, best_plan
 from laconic.cost.sizes import format_nbytes
+from laconic.text_columns import columns
 
 __all__ = ["candidates_data", "candidates_text", "parts_of", "routes_text"]
 

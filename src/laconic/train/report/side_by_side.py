@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from laconic.cost.sizes import format_nbytes
-from laconic.train.report.metrics import json_number
+from laconic.json_text import json_number
+from laconic.text_columns import columns
 from laconic.train.report.run_reader import LOSS_WINDOW, Run
 
 __all__ = ["Row", "as_data", "config_differences", "summary_rows", "text_table"]
@@ -106,22 +107,18 @@ def as_data(runs: Sequence[Run], rows: Sequence[Row], differences: Sequence[Row]
 
 def text_table(runs: Sequence[Run], rows: Sequence[Row], differences: Sequence[Row]) -> str:
     """Both tables as aligned text, a column per run, followed by the notes of the runs."""
-    lines = [["", *(run.name for run in runs)]]
-    for row in rows:
-        lines.append([row.label, *(f"{c.text} ({c.difference})" if c.difference else c.text for c in row.cells)])
+    lines = [
+        [row.label, *(f"{c.text} ({c.difference})" if c.difference else c.text for c in row.cells)] for row in rows
+    ]
     if differences:
         lines.append([""] * (len(runs) + 1))
         lines += [[row.label, *(cell.text for cell in row.cells)] for row in differences]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(runs) + 1)]
-    text = [
-        "  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])
-        for line in lines
-    ]
+    text = [columns(["", *(run.name for run in runs)], lines, rule=False)]
     for run in runs:
         if run.collectives_table is not None:
             text += ["", f"collectives of {run.name}, all processes", *run.collectives_table.splitlines()]
     notes = [f"note: {note}" for run in runs for note in run.notes]
-    return "\n".join(line.rstrip() for line in [*text, *([""] if notes else []), *notes])
+    return "\n".join([*text, *([""] if notes else []), *notes])
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from laconic.cost.comm.explain import format_seconds
 from laconic.cost.comm.rates import Line
-from laconic.cost.comm.table import columns, format_seconds
 from laconic.cost.moe.rates import MoERates
+from laconic.text_columns import columns
 
 __all__ = ["moe_rates_text"]
 

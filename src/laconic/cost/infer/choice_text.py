@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from laconic.cost.comm.rates import Line
 from laconic.cost.infer.arrivals import ArrivalChoice, Arrivals
 from laconic.cost.infer.costs import InferenceCostModel, Workload
@@ -11,6 +9,7 @@ from laconic.cost.infer.planner import Candidate, Choice, Workers
 from laconic.cost.infer.rates import InferenceRates
 from laconic.cost.infer.shape import InferenceShape
 from laconic.cost.sizes import format_nbytes
+from laconic.text_columns import columns
 
 __all__ = ["arrivals_text", "candidate_name", "choice_text", "infer_rates_text"]
 
@@ -45,7 +44,7 @@ def choice_text(model: InferenceCostModel, workers: Workers, choice: Choice, tit
     ]
     rows = [_row(one, choice.candidates[0], workers.total) for one in choice.candidates]
     best, split = choice.best, choice.best.split
-    lines = [title, describe(model, workers), "", *_columns(header, rows), ""]
+    lines = [title, describe(model, workers), "", columns(header, rows), ""]
     if split is None:
         groups = f"{best.num_groups} x {workers.total // best.num_groups} workers"
         plan = f"do not split: {candidate_name(best)}, {groups}, {best.batch} requests per worker and micro-batch"
@@ -103,7 +102,7 @@ def arrivals_text(shape: InferenceShape, workers: Workers, arrivals: Arrivals, c
             _of_model(shape),
             f"{workers.total} workers of {format_nbytes(workers.memory_nbytes)}",
             "",
-            *_columns(header, rows),
+            columns(header, rows),
             "",
             f"plan: {rows[choice.candidates.index(best)][0]} on {best.num_groups} x"
             f" {best.split or workers.total // best.num_groups} workers, r1 = {best.plan.num_micro_batches}, r2 ="
@@ -162,8 +161,8 @@ def infer_rates_text(rates: InferenceRates) -> str:
     rows.append(_rate("message and answer, attention's core", rates.exchange.attention, "B"))
     rows.append(_rate("message and answer, experts' core", rates.exchange.experts, "B"))
     experts = "one call for all experts of a worker" if rates.grouped else "a call for each active expert"
-    table = _columns(["", "start-up us", "per second", "worst error"], rows)
-    return "\n".join([*table, f"experts: {experts}", rates.source])
+    table = columns(["", "start-up us", "per second", "worst error"], rows)
+    return "\n".join([table, f"experts: {experts}", rates.source])
 
 
 def _rate(name: str, line: Line, unit: str) -> list[str]:
@@ -172,10 +171,3 @@ def _rate(name: str, line: Line, unit: str) -> list[str]:
 
 def _per_second(seconds: float, unit: str) -> str:
     return f"{1e-9 / seconds:,.2f} G{unit}" if seconds else "free"
-
-
-def _columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    table = [header, *rows]
-    widths = [max(len(row[index]) for row in table) for index in range(len(header))]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in table]
-    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from laconic.advice.link import Link
 from laconic.cost.sizes import format_nbytes
-from laconic.cost.text.table import columns
 from laconic.errors import ConfigError
+from laconic.text_columns import columns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -133,7 +133,7 @@ class Advice:
         header = ["", "way", "kept", "of exact", "step, ms", "of exact", "rounds", "peak", "gradient off", "worst"]
         parts = [
             f"{self.model} on {self.device}; loss: {self.loss}; medians of {self.rounds} rounds",
-            columns(header, table, left=True),
+            columns(header, table, left="all"),
             "kept: bytes for backward; gradient off: distance of all gradients from the exact ones; worst: of one"
             " parameter\n* no other way is better or equal in bytes, time and gradient",
         ]

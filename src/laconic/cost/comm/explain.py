@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from laconic.cost.comm.rates import CODES, ITEM_NBYTES, Line, WireRates
 from laconic.cost.comm.seconds import RAW, AlgorithmChoice, Candidate, GroupShape, candidates, decide
 from laconic.cost.sizes import format_nbytes
 from laconic.errors import ConfigError
+from laconic.text_columns import columns
 
-__all__ = ["columns", "SWEEP_NBYTES", "explain_one", "explain_sweep", "explained", "format_seconds", "rates_text"]
+__all__ = ["SWEEP_NBYTES", "explain_one", "explain_sweep", "explained", "format_seconds", "rates_text"]
 
 SWEEP_NBYTES = tuple(1 << power for power in range(12, 31, 2))
 """Sizes of `explain_sweep`: 4 KiB to 1 GiB."""
@@ -139,13 +139,3 @@ def _choice_text(choice: AlgorithmChoice) -> str:
         way += ", two levels"
     gain = f" ({choice.raw_seconds / choice.predicted_seconds:.2f}x)" if choice.codec != RAW else ""
     return f"{way}{gain}: {choice.reason}"
-
-
-def columns(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """A table with a line under its header; the columns numbered `left` are aligned left, the others right."""
-    table = [header, *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
-    formats = [f"{{:{'<' if column in left else '>'}{width}}}" for column, width in enumerate(widths)]
-    lines = ["  ".join(formats).format(*row).rstrip() for row in table]
-    lines.insert(1, "-" * max(map(len, lines)))
-    return "\n".join(lines)
