@@ -36,7 +36,7 @@ from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
 from laconic.options import ATTENTIONS, CODE_BITS, LOSSES, MODES, Loss, Mode, refused, takes
 
-__all__ = ["compress_activations", "decompress_activations"]
+__all__ = ["compress_activations", "convert", "decompress_activations"]
 
 _FORWARDS: Mapping[str, type[SiteForward] | type[LeafForward]] = {
     "norm": NormForward,
@@ -159,7 +159,7 @@ def compress_activations(
     try:
         if mode != "hooks":
             assert plan is not None
-            _convert(model, sites, plan, head, None if block_format is None else input_format)
+            convert(model, sites, plan, head, None if block_format is None else input_format)
         if mode == "combined" and block_format is not None:
             assert plan is not None
             _leave_exact(model, [site.name for site in sites if plan.choices.get(site.name) is None])
@@ -185,13 +185,22 @@ def compress_activations(
         raise
 
 
-def _convert(
+def convert(
     model: nn.Module,
     sites: Sequence[Site],
     plan: ActivationPlan,
     head: CausalHead | None,
     input_format: BlockFormat | None,
 ) -> None:
+    """Install what the plan says for these sites; nothing is measured, and checks are the caller's.
+
+    Args:
+        model: without compressed activations.
+        sites: of the model.
+        plan: that fits them.
+        head: whose loss is computed in chunks; None leaves the loss.
+        input_format: of the inputs of layers that gradient checkpointing computes again; None leaves them.
+    """
     modules = dict(model.named_modules())
     choices = {site.name: None if plan.recomputes(site) else plan.choices.get(site.name) for site in sites}
     if head is not None:

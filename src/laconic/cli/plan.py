@@ -13,6 +13,8 @@ from laconic.cli.plan_measured import measure, plan_measured
 from laconic.cli.progress import working
 from laconic.cost import Batch, Job, Layout, ModelShape, Plan, Settings
 from laconic.cost.hardware.compute import Hardware, Sensitivity
+from laconic.cost.memory.job import precision_of
+from laconic.cost.memory.model_config import NoFormulaError
 from laconic.cost.memory.saved_tensors import EXACT, Choice
 from laconic.cost.planner.policy import ALL_CHOICES, CHOICES, Chosen, Weights, agoq, by_bits, choose
 from laconic.cost.sizes import parse_nbytes
@@ -71,6 +73,7 @@ def _job(options: argparse.Namespace) -> Job:
         micro_batches=micro_batches,
         split=tuple(options.split or ()),
         tensor_parallel=options.tp,
+        expert_parallel=options.ep,
     )
     settings = Settings(
         precision=options.precision,
@@ -79,7 +82,18 @@ def _job(options: argparse.Namespace) -> Job:
         loss=options.loss,
         device="cpu" if options.hardware == "xeon-core" else "cuda",
     )
-    return Job(_shape(options), Batch(options.batch, options.sequence_length), layout, settings)
+    batch = Batch(options.batch, options.sequence_length)
+    try:
+        return Job(_shape(options), batch, layout, settings)
+    except NoFormulaError:
+        if options.family is not None:
+            raise
+    with json_only(options.json), working(f"reading the bytes of {options.model} off a step without numbers"):
+        from laconic.train.memory.trace import trace_directory
+
+        precision, chunked = precision_of(settings, layout), settings.loss == "chunked"
+        traced = trace_directory(options.model, batch, precision, chunked=chunked, image_size=options.image_size)
+    return Job(traced, batch, layout, settings)
 
 
 def _shape(options: argparse.Namespace) -> ModelShape:
@@ -185,6 +199,7 @@ def make_parser() -> Parser:
     )
     add("--micro-batches", type=integer, metavar="N", help="per step and pipeline (default: twice the stages)")
     add("--precision", default="bf16", help="fp32, bf16 (autocast over fp32 parameters) or bf16-pure")
+    add("--image-size", type=integer, metavar="N", help="pixels of a side (default: the configuration's, or 224)")
     add("--optimizer", default="adamw", help="adamw or adamw8bit")
     add("--gradients", type=integer, default=32, metavar="BITS", help="32, 16, 12 or 8")
     add("--loss", default="exact", help="exact or chunked")
@@ -195,6 +210,7 @@ def make_parser() -> Parser:
     add("--virtual-stages", type=integer, default=1, metavar="N", help="chunks of layers per stage")
     add("--schedule", choices=list(SCHEDULES), help="default: 1f1b, or interleaved-1f1b with virtual stages")
     add("--split", type=integer, nargs="+", metavar="N", help="layers per chunk (default: balanced)")
+    add("--ep", type=integer, default=1, metavar="N", help="processes of --dp that share the experts of a layer")
     add("--tp", type=integer, default=1, metavar="N", help="tensor parallel with sequence parallelism; estimates only")
     add = parser.add_argument_group("choosing").add_argument
     add("--memory", metavar="SIZE", help="of each device, for example 24GB or 80GiB")
@@ -230,7 +246,6 @@ def make_parser() -> Parser:
         metavar="N",
         help="samples of the batches to measure (default: 4 8 12)",
     )
-    add("--image-size", type=integer, metavar="N", help="pixels of a side (default: the configuration's, or 224)")
     add("--measured", metavar="FILE", help="plan with this table instead of formulas; --batch counts its samples")
     add = parser.add_argument_group("calibration").add_argument
     add("--calibrate", metavar="FILE", help="measure the model's sensitivities, write them to FILE and stop")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Literal
 
 from laconic.cost.memory.model_shape import ModelShape
@@ -22,10 +21,11 @@ from laconic.cost.memory.saved_tensors import (
     rotary_nbytes,
 )
 from laconic.cost.memory.split import balanced_split
+from laconic.cost.memory.traced import TracedModel
 from laconic.errors import PlanError
 from laconic.schedule import PipelineSchedule, make_schedule
 
-__all__ = ["Job", "Layout", "Settings", "Stage", "kept_nbytes", "recomputed_nbytes"]
+__all__ = ["Job", "Layout", "Settings", "Stage", "kept_nbytes", "precision_of", "recomputed_nbytes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,7 @@ class Layout:
         micro_batches: of one optimizer step and replica.
         split: layers per chunk; empty is balanced by parameters.
         tensor_parallel: with sequence parallelism, for estimates only.
+        expert_parallel: of the data-parallel processes, how many share the experts of a layer.
     """
 
     data_parallel: int = 1
@@ -51,11 +52,18 @@ class Layout:
     micro_batches: int = 1
     split: tuple[int, ...] = ()
     tensor_parallel: int = 1
+    expert_parallel: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("data_parallel", "stages", "stages_per_rank", "micro_batches", "tensor_parallel"):
+        positive = ("data_parallel", "stages", "stages_per_rank", "micro_batches", "tensor_parallel", "expert_parallel")
+        for name in positive:
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)!r}, but it must be at least 1")
+        if self.data_parallel % self.expert_parallel:
+            raise PlanError(
+                f"expert_parallel is {self.expert_parallel}, but it must divide data_parallel ({self.data_parallel}), "
+                "whose processes share the experts"
+            )
         if self.split and (len(self.split) != self.num_chunks or min(self.split) < 1):
             raise PlanError(
                 f"split is {list(self.split)}, but it must give each of {self.num_chunks} chunks at least one layer"
@@ -109,22 +117,58 @@ class Settings:
                 )
 
 
+def precision_of(settings: Settings, layout: Layout) -> Precision:
+    """Element sizes of a run. FSDP2 gathers fp32 parameters in bf16, so nothing is cast by autocast there."""
+    precision = PRECISIONS[settings.precision]
+    if precision.autocast and layout.sharded and layout.data_parallel > 1:
+        return Precision(precision.name, precision.parameter_nbytes, 2, 2)
+    return precision
+
+
 @dataclass(frozen=True)
 class Job:
     """The subject of a prediction: a model, a micro-batch, a layout and settings."""
 
-    shape: ModelShape
+    shape: ModelShape | TracedModel
     batch: Batch
     layout: Layout = field(default_factory=Layout)
     settings: Settings = field(default_factory=Settings)
 
+    def __post_init__(self) -> None:
+        shape, layout = self.shape, self.layout
+        for layer in range(shape.num_layers) if layout.expert_parallel > 1 else ():
+            for count, _, _ in shape.experts_of(layer):
+                if count % layout.expert_parallel:
+                    raise PlanError(
+                        f"expert_parallel is {layout.expert_parallel}, but it must divide the {count} experts of "
+                        f"{shape.layer_name(layer)}"
+                    )
+        if not isinstance(shape, TracedModel):
+            return
+        batch, precision = self.batch, self.precision
+        shape.check_setting(
+            sequences=batch.sequences,
+            sequence_length=batch.sequence_length,
+            precision=[precision.name, precision.residual_nbytes],
+            loss=self.settings.loss,
+        )
+        if layout.num_chunks > 1 and not shape.is_stack:
+            raise PlanError(
+                f"stages are {layout.num_chunks}, but the layers of {shape.model_class} are no single list that could "
+                "be cut; plan with one stage"
+            )
+
     @property
     def precision(self) -> Precision:
-        """Element sizes of the run. FSDP2 gathers fp32 parameters in bf16, so nothing is cast by autocast there."""
-        precision = PRECISIONS[self.settings.precision]
-        if precision.autocast and self.layout.sharded and self.layout.data_parallel > 1:
-            return Precision(precision.name, precision.parameter_nbytes, 2, 2)
-        return precision
+        """Element sizes of the run."""
+        return precision_of(self.settings, self.layout)
+
+    @property
+    def layer_input(self) -> tuple[int, int]:
+        """Rows and columns of what a layer takes in."""
+        if isinstance(self.shape, TracedModel):
+            return self.shape.layer_input
+        return self.batch.tokens, self.shape.hidden_size
 
     @property
     def split(self) -> tuple[int, ...]:
@@ -133,13 +177,21 @@ class Job:
         if not layout.split:
             # Looking up an embedding is no work; the head is, as much as so many parameters in the layers.
             head = shape.embedding_parameters
-            return balanced_split([shape.layer_parameters] * shape.num_layers, layout.num_chunks, last=head)
+            sizes = [shape.parameters_of(layer) for layer in range(shape.num_layers)]
+            return balanced_split(sizes, layout.num_chunks, last=head)
         if sum(layout.split) != shape.num_layers:
             raise PlanError(
                 f"split is {list(layout.split)}, which makes {sum(layout.split)} layers, but the model has "
                 f"{shape.num_layers}"
             )
         return layout.split
+
+    def arguments_nbytes(self, layers: Sequence[int]) -> int:
+        """Bytes that attention which runs again in backward holds besides its tensors, once for these layers."""
+        if isinstance(self.shape, TracedModel):
+            kinds = {self.shape.kind_of(layer) for layer in layers}
+            return sum(self.shape.layers[kind].arguments_nbytes for kind in kinds)
+        return arguments_nbytes(self.shape, self.batch, self.precision, layers)
 
     def stages(self) -> list[Stage]:
         """The chunks of the model, first layers first."""
@@ -163,33 +215,42 @@ class Stage:
 
     def units(self) -> list[Unit]:
         """The units of this chunk: what a plan decides."""
-        job = self.job
-        units = [unit for layer in self.layers for unit in layer_units(job.shape, layer, job.batch, job.precision)]
+        job, shape = self.job, self.job.shape
+        if isinstance(shape, TracedModel):
+            units = [unit for layer in self.layers for unit in shape.units_of(layer)]
+            return [*(shape.first_units * self.is_first), *units, *(shape.last_units * self.is_last)]
+        units = [unit for layer in self.layers for unit in layer_units(shape, layer, job.batch, job.precision)]
         chunked = job.settings.loss == "chunked"
-        return [*units, head_unit(job.shape, job.batch, job.precision, chunked)] if self.is_last else units
+        return [*units, head_unit(shape, job.batch, job.precision, chunked)] if self.is_last else units
 
     def fixed_nbytes(self) -> dict[str, int]:
         """Bytes per micro-batch in flight that no choice changes, by kind."""
-        job = self.job
-        kept = {"attention": rotary_nbytes(job.shape, job.batch, job.precision, self.layers)}
+        job, shape = self.job, self.job.shape
+        if isinstance(shape, TracedModel):
+            shared = {"attention": sum(layer.shared_nbytes for layer in shape.layers)}
+            first = {"embedding": shape.first_nbytes} if self.is_first else {}
+            return shared | first | ({"logits": shape.last_nbytes} if self.is_last else {})
+        kept = {"attention": rotary_nbytes(shape, job.batch, job.precision, self.layers)}
         if self.is_first:
             kept["embedding"] = 8 * job.batch.tokens  # the tokens
         if self.is_last:
-            kept["logits"] = loss_nbytes(job.shape, job.batch, job.precision, job.settings.loss == "chunked")
+            kept["logits"] = loss_nbytes(shape, job.batch, job.precision, job.settings.loss == "chunked")
         return kept
 
     def tensors(self) -> list[tuple[int, int]]:
-        """Rows and columns of every parameter; vectors have one column, stacked matrices the rows of all."""
+        """Rows and columns of every parameter but experts'; vectors have one column."""
         shape = self.job.shape
-        of_layer = [(prod(t[:-1]), t[-1]) if len(t) > 1 else (t[0], 1) for t in shape.layer_tensors]
-        tensors = of_layer * len(self.layers)
-        if self.is_first:
-            tensors.append((shape.vocab_size, shape.hidden_size))
+        tensors = [tensor for layer in self.layers for tensor in shape.tensors_of(layer)]
+        tensors += shape.first_tensors if self.is_first else ()
         if self.is_last:
-            tensors += [(shape.hidden_size, 1)] * shape.tensors_of_a_norm
-            if not (shape.tied and self.is_first):
-                tensors.append((shape.vocab_size, shape.hidden_size))
+            tensors += shape.last_tensors
+            if shape.tied_tensor is not None and self.is_first:
+                tensors.remove(shape.tied_tensor)
         return tensors
+
+    def experts(self) -> list[tuple[int, int, int]]:
+        """Experts, rows and columns of each of the parameters that hold all experts of a layer."""
+        return [tensor for layer in self.layers for tensor in self.job.shape.experts_of(layer)]
 
 
 def kept_nbytes(
@@ -209,7 +270,7 @@ def kept_nbytes(
     again = sorted(set(recomputed) & set(stage.layers))
     packed = [u.layer for u in stage.units() if u.kind == "attention" and choices.get(u.name, EXACT) != EXACT]
     if holding := sorted({*again, *(layer for layer in packed if layer is not None)}):
-        given = arguments_nbytes(job.shape, job.batch, job.precision, holding)
+        given = job.arguments_nbytes(holding)
         kept[f"(attention's arguments in stage {stage.index})"] = ("attention", given, 0)
     for layer in again:
         kept[job.shape.layer_name(layer)] = ("recomputed", recomputed_nbytes(job, recomputed[layer]), 0)
@@ -218,7 +279,7 @@ def kept_nbytes(
 
 def recomputed_nbytes(job: Job, choice: Choice) -> int:
     """Bytes per micro-batch of the saved input of a decoder layer that runs again in backward."""
-    tokens, hidden = job.batch.tokens, job.shape.hidden_size
+    tokens, hidden = job.layer_input
     if choice.code is None:
         return tokens * hidden * job.precision.residual_nbytes
     return choice.packed_nbytes(tokens, hidden)

@@ -13,13 +13,17 @@ from typing import Any
 from laconic.cost.memory.families import FAMILIES, Family
 from laconic.errors import PlanError
 
-__all__ = ["sizes_of"]
+__all__ = ["NoFormulaError", "sizes_of"]
 
 _ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
 """Activations of which autograd keeps the input; others keep more, or something else."""
 
 _LOGITS = "final_logit_softcapping"
 _ATTENTION = ("full_attention", "sliding_attention")
+
+
+class NoFormulaError(PlanError):
+    """A model, or a setting of it, whose bytes no formula gives; a trace may."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -121,7 +125,7 @@ def _text_model(config: Mapping[str, Any], family: str | None) -> tuple[Mapping[
     if isinstance(inner, Mapping):
         # Beside the language model such a model has towers for pictures or sound.
         if family is None or family != inner.get("model_type"):
-            raise PlanError(
+            raise NoFormulaError(
                 f"model_type is {config.get('model_type')!r}, a model with a text_config, of which the planner knows "
                 f"the language model at most; to plan that alone, give --family {inner.get('model_type')}"
             )
@@ -133,9 +137,9 @@ def _text_model(config: Mapping[str, Any], family: str | None) -> tuple[Mapping[
             raise PlanError(f"model_type is missing in the model's configuration; {known}; name one with --family")
         family = str(given)
         if family not in FAMILIES:
-            raise PlanError(
-                f"model_type is {family!r}, but {known}; bytes of other families would be a guess, so measure them with"
-                " laconic plan MODEL --measure FILE"
+            raise NoFormulaError(
+                f"model_type is {family!r}, but {known} by formulas; laconic plan MODEL reads the bytes of others off a"
+                " step without numbers"
             )
         return config, family
     if family not in FAMILIES:
@@ -204,7 +208,7 @@ def _refuse_what_is_not_predicted(config: Mapping[str, Any], family: str) -> Non
     for name, is_wrong, why in reasons:
         if is_wrong:
             shown = activation if name == "hidden_act" else config.get(name)
-            raise PlanError(f"{name} is {shown!r} in the model's configuration, but {why}")
+            raise NoFormulaError(f"{name} is {shown!r} in the model's configuration, but {why}")
 
 
 def _rotary_share(config: Mapping[str, Any], traits: Family) -> float:

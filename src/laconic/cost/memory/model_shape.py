@@ -138,6 +138,50 @@ class ModelShape:
         return None if layer in self.full_layers else self.sliding_window
 
     @property
+    def is_stack(self) -> bool:
+        """Whether the layers are one list, which may run again and can be cut into stages."""
+        return True
+
+    def kind_of(self, layer: int) -> int | None:
+        """What distinguishes layers: the window of their attention."""
+        return self.window_of(layer)
+
+    def parameters_of(self, layer: int) -> int:
+        """Parameters of a layer, those of all experts included."""
+        return self.layer_parameters
+
+    def tensors_of(self, layer: int) -> list[tuple[int, int]]:
+        """Rows and columns of every parameter of a layer but experts'; vectors have one column."""
+        return [(t[0], t[1] if len(t) > 1 else 1) for t in self.layer_tensors if len(t) < 3]
+
+    def experts_of(self, layer: int) -> list[tuple[int, int, int]]:
+        """Experts, rows and columns of each of the parameters that hold all experts of a layer."""
+        return [(t[0], t[1], t[2]) for t in self.layer_tensors if len(t) == 3]
+
+    @property
+    def first_tensors(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of the parameters in front of the layers."""
+        return ((self.vocab_size, self.hidden_size),)
+
+    @property
+    def last_tensors(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of the parameters behind the layers."""
+        return (*[(self.hidden_size, 1)] * self.tensors_of_a_norm, (self.vocab_size, self.hidden_size))
+
+    @property
+    def tied_tensor(self) -> tuple[int, int] | None:
+        """Which of `last_tensors` is one of `first_tensors`."""
+        return (self.vocab_size, self.hidden_size) if self.tied else None
+
+    def describe(self) -> str:
+        """Family and sizes in a line."""
+        return (
+            f"{self.family}: {self.num_layers} layers, hidden {self.hidden_size:,}, feed-forward "
+            f"{self.intermediate_size:,}, {self.num_heads} heads, {self.num_kv_heads} key/value heads, vocabulary "
+            f"{self.vocab_size:,}"
+        )
+
+    @property
     def layer_tensors(self) -> list[tuple[int, ...]]:
         """Shapes of the parameters of one layer."""
         traits, hidden, ffn = self.traits, self.hidden_size, self.intermediate_size

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from laconic.cost.memory.job import Job, Stage
 from laconic.cost.memory.persistent import persistent_nbytes
 from laconic.cost.memory.saved_tensors import EXACT, Choice, layer_units
+from laconic.cost.memory.traced import TracedModel
 
 __all__ = ["PeakPoint", "peak_points"]
 
@@ -71,6 +72,8 @@ class PeakPoint:
 
 def peak_points(job: Job, stages: Sequence[Stage]) -> list[PeakPoint]:
     """The peak points of a rank that holds `stages`."""
+    if isinstance(job.shape, TracedModel):
+        return _traced_points(job, job.shape, stages)
     shape, precision, tokens = job.shape, job.precision, job.batch.tokens
     element, residual = precision.compute_nbytes, precision.residual_nbytes
     narrow, wide = tokens * shape.hidden_size, tokens * shape.active_width
@@ -135,4 +138,34 @@ def peak_points(job: Job, stages: Sequence[Stage]) -> list[PeakPoint]:
                     "end", index, False, True, all_gradients, backward, packed_backward, again, False, without_codes
                 )
             )
+    return found
+
+
+def _traced_points(job: Job, shape: TracedModel, stages: Sequence[Stage]) -> list[PeakPoint]:
+    """The peak points of a traced model, whose workspace holds gradients of one tensor before they are added."""
+    layers = [shape.layers[kind] for kind in sorted(set(shape.kinds))]
+    again = max(sum(unit.exact_nbytes for unit in layer.units) for layer in layers)
+    all_gradients = persistent_nbytes(job, list(stages))["gradients"]
+    start = 0 if job.layout.micro_batches == 1 and job.layout.data_parallel == 1 else all_gradients
+    head = shape.embedding_parameters * job.precision.parameter_nbytes
+    found = []
+    for stage in stages:
+        with_head = min(all_gradients, start + (head if stage.is_last else 0))
+        for name, gradients in (("forward", start), ("loss", start), ("backward", with_head), ("end", all_gradients)):
+            if (name == "loss" and not stage.is_last) or (name == "end" and start != 0 and not stage.is_first):
+                continue
+            space = shape.workspace[name]
+            more = again if name in ("forward", "backward", "end") else 0
+            point = PeakPoint(
+                name,
+                stage.index,
+                loss_is_kept=name == "loss",
+                only_first_layer=name == "end",
+                gradients_nbytes=gradients,
+                workspace_nbytes=space.exact,
+                packed_nbytes=space.packed,
+                again_nbytes=more,
+                casts=False,
+            )
+            found.append(point)
     return found

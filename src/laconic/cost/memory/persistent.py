@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from laconic.cost.memory.job import Job, Stage
+from laconic.cost.memory.traced import TracedModel
 
 __all__ = ["gradient_nbytes", "persistent_nbytes", "tensor_nbytes"]
 
@@ -14,9 +15,14 @@ def persistent_nbytes(job: Job, stages: list[Stage]) -> dict[str, int]:
     layout, settings = job.layout, job.settings
     element = job.precision.parameter_nbytes
     total = Counter({"parameters": 0, "gradients": 0, "optimizer": 0})
-    tensors = [t for stage in stages for t in stage.tensors()]
-    for rows, columns in tensors:
-        parts = layout.data_parallel if layout.sharded else 1
+    parts = layout.data_parallel if layout.sharded else 1
+    tensors = [(rows, columns, parts) for stage in stages for rows, columns in stage.tensors()]
+    # Experts are cut over the processes that share them, and what each of these has is sharded over the rest.
+    cut = max(parts, layout.expert_parallel)
+    tensors += [(count * rows, columns, cut) for stage in stages for count, rows, columns in stage.experts()]
+    if isinstance(job.shape, TracedModel):
+        total["parameters"] += job.shape.buffers_nbytes
+    for rows, columns, parts in tensors:
         local_rows = -(-rows // (parts * layout.tensor_parallel))
         numel = local_rows * columns
         total["parameters"] += numel * element

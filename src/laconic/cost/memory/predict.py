@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any
 
 from laconic.cost.memory.job import Job, Layout, Settings, Stage, kept_nbytes
@@ -176,8 +177,8 @@ def _activations_nbytes(
             count = state[stage.index]
             if stage.index == point.stage:
                 loss_side = kind in ("logits", "head")
-                first = job.shape.layer_name(stage.layers[0])
-                inside = name.startswith(f"{job.shape.traits.names.layers}.") and not name.startswith(f"{first}.")
+                later = tuple(f"{job.shape.layer_name(layer)}." for layer in stage.layers[1:])
+                inside = f"{name}.".startswith(later) if later else False
                 if (loss_side and not point.loss_is_kept) or (inside and point.only_first_layer):
                     count -= 1
             activations[kind] += count * nbytes // job.layout.tensor_parallel
@@ -186,23 +187,31 @@ def _activations_nbytes(
 
 def _buffers_nbytes(job: Job, stages: list[Stage], schedule: PipelineSchedule, rank: int) -> dict[str, int]:
     """Estimated bytes of communication buffers."""
-    layout, shape, tokens = job.layout, job.shape, job.batch.tokens
+    layout, shape = job.layout, job.shape
     buffers: dict[str, int] = {}
     if layout.sharded and layout.data_parallel > 1:
         gathered = 4 if job.settings.precision == "fp32" else 2
+        own = [layer for stage in stages for layer in stage.layers]
         ends = sum(rows * columns for stage in stages for rows, columns in stage.tensors())
-        ends -= sum(len(stage.layers) for stage in stages) * shape.layer_parameters
+        ends -= sum(rows * columns for layer in own for rows, columns in shape.tensors_of(layer))
         # The rest of the model stays gathered; of the layers one runs, the next arrives, one is being reduced in fp32.
-        buffers["gathered parameters"] = gathered * (ends + 2 * shape.layer_parameters)
-        buffers["gradient reduction"] = (gathered + 4) * shape.layer_parameters
+        largest = max(_gathered_parameters(job, layer) for layer in own)
+        buffers["gathered parameters"] = gathered * (ends + 2 * largest)
+        buffers["gradient reduction"] = (gathered + 4) * largest
     elif layout.data_parallel > 1 and job.settings.gradient_bits < 16:
         grads = persistent_nbytes(job, stages)["gradients"]
         buffers["gradient reduction"] = 2 * min(REDUCTION_BUCKET_NBYTES, grads)
     if layout.stages > 1:
-        boundary = tokens * shape.hidden_size * job.precision.residual_nbytes // layout.tensor_parallel
+        boundary = prod(job.layer_input) * job.precision.residual_nbytes // layout.tensor_parallel
         in_flight = max(schedule.peak_in_flight()[rank], 1)
         inner = sum(not stage.is_first for stage in stages), sum(not stage.is_last for stage in stages)
         # torch.distributed.pipelining allocates what it receives for all micro-batches at once.
         buffers["pipeline receive"] = sum(inner) * layout.micro_batches * boundary
         buffers["pipeline outputs"] = (in_flight if inner[1] else 0) * boundary
     return buffers
+
+
+def _gathered_parameters(job: Job, layer: int) -> int:
+    """Parameters of a layer that a rank has while it runs: of the experts those that are its own."""
+    experts = sum(count * rows * columns for count, rows, columns in job.shape.experts_of(layer))
+    return job.shape.parameters_of(layer) - experts + experts // job.layout.expert_parallel

@@ -193,6 +193,11 @@ class Unit:
         rebuilt_with: a unit whose backward rebuilds this one's tensor if that one is not exact; then nothing is saved
             here, or `input_nbytes` more if this one is exact.
         input_nbytes: see `rebuilt_with`.
+        packed: bytes of codes and scales by code, where they are known; else they follow from `rows`.
+        rebuilds: whether backward needs workspace to rebuild what is inside unless this is exact; None for what the
+            kind says.
+        again_flops: operations that backward does again unless this is exact; None for what the kind says.
+        recompute_flops: the same if this is recomputed.
     """
 
     name: str
@@ -207,10 +212,16 @@ class Unit:
     minimum_bits: int = 2
     rebuilt_with: str | None = None
     input_nbytes: int = 0
+    packed: tuple[tuple[str, int], ...] = ()
+    rebuilds: bool | None = None
+    again_flops: float | None = None
+    recompute_flops: float | None = None
 
     @property
     def is_feed_forward(self) -> bool:
         """Whether the inside of a feed-forward block, or of experts, is rebuilt in backward unless this is exact."""
+        if self.rebuilds is not None:
+            return self.rebuilds
         return self.kind == "mlp" or self.beside_nbytes > 0
 
     @property
@@ -220,6 +231,9 @@ class Unit:
 
     def packed_nbytes(self, choice: Choice) -> int:
         """Bytes of codes and scales per micro-batch."""
+        for code, nbytes in self.packed:
+            if code == choice.code:
+                return nbytes
         return sum(choice.packed_nbytes(count * self.tokens, length) for count, length in self.rows)
 
     def nbytes(self, choice: Choice) -> int:

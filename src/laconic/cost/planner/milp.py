@@ -15,7 +15,8 @@ from typing import Any, Protocol
 from laconic.cost.memory.job import Job, Stage, recomputed_nbytes
 from laconic.cost.memory.peak import PeakPoint, peak_points
 from laconic.cost.memory.predict import predict
-from laconic.cost.memory.saved_tensors import EXACT, RECOMPUTE, Choice, Unit, arguments_nbytes
+from laconic.cost.memory.saved_tensors import EXACT, RECOMPUTE, Choice, Unit
+from laconic.cost.memory.traced import TracedModel
 from laconic.errors import PlanError
 
 __all__ = ["Costs", "IntegerProgram"]
@@ -96,10 +97,10 @@ def _arguments(stage: Stage) -> tuple[str, int]:
 
 
 def _kinds(stage: Stage) -> dict[int | None, list[int]]:
-    """The layers of a stage by kind, that is by the window of their attention."""
+    """The layers of a stage by kind, such as the window of their attention."""
     kinds: dict[int | None, list[int]] = {}
     for layer in stage.layers:
-        kinds.setdefault(stage.job.shape.window_of(layer), []).append(layer)
+        kinds.setdefault(stage.job.shape.kind_of(layer), []).append(layer)
     return kinds
 
 
@@ -126,7 +127,7 @@ class IntegerProgram:
         self._job, self._stages, self._states = job, stages, states
         self._groups = [group for stage in stages for group in _groups(stage, costs, words)]
         self._layer_cost = costs.of_recomputed_layer()
-        self._layers_may_run_again = "recompute" in words
+        self._layers_may_run_again = "recompute" in words and job.shape.is_stack
         packed = {unit.name: Choice("int8") for stage in stages for unit in stage.units()}
         memory = predict(job, packed).ranks[rank]
         self._persistent = memory.parameters_nbytes + memory.optimizer_nbytes + sum(memory.buffers_nbytes.values())
@@ -191,7 +192,8 @@ class IntegerProgram:
                 if (group.stage, group.kind, group.units[0].kind) == (stage.index, kind, "attention")
             ]
             yield _one_if_any(_holds(stage, kind), _packed(attention) | {_again(stage, kind): len(layers)})
-            nbytes = arguments_nbytes(job.shape, job.batch, job.precision, layers)
+            # Of a traced model each kind has its own: those of all kinds count as soon as one is held.
+            nbytes = job.arguments_nbytes(stage.layers if isinstance(job.shape, TracedModel) else layers)
             yield _Rule({_holds(stage, kind): nbytes / _SCALE, _arguments(stage): -1}, -inf, 0)
 
     def _gate_and_up_can_be_made(self) -> Iterable[_Rule]:
@@ -300,12 +302,12 @@ class IntegerProgram:
 
 def _groups(stage: Stage, costs: Costs, words: Sequence[str]) -> list[_Group]:
     """Alike units of a stage with what may be chosen for them."""
-    window_of = stage.job.shape.window_of
+    shape = stage.job.shape
     alike: dict[tuple[str, int | None], list[Unit]] = {}
     for unit in stage.units():
         if unit.rows:
-            name = unit.name.replace(f"layers.{unit.layer}.", "")
-            alike.setdefault((name, None if unit.layer is None else window_of(unit.layer)), []).append(unit)
+            name = unit.name if unit.layer is None else unit.name.removeprefix(f"{shape.layer_name(unit.layer)}.")
+            alike.setdefault((name, None if unit.layer is None else shape.kind_of(unit.layer)), []).append(unit)
     groups = []
     for (_, kind), units in alike.items():
         first = units[0]

@@ -15,6 +15,7 @@ from laconic.cost.memory.job import Job, Layout, Settings
 from laconic.cost.memory.model_shape import ModelShape
 from laconic.cost.memory.predict import Prediction, predict
 from laconic.cost.memory.saved_tensors import EXACT, Batch, Choice
+from laconic.cost.memory.traced import TracedModel
 from laconic.cost.planner.policy import Chosen
 from laconic.errors import PlanError
 from laconic.json_text import parse_json
@@ -89,6 +90,8 @@ class Plan:
         """Plain data for JSON."""
         job, prediction = self.job, self.prediction
         layout = asdict(job.layout) | {"split": list(job.split), "world_size": job.layout.world_size}
+        if job.layout.expert_parallel == 1:
+            del layout["expert_parallel"]  # as in files from before there was such a field
         return {
             "format": _FORMAT,
             "version": _VERSION,
@@ -141,11 +144,12 @@ class Plan:
         if data.get("version") != _VERSION:
             raise PlanError(f"the plan has version {data.get('version')!r}, but only {_VERSION} is known")
         try:
-            world = {field.name: data["world"][field.name] for field in fields(Layout)}
+            given = {"expert_parallel": 1, **data["world"]}
+            world = {field.name: given[field.name] for field in fields(Layout)}
             settings = {field.name: data["settings"][field.name] for field in fields(Settings)}
             plan = cls(
                 job=Job(
-                    ModelShape(**data["model"]),
+                    TracedModel.from_dict(model) if "traced" in (model := data["model"]) else ModelShape(**model),
                     Batch(**data["batch"]),
                     Layout(**world | {"split": tuple(world["split"])}),
                     Settings(**settings),
@@ -167,21 +171,30 @@ class Plan:
             )
         return plan
 
-    def check(self, model: ModelShape, **world: Any) -> None:
+    def check(self, model: ModelShape | Mapping[str, Any], **world: Any) -> None:
         """Check that the plan was made for this model and this layout.
 
         Args:
-            model: of the run.
+            model: of the run: its sizes, or its Hugging Face configuration as a dictionary.
             world: fields of `Layout` and `Batch`, and `world_size`, as far as the run knows them.
 
         Raises:
             PlanError: names the first field that differs, its value in the plan and in the run.
         """
-        mine, theirs = self.job.shape.to_dict(), model.to_dict()
-        for name, value in mine.items():
-            if theirs[name] != value:
+        shape = self.job.shape
+        if isinstance(shape, TracedModel):
+            if isinstance(model, ModelShape):
                 raise PlanError(
-                    f"the plan is for a model with {name} = {value!r}, but this model has {theirs[name]!r}; make a "
+                    f"the plan is for {shape.model_class}, which is recognized by its configuration; pass that"
+                )
+            mine, theirs = shape.fingerprint(shape.config), shape.fingerprint(model)
+        else:
+            own = model if isinstance(model, ModelShape) else ModelShape.from_config(model)
+            mine, theirs = shape.to_dict(), own.to_dict()
+        for name, value in mine.items():
+            if theirs.get(name) != value:
+                raise PlanError(
+                    f"the plan is for a model with {name} = {value!r}, but this model has {theirs.get(name)!r}; make a "
                     f"plan for this model with laconic plan"
                 )
         layout = self.job.layout

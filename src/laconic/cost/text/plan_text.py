@@ -23,14 +23,13 @@ def _describe_job(job: Job) -> str:
     if layout.stages > 1:
         stages += f" ({layout.schedule}, {layout.micro_batches} micro-batches)"
     replicas = f"{layout.data_parallel} x {'FSDP2' if layout.sharded else 'DDP'}" if layout.data_parallel > 1 else ""
+    if layout.expert_parallel > 1:
+        replicas += f", experts shared by {layout.expert_parallel}"
     tensor = f"tensor parallel {layout.tensor_parallel}" if layout.tensor_parallel > 1 else ""
     world = ", ".join(part for part in (stages, replicas, tensor) if part)
-    ffn = f"{shape.intermediate_size:,}"
     return "\n".join(
         [
-            f"model     {shape.family}: {shape.num_layers} layers, hidden {shape.hidden_size:,}, feed-forward {ffn}, "
-            f"{shape.num_heads} heads, {shape.num_kv_heads} key/value heads, vocabulary {shape.vocab_size:,}; "
-            f"{_short(shape.num_parameters)} parameters",
+            f"model     {shape.describe()}; {_short(shape.num_parameters)} parameters",
             f"world     {layout.world_size} process{'es' * (layout.world_size > 1)}: {world}",
             f"batch     {batch.sequences} x {batch.sequence_length:,} tokens per micro-batch",
             f"settings  {settings.precision}, {settings.optimizer}, {settings.gradient_bits}-bit gradients, "

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from laconic.cost import ModelShape, Plan, load_plan
+from laconic.cost import Plan, load_plan
+from laconic.cost.memory.traced import TracedModel
 from laconic.errors import PlanError
 from laconic.train.config.schema import TrainConfig
 
@@ -38,7 +39,9 @@ def plan_settings(plan: Plan) -> dict[str, Any]:
         raise PlanError("gradient_bits is 16 in the plan, but laconic train keeps gradients in 32, 12 or 8")
     pipelined = layout.stages > 1
     return {
-        "model": {
+        "model": {}  # whoever trains a traced model names its directory
+        if isinstance(shape, TracedModel)
+        else {
             "family": shape.family,
             "hidden_size": shape.hidden_size,
             "intermediate_size": shape.intermediate_size,
@@ -97,7 +100,7 @@ def check_plan(
         world["schedule"] = config.pipeline.schedule
         if config.pipeline.split:
             world["split"] = config.pipeline.split
-    plan.check(ModelShape.from_config(model_config.to_dict()), **world)
+    plan.check(model_config.to_dict(), **world)
     planned = plan.job.settings
     for name, mine, theirs in (
         ("activations.loss", planned.loss, "chunked" if chunked_loss else "exact"),

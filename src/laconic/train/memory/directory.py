@@ -14,7 +14,7 @@ from laconic.errors import ConfigError, ModelError, PlanError
 from laconic.train.model import check_config, no_progress_bars
 from laconic.train.model_source import find_weights
 
-__all__ = ["load_any", "made_up_batches"]
+__all__ = ["build_meta", "load_any", "made_up_batches", "usual_loss"]
 
 _IMAGE_SIZE = 224
 """Of models whose configuration names none, as convolutional networks."""
@@ -27,23 +27,10 @@ def load_any(path: str, dtype: torch.dtype) -> nn.Module:
         ConfigError: `path` is no directory with a config.json.
         ModelError: transformers has no such class or cannot build or load it.
     """
-    import transformers
-
     directory = Path(path)
-    if not (directory / "config.json").is_file():
-        raise ConfigError(f"model is {path!r}, but it must be a directory with a config.json to be measured")
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        raise ModelError(f"model {path!r} has no config that transformers can read: {error}") from error
-    check_config(config, f"model {path!r}")
+    config = _config_of(path)
     name = next(iter(config.architectures or ()), None)
-    kind = getattr(transformers, str(name), None)
-    if kind is None:
-        raise ModelError(
-            f"model {path!r} names {name!r} under architectures in its config.json, which transformers does not have;"
-            " name the class that is trained there, such as ViTForImageClassification"
-        )
+    kind = _class_of(path, config)
     try:
         with torch.random.fork_rng(devices=[]), no_progress_bars():
             torch.manual_seed(0)
@@ -56,6 +43,88 @@ def load_any(path: str, dtype: torch.dtype) -> nn.Module:
     except Exception as error:
         raise ModelError(f"model {path!r} cannot be built as {name}: {error}") from error
     return nn.Module.to(model, dtype)
+
+
+def build_meta(path: str) -> nn.Module:
+    """The same model on the meta device, without weights; a config without `architectures` is built as it is trained.
+
+    Args:
+        path: directory with a config.json, or that file.
+
+    Raises:
+        ConfigError, ModelError: see `load_any`.
+    """
+    file = Path(path)
+    path = str(file.parent) if file.is_file() else path
+    config = _config_of(path)
+    if not config.architectures:
+        config.architectures = [_trained_class(path, str(config.model_type))]
+    kind = _class_of(path, config)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            model: nn.Module = kind(config)
+    except Exception as error:
+        raise ModelError(f"model {path!r} cannot be built as {kind.__name__}: {error}") from error
+    return model.train()
+
+
+def _config_of(path: str) -> Any:
+    import transformers
+
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"model is {path!r}, but it must be a directory with a config.json")
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ModelError(f"model {path!r} has no config that transformers can read: {error}") from error
+    check_config(config, f"model {path!r}")
+    return config
+
+
+def _class_of(path: str, config: Any) -> Any:
+    """The class that a config names under `architectures`."""
+    import transformers
+
+    name = next(iter(config.architectures or ()), None)
+    kind = getattr(transformers, str(name), None)
+    if kind is None:
+        raise ModelError(
+            f"model {path!r} names {name!r} under architectures in its config.json, which transformers does not have;"
+            " name the class that is trained there, such as ViTForImageClassification"
+        )
+    return kind
+
+
+def _trained_class(path: str, family: str) -> str:
+    """The class with a loss that transformers has for a family."""
+    from transformers.models.auto import modeling_auto
+
+    for task in ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION"):
+        found = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").get(family)
+        if found is not None:
+            return str(found if isinstance(found, str) else found[0])
+    raise ModelError(
+        f"model {path!r} names no class under architectures in its config.json, and model_type {family!r} has none that"
+        " laconic would train; name the class that is trained there, such as ViTForImageClassification"
+    )
+
+
+def usual_loss(output: Any) -> Tensor:
+    """The `loss` of what a model returns, or the mean square of its first floating-point tensor.
+
+    Raises:
+        PlanError: it has neither.
+    """
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    values = (
+        output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else [output]
+    )
+    for value in values:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.float().square().mean()
+    raise PlanError(f"the model returns a {type(output).__name__} without a loss or tensor; pass loss_of=")
 
 
 def made_up_batches(

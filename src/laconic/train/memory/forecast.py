@@ -56,7 +56,9 @@ class Forecast:
         try:
             self._job = job_of(planned, model_config, world_size, **settings)
         except PlanError:
-            return
+            if plan is None:
+                return
+            self._job = plan.job  # of a traced model
         if plan is None and chosen.attention == "recompute":
             return  # has no formula
         if plan is None:

@@ -35,6 +35,7 @@ from laconic.activations.plan import ATTENTION, careful_head
 from laconic.cost.planner.measured import EXACT_WORD, Linear, Measured, MeasuredGroup, MeasuredTable
 from laconic.errors import PlanError
 from laconic.formats import BlockFormat
+from laconic.train.memory.directory import usual_loss
 from laconic.train.memory.step_peak import peak_nbytes
 
 __all__ = ["WORDS", "measure_table"]
@@ -86,7 +87,7 @@ def measure_table(
             f"{type(model).__name__} has no sites, so there is nothing to choose; use mode='hooks', or see"
             " laconic.activations.find_sites"
         )
-    run = _Runs(model, inputs, precision, loss_of or _usual_loss)
+    run = _Runs(model, inputs, precision, loss_of or usual_loss)
     with run.unchanged():
         return _measure(run, _groups(model, sites), sites, batches, words, precision)
 
@@ -404,19 +405,6 @@ def _growing(batches: tuple[int, int], values: Sequence[int]) -> Linear:
 
 def _share(line: tuple[float, float], count: int) -> Linear:
     return Linear(line[0] / count, line[1] / count)
-
-
-def _usual_loss(output: Any) -> Tensor:
-    loss = getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss
-    values = (
-        output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else [output]
-    )
-    for value in values:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value.float().square().mean()
-    raise PlanError(f"the model returns a {type(output).__name__} without a loss or tensor; pass loss_of=")
 
 
 def _check(batches: Sequence[int], words: Sequence[str], precision: str, model: nn.Module) -> None:

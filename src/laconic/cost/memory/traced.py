@@ -1,0 +1,231 @@
+"""A model whose bytes were read from a step without numbers: what `laconic plan` knows of models without formulas.
+
+`laconic.train.memory.trace` makes it. Layers of one kind keep the same bytes, so each kind stands here once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from laconic.cost.memory.saved_tensors import Unit
+from laconic.errors import PlanError
+
+__all__ = ["POINTS", "TracedLayer", "TracedModel", "Workspace"]
+
+POINTS = ("forward", "loss", "backward", "end")
+"""Moments at which a rank's memory can be largest, see laconic.cost.memory.peak."""
+
+_ANY = frozenset(("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"))
+"""Entries of a configuration that change no bytes."""
+
+Tensors = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Bytes alive beside saved tensors, parameters, buffers and whole gradients, at one of `POINTS`.
+
+    Attributes:
+        exact: of a model that keeps everything exactly.
+        packed: what one whose sites are packed needs more.
+    """
+
+    exact: int
+    packed: int
+
+
+@dataclass(frozen=True)
+class TracedLayer:
+    """One kind of layers.
+
+    Attributes:
+        units: named within the layer.
+        tensors: rows and columns of each parameter (vectors have one column), but those of experts.
+        experts: of parameters that hold all experts, stacked: experts, rows and columns of each.
+        flops: of a forward.
+        shared_nbytes: saved once for all layers of the kind in a stage, such as rotary tables.
+        arguments_nbytes: once for all of these whose attention is packed or that run again.
+    """
+
+    units: tuple[Unit, ...]
+    tensors: Tensors
+    experts: tuple[tuple[int, int, int], ...]
+    flops: float
+    shared_nbytes: int
+    arguments_nbytes: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, those of all experts included."""
+        return sum(a * b for a, b in self.tensors) + sum(n * a * b for n, a, b in self.experts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedModel:
+    """What a step without numbers showed of a model, for one shape of micro-batch and one precision.
+
+    Attributes:
+        family, model_class: model_type of the configuration, and the class that was built.
+        config: the configuration, by which a run is recognized.
+        setting: what was traced: sequences, sequence_length, precision, loss and shapes of inputs. Others need another
+            trace.
+        names: of the layers, first to last.
+        kinds: of the layers, an index of `layers` each.
+        layers: by kind.
+        first_units, last_units: sites in front of the layers and behind them; of a language model the head.
+        first_tensors, last_tensors: rows and columns of parameters there.
+        tied_tensor: one of `last_tensors`, the output projection, is one of `first_tensors`; None if it is not.
+        first_nbytes, last_nbytes: saved there, whatever is chosen.
+        layer_input: rows and columns of what a layer takes in.
+        buffers_nbytes: of the model.
+        workspace: by point.
+        is_stack: the layers are one list of alike layers, which may run again and can be cut into stages.
+    """
+
+    family: str
+    model_class: str
+    config: Mapping[str, Any]
+    setting: Mapping[str, Any]
+    names: tuple[str, ...]
+    kinds: tuple[int, ...]
+    layers: tuple[TracedLayer, ...]
+    first_units: tuple[Unit, ...]
+    last_units: tuple[Unit, ...]
+    first_tensors: Tensors
+    last_tensors: Tensors
+    tied_tensor: tuple[int, int] | None
+    first_nbytes: int
+    last_nbytes: int
+    layer_input: tuple[int, int]
+    buffers_nbytes: int
+    workspace: Mapping[str, Workspace]
+    is_stack: bool = field(default=True)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of all kinds."""
+        return len(self.names)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model; a tied matrix counts once."""
+        ends = [*self.first_tensors, *self.last_tensors]
+        tied = 0 if self.tied_tensor is None else self.tied_tensor[0] * self.tied_tensor[1]
+        return sum(self.parameters_of(i) for i in range(self.num_layers)) + sum(a * b for a, b in ends) - tied
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters behind the layers: as much work as so many parameters in the layers."""
+        return sum(rows * columns for rows, columns in self.last_tensors)
+
+    @property
+    def hidden_size(self) -> int:
+        """Features of what a layer takes in."""
+        return self.layer_input[1]
+
+    def layer_name(self, layer: int) -> str:
+        """Name of a layer's module."""
+        return self.names[layer]
+
+    def kind_of(self, layer: int) -> int:
+        """The kind of a layer."""
+        return self.kinds[layer]
+
+    def parameters_of(self, layer: int) -> int:
+        """Parameters of a layer, those of all experts included."""
+        return self.layers[self.kinds[layer]].num_parameters
+
+    def tensors_of(self, layer: int) -> list[tuple[int, int]]:
+        """Rows and columns of every parameter of a layer but experts'; vectors have one column."""
+        return list(self.layers[self.kinds[layer]].tensors)
+
+    def experts_of(self, layer: int) -> list[tuple[int, int, int]]:
+        """Experts, rows and columns of each of the parameters that hold all experts of a layer."""
+        return list(self.layers[self.kinds[layer]].experts)
+
+    def units_of(self, layer: int) -> list[Unit]:
+        """The units of a layer, by the names that they have in the model."""
+        at = self.names[layer]
+        return [
+            replace(
+                unit,
+                name=f"{at}.{unit.name}",
+                layer=layer,
+                sites=tuple(f"{at}.{site}" if site else at for site in unit.sites),
+                rebuilt_with=None if unit.rebuilt_with is None else f"{at}.{unit.rebuilt_with}",
+            )
+            for unit in self.layers[self.kinds[layer]].units
+        ]
+
+    def describe(self) -> str:
+        """Family, layers and parameters in a line."""
+        kinds = f"{self.num_layers} layers" + (f" of {len(self.layers)} kinds" if len(self.layers) > 1 else "")
+        experts = max((count for layer in self.layers for count, _, _ in layer.experts), default=0)
+        mixture = f", {experts} experts" if experts else ""
+        return f"{self.family} ({self.model_class}): {kinds}, hidden {self.hidden_size:,}{mixture}"
+
+    @staticmethod
+    def fingerprint(config: Mapping[str, Any]) -> dict[str, Any]:
+        """The entries of a configuration that say which model it is, as JSON would give them back."""
+        known: dict[str, Any] = json.loads(json.dumps({k: v for k, v in config.items() if k not in _ANY}, default=str))
+        return known
+
+    def check_setting(self, **setting: Any) -> None:
+        """Refuse what the model was not traced for.
+
+        Raises:
+            PlanError: names the first difference.
+        """
+        for name, value in setting.items():
+            if self.setting[name] != value:
+                raise PlanError(
+                    f"{name} is {value!r}, but the bytes of {self.family} were read for {self.setting[name]!r}; plan "
+                    "it again with laconic plan"
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"traced": 1, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> TracedModel:
+        """Read what `to_dict` gave; the errors of damaged data are the caller's to catch."""
+        if data["traced"] != 1:
+            raise PlanError(f"the plan's model has version {data['traced']!r}, but only 1 is known")
+
+        def unit(entry: Mapping[str, Any]) -> Unit:
+            rows = tuple((int(count), int(length)) for count, length in entry["rows"])
+            packed = tuple((str(code), int(nbytes)) for code, nbytes in entry["packed"])
+            return Unit(**{**entry, "rows": rows, "packed": packed, "sites": tuple(entry["sites"])})
+
+        def numbers(entries: Any) -> Any:
+            return tuple(tuple(int(n) for n in entry) for entry in entries)
+
+        def layer(entry: Mapping[str, Any]) -> TracedLayer:
+            read = {"tensors": numbers(entry["tensors"]), "experts": numbers(entry["experts"])}
+            return TracedLayer(**{**entry, **read, "units": tuple(map(unit, entry["units"]))})
+
+        given = {field.name: data[field.name] for field in fields(cls)}
+        model = cls(
+            **given
+            | {name: tuple(map(unit, given[name])) for name in ("first_units", "last_units")}
+            | {name: numbers(given[name]) for name in ("first_tensors", "last_tensors")}
+            | {
+                "layers": tuple(map(layer, given["layers"])),
+                "names": tuple(map(str, given["names"])),
+                "kinds": tuple(map(int, given["kinds"])),
+                "tied_tensor": None if given["tied_tensor"] is None else tuple(map(int, given["tied_tensor"])),
+                "layer_input": tuple(map(int, given["layer_input"])),
+                "workspace": {point: Workspace(**given["workspace"][point]) for point in POINTS},
+            }
+        )
+        if (
+            len(model.names) != len(model.kinds)
+            or not model.names
+            or not set(model.kinds) <= set(range(len(model.layers)))
+        ):
+            raise PlanError("the plan's layers have kinds that it does not describe; write it again with laconic plan")
+        return model

@@ -1,0 +1,232 @@
+"""What steps without numbers tell of a model is what a real step keeps, of families of all kinds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import laconic
+from laconic.activations import ActivationPlan, SavedTensorTracker
+from laconic.cli.main import main
+from laconic.cost import Batch, Choice, Job, Layout, Settings, load_plan, predict
+from laconic.cost.memory.saved_tensors import EXACT, PRECISIONS
+from laconic.cost.memory.traced import TracedModel
+from laconic.errors import PlanError
+from laconic.train.memory.directory import made_up_batches, usual_loss
+from laconic.train.memory.step_peak import peak_nbytes
+from laconic.train.memory.trace import trace_directory, trace_model
+
+pytest.importorskip("transformers")
+import transformers
+
+from benchmarks import family_models
+from benchmarks.family_models import Family, families, inputs_of, model_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers warns of while a family is built
+
+BATCH = Batch(2, 32)
+SIZES: dict[str, Any] = {"hidden_size": 64, "vocab_size": 97, "num_attention_heads": 4, "num_hidden_layers": 5}
+MIXTURE = {**SIZES, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "moe_intermediate_size": 48}
+MIXTURE |= {"num_experts": 4, "num_experts_per_tok": 2}
+
+
+def directory(tmp_path: Path, name: str, **fields: Any) -> str:
+    transformers.AutoConfig.for_model(name, **fields).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def mixture(tmp_path: Path, **fields: Any) -> str:
+    return directory(tmp_path, "qwen3_moe", **{**MIXTURE, **fields})
+
+
+def real_model(path: str) -> nn.Module:
+    config = transformers.AutoConfig.from_pretrained(path)
+    torch.manual_seed(0)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).train()
+    return model
+
+
+def saved_nbytes(model: nn.Module, inputs: Any, precision: str = "fp32") -> int:
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+    with autocast, SavedTensorTracker(model) as tracker:
+        usual_loss(model(**inputs))
+    return tracker.nbytes
+
+
+def at_four_bits(job: Job) -> dict[str, Choice]:
+    """What `compress_activations(model, 4)` chooses."""
+    eight = ("attention", "head")
+    return {u.name: Choice("int8" if u.kind in eight else "nf4") for stage in job.stages() for u in stage.units()}
+
+
+def compare(family: Family, precision: str) -> dict[str, float]:
+    """Predicted over measured bytes, exact and at four bits; and parameters."""
+    model, like = model_of(family), model_of(family)
+    inputs = inputs_of(family, model)
+    if precision == "bf16-pure":
+        model = model.to(torch.bfloat16)
+        inputs = {k: x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in inputs.items()}
+
+    def fake_inputs(_: nn.Module) -> dict[str, Any]:
+        return {name: torch.empty_like(x) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+
+    config = model.config.to_dict()  # type: ignore[operator, union-attr]
+    traced = trace_model(like, fake_inputs, BATCH, PRECISIONS[precision], config)
+    job = Job(traced, BATCH, settings=Settings(precision=precision))  # type: ignore[arg-type]
+    found = {"exact": predict(job).saved_total_nbytes / saved_nbytes(model, inputs, precision)}
+    laconic.compress_activations(model, 4, example_inputs=inputs)
+    found["4 bits"] = predict(job, at_four_bits(job)).saved_total_nbytes / saved_nbytes(model, inputs, precision)
+    found["parameters"] = traced.num_parameters / sum(p.numel() for p in model.parameters())
+    return found
+
+
+@pytest.fixture
+def five_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models have more layers than run in a trace."""
+    more = {k: 5 for k, v in family_models._SIZES.items() if v == family_models.LAYERS and "layer" in k}
+    monkeypatch.setattr(family_models, "_SIZES", family_models._SIZES | more)
+
+
+QUICK = {"qwen3_moe": "fp32", "deepseek_v3": "bf16-pure", "vit": "fp32"}
+# Decoders, mixtures, encoders, encoder-decoders, state spaces, images.
+WIDE = """
+    llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 olmo olmo2 granite starcoder2 stablelm gpt_neox gpt2
+    opt bloom cohere glm nemotron helium smollm3 falcon mixtral qwen2_moe olmoe gpt_oss granitemoe deepseek_v2 phimoe
+    ernie4_5_moe hunyuan_v1_moe bert roberta electra distilbert albert deberta-v2 xlm-roberta modernbert bart t5 mamba
+    mamba2 resnet convnext deit dinov2 swin beit
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [*QUICK.items(), *(pytest.param(name, "fp32", marks=pytest.mark.slow) for name in WIDE.split())]
+    + [pytest.param(name, "bf16", marks=pytest.mark.slow) for name in ("llama", "qwen3_moe", "gpt_oss", "bert", "vit")],
+)
+@pytest.mark.usefixtures("five_layers")
+def test_predicted_bytes_are_those_that_a_step_keeps(name: str, precision: str) -> None:
+    (family,) = [family for family in families() if family.name == name]
+    found = compare(family, precision)
+    assert found["parameters"] == 1
+    assert found == pytest.approx(dict.fromkeys(found, 1), abs=0.03), found
+
+
+def test_losses_of_routers_count(tmp_path: Path) -> None:
+    totals = {}
+    for wanted in (False, True):
+        path = mixture(tmp_path, output_router_logits=wanted, num_hidden_layers=2)
+        traced = trace_directory(path, BATCH, PRECISIONS["fp32"])
+        model = real_model(path)
+        inputs = made_up_batches(model, BATCH.sequence_length)(BATCH.sequences)
+        totals[wanted] = predict(Job(traced, BATCH, settings=Settings(precision="fp32"))).saved_total_nbytes
+        assert totals[wanted] == saved_nbytes(model, inputs)
+    assert totals[True] > totals[False]
+
+
+@pytest.mark.parametrize("bits", [16, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_peak_of_a_step_is_predicted(tmp_path: Path, bits: int) -> None:
+    path = mixture(tmp_path, hidden_size=128, head_dim=32)
+    batch = Batch(4, 128)
+    job = Job(
+        trace_directory(path, batch, PRECISIONS["fp32"]),
+        batch,
+        Layout(micro_batches=2),
+        Settings(precision="fp32"),
+    )
+    model = real_model(path)
+    if bits < 16:
+        laconic.compress_activations(model, bits)
+    inputs = made_up_batches(model, batch.sequence_length)(batch.sequences)
+    model(**inputs).loss.backward()
+    measured = peak_nbytes(lambda: model(**inputs).loss.backward(), torch.device("cpu"))
+    kinds = predict(job, {} if bits == 16 else at_four_bits(job)).ranks[0].kinds
+    assert kinds["activations"] + kinds["logits"] + kinds["workspace"] == pytest.approx(measured, rel=0.05)
+
+
+def test_expert_parallelism_cuts_experts_and_nothing_else(tmp_path: Path) -> None:
+    traced = trace_directory(mixture(tmp_path), BATCH, PRECISIONS["fp32"])
+    whole, shared, sharded = (
+        predict(Job(traced, BATCH, Layout(data_parallel=4, **more), Settings(precision="fp32"))).ranks[0]  # type: ignore[arg-type]
+        for more in ({}, {"expert_parallel": 4}, {"expert_parallel": 2, "sharded": True})
+    )
+    experts = 5 * 4 * (64 * 2 * 48 + 48 * 64)
+    assert traced.num_parameters > experts
+    for kind in ("parameters_nbytes", "gradients_nbytes", "optimizer_nbytes"):
+        share = 2 if kind.startswith("optimizer") else 1
+        assert getattr(whole, kind) - getattr(shared, kind) == 4 * share * experts * 3 // 4
+        assert getattr(sharded, kind) < getattr(shared, kind)
+    assert shared.activations_nbytes == whole.activations_nbytes  # rows are taken to be balanced
+    with pytest.raises(PlanError, match=r"expert_parallel is 3, but it must divide data_parallel \(4\)"):
+        Layout(data_parallel=4, expert_parallel=3)
+    with pytest.raises(PlanError, match=r"expert_parallel is 8, but it must divide the 4 experts of model.layers.0"):
+        Job(traced, BATCH, Layout(data_parallel=8, expert_parallel=8), Settings(precision="fp32"))
+
+
+def test_a_mixture_is_planned_by_its_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("scipy")
+    path, file = mixture(tmp_path / "model"), str(tmp_path / "plan.json")
+    command = ["plan", path, "--sequence-length", "32", "--batch", "2", "--precision", "fp32", "--out", file]
+    assert main([*command, "--memory", "4300KB", "--reserve", "0"]) == 0
+    assert "qwen3_moe (Qwen3MoeForCausalLM): 5 layers, hidden 64, 4 experts" in capsys.readouterr().out
+    plan = load_plan(file)
+    assert plan.to_dict() == load_plan(file).to_dict()
+    assert {choice for choice in plan.choices.values()} - {EXACT}
+    model = real_model(path)
+    config = model.config.to_dict()  # type: ignore[operator, union-attr]
+    plan.check(config, data_parallel=1, sequence_length=32)
+    with pytest.raises(PlanError, match=r"for a model with num_experts_per_tok = 2, but this model has 1"):
+        plan.check({**config, "num_experts_per_tok": 1})
+    # The run that follows the plan keeps what was predicted.
+    inputs = made_up_batches(model, 32)(2)
+    laconic.compress_activations(model, plan=ActivationPlan.from_json(json.dumps(plan.activation_plan())))
+    assert saved_nbytes(model, inputs) == pytest.approx(plan.prediction.saved_total_nbytes, rel=0.03)
+
+
+def test_a_plan_is_of_what_was_traced(tmp_path: Path) -> None:
+    traced = trace_directory(directory(tmp_path, "bert", **SIZES, intermediate_size=128), BATCH, PRECISIONS["fp32"])
+    fp32 = Settings(precision="fp32")
+    assert TracedModel.from_dict(json.loads(json.dumps(traced.to_dict()))).describe() == traced.describe()
+    with pytest.raises(PlanError, match=r"sequence_length is 64, but the bytes of bert were read for 32"):
+        Job(traced, Batch(2, 64), settings=fp32)
+    with pytest.raises(
+        PlanError, match=r"precision is \['bf16', 4\], but the bytes of bert were read for \['fp32', 4\]"
+    ):
+        Job(traced, BATCH)
+    with pytest.raises(PlanError, match=r"stages are 2, but the layers of BertForMaskedLM are no single list"):
+        Job(traced, BATCH, Layout(stages=2, micro_batches=4), fp32)
+
+
+class Asks(nn.Module):
+    """A layer whose forward depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if x.sum().item() > 0 else x  # type: ignore[no-any-return]
+
+
+class Stack(nn.Module):
+    def __init__(self, layer: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_what_cannot_be_traced_is_refused() -> None:
+    def inputs(_: nn.Module) -> dict[str, Any]:
+        return {"x": torch.empty(2, 8)}
+
+    with pytest.raises(PlanError, match=r"the forward of Stack depends on values"):
+        trace_model(Stack(Asks), inputs, BATCH, PRECISIONS["fp32"], {})
+    with pytest.raises(PlanError, match=r"Linear has no layers in a list"):
+        trace_model(nn.Linear(8, 8), inputs, BATCH, PRECISIONS["fp32"], {})
