@@ -24,13 +24,16 @@ def grid(*axes: Sequence[Any], strength: int = 2) -> list[ParameterSet]:
 
     Args:
         axes: the values of each parameter, the slowest to change first. A `pytest.param` stands for several
-            parameters that change together; its name and marks stay.
+            parameters that change together; its name and marks stay. Values marked slow or ci meet the others in slow
+            combinations only.
         strength: how many values of different axes meet in at least one combination that is not slow.
 
     Returns:
         One `pytest.param` per combination, named by its values.
     """
-    quick = covering([len(axis) for axis in axes], strength)
+    quick_values = [[index for index, value in enumerate(axis) if not _is_slow(value)] for axis in axes]
+    rows = covering([len(indices) for indices in quick_values], strength)
+    quick = {tuple(indices[place] for indices, place in zip(quick_values, row, strict=True)) for row in rows}
     params = []
     for row in itertools.product(*(range(len(axis)) for axis in axes)):
         cells = [_cell(axis[index], index) for axis, index in zip(axes, row, strict=True)]
@@ -47,6 +50,18 @@ def slow_but(values: Iterable[Any], *quick: Any) -> list[ParameterSet]:
     return [
         pytest.param(value, marks=[] if value in quick else [pytest.mark.slow], id=_name(value, index))
         for index, value in enumerate(values)
+    ]
+
+
+def few(values: Iterable[Any], count: int) -> list[ParameterSet]:
+    """All values, for `pytest.mark.parametrize` or an axis of `grid`; all but `count`, first to last, are slow."""
+    values = list(values)
+    assert 1 <= count <= len(values), (count, len(values))
+    quick = {place * (len(values) - 1) // max(count - 1, 1) for place in range(count)}
+    cells = [_cell(value, index) for index, value in enumerate(values)]
+    return [
+        cell if index in quick else cell._replace(marks=(*cell.marks, pytest.mark.slow))
+        for index, cell in enumerate(cells)
     ]
 
 
@@ -81,6 +96,11 @@ def covering(sizes: Sequence[int], strength: int) -> set[Row]:
         used.update(row.items())
         rows.add(tuple(row[axis] for axis in axes))
     return rows
+
+
+def _is_slow(value: Any) -> bool:
+    """Whether a value of an axis is marked so that the default run leaves it out."""
+    return isinstance(value, ParameterSet) and any(mark.name in ("slow", "ci") for mark in value.marks)
 
 
 def _meetings(row: dict[int, int], added: tuple[int, int], strength: int) -> set[tuple[tuple[int, int], ...]]:

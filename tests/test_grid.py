@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.grid import covering, grid, slow_but
+from tests.grid import covering, few, grid, slow_but
 
 
 @settings(deadline=None, max_examples=60)
@@ -85,3 +85,20 @@ def test_all_but_the_named_values_are_slow() -> None:
 def test_no_more_axes_than_the_strength_are_never_slow() -> None:
     assert not any(param.marks for param in grid(range(3), range(4)))
     assert sum(not param.marks for param in grid(range(3), range(4), strength=1)) == 4
+
+
+def test_a_few_values_run_by_default_and_meet_all_others() -> None:
+    params = few("abcde", 3)
+    assert [param.id for param in params] == list("abcde")
+    assert [bool(param.marks) for param in params] == [False, True, False, True, False]
+    assert [bool(param.marks) for param in few("abc", 1)] == [False, True, True]
+    marked = few([pytest.param(1, 2, id="pair", marks=pytest.mark.gpu), (3, 4)], 2)
+    assert [(param.values, param.id, len(param.marks)) for param in marked] == [
+        ((1, 2), "pair", 1),
+        (((3, 4),), "1", 0),
+    ]
+    with pytest.raises(AssertionError):
+        few("ab", 3)
+    quick = [param.values for param in grid(params, "xyz", strength=1) if not param.marks]
+    assert quick == [("a", "x"), ("c", "y"), ("e", "z")]
+    assert len(grid(params, "xyz", strength=1)) == 15

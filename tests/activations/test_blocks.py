@@ -19,6 +19,7 @@ from laconic.activations import Recompute, Site, find_sites, uniform
 from laconic.activations.choice import Choice
 from tests.activations.blocks import FEATURES, STEPS, Block, Model, Plan, plans, run
 from tests.activations.models import make_ids, make_model, relative_error
+from tests.grid import grid
 
 INT8 = BlockFormat("int8")
 
@@ -69,8 +70,14 @@ def a_plan(**steps: tuple[str, ...]) -> Plan:
     return Plan("plain", "gelu", {**places, **steps}, residual=False, swapped=False)
 
 
-@pytest.mark.parametrize("step", [step for step in STEPS if step in ("dropout", "functional", "noise", "jitter")])
-@pytest.mark.parametrize("place", ["before", "gate", "activated", "after"])
+@pytest.mark.parametrize(
+    ("place", "step"),
+    grid(
+        ["before", "gate", "activated", "after"],
+        [step for step in STEPS if step in ("dropout", "functional", "noise", "jitter")],
+        strength=1,
+    ),
+)
 def test_a_block_that_is_random_in_training_is_a_site_and_stays_random(step: str, place: str) -> None:
     model = Model(a_plan(**{place: (step,)}), 0.3)
     twin = copy.deepcopy(model)

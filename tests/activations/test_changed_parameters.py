@@ -73,7 +73,7 @@ def _gradients(model: nn.Module, x: Tensor, change: Callable[[nn.Parameter], Non
 
 @pytest.mark.parametrize(
     ("model", "mode", "change"),
-    grid(list(MODELS), ["sites", "hooks", "combined"], [another_tensor, twice_another, in_place, by_numpy]),
+    grid(list(MODELS), ["sites", "hooks", "combined"], [another_tensor, twice_another, in_place, by_numpy], strength=1),
 )
 def test_gradients_are_those_of_forward_or_refused(
     model: str, mode: Literal["sites", "hooks", "combined"], change: Callable[[nn.Parameter], None]

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import laconic
 from tests.activations.models import both_gradients, make_ids, make_model, relative_error
+from tests.grid import few
 
 
 class Half(nn.Module):
@@ -39,7 +40,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", few(CHANGES, 4))
 def test_a_parameter_that_is_computed_later_has_its_gradient(name: str) -> None:
     change, suffix = CHANGES[name]
     model = make_model("qwen2_moe")

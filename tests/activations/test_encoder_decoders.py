@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import laconic
 from tests.activations.models import VOCABULARY, relative_error
-from tests.grid import grid
+from tests.grid import few, grid
 
 _BART = {
     "d_model": 32,
@@ -72,7 +72,7 @@ def step(model: nn.Module) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
 
 @pytest.mark.parametrize(
     ("family", "attention", "implementation"),
-    grid(sorted(ENCODER_DECODERS), ["int8", "exact"], ["sdpa", "eager"], strength=1),
+    grid(few(sorted(ENCODER_DECODERS), 4), ["int8", "exact"], ["sdpa", "eager"], strength=1),
 )
 def test_an_encoder_decoder_computes_and_draws_what_it_did(family: str, attention: str, implementation: str) -> None:
     model = make(family, implementation)
@@ -90,7 +90,7 @@ def test_an_encoder_decoder_computes_and_draws_what_it_did(family: str, attentio
 
 
 @pytest.mark.usefixtures("nothing_is_packed")
-@pytest.mark.parametrize("family", sorted(ENCODER_DECODERS))
+@pytest.mark.parametrize("family", few(sorted(ENCODER_DECODERS), 2))
 def test_backward_is_right_when_nothing_is_packed(family: str) -> None:
     model = make(family, "eager")
     twin = copy.deepcopy(model)

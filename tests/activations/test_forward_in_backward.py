@@ -141,7 +141,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "options", "hook"), grid(list(MODELS), list(OPTIONS), list(HOOKS)))
+@pytest.mark.parametrize(("name", "options", "hook"), grid(list(MODELS), list(OPTIONS), list(HOOKS), strength=1))
 def test_a_forward_in_a_hook_keeps_what_it_keeps_outside(name: str, options: str, hook: str) -> None:
     model, ids = MODELS[name](), make_ids(8, 32)
     exact = kept_outside(model, ids[:4])
@@ -158,8 +158,7 @@ def _all(gradients: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of torch, where gradients are off
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(("name", "use_reentrant"), grid(["llama", "qwen3_moe"], [False, True], strength=1))
 def test_checkpoints_in_a_hook_pack_their_inputs(name: str, use_reentrant: bool) -> None:
     model, ids = MODELS[name](), make_ids(8, 32)
     laconic.compress_activations(model, bits=8, example_inputs={"ids": ids[:1]})

@@ -20,6 +20,7 @@ from laconic.activations.replacement import replacements_of
 from laconic.formats import BlockFormat
 from tests.activations.hand_written import Attention, FunctionsOnly, Language, Recurrent
 from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
+from tests.grid import few, grid
 
 MODELS = [
     *(("function", feedforward) for feedforward in ("plain", "gelu", "relu", "silu")),
@@ -41,8 +42,10 @@ def everything(gradients: dict[str, Tensor]) -> Tensor:
     return torch.cat([gradients[name].flatten() for name in sorted(gradients)])
 
 
-@pytest.mark.parametrize(("mixer", "feedforward"), MODELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("mixer", "feedforward", "dtype"),
+    grid([pytest.param(*model, id="-".join(model)) for model in MODELS], [torch.float32, torch.bfloat16], strength=1),
+)
 def test_a_hand_written_model_computes_and_draws_what_it_did(mixer: str, feedforward: str, dtype: torch.dtype) -> None:
     model, ids = Language(mixer, feedforward).to(dtype), make_ids()
     twin = copy.deepcopy(model)
@@ -223,7 +226,7 @@ def test_a_mixer_runs_again_with_the_dropout_of_the_first_run() -> None:
     assert relative_error(found[1][1], found[0][1]) < 0.03  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("family", ["opt", "bloom", "falcon", "gptj", "mamba", "qwen3_next"])
+@pytest.mark.parametrize("family", few(["opt", "bloom", "falcon", "gptj", "mamba", "qwen3_next"], 3))
 def test_layers_with_code_of_their_own_keep_a_third_or_less(family: str) -> None:
     model, ids = make_model(family), make_ids(length=32)
     twin = copy.deepcopy(model)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.activations import SavedTensorTracker
+from tests.grid import grid
 
 
 class Block(nn.Module):
@@ -74,8 +75,7 @@ def step(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, int]:
     return y.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]), tracker.nbytes
 
 
-@pytest.mark.parametrize("when", ["before", "after", "before and after"])
-@pytest.mark.parametrize("depth", [1, 4, 9])
+@pytest.mark.parametrize(("depth", "when"), grid([1, 4, 9], ["before", "after", "before and after"], strength=1))
 def test_inputs_of_regions_are_packed(when: str, depth: int) -> None:
     torch.manual_seed(0)
     host, x = Host(depth=depth), torch.randn(4, 32, 64)

@@ -12,6 +12,7 @@ from torch import nn
 
 import laconic
 from tests.activations.models import make_ids, make_model
+from tests.grid import grid
 
 
 def plain() -> tuple[nn.Module, dict[str, Any]]:
@@ -29,9 +30,15 @@ def images() -> tuple[nn.Module, dict[str, Any]]:
     return model, {"input": torch.randn(4, 3, 8, 8)}
 
 
-@pytest.mark.parametrize("make", [plain, language_model, images])
-@pytest.mark.parametrize("mode", ["sites", "hooks", "combined"])
-@pytest.mark.parametrize("around", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize(
+    ("around", "mode", "make"),
+    grid(
+        [torch.inference_mode, torch.no_grad],
+        ["sites", "hooks", "combined"],
+        [plain, language_model, images],
+        strength=1,
+    ),
+)
 def test_the_report_is_that_of_a_plain_call_and_the_model_trains(
     make: Callable[[], tuple[nn.Module, dict[str, Any]]],
     mode: Literal["sites", "hooks", "combined"],

@@ -18,6 +18,7 @@ from laconic.activations import SavedTensorTracker
 from laconic.activations.kept import Kept, Memo, attach, found, keep
 from laconic.activations.witnesses import RootForward
 from laconic.formats import BlockFormat
+from tests.grid import grid
 
 FEATURES = 64
 T = TypeVar("T")
@@ -48,9 +49,10 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return (y * weights).sum()
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations((4, 6, 8))), ids=str)
-@pytest.mark.parametrize("kind", ["batch", "leaf", "trunk"])
-@pytest.mark.parametrize("backward_between", [True, False])
+@pytest.mark.parametrize(
+    ("backward_between", "kind", "order"),
+    grid([True, False], ["batch", "leaf", "trunk"], list(itertools.permutations((4, 6, 8))), strength=1),
+)
 def test_models_of_any_order_read_one_tensor_in_their_own_precision(
     order: tuple[int, ...], kind: str, backward_between: bool
 ) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.activations import SavedTensorTracker, leaves, seed_rounding
+from tests.grid import grid
 
 CHANNELS = 16
 
@@ -64,10 +65,9 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("case", "bits"),
-    [*((case, 4) for case in ("fp32", "channels last", "bf16", "autocast", "frozen input")), ("fp32", 2), ("bf16", 2)],
+    ("name", "case", "bits"),
+    grid(list(LAYERS), ["fp32", "channels last", "bf16", "autocast", "frozen input"], [4, 2], strength=1),
 )
-@pytest.mark.parametrize("name", LAYERS)
 def test_known_and_watched_calls_keep_the_same(
     name: str, case: str, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

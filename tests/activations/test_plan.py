@@ -36,6 +36,7 @@ from tests.activations.models import (
     make_model,
     relative_error,
 )
+from tests.grid import grid
 
 NF4, INT8 = BlockFormat("nf4"), BlockFormat("int8", 32, torch.float32)
 
@@ -181,8 +182,7 @@ def test_a_cache_asked_for_is_dropped_by_a_recomputed_layer() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # its newer name is not in 5.0
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("format", ["int8", "nf4", "exact"])
+@pytest.mark.parametrize(("format", "use_reentrant"), grid(["int8", "nf4", "exact"], [False, True], strength=1))
 def test_gradient_checkpointing_keeps_packed_inputs(use_reentrant: bool, format: str) -> None:
     model, ids = make_model("llama"), make_ids()
     twin = copy.deepcopy(model)

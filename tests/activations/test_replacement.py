@@ -34,6 +34,7 @@ from tests.activations.models import (
 )
 from tests.activations.test_host_checkpoint import Host, non_reentrant
 from tests.activations.test_inner_attention import Attention
+from tests.grid import few
 
 
 def _compressed(family: str, **options: Any) -> nn.Module:
@@ -150,7 +151,7 @@ def _tensors(result: Any) -> list[Tensor]:
     return [tensor for value in values for tensor in _tensors(value)]
 
 
-@pytest.mark.parametrize("case", ["llama", "gpt2", "mixtral", "plan", "chunked", "hooks", "combined"])
+@pytest.mark.parametrize("case", few(["combined", "llama", "gpt2", "mixtral", "plan", "hooks", "chunked"], 3))
 def test_every_replaced_forward_looks_like_the_original_and_takes_names(case: str) -> None:
     model = CASES[case]()
     assert _looks(model)

@@ -298,8 +298,7 @@ def exact_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.filterwarnings("ignore:Using backward")  # with create_graph=True
 @pytest.mark.usefixtures("exact_copies")
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "way"), grid(list(KINDS), WAYS, strength=1))
 def test_they_are_those_of_the_unmodified_model(kind: str, way: Callable[[nn.Module, Tensor], Tensor]) -> None:
     model, twin, x = pair(kind, bits=8)
     expected, got = found(way, model, x), found(way, twin, x)
@@ -308,8 +307,7 @@ def test_they_are_those_of_the_unmodified_model(kind: str, way: Callable[[nn.Mod
 
 
 @pytest.mark.usefixtures("exact_copies")
-@pytest.mark.parametrize("way", AT_ONCE, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("kind", BATCHED)
+@pytest.mark.parametrize(("kind", "way"), grid(list(BATCHED), AT_ONCE, strength=1))
 def test_batched_gradients_are_those_of_the_unmodified_model(
     kind: str, way: Callable[[nn.Module, Tensor], Tensor]
 ) -> None:

@@ -27,6 +27,7 @@ from laconic.activations.functional import FunctionsForward
 from laconic.activations.mixer import MixerForward
 from laconic.errors import ModelError
 from tests.activations.models import VOCABULARY, loss_of, make_ids, make_model
+from tests.grid import few
 
 FEATURES = 32
 
@@ -256,7 +257,7 @@ def recomputed(site: Site) -> Choice:
     return Recompute() if site.kind == "mlp" else BlockFormat("int8")
 
 
-@pytest.mark.parametrize("step", [*FUNCTIONS, *CLASSES], ids=lambda step: getattr(step, "__name__", step))
+@pytest.mark.parametrize("step", few([*FUNCTIONS, *CLASSES], 9))
 def test_a_failure_at_any_step_leaves_the_model_as_it_was(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One call of a step fails: its first, its second, one in the middle or its last."""
     model = make_model(FAMILY_OF.get(step, "llama"))

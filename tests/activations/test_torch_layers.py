@@ -14,7 +14,7 @@ import laconic
 from laconic.activations import SavedTensorTracker
 from laconic.activations.sites import find_sites
 from laconic.formats import BlockFormat
-from tests.grid import grid
+from tests.grid import few, grid
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 
@@ -121,7 +121,7 @@ def gradients(model: nn.Module, x: Tensor, seed: int = 3) -> tuple[Tensor, list[
     return y.detach(), [p.grad.clone() for p in (x, *model.parameters()) if p.grad is not None], tracker.nbytes
 
 
-@pytest.mark.parametrize(("name", "dtype"), grid(list(MODELS), [torch.float32, torch.bfloat16], strength=1))
+@pytest.mark.parametrize(("name", "dtype"), grid(few(MODELS, 6), [torch.float32, torch.bfloat16], strength=1))
 def test_a_quarter_of_the_bytes_or_less_is_kept(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = MODELS[name]().to(dtype)

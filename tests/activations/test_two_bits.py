@@ -16,6 +16,7 @@ from laconic.activations.rounding import quantized
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 from tests.activations.models import loss_of, make_ids, make_model
+from tests.grid import grid
 
 FORMAT = BlockFormat("uint2", block_size=256)
 
@@ -90,9 +91,13 @@ class Clamped(nn.Module):
         return F.hardtanh(x, -0.5, 1.0)
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm2d(16), nn.GroupNorm(4, 16)], ids=["batch norm", "group norm"])
 @pytest.mark.parametrize(
-    "activation", [nn.ReLU(), nn.ReLU(inplace=True), nn.LeakyReLU(0.1), nn.ReLU6(), Clamped()], ids=repr
+    ("activation", "norm"),
+    grid(
+        [nn.ReLU(), nn.ReLU(inplace=True), nn.LeakyReLU(0.1), nn.ReLU6(), Clamped()],
+        [nn.BatchNorm2d(16), nn.GroupNorm(4, 16)],
+        strength=1,
+    ),
 )
 def test_what_is_computed_again_behind_norm_and_activation_is_right_on_average(
     activation: nn.Module, norm: nn.Module

@@ -18,6 +18,7 @@ from laconic.activations import ActivationPlan, SavedTensorTracker, find_sites, 
 from laconic.activations.kept import Memo
 from laconic.errors import ModelError
 from tests.activations.models import are_equal, make_ids, make_model
+from tests.grid import grid
 
 
 class Double(nn.Sequential):
@@ -168,8 +169,7 @@ def _names(model: nn.Module) -> list[str]:
     return ["input"] if isinstance(model, nn.Sequential) else ["x"]
 
 
-@pytest.mark.parametrize("mode", ["sites", "combined"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "mode"), grid(list(MODELS), ["sites", "combined"], strength=1))
 def test_the_forward_is_equal_and_a_fraction_is_kept(name: str, mode: str) -> None:
     x = images()
     model, twin = both(name, x, mode=mode)
@@ -198,8 +198,9 @@ def test_eight_bits_are_near_exact_in_channels_last(name: str) -> None:
     assert worst(got, expected) > 0.995
 
 
-@pytest.mark.parametrize("name", ["unet", "plain"])
-@pytest.mark.parametrize("kind", ["bfloat16", "autocast", "eval", "frozen", "one image"])
+@pytest.mark.parametrize(
+    ("kind", "name"), grid(["bfloat16", "autocast", "eval", "frozen", "one image"], ["unet", "plain"], strength=1)
+)
 def test_other_ways_to_train(name: str, kind: str) -> None:
     x = images(1 if kind == "one image" else 4)
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32

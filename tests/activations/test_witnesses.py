@@ -296,8 +296,9 @@ def test_a_wrong_level_is_found(bits: int, monkeypatch: pytest.MonkeyPatch) -> N
         run(model)
 
 
-@pytest.mark.parametrize("code", sorted(BITS))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "code"), grid([torch.float32, torch.bfloat16, torch.float16], sorted(BITS), strength=1)
+)
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_one_value_beyond_rounding_is_found_in_every_dtype(
     code: str, dtype: torch.dtype, scale_dtype: torch.dtype
@@ -484,8 +485,10 @@ def test_what_a_format_rounds_is_no_fault(
     saved.memo.take(saved.tensors)  # outside of backward the comparison is made at once
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "quick_gelu"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "activation"),
+    grid([torch.float32, torch.bfloat16, torch.float16], ["silu", "gelu_tanh", "quick_gelu"], strength=1),
+)
 @settings(max_examples=15, deadline=None)
 @given(
     of_gate=st.sampled_from(sorted(DATA)),

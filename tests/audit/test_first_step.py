@@ -21,7 +21,7 @@ from laconic.auditing import audit_first_call
 from laconic.auditing.runs import Outcome, Runs, Way
 from laconic.errors import AuditError
 from tests.activations.models import FAMILIES, MIXTURES, OTHERS, make_ids, make_model
-from tests.grid import grid, slow_but
+from tests.grid import few, grid, slow_but
 
 
 def batch(rows: int = 4, length: int = 24) -> dict[str, Tensor]:
@@ -60,7 +60,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "dtype"), grid([*FAMILIES, *MIXTURES, *OTHERS], FORMATS, DTYPES, strength=1)
+    ("family", "options", "dtype"), grid(few([*FAMILIES, *MIXTURES, *OTHERS], 9), FORMATS, DTYPES, strength=1)
 )
 def test_no_format_mode_or_dtype_alarms(family: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     model = make_model(family).to(dtype)
@@ -173,7 +173,7 @@ def train(model: nn.Module, audits: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("options", [{"bits": 2}, {"attention": "recompute"}, {"mode": "combined"}])
+@pytest.mark.parametrize("options", few([{"bits": 2}, {"attention": "recompute"}, {"mode": "combined"}], 1))
 def test_a_run_has_the_same_bits_with_and_without(options: dict[str, Any]) -> None:
     runs = []
     for audits in (False, True):

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from laconic.infer.expert_share import ExpertShare
 from laconic.infer.split import slice_ranges
 from laconic.infer.transformers_seam import load_attention_model, load_experts
+from tests.grid import few
 from tests.infer.models import SERVED_SPLIT, make, split_families
 
 
@@ -42,7 +43,7 @@ def test_workers_together_hold_every_weight_once(tmp_path: Path, family: str) ->
     assert nbytes == sum(p.nbytes for p in whole.parameters())
 
 
-@pytest.mark.parametrize("family", ["llama", *SERVED_SPLIT])
+@pytest.mark.parametrize("family", few(["llama", *SERVED_SPLIT], 6))
 def test_a_whole_model_runs_as_the_first_of_a_process_as_transformers_would_run_it(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

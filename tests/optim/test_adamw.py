@@ -22,6 +22,7 @@ from laconic.gradients import compress_gradients
 from laconic.ops import adamw8bit_
 from laconic.ops.adamw_scalars import largest_step
 from laconic.optim import AdamW8bit
+from tests.grid import grid
 
 
 def parameter(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Parameter:
@@ -304,9 +305,14 @@ def extreme(shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generat
     return torch.where(is_extreme, magnitudes * x.sign(), x).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("gradient", ["dense", "8 bits", "12 bits"])
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.0), (0.95, 0.8)])
+@pytest.mark.parametrize(
+    ("betas", "gradient", "dtype"),
+    grid(
+        [(0.9, 0.999), (0.9, 0.95), (0.0, 0.0), (0.95, 0.8)],
+        ["dense", "8 bits", "12 bits"],
+        [torch.float32, torch.bfloat16, torch.float16],
+    ),
+)
 def test_finite_gradients_of_any_size_leave_finite_weights(
     dtype: torch.dtype, gradient: str, betas: tuple[float, float]
 ) -> None:

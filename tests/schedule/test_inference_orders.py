@@ -32,6 +32,7 @@ from laconic.schedule.inference_orders import (
 )
 from laconic.schedule.streams import simulate
 from tests.benchmark_runs import run
+from tests.grid import few
 from tests.schedule.test_inference import blocks, workloads
 
 _seconds = st.integers(0, 4).map(float) | st.floats(0, 10)
@@ -160,7 +161,19 @@ def test_greedy_is_hardly_ever_slower_than_the_better_of_the_other_orders() -> N
     assert max(ratios) > 1.03
 
 
-@pytest.mark.parametrize(("most", "gain"), [(1, 1.39), (2, 1.34), (3, 1.05), (4, 1.035), (8, 1.03)])
+@pytest.mark.parametrize(
+    ("most", "gain"),
+    few(
+        [
+            pytest.param(1, 1.39),
+            pytest.param(2, 1.34),
+            pytest.param(3, 1.05),
+            pytest.param(4, 1.035),
+            pytest.param(8, 1.03),
+        ],
+        3,
+    ),
+)
 def test_slices_gain_where_few_samples_fit(most: int, gain: float) -> None:
     """The medians found before for 150 random balanced workloads: large for one or two samples, small from three on."""
     found = infer_orders.speedups(infer_orders.Workload.balanced, most, 30)

@@ -14,6 +14,7 @@ from torch import nn
 
 from laconic.errors import ScheduleError
 from laconic.schedule import Action, PipelineSchedule, interleaved_1f1b, make_schedule, parse_action
+from tests.grid import grid
 
 
 def test_the_papers_example_is_counted_exactly() -> None:
@@ -21,9 +22,7 @@ def test_the_papers_example_is_counted_exactly() -> None:
     assert schedule.peak_in_flight() == (11, 9, 7, 5)
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("v", [1, 2, 3, 4])
-@pytest.mark.parametrize("rounds", [1, 2, 5])
+@pytest.mark.parametrize(("rounds", "v", "p"), grid([1, 2, 5], [1, 2, 3, 4], [1, 2, 3, 4, 6], strength=1))
 def test_interleaved_in_flight_is_the_closed_form(p: int, v: int, rounds: int) -> None:
     for g in range(p, 2 * p):
         m = g * rounds

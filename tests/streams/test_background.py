@@ -15,6 +15,7 @@ from laconic.collectives.runtime.background import Work, run_in_background
 from laconic.collectives.runtime.device_streams import Ready
 from laconic.formats import BlockFormat
 from laconic.gradients import all_reduce_q8
+from tests.grid import grid
 from tests.streams.cuda import CUDA, cuda
 from tests.streams.device import RaceError
 from tests.streams.echo import echo
@@ -157,8 +158,10 @@ def exchanged(x: Tensor, group: dist.ProcessGroup, codec: Codec) -> Work[Tensor]
     return all_to_all(torch.empty_like(x), x * 1, group=group, codec=codec, async_op=True)
 
 
-@pytest.mark.parametrize("codec", [Lossless(), Lossless(capacity_bits=8.0), INT8], ids=["exact", "capacity", "int8"])
-@pytest.mark.parametrize("call", [gathered, scattered, exchanged])
+@pytest.mark.parametrize(
+    ("call", "codec"),
+    grid([gathered, scattered, exchanged], [Lossless(), Lossless(capacity_bits=8.0), INT8], strength=1),
+)
 def test_coded_collectives_drop_their_tensors_at_once(
     call: Callable[[Tensor, dist.ProcessGroup, Codec], Work[Tensor]], codec: Codec
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from laconic.gradients import compress_gradients, ddp_q8_hook
 from laconic.gradients.reduction import Reduction
 from laconic.optim import AdamW8bit
+from tests.grid import grid
 from tests.streams.cuda import CUDA, cuda, lost_waits
 from tests.streams.device import RaceError
 from tests.streams.echo import echo
@@ -62,8 +63,7 @@ class Bucket:
         return self._parameters
 
 
-@pytest.mark.parametrize("is_prompt", [False, True])
-@pytest.mark.parametrize("error_feedback", [False, True])
+@pytest.mark.parametrize(("error_feedback", "is_prompt"), grid([False, True], [False, True], strength=1))
 def test_ddp_reduces_buckets(error_feedback: bool, is_prompt: bool) -> None:
     """As DDP's reducer has it: the hook per bucket in backward, and all futures waited for at its end."""
     with cuda(is_prompt) as device, echo() as group:

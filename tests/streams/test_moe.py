@@ -98,7 +98,10 @@ def layer_of(group: dist.ProcessGroup, schedule: ChunkedSchedule | None) -> MoEL
     return layer
 
 
-@pytest.mark.parametrize(("forward", "backward"), [(1, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [pytest.param(1, 1, marks=pytest.mark.ci), pytest.param(2, 2, marks=pytest.mark.ci), (3, 2)],
+)
 def test_a_layer_in_chunks(forward: int, backward: int) -> None:
     with cuda() as device, echo() as group:
         layer = layer_of(group, ChunkedSchedule(forward, backward))

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from laconic.errors import CheckpointError
 from laconic.moe.huggingface import from_pretrained, load_pretrained, parallelize
 from tests.activations.models import MIXTURES, make_ids, make_model
+from tests.grid import grid
 
 
 def saved(folder: Path, family: str, **changes: Any) -> nn.Module:
@@ -23,8 +24,7 @@ def saved(folder: Path, family: str, **changes: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize(("family", "tied"), grid(list(MIXTURES), [False, True], strength=1))
 def test_a_model_is_what_transformers_loads(family: str, tied: bool, tmp_path: Path) -> None:
     saved(tmp_path, family, tie_word_embeddings=tied)
     model = from_pretrained(tmp_path).model
