@@ -214,27 +214,22 @@ class _LevelPlan:
         ]
 
 
-class _LevelTransport:
+class _LevelTransport(Transport):
     """Transport of a `_LevelPlan`: rows with their weights (forward) or gradients of sums (backward) out, then back."""
-
-    shares = False
 
     def __init__(self, plan: _LevelPlan, degree: int) -> None:
         self._plan, self._per_chunk = plan, plan.num_slices // degree
         self._landed: list[Buffers] = [()] * degree
-
-    @property
-    def has_shards(self) -> bool:
-        return self._plan.num_stages > 1
+        later = range(1, plan.num_stages)
+        if later:
+            self.gather = lambda i, buffers: self._down(i, buffers, later)
+            self.scatter = lambda i, buffers: self._up(i, buffers, later)
 
     def send(self, i: int, home: Buffers) -> Buffers:
         first, last = self._slices(i)
         starts, sizes = self._plan.size_at_home(0, first), self._plan.size_at_home(first, last)
         parts = zip(home, starts, sizes, strict=False)
         return self._down(i, tuple(x.narrow(0, start, size) for x, start, size in parts), range(1))
-
-    def gather(self, i: int, buffers: Buffers) -> Buffers:
-        return self._down(i, buffers, range(1, self._plan.num_stages))
 
     def unpack(self, i: int, buffers: Buffers) -> list[Buffers]:
         found = [slices_of(x, table) for x, table in zip(buffers, self._plan.arriving(*self._slices(i)), strict=False)]
@@ -244,14 +239,8 @@ class _LevelTransport:
         parts = zip(zip(*slices, strict=True), self._plan.arriving(*self._slices(i)), strict=False)
         return tuple(joined_by_place(of_slices, table) for of_slices, table in parts)
 
-    def scatter(self, i: int, buffers: Buffers) -> Buffers:
-        return self._up(i, buffers, range(1, self._plan.num_stages))
-
     def send_back(self, i: int, buffers: Buffers) -> Buffers:
         return self._up(i, buffers, range(1))
-
-    def share(self, i: int, buffers: Buffers) -> Buffers:
-        return buffers
 
     def land(self, i: int, buffers: Buffers) -> None:
         self._landed[i] = buffers

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from laconic.errors import ScheduleError
-from laconic.moe.dispatch.base import Buffers, ExchangePlan, Transport
+from laconic.moe.dispatch.base import Buffers, ExchangePlan, Step, Transport
 from laconic.moe.layer import MoELayer
 from laconic.ops.derivatives import edge_of, first_derivatives
 
@@ -64,20 +64,26 @@ class ChunkRunner:
 
     def actions(self) -> dict[str, Callable[[], object]]:
         """Return the actions by name of the task of `laconic.schedule.pipeline_tasks`."""
-        steps = {"dispatch": self._dispatch, "experts": self._experts, "combine": self._combine}
-        if self._transport.has_shards:
-            steps |= {"all_gather": self._gather, "reduce_scatter": self._scatter}
-        if self._transport.shares:
-            steps["share"] = self._share
-        return {f"{name} {i}": partial(step, i) for name, step in steps.items() for i in range(self._degree)}
+        of = self._transport
+        steps = {"all_gather": of.gather, "reduce_scatter": of.scatter, "combine": of.send_back, "share": of.share}
+        last = "combine" if of.share is None else "share"
+        actions: dict[str, Callable[[], object]] = {}
+        for i in range(self._degree):
+            actions |= {f"dispatch {i}": partial(self._dispatch, i), f"experts {i}": partial(self._experts, i)}
+            for name, step in steps.items():
+                if step is not None:
+                    actions[f"{name} {i}"] = partial(self._pass_on, i, step, name == last)
+        return actions
 
     @torch.no_grad()
     def _dispatch(self, i: int) -> None:
         self._put(i, self._transport.send(i, self._home))
 
     @torch.no_grad()
-    def _gather(self, i: int) -> None:
-        self._put(i, self._transport.gather(i, self._at[i]))
+    def _pass_on(self, i: int, step: Step, is_last: bool) -> None:
+        self._put(i, step(i, self._at[i]))
+        if is_last:
+            self._transport.land(i, self._at[i])
 
     def _experts(self, i: int) -> None:
         first, found = i * self._slices_per_chunk, []
@@ -87,21 +93,6 @@ class ChunkRunner:
             found.append(self._compute(first + number, buffers))
         with torch.no_grad():
             self._put(i, self._transport.pack(i, found))
-
-    @torch.no_grad()
-    def _scatter(self, i: int) -> None:
-        self._put(i, self._transport.scatter(i, self._at[i]))
-
-    @torch.no_grad()
-    def _combine(self, i: int) -> None:
-        self._put(i, self._transport.send_back(i, self._at[i]))
-        if not self._transport.shares:
-            self._transport.land(i, self._at[i])
-
-    @torch.no_grad()
-    def _share(self, i: int) -> None:
-        self._put(i, self._transport.share(i, self._at[i]))
-        self._transport.land(i, self._at[i])
 
     def _put(self, i: int, buffers: Buffers) -> None:
         if buffers[0].is_cuda:
