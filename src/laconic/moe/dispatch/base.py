@@ -5,7 +5,7 @@ An `ExchangePlan` fixes once what a layer sends; its `Transport` then moves buff
 several:
 
     out     send (between EP ranks), gather (inside nodes), unpack (into slices)
-    home    pack (from slices), scatter (inside nodes), send_back (between EP ranks), share (among MP ranks)
+    home    pack (from slices), scatter (inside nodes), send_back (between EP ranks), share (among MP ranks), join
 
 Forward goes out with rows and home with outputs. Backward goes out with the gradients of outputs and home with those of
 rows. Every step is linear and backward's are forward's transposes, so one transport serves both directions. A whole
@@ -192,13 +192,8 @@ class Transport(ABC):
         """Send outputs back to the ranks that the chunk came from."""
 
     @abstractmethod
-    def land(self, i: int, buffers: Buffers) -> None:
-        """Put what came home to its place in `home`."""
-
-    @property
-    @abstractmethod
-    def home(self) -> Buffers:
-        """Buffers of all chunks; complete when the last has landed."""
+    def join(self, chunks: list[Buffers]) -> Buffers:
+        """Put what came home, chunk by chunk, to its places."""
 
 
 class ExchangePlan(Protocol):

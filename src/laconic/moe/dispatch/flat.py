@@ -111,15 +111,30 @@ class RowsPlan:
 class FlatTransport(Transport):
     """Transport of `FlatDispatcher`: one exchange that sends a copy to every sharer of an expert."""
 
-    def __init__(self, exchange: FlatDispatcher, chunks: list[Chunk]) -> None:
+    def __init__(
+        self,
+        exchange: FlatDispatcher,
+        chunks: list[Chunk],
+        leaving: Sequence[Tensor | None] = (),
+        landing: Sequence[Tensor | None] = (),
+    ) -> None:
+        """Bind the transport to its chunks.
+
+        Args:
+            exchange: whose group, shards and codec it uses.
+            chunks: of this rank's rows.
+            leaving, landing: int64 [a] for each chunk, which rows at home it takes and where those that come home
+                belong; None: all, in their order. By default the chunks' own.
+        """
         self._exchange, self._chunks = exchange, chunks
+        self._leaving = leaving or [chunk.home for chunk in chunks]
+        self._landing = landing or [chunk.home for chunk in chunks]
         self._shards, self._is_alone = exchange.num_shards, exchange.group.size() == 1
-        self._home: Tensor | None = None
 
     def send(self, i: int, home: Buffers) -> Buffers:
         """See `Transport.send`."""
-        chunk, exchange = self._chunks[i], self._exchange
-        rows = copied(self._outgoing(i, home[0]), chunk.sent, self._shards)
+        chunk, exchange, index, (rows, *_) = self._chunks[i], self._exchange, self._leaving[i], home
+        rows = copied(rows if index is None else rows.index_select(0, index), chunk.sent, self._shards)
         if self._is_alone:
             return (rows,)
         arrived = rows.new_empty(sum(chunk.received), rows.shape[1])
@@ -146,28 +161,15 @@ class FlatTransport(Transport):
         api.all_to_all(arrived, rows.contiguous(), *splits, exchange.group, codec=exchange.codec, table=table)
         return (added_up(arrived, chunk.sent, self._shards),)
 
-    def land(self, i: int, buffers: Buffers) -> None:
-        """See `Transport.land`."""
-        index = self._chunks[i].home
-        if index is None:
-            (self._home,) = buffers
-        else:
-            self._put(index, buffers[0], sum(sum(chunk.sent) for chunk in self._chunks))
-
-    @property
-    def home(self) -> Buffers:
-        """See `Transport.home`."""
-        assert self._home is not None, "every chunk has landed"
-        return (self._home,)
-
-    def _outgoing(self, i: int, rows: Tensor) -> Tensor:
-        index = self._chunks[i].home
-        return rows if index is None else rows.index_select(0, index)
-
-    def _put(self, index: Tensor, rows: Tensor, num_rows: int) -> None:
-        if self._home is None:
-            self._home = rows.new_empty(num_rows, rows.shape[1])
-        self._home.index_copy_(0, index, rows)
+    def join(self, chunks: list[Buffers]) -> Buffers:
+        """See `Transport.join`."""
+        if self._landing[0] is None:
+            return chunks[0]
+        home = chunks[0][0].new_empty(sum(len(rows) for (rows,) in chunks), chunks[0][0].shape[1])
+        for index, (rows,) in zip(self._landing, chunks, strict=True):
+            assert index is not None, "there are several chunks"
+            home.index_copy_(0, index, rows)
+        return (home,)
 
 
 def agreed_rows(exchange: FlatDispatcher, counts: Tensor, num_slices: int) -> SlicedRows:

@@ -37,8 +37,7 @@ def moved(plan: ExchangePlan, buffers: Buffers, *, outward: bool, is_backward: b
     buffers = transport.send_back(0, buffers)
     if transport.share is not None:
         buffers = transport.share(0, buffers)
-    transport.land(0, buffers)
-    return transport.home
+    return transport.join([buffers])
 
 
 class InFlightExchange:

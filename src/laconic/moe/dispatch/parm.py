@@ -339,35 +339,27 @@ class _S2Transport(FlatTransport):
             gathers: what comes home is gathered over the MP group.
             saa: gathers the one chunk while it comes home.
         """
-        super().__init__(dispatcher.exchange, chunks)
-        self._mp, self._codec, self._saa = dispatcher.grid.mp, dispatcher.codec, saa
-        self._rows_by_peer, self._of_copies, self._gathers = rows_by_peer, of_copies, gathers
+        self._mp, self._codec, self._saa = dispatcher.grid.mp, dispatcher.codec, saa if gathers else None
+        leaving = [of_peer[self._mp.rank()] for of_peer in rows_by_peer] if of_copies else ()
+        self._gathers = gathers and saa is None
+        landing = [torch.cat(of_peer) for of_peer in rows_by_peer] if self._gathers else ()
+        super().__init__(dispatcher.exchange, chunks, leaving, landing)
+        self._sizes = [[len(index) for index in of_peer] for of_peer in rows_by_peer]
         # Two threads must not use one group: where both use the same, the gather is part of `send_back`.
-        if gathers and saa is None and self._mp is not self._exchange.group:
+        if self._gathers and self._mp is not self._exchange.group:
             self.share = self._gathered
 
     def send_back(self, i: int, buffers: Buffers) -> Buffers:
-        if self._gathers and self._saa is not None:
+        if self._saa is not None:
             return (gather_home(buffers[0], self._saa, self._chunks[i]),)
         buffers = super().send_back(i, buffers)
         return self._gathered(i, buffers) if self._gathers and self.share is None else buffers
 
     def _gathered(self, i: int, buffers: Buffers) -> Buffers:
-        most = max(1, *map(len, self._rows_by_peer[i]))
-        return (all_gather(F.pad(buffers[0], (0, 0, 0, most - len(buffers[0]))), self._mp, codec=self._codec),)
-
-    def land(self, i: int, buffers: Buffers) -> None:
-        if not self._gathers or self._saa is not None:
-            super().land(i, buffers)
-            return
-        num_rows = sum(len(index) for chunk in self._rows_by_peer for index in chunk)
-        for index, rows in zip(self._rows_by_peer[i], buffers[0].chunk(self._mp.size()), strict=True):
-            self._put(index, rows[: len(index)], num_rows)
-
-    def _outgoing(self, i: int, rows: Tensor) -> Tensor:
-        if not self._of_copies:
-            return super()._outgoing(i, rows)
-        return rows.index_select(0, self._rows_by_peer[i][self._mp.rank()])
+        most = max(1, *self._sizes[i])
+        everybody = all_gather(F.pad(buffers[0], (0, 0, 0, most - len(buffers[0]))), self._mp, codec=self._codec)
+        parts = zip(everybody.split(most), self._sizes[i], strict=True)
+        return (torch.cat([rows[:size] for rows, size in parts]),)
 
 
 def make_dispatcher(

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,31 +24,13 @@ from laconic.moe.dispatch.base import Buffers, ExchangePlan, Step, Transport
 from laconic.moe.layer import MoELayer
 from laconic.ops.derivatives import edge_of, first_derivatives
 
-__all__ = ["Compute", "PlanExecutor", "ChunkRunner", "ChunkedLayer", "one_call"]
+if TYPE_CHECKING:
+    from laconic.moe.pipeline.schedule import ChunkedSchedule
+
+__all__ = ["Compute", "ChunkRunner", "ChunkedLayer", "one_call"]
 
 Compute = Callable[[int, Buffers], Buffers]
 """Computation on one slice at the experts: from the slice's number and buffers to the buffers that go home."""
-
-
-class PlanExecutor(Protocol):
-    """Runs exchange plans; implemented by `laconic.moe.ChunkedSchedule`."""
-
-    @property
-    def num_slices(self) -> int:
-        """Number of slices over all chunks."""
-
-    def execute(
-        self,
-        direction: str,
-        plan: ExchangePlan,
-        home: Buffers,
-        compute: Compute,
-        meanwhile: Callable[[], object] | None = None,
-    ) -> Buffers:
-        """Send `home` to the experts, call `compute` there for each slice, and return what comes home.
-
-        `meanwhile` is called in the caller's thread when the first rows have been sent.
-        """
 
 
 class ChunkRunner:
@@ -66,13 +48,12 @@ class ChunkRunner:
         """Return the actions by name of the task of `laconic.schedule.pipeline_tasks`."""
         of = self._transport
         steps = {"all_gather": of.gather, "reduce_scatter": of.scatter, "combine": of.send_back, "share": of.share}
-        last = "combine" if of.share is None else "share"
         actions: dict[str, Callable[[], object]] = {}
         for i in range(self._degree):
             actions |= {f"dispatch {i}": partial(self._dispatch, i), f"experts {i}": partial(self._experts, i)}
             for name, step in steps.items():
                 if step is not None:
-                    actions[f"{name} {i}"] = partial(self._pass_on, i, step, name == last)
+                    actions[f"{name} {i}"] = partial(self._pass_on, i, step)
         return actions
 
     @torch.no_grad()
@@ -80,10 +61,13 @@ class ChunkRunner:
         self._put(i, self._transport.send(i, self._home))
 
     @torch.no_grad()
-    def _pass_on(self, i: int, step: Step, is_last: bool) -> None:
+    def _pass_on(self, i: int, step: Step) -> None:
         self._put(i, step(i, self._at[i]))
-        if is_last:
-            self._transport.land(i, self._at[i])
+
+    @torch.no_grad()
+    def home(self) -> Buffers:
+        """Return what came home, when all actions have run."""
+        return self._transport.join(self._at)
 
     def _experts(self, i: int) -> None:
         first, found = i * self._slices_per_chunk, []
@@ -103,7 +87,7 @@ class ChunkRunner:
 class ChunkedLayer:
     """One forward of a layer, and its backward; see [Note: autograd in chunks]."""
 
-    def __init__(self, schedule: PlanExecutor, layer: MoELayer, plan: ExchangePlan) -> None:
+    def __init__(self, schedule: ChunkedSchedule, layer: MoELayer, plan: ExchangePlan) -> None:
         self._schedule, self._layer, self._plan = schedule, layer, plan
         self._records = torch.is_grad_enabled()
         self._slices: list[tuple[Buffers, Tensor] | None] = [None] * schedule.num_slices

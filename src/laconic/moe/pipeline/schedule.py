@@ -162,7 +162,10 @@ class ChunkedSchedule:
         compute: Compute,
         meanwhile: Callable[[], object] | None = None,
     ) -> Buffers:
-        """See `laconic.moe.pipeline.autograd.PlanExecutor`: `compute` is called slice by slice."""
+        """Send `home` to the experts, call `compute` there for each slice, and return what comes home.
+
+        `meanwhile` is called in the caller's thread when the first rows have been sent.
+        """
         back = direction == "backward"
         degree = self.backward if back else self.forward
         transport = plan.transport(degree, backward=back)
@@ -180,7 +183,7 @@ class ChunkedSchedule:
         self.executions[direction] = execute(tasks, actions, streams)
         if back and self.gradients is not None:
             self.gradients.after(self.part)
-        return transport.home
+        return runner.home()
 
     def _plan(
         self, degree: int, times: LayerTimes | None, transport: Transport, gradient_seconds: float | None
