@@ -36,7 +36,7 @@ def loss_of(model: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("name", GATES)
 def test_every_name_makes_the_gate_of_its_file(name: str) -> None:
-    gate = make_gate(name, 4, 16) if name in ("gshard", "expert_choice", "soft") else make_gate(name, 4, 16, 2)
+    gate = make_gate(name, 4, 16, 2)
     assert isinstance(gate, Gate)
     assert type(gate).__module__ == f"laconic.moe.gates.{name}"
     assert gate(torch.randn(5, 16)).num_tokens == 5
