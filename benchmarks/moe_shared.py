@@ -128,7 +128,7 @@ def _row(family: str, width: int, grid: Grid, task: dict[str, Any]) -> dict[str,
     for name, module in {**blocks, "shared": shared}.items():
         cases |= {f"forward {name}": partial(forward, name, module), f"backward {name}": partial(backward, name)}
     cases["forward exchange"] = lambda: begin(plan, buffers, outward=True).end()
-    cases["backward exchange"] = lambda: moved(plan, gone, outward=False, is_backward=True)
+    cases["backward exchange"] = torch.no_grad()(partial(moved, plan, gone, outward=False, is_backward=True))
     seconds = seconds_of(cases, 1 if task["smoke"] else max(5, task["rounds"]), before=before, clock=slowest_rank)
     assert torch.equal(outs["in place"], outs["moved"])
     gradients = [[inputs[name].grad, *[p.grad for p in block.parameters()]] for name, block in blocks.items()]

@@ -16,6 +16,7 @@ __all__ = [
     "BLOCK_SIZES",
     "CODE_BITS",
     "DEFAULT_CODES",
+    "GATES",
     "GRADIENT_BITS",
     "LOSSES",
     "MODES",
@@ -25,6 +26,7 @@ __all__ = [
     "BlockCode",
     "BlockSize",
     "Code",
+    "GateName",
     "GradientBits",
     "Loss",
     "Mode",
@@ -74,6 +76,10 @@ ACTIVATION_BITS: tuple[int, ...] = get_args(ActivationBits)
 Attention = Literal["exact", "recompute", Code]
 ATTENTIONS: tuple[str, ...] = get_args(Attention)
 """How query, key and value are kept."""
+
+GateName = Literal["softmax", "gshard", "sigmoid", "cosine", "expert_choice", "soft"]
+GATES: tuple[str, ...] = get_args(GateName)
+"""Gates of layers of experts; each is the class in the file of its name in laconic.moe.gates."""
 
 Mode = Literal["sites", "hooks", "combined"]
 MODES: tuple[str, ...] = get_args(Mode)

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from laconic.auditing import AuditReport, audit_first_call, audit_loss
+from laconic.collectives import api
 from laconic.collectives.codec import Blockwise
 from laconic.errors import AuditError, ModelError
 from laconic.formats import BlockFormat
@@ -33,7 +34,6 @@ from laconic.moe import (
     Routing,
     SoftmaxGate,
     SoftMoEGate,
-    replica_gradients,
 )
 from laconic.moe.dispatch import flat, hierarchical, staged
 from laconic.moe.dispatch.base import Buffers, ExpertRows
@@ -43,6 +43,7 @@ from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.dispatch.parm import make_dispatcher
 from laconic.moe.experts.shard import expert_shard
 from laconic.moe.huggingface import parallelize
+from laconic.moe.parallel.expert_mean import ExpertMean
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.pipeline.schedule import ChunkedSchedule
 from tests.activations.models import make_ids, make_model
@@ -240,8 +241,8 @@ def an_expert_gets_no_gradient_of_half_its_rows(patch: Patch) -> None:
 
 
 def rows_travel_in_eight_bits(patch: Patch) -> None:
-    moved, coarse = flat.all_to_all_rows, {"codec": Blockwise(BlockFormat("int8", 64))}
-    patch.setattr(flat, "all_to_all_rows", lambda *args, **kwargs: moved(*args, **kwargs | coarse))
+    before, coarse = api.all_to_all, {"codec": Blockwise(BlockFormat("int8", 64))}
+    patch.setattr(api, "all_to_all", lambda *args, **kwargs: before(*args, **kwargs | coarse))
 
 
 def a_level_adds_twice(patch: Patch) -> None:
@@ -255,19 +256,17 @@ def a_level_adds_twice(patch: Patch) -> None:
 
 
 def gradients_of_experts_are_not_averaged(patch: Patch) -> None:
-    patch.setattr(replica_gradients, "_averaged", lambda grad, **_: grad)
+    patch.setattr(ExpertMean, "of", lambda self, grad: grad)
 
 
 def gradients_of_experts_are_averaged_twice(patch: Patch) -> None:
-    before = replica_gradients._averaged
-    patch.setattr(replica_gradients, "_averaged", lambda grad, **kwargs: before(before(grad, **kwargs), **kwargs))
+    before = ExpertMean.of
+    patch.setattr(ExpertMean, "of", lambda self, grad: before(self, before(self, grad)))
 
 
 def one_rank_does_not_average(patch: Patch) -> None:
-    before = replica_gradients._averaged
-    patch.setattr(
-        replica_gradients, "_averaged", lambda grad, **kwargs: grad if on_rank_1() else before(grad, **kwargs)
-    )
+    before = ExpertMean.of
+    patch.setattr(ExpertMean, "of", lambda self, grad: grad if on_rank_1() else before(self, grad))
 
 
 OF_EXPERTS: list[Callable[[Patch], None]] = [
@@ -405,9 +404,7 @@ def test_an_audit_of_spread_experts_changes_nothing() -> None:
 
 
 def the_sum_over_replicas_is_forgotten(patch: Patch) -> None:
-    patch.setattr(
-        replica_gradients, "_averaged", lambda grad, grid, active: grad / grid.layout.dp if active() else grad
-    )
+    patch.setattr(ExpertMean, "of", lambda self, grad: grad / self._num_ranks)
 
 
 def a_loop(model: nn.Module, wrong: bool = False) -> str:

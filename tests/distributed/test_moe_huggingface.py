@@ -59,6 +59,8 @@ def loss_on(model: nn.Module, ids: Tensor) -> Tensor:
 
 def assert_like_one_process(family: str, grid: Grid, shard: bool = False, **options: Any) -> None:
     reference, model = tiny(family), tiny(family)
+    if "gate" in options:
+        parallelize(reference, gate=options["gate"])
     done = parallelize(model, grid, **options)
     held = 4 // grid.layout.ep
     for parameter in done.experts():
@@ -106,6 +108,8 @@ def pair_is_like_one_process() -> None:
     assert_like_one_process("qwen3_moe", grid, shard=True)
     assert_like_one_process("olmoe", grid, movable=True)
     assert_like_one_process("olmoe", Grid(ep=1))
+    assert_like_one_process("qwen3_moe", grid, gate="expert_choice")
+    assert_like_one_process("qwen3_moe", grid, shard=True, gate="expert_choice")
     assert_like_one_process("mixtral", grid, dispatcher=lambda grid: HierarchicalDispatcher(grid.levels, 1))
 
 

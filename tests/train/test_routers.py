@@ -151,6 +151,20 @@ def test_own_blocks_and_layers_of_laconic_are_balanced_alike(tmp_path: Path) -> 
                 assert ours[name] == pytest.approx(own[name], rel=1e-4), (name, own["step"])
 
 
+def test_a_gate_decides_in_the_place_of_the_routers(tmp_path: Path) -> None:
+    """The softmax gate as Mixtral's own routers; expert choice evens the load."""
+    changes = MIXTRAL | {"optimizer.eps": 1e-2, "activations.bits": 16, "moe.expert_parallel": 1}
+    for name, more in (("own", {"moe.router_aux_loss_coef": 0.0}), ("softmax", {}), ("expert_choice", {})):
+        train_alone(tiny_config(tmp_path, name, changes | more | ({} if more else {"moe.gate": name})))
+    rows = {name: read_metrics(tmp_path / name) for name in ("own", "softmax", "expert_choice")}
+    for own, gate in zip(rows["own"], rows["softmax"], strict=True):
+        for name in ("loss", "grad_norm"):
+            if name in own:
+                assert gate[name] == pytest.approx(own[name], rel=1e-4), (name, own["step"])
+    assert [row["moe_load_ratio"] for row in rows["expert_choice"] if "moe_load_ratio" in row] == [1.0] * 6
+    assert max(row.get("moe_load_ratio", 0.0) for row in rows["own"]) > 1.0
+
+
 def test_biases_are_in_checkpoints(tmp_path: Path) -> None:
     changes = DEEPSEEK | {"moe.bias_rate": 0.05, "steps": 5}
     whole = trained_model(tiny_config(tmp_path, "whole", changes))

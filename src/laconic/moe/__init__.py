@@ -20,6 +20,7 @@ from laconic.moe.gates import (
     SoftmaxGate,
     SoftMoEGate,
     TokenChoiceGate,
+    make_gate,
 )
 from laconic.moe.hooks import Hook
 from laconic.moe.huggingface import Parallelized, parallelize
@@ -64,6 +65,7 @@ __all__ = [
     "CosineGate",
     "ExpertChoiceGate",
     "SoftMoEGate",
+    "make_gate",
     "Order",
     "SortedOrder",
     "DenseOrder",

@@ -13,7 +13,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from laconic.errors import RoutingError
 from laconic.moe.dispatch.base import (
-    Dispatched,
     Dispatcher,
     ExpertRows,
     LocalDispatcher,
@@ -105,27 +104,22 @@ class MoELayer(nn.Module):
                 "number, or a dispatcher that reaches the others"
             )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return outputs [..., M] of tokens x [..., M], in x's dtype; any number of tokens, also none."""
-        return self.run(x)
-
     def run(self, x: Tensor, routing: Routing | SoftRouting | None = None) -> Tensor:
-        """Run `forward`, with `routing` in place of the gate's decision if it is given.
+        """Return outputs [..., M] of tokens x [..., M], in x's dtype; any number of tokens, also none.
 
         torch.compile breaks its graph here for layers over several processes, and compiles the code before and after.
+
+        Args:
+            x: the tokens.
+            routing: in place of the gate's decision.
 
         Raises:
             RoutingError: the routing is of other tokens, or is soft where ranks share their tokens before the gate.
         """
         if torch.compiler.is_compiling() and not isinstance(self.dispatcher, LocalDispatcher):
             return _run_uncompiled(self, x, routing)
-        try:
-            return self._run(x, routing)
-        finally:
-            self.meanwhile = None
-
-    def _run(self, x: Tensor, routing: Routing | SoftRouting | None) -> Tensor:
-        x = self._call("before_start", x)
+        if self.hooks:
+            x = self._call("before_start", x)
         tokens = x.reshape(-1, x.shape[-1])
         shares = self.dispatcher if isinstance(self.dispatcher, SharesTokens) else None
         if routing is not None and routing.num_tokens != len(tokens):
@@ -141,26 +135,38 @@ class MoELayer(nn.Module):
                 )
             share = shares.route(self.gate, tokens) if routing is None else shares.share(tokens, routing)
         routed = share or RoutedTokens(tokens, self.gate(tokens) if routing is None else routing)
-        routed = self._call("before_dispatch", routed)
+        if self.hooks:
+            routed = self._call("before_dispatch", routed)
         self._record(routed.routing)
         own = None
         if self.shared is not None and self.overlap_shared and not has_active_dropout(self.shared):
             self.meanwhile = own = Meanwhile(partial(self.shared, x))
-        out = self._routed(routed)
+        try:
+            if isinstance(soft := routed.routing, SoftRouting):
+                out = soft.unmix(self._scheduled(soft.mix(routed.x), soft.slots()))
+            else:
+                out = self._scheduled(routed.x, soft)
+        finally:
+            self.meanwhile = None
         if shares is not None and share is not None:
             out = shares.restore(out, share)
-        out = self._call("after_combine", out).reshape(x.shape).to(x.dtype)  # under autocast experts have another dtype
+        if self.hooks:
+            out = self._call("after_combine", out)
+        out = out.reshape(x.shape).to(x.dtype)  # under autocast experts have another dtype
         if self.shared is not None:
             out = out + (self.shared(x) if own is None else own.run())
-        return self._call("after_end", out)
+        return self._call("after_end", out) if self.hooks else out
+
+    forward = run
 
     def compute(self, inputs: ExpertRows, experts: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
         """Return outputs [q, M] of the experts, or of `experts` in their place, with the hooks before and after."""
-        inputs = self._call("after_dispatch", inputs)
+        if self.hooks:
+            inputs = self._call("after_dispatch", inputs)
         mean = None if experts is not None else self.mean_of_forward()
         run = experts or (self.experts if mean is None else partial(mean.call, self.experts))
-        outputs = ExpertRows(run(inputs.rows, inputs.counts), inputs.counts)
-        return self._call("before_combine", outputs).rows
+        rows = run(inputs.rows, inputs.counts)
+        return self._call("before_combine", ExpertRows(rows, inputs.counts)).rows if self.hooks else rows
 
     def mean_of_forward(self) -> ExpertMean | None:
         """Return what reduces the gradients of experts in the backward of the current forward, if anything does."""
@@ -168,25 +174,17 @@ class MoELayer(nn.Module):
 
     def run_whole(self, x: Tensor, routing: Routing) -> Tensor:
         """Dispatch, compute and combine, one after the other: `Schedule.run` without a schedule."""
-        dispatched = self._dispatched(x, routing)
-        return self.dispatcher.combine(self.compute(dispatched), dispatched)
-
-    def _dispatched(self, x: Tensor, routing: Routing) -> Dispatched[Any]:
         if self.meanwhile is None or not isinstance(self.dispatcher, StartsDispatch):
-            return self.dispatcher.dispatch(x, routing, self.order)
-        started = self.dispatcher.start(x, routing, self.order)
-        try:
-            self.meanwhile.run()
-        except BaseException:
-            started.abandon()
-            raise
-        return started.finish()
-
-    def _routed(self, tokens: RoutedTokens) -> Tensor:
-        x, routing = tokens.x, tokens.routing
-        if isinstance(routing, SoftRouting):
-            return routing.unmix(self._scheduled(routing.mix(x), routing.slots()))
-        return self._scheduled(x, routing)
+            dispatched = self.dispatcher.dispatch(x, routing, self.order)
+        else:
+            started = self.dispatcher.start(x, routing, self.order)
+            try:
+                self.meanwhile.run()
+            except BaseException:
+                started.abandon()
+                raise
+            dispatched = started.finish()
+        return self.dispatcher.combine(self.compute(dispatched), dispatched)
 
     def _scheduled(self, x: Tensor, routing: Routing) -> Tensor:
         if self.placement is not None:
@@ -213,10 +211,7 @@ class MoELayer(nn.Module):
 
 @torch.compiler.disable
 def _run_uncompiled(layer: MoELayer, x: Tensor, routing: Routing | SoftRouting | None) -> Tensor:
-    try:
-        return layer._run(x, routing)
-    finally:
-        layer.meanwhile = None
+    return layer.run(x, routing)
 
 
 def has_active_dropout(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ An `ExchangePlan` fixes once what a layer sends; its `Transport` then moves buff
 several:
 
     out     send (between EP ranks), gather (inside nodes), unpack (into slices)
-    home    pack (from slices), scatter (inside nodes), send_back (between EP ranks), share (among MP ranks)
+    home    pack (from slices), scatter (inside nodes), send_back (between EP ranks), share (among MP ranks), join
 
 Forward goes out with rows and home with outputs. Backward goes out with the gradients of outputs and home with those of
 rows. Every step is linear and backward's are forward's transposes, so one transport serves both directions. A whole
@@ -15,6 +15,8 @@ layer is one chunk, run by `laconic.moe.dispatch.staged`; several chunks are run
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -155,47 +157,43 @@ class LocalDispatcher:
         return dispatched.state.order.combine(rows, dispatched.state.routing)
 
 
-class Transport(Protocol):
+Step = Callable[[int, Buffers], Buffers]
+"""A step of one chunk: its number, and the buffers of the step before it."""
+
+
+class Transport(ABC):
     """Buffers of one layer's exchange in one direction and one number of chunks; see [Note: one exchange].
 
-    `i` is the number of a chunk.
+    `i` is the number of a chunk. Of the optional steps a transport has those that do something.
     """
 
-    @property
-    def has_shards(self) -> bool:
-        """Whether gather and scatter do anything; callers skip them otherwise."""
+    gather: Step | None = None
+    """Passes received buffers on to the ranks inside a node that need them. A transport has it and `scatter`, or
+    neither."""
+    scatter: Step | None = None
+    """Sends outputs back inside the node, summed."""
+    share: Step | None = None
+    """Copies what came home to the MP ranks that need the same rows."""
 
-    @property
-    def shares(self) -> bool:
-        """Whether share does anything; callers skip it otherwise."""
-
+    @abstractmethod
     def send(self, i: int, home: Buffers) -> Buffers:
         """Send the chunk's part of the home buffers to the ranks (nodes) that have its experts."""
 
-    def gather(self, i: int, buffers: Buffers) -> Buffers:
-        """Pass received buffers on to the ranks inside a node that need them."""
-
+    @abstractmethod
     def unpack(self, i: int, buffers: Buffers) -> list[Buffers]:
         """Split received buffers by slice, as `ExchangePlan.enter` takes them."""
 
+    @abstractmethod
     def pack(self, i: int, slices: list[Buffers]) -> Buffers:
         """Join what `ExchangePlan.leave` gave for the chunk's slices into one message."""
 
-    def scatter(self, i: int, buffers: Buffers) -> Buffers:
-        """Send outputs back inside the node, summed."""
-
+    @abstractmethod
     def send_back(self, i: int, buffers: Buffers) -> Buffers:
         """Send outputs back to the ranks that the chunk came from."""
 
-    def share(self, i: int, buffers: Buffers) -> Buffers:
-        """Copy what came home to the MP ranks that need the same rows."""
-
-    def land(self, i: int, buffers: Buffers) -> None:
-        """Put what came home to its place in `home`."""
-
-    @property
-    def home(self) -> Buffers:
-        """Buffers of all chunks; complete when the last has landed."""
+    @abstractmethod
+    def join(self, chunks: list[Buffers]) -> Buffers:
+        """Put what came home, chunk by chunk, to its places."""
 
 
 class ExchangePlan(Protocol):

@@ -58,6 +58,8 @@ class Chunk:
     """int64 [a]: indices of this rank's rows sorted by expert that are sent, ascending; None: all, in one chunk."""
     sent: list[int]
     """Rows sent to each place that holds experts."""
+    splits: list[int]
+    """Rows sent to each rank: a copy to every one of a place."""
     received: list[int]
     """Rows received from each rank."""
     index: Tensor
@@ -67,7 +69,7 @@ class Chunk:
     sizes: list[int]
     """Rows of each slice."""
     table: list[list[int]]
-    """Rows from each rank to each place."""
+    """Rows from each rank to each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +104,7 @@ class SlicedRows:
     def _cut(self, degree: int) -> list[Chunk]:
         (num_ranks, num_local, _), (_, num_places, _) = self.arriving.shape, self.table.shape
         device, per_chunk = self.home.device, self.num_slices // degree
-        place = self.rank // (num_ranks // num_places)  # ranks next to each other share a place
+        copies = num_ranks // num_places  # ranks next to each other share a place
         by_chunk = self.table.view(num_ranks, num_places, degree, per_chunk).sum(3).permute(2, 0, 1)
         by_slice = self.arriving.sum((0, 1))
         # One transfer from the device for everything that the host has to know.
@@ -112,15 +114,17 @@ class SlicedRows:
         found = []
         for i in range(degree):
             flat = numbers[i * size : (i + 1) * size]
-            table = [flat[row : row + num_places] for row in range(0, size, num_places)]
+            sent = flat[self.rank * num_places : (self.rank + 1) * num_places]
+            each = [number for number in flat for _ in range(copies)]
+            table = [each[row : row + num_ranks] for row in range(0, len(each), num_ranks)]
             of_slices = sizes[i * per_chunk : (i + 1) * per_chunk]
             mine = self.arriving[:, :, i * per_chunk : (i + 1) * per_chunk]
             ids = torch.arange(per_chunk, device=device) * num_local + torch.arange(num_local, device=device)[:, None]
             ids = ids.expand(mine.shape).flatten().repeat_interleave(mine.flatten(), output_size=sum(of_slices))
             index = torch.argsort(ids, stable=True)
             inverse = torch.empty_like(index).scatter_(0, index, torch.arange(len(index), device=device))
-            received = [row[place] for row in table]
-            found.append(Chunk(homes[i], table[self.rank], received, index, inverse, of_slices, table))
+            received = [row[self.rank] for row in table]
+            found.append(Chunk(homes[i], sent, table[self.rank], received, index, inverse, of_slices, table))
         return found
 
 

@@ -61,8 +61,6 @@ class _ShardedPlan(RowsPlan):
 class _ShardedTransport(FlatTransport):
     """Sends each row to one sharer, which passes it on; outputs are summed before they return."""
 
-    has_shards = True
-
     def __init__(self, dispatcher: ShardedDispatcher, chunks: list[Chunk], gathers: list[ShardGather]) -> None:
         super().__init__(dispatcher.exchange, chunks)
         self._esp, self._codec, self._gathers = dispatcher.esp, dispatcher.codec, gathers

@@ -17,12 +17,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from laconic.collectives import api
 from laconic.collectives.codec import Codec
 from laconic.errors import ConfigError
 from laconic.moe.dispatch.base import Buffers, ExchangePlan, ExpertRows, Transport
 from laconic.moe.dispatch.chunking import Chunk, SlicedRows, slice_sizes
 from laconic.moe.dispatch.staged import StagedDispatcher, experts_of, experts_per_rank
-from laconic.moe.parallel.autograd_collectives import all_to_all_rows, exchange_counts
+from laconic.moe.parallel.autograd_collectives import exchange_counts
 from laconic.moe.permute import Order
 from laconic.moe.routing import Routing
 from laconic.moe.row_ops import accumulation_dtype
@@ -107,26 +108,39 @@ class RowsPlan:
         return self.order.combine(out, self.routing)
 
 
-class FlatTransport:
+class FlatTransport(Transport):
     """Transport of `FlatDispatcher`: one exchange that sends a copy to every sharer of an expert."""
 
-    has_shards = False
-    shares = False
+    def __init__(
+        self,
+        exchange: FlatDispatcher,
+        chunks: list[Chunk],
+        leaving: Sequence[Tensor | None] = (),
+        landing: Sequence[Tensor | None] = (),
+    ) -> None:
+        """Bind the transport to its chunks.
 
-    def __init__(self, exchange: FlatDispatcher, chunks: list[Chunk]) -> None:
+        Args:
+            exchange: whose group, shards and codec it uses.
+            chunks: of this rank's rows.
+            leaving, landing: int64 [a] for each chunk, which rows at home it takes and where those that come home
+                belong; None: all, in their order. By default the chunks' own.
+        """
         self._exchange, self._chunks = exchange, chunks
-        self._shards = exchange.num_shards
-        self._home: Tensor | None = None
+        self._leaving = leaving or [chunk.home for chunk in chunks]
+        self._landing = landing or [chunk.home for chunk in chunks]
+        self._shards, self._is_alone = exchange.num_shards, exchange.group.size() == 1
 
     def send(self, i: int, home: Buffers) -> Buffers:
         """See `Transport.send`."""
-        chunk = self._chunks[i]
-        rows = copied(self._outgoing(i, home[0]), chunk.sent, self._shards)
-        return (self._exchanged(rows, chunk.received, self._copies(chunk.sent), self._table(chunk)),)
-
-    def gather(self, i: int, buffers: Buffers) -> Buffers:
-        """See `Transport.gather`: nothing to do, the exchange has sent a copy to each sharer."""
-        return buffers
+        chunk, exchange, index, (rows, *_) = self._chunks[i], self._exchange, self._leaving[i], home
+        rows = copied(rows if index is None else rows.index_select(0, index), chunk.sent, self._shards)
+        if self._is_alone:
+            return (rows,)
+        arrived = rows.new_empty(sum(chunk.received), rows.shape[1])
+        splits = chunk.received, chunk.splits
+        api.all_to_all(arrived, rows.contiguous(), *splits, exchange.group, codec=exchange.codec, table=chunk.table)
+        return (arrived,)
 
     def unpack(self, i: int, buffers: Buffers) -> list[Buffers]:
         """See `Transport.unpack`."""
@@ -137,53 +151,25 @@ class FlatTransport:
         """See `Transport.pack`."""
         return (_joined([rows for (rows,) in slices]).index_select(0, self._chunks[i].inverse),)
 
-    def scatter(self, i: int, buffers: Buffers) -> Buffers:
-        """See `Transport.scatter`: nothing to do, `send_back` adds the sharers' parts."""
-        return buffers
-
     def send_back(self, i: int, buffers: Buffers) -> Buffers:
         """See `Transport.send_back`; adds the parts of the N_ESP sharers."""
-        chunk = self._chunks[i]
-        back = list(zip(*self._table(chunk), strict=True))
-        rows = self._exchanged(buffers[0], self._copies(chunk.sent), chunk.received, back)
-        return (added_up(rows, chunk.sent, self._shards),)
+        chunk, exchange, (rows,) = self._chunks[i], self._exchange, buffers
+        if self._is_alone:
+            return (added_up(rows, chunk.sent, self._shards),)
+        arrived = rows.new_empty(sum(chunk.splits), rows.shape[1])
+        table, splits = list(zip(*chunk.table, strict=True)), (chunk.splits, chunk.received)
+        api.all_to_all(arrived, rows.contiguous(), *splits, exchange.group, codec=exchange.codec, table=table)
+        return (added_up(arrived, chunk.sent, self._shards),)
 
-    def share(self, i: int, buffers: Buffers) -> Buffers:
-        """See `Transport.share`: nothing to do."""
-        return buffers
-
-    def land(self, i: int, buffers: Buffers) -> None:
-        """See `Transport.land`."""
-        index = self._chunks[i].home
-        if index is None:
-            (self._home,) = buffers
-        else:
-            self._put(index, buffers[0], sum(sum(chunk.sent) for chunk in self._chunks))
-
-    @property
-    def home(self) -> Buffers:
-        """See `Transport.home`."""
-        assert self._home is not None, "every chunk has landed"
-        return (self._home,)
-
-    def _outgoing(self, i: int, rows: Tensor) -> Tensor:
-        index = self._chunks[i].home
-        return rows if index is None else rows.index_select(0, index)
-
-    def _put(self, index: Tensor, rows: Tensor, num_rows: int) -> None:
-        if self._home is None:
-            self._home = rows.new_empty(num_rows, rows.shape[1])
-        self._home.index_copy_(0, index, rows)
-
-    def _exchanged(self, rows: Tensor, received: list[int], sent: list[int], table: Sequence[Sequence[int]]) -> Tensor:
-        exchange = self._exchange
-        return all_to_all_rows(rows, received, sent, exchange.group, codec=exchange.codec, table=table)
-
-    def _table(self, chunk: Chunk) -> list[list[int]]:
-        return [self._copies(row) for row in chunk.table]
-
-    def _copies(self, sizes: list[int]) -> list[int]:
-        return [size for size in sizes for _ in range(self._shards)]
+    def join(self, chunks: list[Buffers]) -> Buffers:
+        """See `Transport.join`."""
+        if self._landing[0] is None:
+            return chunks[0]
+        home = chunks[0][0].new_empty(sum(len(rows) for (rows,) in chunks), chunks[0][0].shape[1])
+        for index, (rows,) in zip(self._landing, chunks, strict=True):
+            assert index is not None, "there are several chunks"
+            home.index_copy_(0, index, rows)
+        return (home,)
 
 
 def agreed_rows(exchange: FlatDispatcher, counts: Tensor, num_slices: int) -> SlicedRows:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,27 +23,12 @@ from laconic.moe.dispatch.hierarchical_exchange import StageExchange, carry_up, 
 from laconic.moe.dispatch.staged import StagedDispatcher, experts_of, experts_per_rank
 from laconic.moe.dispatch.token_slices import SlicedStage, SlicedTokens, joined_by_place, slices_of
 from laconic.moe.dispatch.traffic import LevelTraffic, traffic_of
+from laconic.moe.parallel.grid import Level
 from laconic.moe.permute import Order
 from laconic.moe.routing import Routing
 from laconic.topology import Levels, Stage
 
 __all__ = ["HierarchicalDispatcher"]
-
-
-class LevelGroups(Protocol):
-    """Process groups of one level, as `Grid.levels` has them."""
-
-    @property
-    def num_groups(self) -> int:
-        """U: parts of the expert-parallel group at this level; 1 at the first."""
-
-    @property
-    def within(self) -> dist.ProcessGroup:
-        """The ranks of this rank's part."""
-
-    @property
-    def across(self) -> dist.ProcessGroup | None:
-        """One rank of each sister part in the previous level, at the same position in it; None at level 1."""
 
 
 class HierarchicalDispatcher(StagedDispatcher):
@@ -71,7 +55,7 @@ class HierarchicalDispatcher(StagedDispatcher):
 
     def __init__(
         self,
-        levels: Sequence[LevelGroups],
+        levels: Sequence[Level],
         depth: int | None = None,
         *,
         codec: Codec | str = "auto",
@@ -214,27 +198,21 @@ class _LevelPlan:
         ]
 
 
-class _LevelTransport:
+class _LevelTransport(Transport):
     """Transport of a `_LevelPlan`: rows with their weights (forward) or gradients of sums (backward) out, then back."""
-
-    shares = False
 
     def __init__(self, plan: _LevelPlan, degree: int) -> None:
         self._plan, self._per_chunk = plan, plan.num_slices // degree
-        self._landed: list[Buffers] = [()] * degree
-
-    @property
-    def has_shards(self) -> bool:
-        return self._plan.num_stages > 1
+        later = range(1, plan.num_stages)
+        if later:
+            self.gather = lambda i, buffers: self._down(i, buffers, later)
+            self.scatter = lambda i, buffers: self._up(i, buffers, later)
 
     def send(self, i: int, home: Buffers) -> Buffers:
         first, last = self._slices(i)
         starts, sizes = self._plan.size_at_home(0, first), self._plan.size_at_home(first, last)
         parts = zip(home, starts, sizes, strict=False)
         return self._down(i, tuple(x.narrow(0, start, size) for x, start, size in parts), range(1))
-
-    def gather(self, i: int, buffers: Buffers) -> Buffers:
-        return self._down(i, buffers, range(1, self._plan.num_stages))
 
     def unpack(self, i: int, buffers: Buffers) -> list[Buffers]:
         found = [slices_of(x, table) for x, table in zip(buffers, self._plan.arriving(*self._slices(i)), strict=False)]
@@ -244,21 +222,11 @@ class _LevelTransport:
         parts = zip(zip(*slices, strict=True), self._plan.arriving(*self._slices(i)), strict=False)
         return tuple(joined_by_place(of_slices, table) for of_slices, table in parts)
 
-    def scatter(self, i: int, buffers: Buffers) -> Buffers:
-        return self._up(i, buffers, range(1, self._plan.num_stages))
-
     def send_back(self, i: int, buffers: Buffers) -> Buffers:
         return self._up(i, buffers, range(1))
 
-    def share(self, i: int, buffers: Buffers) -> Buffers:
-        return buffers
-
-    def land(self, i: int, buffers: Buffers) -> None:
-        self._landed[i] = buffers
-
-    @property
-    def home(self) -> Buffers:
-        return self._landed[0] if len(self._landed) == 1 else tuple(map(torch.cat, zip(*self._landed, strict=True)))
+    def join(self, chunks: list[Buffers]) -> Buffers:
+        return chunks[0] if len(chunks) == 1 else tuple(map(torch.cat, zip(*chunks, strict=True)))
 
     def _slices(self, i: int) -> tuple[int, int]:
         return i * self._per_chunk, (i + 1) * self._per_chunk

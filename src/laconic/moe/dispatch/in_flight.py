@@ -23,23 +23,21 @@ from laconic.schedule.moe_pipeline import INTER
 __all__ = ["InFlightExchange", "begin", "moved"]
 
 
-@torch.no_grad()
 def moved(plan: ExchangePlan, buffers: Buffers, *, outward: bool, is_backward: bool) -> Buffers:
-    """Move buffers through all steps of one direction of a plan, in one chunk."""
+    """Move buffers through all steps of one direction of a plan, in one chunk; where gradients are off."""
     transport = plan.transport(1, backward=is_backward)
     if outward:
         buffers = transport.send(0, buffers)
-        if transport.has_shards:
+        if transport.gather is not None:
             buffers = transport.gather(0, buffers)
         return transport.unpack(0, buffers)[0]
     buffers = transport.pack(0, [buffers])
-    if transport.has_shards:
+    if transport.scatter is not None:
         buffers = transport.scatter(0, buffers)
     buffers = transport.send_back(0, buffers)
-    if transport.shares:
+    if transport.share is not None:
         buffers = transport.share(0, buffers)
-    transport.land(0, buffers)
-    return transport.home
+    return transport.join([buffers])
 
 
 class InFlightExchange:

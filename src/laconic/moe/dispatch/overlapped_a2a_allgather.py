@@ -105,7 +105,7 @@ def gather_home(rows: Tensor, plan: SaaPlan, chunk: Chunk) -> Tensor:
 
     Equals `FlatTransport.send_back` followed by a gather over the MP group. All MP ranks get the same rows.
     """
-    sent, received = [size for size in chunk.sent for _ in range(plan.num_shards)], chunk.received
+    sent, received = chunk.splits, chunk.received
     segments, me = rows.split(received), plan.mp.rank()
     under_way = []
     for step in plan.steps:

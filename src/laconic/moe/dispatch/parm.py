@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -41,11 +41,9 @@ from laconic.collectives.codec import Codec, Raw
 from laconic.errors import ConfigError
 from laconic.moe.dispatch.base import (
     Buffers,
-    Dispatched,
     Dispatcher,
     ExchangePlan,
     RoutedShare,
-    Started,
     StartsDispatch,
     Transport,
 )
@@ -136,8 +134,6 @@ class _BaselinePlan(RowsPlan):
 class _BaselineTransport(FlatTransport):
     """Transport of the baseline: scatter sums outputs over sharers, gather sums their gradients."""
 
-    has_shards = True
-
     def __init__(self, dispatcher: BaselineDispatcher, chunks: list[Chunk], backward: bool) -> None:
         super().__init__(dispatcher.exchange, chunks)
         self._grid, self._codec, self._backward = dispatcher.grid, dispatcher.codec, backward
@@ -171,6 +167,9 @@ class S1Dispatcher:
             codec: of the gather and of gradients that are added.
         """
         self.grid, self.inner, self.sequence_parallel, self.codec = grid, inner, sequence_parallel, codec
+        self.dispatch, self.combine = inner.dispatch, inner.combine
+        if isinstance(inner, StartsDispatch):
+            self.start = inner.start
 
     def route(self, gate: Gate, x: Tensor) -> RoutedShare:
         """See `SharesTokens.route`: this rank's share of the tokens."""
@@ -204,38 +203,11 @@ class S1Dispatcher:
         """See `laconic.moe.dispatch.base.StartsDispatch`."""
         return (*(self.inner.groups if isinstance(self.inner, StartsDispatch) else ()), self.grid.mp)
 
-    def start(self, x: Tensor, routing: Routing, order: Order) -> Started:
-        """See `laconic.moe.dispatch.base.StartsDispatch`; rows travel before this returns if `inner` cannot start."""
-        if isinstance(self.inner, StartsDispatch):
-            return self.inner.start(x, routing, order)
-        return _Finished(self.inner.dispatch(x, routing, order))
-
-    def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched[Any]:
-        """See `Dispatcher.dispatch`."""
-        return self.inner.dispatch(x, routing, order)
-
-    def combine(self, rows: Tensor, dispatched: Dispatched[Any]) -> Tensor:
-        """See `Dispatcher.combine`."""
-        return self.inner.combine(rows, dispatched)
-
     def restore(self, out: Tensor, share: RoutedShare) -> Tensor:
         """See `SharesTokens.restore`."""
         if self.sequence_parallel:
             return out
         return gather(out, self.grid.mp, sizes=share.sizes, codec=self.codec)
-
-
-class _Finished:
-    """A dispatch that was not started but done."""
-
-    def __init__(self, dispatched: Dispatched[Any]) -> None:
-        self._dispatched = dispatched
-
-    def finish(self) -> Dispatched[Any]:
-        return self._dispatched
-
-    def abandon(self) -> None:
-        pass
 
 
 class S2Dispatcher(StagedDispatcher):
@@ -367,34 +339,27 @@ class _S2Transport(FlatTransport):
             gathers: what comes home is gathered over the MP group.
             saa: gathers the one chunk while it comes home.
         """
-        super().__init__(dispatcher.exchange, chunks)
-        self._mp, self._codec, self._saa = dispatcher.grid.mp, dispatcher.codec, saa
-        self._rows_by_peer, self._of_copies, self._gathers = rows_by_peer, of_copies, gathers
+        self._mp, self._codec, self._saa = dispatcher.grid.mp, dispatcher.codec, saa if gathers else None
+        leaving = [of_peer[self._mp.rank()] for of_peer in rows_by_peer] if of_copies else ()
+        self._gathers = gathers and saa is None
+        landing = [torch.cat(of_peer) for of_peer in rows_by_peer] if self._gathers else ()
+        super().__init__(dispatcher.exchange, chunks, leaving, landing)
+        self._sizes = [[len(index) for index in of_peer] for of_peer in rows_by_peer]
         # Two threads must not use one group: where both use the same, the gather is part of `send_back`.
-        self.shares = gathers and saa is None and self._mp is not self._exchange.group
+        if self._gathers and self._mp is not self._exchange.group:
+            self.share = self._gathered
 
     def send_back(self, i: int, buffers: Buffers) -> Buffers:
-        if self._gathers and self._saa is not None:
+        if self._saa is not None:
             return (gather_home(buffers[0], self._saa, self._chunks[i]),)
         buffers = super().send_back(i, buffers)
-        return self.share(i, buffers) if self._gathers and not self.shares else buffers
+        return self._gathered(i, buffers) if self._gathers and self.share is None else buffers
 
-    def share(self, i: int, buffers: Buffers) -> Buffers:
-        most = max(1, *map(len, self._rows_by_peer[i]))
-        return (all_gather(F.pad(buffers[0], (0, 0, 0, most - len(buffers[0]))), self._mp, codec=self._codec),)
-
-    def land(self, i: int, buffers: Buffers) -> None:
-        if not self._gathers or self._saa is not None:
-            super().land(i, buffers)
-            return
-        num_rows = sum(len(index) for chunk in self._rows_by_peer for index in chunk)
-        for index, rows in zip(self._rows_by_peer[i], buffers[0].chunk(self._mp.size()), strict=True):
-            self._put(index, rows[: len(index)], num_rows)
-
-    def _outgoing(self, i: int, rows: Tensor) -> Tensor:
-        if not self._of_copies:
-            return super()._outgoing(i, rows)
-        return rows.index_select(0, self._rows_by_peer[i][self._mp.rank()])
+    def _gathered(self, i: int, buffers: Buffers) -> Buffers:
+        most = max(1, *self._sizes[i])
+        everybody = all_gather(F.pad(buffers[0], (0, 0, 0, most - len(buffers[0]))), self._mp, codec=self._codec)
+        parts = zip(everybody.split(most), self._sizes[i], strict=True)
+        return (torch.cat([rows[:size] for rows, size in parts]),)
 
 
 def make_dispatcher(

@@ -63,13 +63,13 @@ class StagedDispatcher(ABC):
             RoutingError: there are fewer experts than ranks.
         """
         plan = self.plan(routing, order)
-        return _entered(plan, _exchanged(plan, plan.begin(x), outward=True))
+        return _entered(plan, _Exchange.apply(plan, True, False, *plan.begin(x)))
 
     def combine(self, rows: Tensor, dispatched: Dispatched[_StagedState]) -> Tensor:
         """See `Dispatcher.combine`."""
         plan, entered = dispatched.state.plan, dispatched.state.entered
         leaving = plan.leave(0, _attached(rows, dispatched.rows), entered)
-        (out,) = _exchanged(plan, (leaving,), outward=False)
+        (out,) = _Exchange.apply(plan, False, False, leaving)
         return plan.finish(out)
 
 
@@ -129,11 +129,6 @@ def _attached(rows: Tensor, inputs: Tensor) -> Tensor:
     if not len(rows):
         rows = rows + inputs.sum().to(rows.dtype)  # a sum of no elements
     return rows if rows.requires_grad else rows.detach().requires_grad_()
-
-
-def _exchanged(plan: ExchangePlan, buffers: Buffers, *, outward: bool) -> Buffers:
-    result: Buffers = _Exchange.apply(plan, outward, False, *buffers)
-    return result
 
 
 class _Exchange(torch.autograd.Function):

@@ -24,11 +24,12 @@ from laconic.collectives.codec import Codec
 from laconic.errors import ConfigError, ModelError
 from laconic.moe.dispatch.base import Dispatcher, LocalDispatcher, StartsDispatch
 from laconic.moe.dispatch.parm import Path
+from laconic.moe.gates import Gate, make_gate
 from laconic.moe.hooks import Hook
 from laconic.moe.huggingface.blocks import FLAGS, Block, find_blocks, unknown_experts
 from laconic.moe.huggingface.dispatching import choose_dispatcher
 from laconic.moe.huggingface.experts import FusedExperts, check
-from laconic.moe.huggingface.gate import GivenRouting
+from laconic.moe.huggingface.gate import GivenRouting, RouterGate
 from laconic.moe.huggingface.gradients import clip
 from laconic.moe.huggingface.layer import ExpertsLayer, has_own_replicas
 from laconic.moe.huggingface.saving import save_gathered
@@ -40,6 +41,7 @@ from laconic.moe.parallel.grid import Grid
 from laconic.moe.permute import Order
 from laconic.moe.placement.expert_map import Placement
 from laconic.moe.replica_gradients import fully_shard_layers, reduce_gradients
+from laconic.options import GateName
 
 __all__ = ["Parallelized", "parallelize"]
 
@@ -141,6 +143,7 @@ def parallelize(
     *,
     codec: Codec | str = "auto",
     order: Order | None = None,
+    gate: GateName | Callable[[int, int, int], Gate] | None = None,
     dispatcher: Path | Callable[[Grid | None], Dispatcher] | None = None,
     schedule: Schedule | None = None,
     hooks: Iterable[Hook] = (),
@@ -163,6 +166,10 @@ def parallelize(
             parallelism has them. None keeps all.
         codec: of rows in the all-to-all, see laconic.collectives.
         order, schedule, hooks: of the layers, see MoELayer.
+        gate: decides in the place of the model's router, with its weight: a name of laconic.moe.make_gate, or a
+            function from the numbers of experts, their model_dim and the experts per token. It has no parameters but a
+            weight, as "softmax" and "expert_choice"; the model's configuration knows nothing of it, so pass it
+            wherever the model is used. Its losses are `laconic.moe.auxiliary_losses(model)`. None is the router.
         dispatcher: a path of laconic.moe.make_dispatcher ("joint", "sharded", "s1", "s2", "baseline"), or a function
             that makes each layer's dispatcher from the grid; None is "s1" with mp, else "joint". The model's router
             sees all tokens on every process, also on paths that share them before their gate.
@@ -174,7 +181,8 @@ def parallelize(
             a forward in which their dropout is active.
 
     Raises:
-        ModelError: there are no fused experts, or some compute something else, or are sharded already.
+        ModelError: there are no fused experts, or some compute something else, or are sharded already; `gate` or a
+            router has other parameters.
         ConfigError: there are fewer experts than N_EP, esp does not divide their hidden dimension, the mesh does not
             fit, or the dispatcher would add up other things than this grid's.
     """
@@ -193,12 +201,13 @@ def parallelize(
         raise ConfigError(f"mesh is {mesh!r}, but it must be a Grid, a DeviceMesh or None; make one, as in Grid(ep=8)")
     _check_fit(model, blocks, grid)
     dispatchers = [choose_dispatcher(grid, dispatcher, codec) for _ in blocks]
+    gates = [_gate_of(model, block, gate, check_logits) for block in blocks.values()]
 
     is_cut = grid is not None and grid.layout.joint > 1
     hooks = tuple(hooks)
     shared = _shared_experts(model, blocks, dispatchers, overlap_shared)
     layers: dict[str, ExpertsLayer] = {}
-    for (name, block), made in zip(blocks.items(), dispatchers, strict=True):
+    for (name, block), decides, made in zip(blocks.items(), gates, dispatchers, strict=True):
         original = model.get_submodule(name)
         parameters = {
             key: shard(key, parameter, original, grid) if grid is not None and is_cut else parameter
@@ -207,7 +216,7 @@ def parallelize(
         experts = FusedExperts(original, parameters, adds_down_bias=grid is None or grid.esp.rank() == 0)
         layers[name] = ExpertsLayer(
             original,
-            GivenRouting(block.num_experts, check_logits),
+            decides,
             experts,
             order,
             made,
@@ -268,6 +277,24 @@ def _shared_experts(
                 one = replace(one, place=None, reason=f"{type(dispatcher).__name__} cannot start to send rows")
             found[name] = one if overlap else replace(one, place=None, reason="overlap_shared is False")
     return found
+
+
+def _gate_of(
+    model: nn.Module, block: Block, wanted: str | Callable[[int, int, int], Gate] | None, check_logits: bool
+) -> GivenRouting:
+    if wanted is None:
+        return GivenRouting(block.num_experts, check_logits)
+    if block.router is None or block.top_k is None:
+        raise ModelError(
+            f"gate is {wanted!r}, but beside {block.experts} no one module is its router for certain, with the number"
+            " of experts per token as top_k; leave gate out"
+        )
+    router = model.get_submodule(block.router)
+    model_dim = next(router.parameters()).shape[-1]
+    if isinstance(wanted, str):
+        options = {"device": "meta", "check_logits": check_logits}
+        return RouterGate(make_gate(wanted, block.num_experts, model_dim, block.top_k, **options), router, block.router)
+    return RouterGate(wanted(block.num_experts, model_dim, block.top_k), router, block.router)
 
 
 def _check_fit(model: nn.Module, blocks: dict[str, Block], grid: Grid | None) -> None:

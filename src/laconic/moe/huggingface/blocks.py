@@ -30,6 +30,8 @@ class Block:
     num_experts: int
     router: str | None = None
     """A module beside the experts with a weight [num_experts, hidden]; None if there is none, or more than one."""
+    top_k: int | None = None
+    """Experts per token, where the router or the block says it."""
 
 
 def find_blocks(model: nn.Module) -> dict[str, Block]:
@@ -59,7 +61,10 @@ def find_blocks(model: nn.Module) -> dict[str, Block]:
         block = model.get_submodule(owner)
         _check_top_k(owner, block, num_experts)
         router = _router_beside(block, child, num_experts)
-        found[name] = Block(name, num_experts, None if router is None else f"{owner}.{router}".lstrip("."))
+        says = (block,) if router is None else (block.get_submodule(router), block)
+        top_k = next((k for one in says if isinstance(k := getattr(one, "top_k", None), int)), None)
+        path = None if router is None else f"{owner}.{router}".lstrip(".")
+        found[name] = Block(name, num_experts, path, top_k)
     return found
 
 

@@ -1,15 +1,15 @@
-"""Gate of a layer whose routing comes from the model's own router."""
+"""Gates of a layer in a Hugging Face model: its router's decisions, or a gate of laconic.moe with its weight."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from laconic.errors import RoutingError
+from laconic.errors import ModelError, RoutingError
 from laconic.moe.gates.base import Gate, checked
-from laconic.moe.routing import Routing
+from laconic.moe.routing import Routing, SoftRouting
 
-__all__ = ["GivenRouting"]
+__all__ = ["GivenRouting", "RouterGate"]
 
 
 class GivenRouting(Gate):
@@ -30,8 +30,8 @@ class GivenRouting(Gate):
         self.num_experts, self.check_weights = num_experts, check_weights
         self.top_k: int | None = None
 
-    def routing(self, indices: Tensor, weights: Tensor) -> Routing:
-        """Make the routing of indices, integers [..., k], and weights [..., k].
+    def routing(self, x: Tensor, indices: Tensor, weights: Tensor) -> Routing | SoftRouting:
+        """Make the routing of tokens x [..., M] from indices, integers [..., k], and weights [..., k].
 
         Raises:
             RoutingError: shapes differ or, with `check_weights`, weights are NaN or infinite.
@@ -62,3 +62,45 @@ class GivenRouting(Gate):
     def extra_repr(self) -> str:
         """Show num_experts and top_k."""
         return f"num_experts={self.num_experts}, top_k={self.top_k}"
+
+
+class RouterGate(GivenRouting):
+    """Decides by a gate in the place of a model's router, whose weight it reads; the model's parameters stay.
+
+    Args:
+        gate: with a weight [E, M] and nothing else that is trained or saved.
+        router: of the model, with that weight alone.
+        name: of the router, for messages.
+
+    Raises:
+        ModelError: the gate or the router has other parameters.
+    """
+
+    def __init__(self, gate: Gate, router: nn.Module, name: str) -> None:
+        super().__init__(gate.num_experts)
+        more = sorted({*gate.state_dict()} - {"weight"})
+        own = dict(gate.named_parameters()).get("weight")
+        weight = dict(router.named_parameters())
+        if more or own is None:
+            raise ModelError(
+                f"{type(gate).__name__} has {', '.join(more) or 'no weight'} where the model's checkpoints have only"
+                f" {name}.weight; use a gate with a weight [experts, hidden] alone, as softmax and expert_choice"
+            )
+        if {*weight} != {"weight"} or weight["weight"].shape != own.shape:
+            shapes = {key: list(p.shape) for key, p in weight.items()}
+            raise ModelError(
+                f"router {name} has {shapes}, but a gate in its place reads a weight {list(own.shape)} and nothing"
+                " else; leave gate out"
+            )
+        del gate.weight
+        self.gate = gate
+        self.__dict__["router"] = router  # which is the model's, not this layer's
+
+    def routing(self, x: Tensor, indices: Tensor, weights: Tensor) -> Routing | SoftRouting:
+        """Route tokens x [..., M]; of the router's decision only the number of experts per token is read."""
+        router = self.__dict__["router"]
+        self.top_k = indices.shape[-1]
+        self.gate.train(router.training)
+        self.gate.__dict__["weight"] = router.weight  # read anew: hosts replace parameters
+        routing: Routing | SoftRouting = self.gate(x.reshape(-1, x.shape[-1]))
+        return routing

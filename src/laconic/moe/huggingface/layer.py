@@ -118,7 +118,7 @@ class ExpertsLayer(MoELayer):
 
         torch.compile breaks its graph here: the number of rows of an expert is known only when they arrive.
         """
-        return self.run(hidden_states, self.gate.routing(top_k_index, top_k_weights))
+        return self.run(hidden_states, self.gate.routing(hidden_states, top_k_index, top_k_weights))
 
     def run(self, x: Tensor, routing: Routing | SoftRouting | None = None) -> Tensor:
         """See `MoELayer.run`.
@@ -132,7 +132,7 @@ class ExpertsLayer(MoELayer):
         try:
             return super().run(x, routing)
         finally:
-            self.is_running = False
+            self.is_running, self.meanwhile = False, None
 
     def mean_of_forward(self) -> ExpertMean | None:
         """See `MoELayer.mean_of_forward`."""

@@ -38,7 +38,6 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
-    "all_to_all_rows",
     "exchange_counts",
     "gather",
     "losses_named",
@@ -51,29 +50,6 @@ __all__ = [
 ]
 
 AnyCodec = Codec | str
-
-
-def all_to_all_rows(
-    rows: Tensor,
-    output_splits: Sequence[int],
-    input_splits: Sequence[int],
-    group: dist.ProcessGroup,
-    *,
-    codec: AnyCodec = "auto",
-    table: Sequence[Sequence[int]] | None = None,
-) -> Tensor:
-    """Send rows [sum(input_splits), ...] to the ranks of `group`; return [sum(output_splits), ...], rank 0's first.
-
-    Args:
-        rows: ordered by destination.
-        output_splits, input_splits: rows from and to each rank.
-        group: the ranks.
-        codec: of rows and their gradients.
-        table: rows from each rank to each, [from][to], if all ranks know them; saves a round of short messages.
-    """
-    if group.size() == 1:
-        return rows
-    return all_to_all(rows, output_splits, input_splits, group, codec=codec, table=table)
 
 
 def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -214,6 +190,8 @@ class _Whole:
 def _apply(x: Tensor, there: _Operation, back: _Operation, group: dist.ProcessGroup, codec: AnyCodec) -> Tensor:
     if group.size() == 1:
         return x
+    if not torch.is_grad_enabled():
+        return there(x, group, codec)
     result: Tensor = _Collective.apply(x, there, back, group, codec)
     return result
 

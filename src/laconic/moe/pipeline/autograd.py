@@ -13,42 +13,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from laconic.errors import ScheduleError
-from laconic.moe.dispatch.base import Buffers, ExchangePlan, Transport
+from laconic.moe.dispatch.base import Buffers, ExchangePlan, Step, Transport
 from laconic.moe.layer import MoELayer
 from laconic.ops.derivatives import edge_of, first_derivatives
 
-__all__ = ["Compute", "PlanExecutor", "ChunkRunner", "ChunkedLayer", "one_call"]
+if TYPE_CHECKING:
+    from laconic.moe.pipeline.schedule import ChunkedSchedule
+
+__all__ = ["Compute", "ChunkRunner", "ChunkedLayer", "one_call"]
 
 Compute = Callable[[int, Buffers], Buffers]
 """Computation on one slice at the experts: from the slice's number and buffers to the buffers that go home."""
-
-
-class PlanExecutor(Protocol):
-    """Runs exchange plans; implemented by `laconic.moe.ChunkedSchedule`."""
-
-    @property
-    def num_slices(self) -> int:
-        """Number of slices over all chunks."""
-
-    def execute(
-        self,
-        direction: str,
-        plan: ExchangePlan,
-        home: Buffers,
-        compute: Compute,
-        meanwhile: Callable[[], object] | None = None,
-    ) -> Buffers:
-        """Send `home` to the experts, call `compute` there for each slice, and return what comes home.
-
-        `meanwhile` is called in the caller's thread when the first rows have been sent.
-        """
 
 
 class ChunkRunner:
@@ -64,20 +46,28 @@ class ChunkRunner:
 
     def actions(self) -> dict[str, Callable[[], object]]:
         """Return the actions by name of the task of `laconic.schedule.pipeline_tasks`."""
-        steps = {"dispatch": self._dispatch, "experts": self._experts, "combine": self._combine}
-        if self._transport.has_shards:
-            steps |= {"all_gather": self._gather, "reduce_scatter": self._scatter}
-        if self._transport.shares:
-            steps["share"] = self._share
-        return {f"{name} {i}": partial(step, i) for name, step in steps.items() for i in range(self._degree)}
+        of = self._transport
+        steps = {"all_gather": of.gather, "reduce_scatter": of.scatter, "combine": of.send_back, "share": of.share}
+        actions: dict[str, Callable[[], object]] = {}
+        for i in range(self._degree):
+            actions |= {f"dispatch {i}": partial(self._dispatch, i), f"experts {i}": partial(self._experts, i)}
+            for name, step in steps.items():
+                if step is not None:
+                    actions[f"{name} {i}"] = partial(self._pass_on, i, step)
+        return actions
 
     @torch.no_grad()
     def _dispatch(self, i: int) -> None:
         self._put(i, self._transport.send(i, self._home))
 
     @torch.no_grad()
-    def _gather(self, i: int) -> None:
-        self._put(i, self._transport.gather(i, self._at[i]))
+    def _pass_on(self, i: int, step: Step) -> None:
+        self._put(i, step(i, self._at[i]))
+
+    @torch.no_grad()
+    def home(self) -> Buffers:
+        """Return what came home, when all actions have run."""
+        return self._transport.join(self._at)
 
     def _experts(self, i: int) -> None:
         first, found = i * self._slices_per_chunk, []
@@ -88,21 +78,6 @@ class ChunkRunner:
         with torch.no_grad():
             self._put(i, self._transport.pack(i, found))
 
-    @torch.no_grad()
-    def _scatter(self, i: int) -> None:
-        self._put(i, self._transport.scatter(i, self._at[i]))
-
-    @torch.no_grad()
-    def _combine(self, i: int) -> None:
-        self._put(i, self._transport.send_back(i, self._at[i]))
-        if not self._transport.shares:
-            self._transport.land(i, self._at[i])
-
-    @torch.no_grad()
-    def _share(self, i: int) -> None:
-        self._put(i, self._transport.share(i, self._at[i]))
-        self._transport.land(i, self._at[i])
-
     def _put(self, i: int, buffers: Buffers) -> None:
         if buffers[0].is_cuda:
             self._kept.append(self._at[i])  # another stream may still read it
@@ -112,7 +87,7 @@ class ChunkRunner:
 class ChunkedLayer:
     """One forward of a layer, and its backward; see [Note: autograd in chunks]."""
 
-    def __init__(self, schedule: PlanExecutor, layer: MoELayer, plan: ExchangePlan) -> None:
+    def __init__(self, schedule: ChunkedSchedule, layer: MoELayer, plan: ExchangePlan) -> None:
         self._schedule, self._layer, self._plan = schedule, layer, plan
         self._records = torch.is_grad_enabled()
         self._slices: list[tuple[Buffers, Tensor] | None] = [None] * schedule.num_slices

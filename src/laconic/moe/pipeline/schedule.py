@@ -162,7 +162,10 @@ class ChunkedSchedule:
         compute: Compute,
         meanwhile: Callable[[], object] | None = None,
     ) -> Buffers:
-        """See `laconic.moe.pipeline.autograd.PlanExecutor`: `compute` is called slice by slice."""
+        """Send `home` to the experts, call `compute` there for each slice, and return what comes home.
+
+        `meanwhile` is called in the caller's thread when the first rows have been sent.
+        """
         back = direction == "backward"
         degree = self.backward if back else self.forward
         transport = plan.transport(degree, backward=back)
@@ -180,22 +183,22 @@ class ChunkedSchedule:
         self.executions[direction] = execute(tasks, actions, streams)
         if back and self.gradients is not None:
             self.gradients.after(self.part)
-        return transport.home
+        return runner.home()
 
     def _plan(
         self, degree: int, times: LayerTimes | None, transport: Transport, gradient_seconds: float | None
     ) -> StreamPlan:
-        none = ChunkTime(0.0, 0.0)
+        none, gathers, shares = ChunkTime(0.0, 0.0), transport.gather is not None, transport.share is not None
         if times is None:
-            times = LayerTimes(none, none, none, *((none, none) if transport.has_shards else ()))
-        if (times.all_gather is not None) != transport.has_shards:
+            times = LayerTimes(none, none, none, *((none, none) if gathers else ()))
+        if (times.all_gather is not None) != gathers:
             raise ScheduleError(
                 f"times {'have' if times.all_gather else 'lack'} all_gather and reduce_scatter, but the layer's"
-                f" dispatcher {'does' if transport.has_shards else 'does not do'} either; measure the times of this"
+                f" dispatcher {'does' if gathers else 'does not do'} either; measure the times of this"
                 " dispatcher"
             )
-        if (times.share is not None) != transport.shares:
-            times = replace(times, share=none if transport.shares else None)
+        if (times.share is not None) != shares:
+            times = replace(times, share=none if shares else None)
         tasks = pipeline_tasks(times, degree, gradient_seconds, shared_link=self.shared_link)
         return issued_around_compute(StreamPlan(tuple(tasks)))
 

@@ -19,7 +19,7 @@ from laconic.cost.moe.rates import Coding, MoERates
 from laconic.errors import ConfigError
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.placement.consensus import first_answer
-from laconic.moe.placement.swap_search import SwapPlan, SwapTables, group_rows, plan_swaps, swap_tables, weigh_pairs
+from laconic.moe.placement.swap_search import SwapPlan, SwapTables, group_rows, level_seconds, plan_swaps, swap_tables
 from laconic.moe.routing import Routing
 
 __all__ = ["RoutingQuery", "agree_on_swaps", "query_routing"]
@@ -140,7 +140,8 @@ class _Counted:
             return plan_swaps(tables, self._costs({g: tables.load(g) for g in groups}, rates, coding))
         now, then = total.split(sum(groups))
         loads, moved = (dict(zip(groups, part.split(list(groups)), strict=True)) for part in (now, then))
-        return weigh_pairs(self.asked.pairs, loads, moved, self._costs(loads, rates, coding))
+        costs = self._costs(loads, rates, coding)
+        return SwapPlan(self.asked.pairs, level_seconds(loads, costs), level_seconds(moved, costs))
 
     def _costs(self, loads: dict[int, Tensor], rates: MoERates, coding: Coding | None) -> tuple[LevelCost, ...]:
         fullest = {g: float(load.max()) for g, load in loads.items()}

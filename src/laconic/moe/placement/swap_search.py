@@ -30,11 +30,11 @@ __all__ = [
     "SwapPlan",
     "SwapTables",
     "group_rows",
+    "level_seconds",
     "pair_seconds",
     "plan_swaps",
     "smooth_max",
     "swap_tables",
-    "weigh_pairs",
 ]
 
 GAMMA = 10.0
@@ -128,13 +128,35 @@ def smooth_max(x: Tensor, gamma: float = GAMMA, dim: int = -1) -> Tensor:
     return (most * ((x / safe) ** gamma).sum(dim, keepdim=True) ** (1 / gamma)).squeeze(dim)
 
 
-def pair_seconds(tables: SwapTables, costs: Sequence[LevelCost], gamma: float = GAMMA) -> tuple[float, Tensor]:
-    """Predict all-to-all seconds of one direction now, and after exchanging slots a and b, float64 [E, E].
+def level_seconds(loads: Mapping[int, Tensor], costs: Sequence[LevelCost]) -> float:
+    """Predict all-to-all seconds of one direction where groups have these rows, by number of groups g int64 [g].
 
     Q of the paper: the sum over levels of alpha + beta * smooth maximum of the rows of groups.
     """
-    loads = {g: tables.load(g).double() for g in tables.num_groups}
-    return _before(loads, costs, gamma), _after(tables, loads, costs, gamma)
+    return sum(
+        cost.alpha_seconds + cost.seconds_per_row * float(smooth_max(loads[cost.num_groups].double())) for cost in costs
+    )
+
+
+def pair_seconds(tables: SwapTables, costs: Sequence[LevelCost]) -> Tensor:
+    """Predict `level_seconds` after exchanging slots a and b, float64 [E, E].
+
+    Only two groups change, so their powers leave the sum and come back changed.
+    """
+    size, device = tables.num_experts, tables.flat.device
+    seconds = torch.zeros(size, size, dtype=torch.float64, device=device)
+    for cost in costs:
+        g = cost.num_groups
+        group = _groups(size, g, device)
+        load, change = tables.load(g).double(), tables.change(g).double()
+        changed = (load[group][:, None] + change).clamp(min=0)  # of a's group, for each b
+        scale = torch.maximum(changed.amax(), load.amax()).clamp(min=1)
+        old, new = (load / scale) ** GAMMA, (changed / scale) ** GAMMA
+        total = old.sum() - old[group][:, None] - old[group][None, :] + new + new.T
+        # Nothing changes within a group, whose power would leave the sum twice.
+        total = torch.where(group[:, None] == group[None, :], old.sum(), total).clamp(min=0)
+        seconds += cost.alpha_seconds + cost.seconds_per_row * scale * total ** (1 / GAMMA)
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -166,38 +188,20 @@ class SwapPlan:
         return SwapPlan(self.pairs + later.pairs, self.before_seconds, later.after_seconds)
 
 
-def plan_swaps(tables: SwapTables, costs: Sequence[LevelCost], *, gamma: float = GAMMA) -> SwapPlan:
+def plan_swaps(tables: SwapTables, costs: Sequence[LevelCost]) -> SwapPlan:
     """Find the pair that shortens the all-to-all most, exactly; none if all lengthen it.
 
     For several pairs make new tables after each, since pairs share tokens, and join the plans with `then`.
     Ties go to the lowest slots. Roots are libm's: where machines differ, one rank's plan should count for all.
     """
-    before, after = pair_seconds(tables, costs, gamma)
+    before = level_seconds({g: tables.load(g) for g in tables.num_groups}, costs)
+    after = pair_seconds(tables, costs)
     best = int(after.masked_fill(torch.ones_like(after, dtype=torch.bool).tril(), torch.inf).argmin())
     a, b = divmod(best, tables.num_experts)
     seconds = float(after[a, b])
     if a >= b or not seconds < before * (1 - 1e-12):
         return SwapPlan((), before, before)
     return SwapPlan(((a, b),), before, seconds)
-
-
-def weigh_pairs(
-    pairs: Sequence[tuple[int, int]],
-    before: Mapping[int, Tensor],
-    after: Mapping[int, Tensor],
-    costs: Sequence[LevelCost],
-    gamma: float = GAMMA,
-) -> SwapPlan:
-    """Plan given pairs, with their gain on tokens of which groups have the rows `before` now and `after` the exchange.
-
-    Args:
-        pairs: of slots.
-        before, after: by number of groups g, int64 [g], of all ranks, see `group_rows`.
-        costs: of the levels.
-        gamma: exponent of the smooth maximum.
-    """
-    seconds = [_before({g: load.double() for g, load in loads.items()}, costs, gamma) for loads in (before, after)]
-    return SwapPlan(tuple(pairs), *seconds)
 
 
 def group_rows(tokens: Tensor, slots: Tensor, num_experts: int, num_groups: int) -> Tensor:
@@ -210,30 +214,6 @@ def group_rows(tokens: Tensor, slots: Tensor, num_experts: int, num_groups: int)
     """
     reached = torch.unique(tokens * num_groups + slots // (num_experts // num_groups)) % num_groups
     return torch.bincount(reached, minlength=num_groups)
-
-
-def _before(loads: dict[int, Tensor], costs: Sequence[LevelCost], gamma: float) -> float:
-    return sum(
-        cost.alpha_seconds + cost.seconds_per_row * float(smooth_max(loads[cost.num_groups], gamma)) for cost in costs
-    )
-
-
-def _after(tables: SwapTables, loads: dict[int, Tensor], costs: Sequence[LevelCost], gamma: float) -> Tensor:
-    """Only two groups change, so their powers leave the sum and come back changed."""
-    size = tables.num_experts
-    seconds = torch.zeros(size, size, dtype=torch.float64, device=tables.flat.device)
-    for cost in costs:
-        g = cost.num_groups
-        group = _groups(size, g, tables.flat.device)
-        load, change = loads[g], tables.change(g).double()
-        changed = (load[group][:, None] + change).clamp(min=0)  # of a's group, for each b
-        scale = torch.maximum(changed.amax(), load.amax()).clamp(min=1)
-        old, new = (load / scale) ** gamma, (changed / scale) ** gamma
-        total = old.sum() - old[group][:, None] - old[group][None, :] + new + new.T
-        # Nothing changes within a group, whose power would leave the sum twice.
-        total = torch.where(group[:, None] == group[None, :], old.sum(), total).clamp(min=0)
-        seconds += cost.alpha_seconds + cost.seconds_per_row * scale * total ** (1 / gamma)
-    return seconds
 
 
 def _groups(num_experts: int, num_groups: int, device: torch.device) -> Tensor:

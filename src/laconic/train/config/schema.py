@@ -21,6 +21,7 @@ from laconic.options import (
     Attention,
     BlockSize,
     Code,
+    GateName,
     GradientBits,
     Loss,
     Mode,
@@ -80,6 +81,7 @@ Paths = Annotated[tuple[PathText, ...], list_of('strings, e.g. ["corpus/"]')]
 
 _OF_SPREAD_EXPERTS = (
     *("dispatcher", "levels", "depth", "dispatch_codec", "chunks", "overlap_grad_reduce", "capacity_factor"),
+    "gate",
     *("swap_every", "swap_policy", "swap_pairs", "rates"),
 )
 """Settings of `[moe]` that need `moe.expert_parallel`."""
@@ -285,6 +287,9 @@ class MoEConfig:
     """flat: one all-to-all. hierarchical: level by level, each row once per group of processes that has experts for
     it. auto: laconic.moe.autotune chooses one of these, depth, code of rows and chunks, by measured rates and the first
     micro-batch."""
+    gate: GateName | None = None
+    """Decides in the place of the model's routers, with their weights; one that has no other parameters, as softmax and
+    expert_choice. Nothing balances it. None: the routers."""
     levels: Integers = ()
     """Groups that the processes of one EP group form at each level, such as nodes: each number is a multiple of the one
     before. Empty: the machines, as LOCAL_WORLD_SIZE tells."""
@@ -328,6 +333,9 @@ class MoEConfig:
             for name in _OF_SPREAD_EXPERTS:
                 if getattr(self, name) != MoEConfig.__dataclass_fields__[name].default:
                     refuse(self, name, "be left out without moe.expert_parallel; set that to 1 or more")
+        for name in ("router_aux_loss_coef", "router_z_loss_coef", "bias_rate"):
+            if self.gate is not None and getattr(self, name):
+                refuse(self, name, "be left out with moe.gate: it balances routers, whose decisions are not taken")
         if self.depth is not None and self.dispatcher != "hierarchical":
             refuse(self, "depth", "come with moe.dispatcher = hierarchical")
         if self.dispatcher == "auto" and self.dispatch_codec == "lossless":

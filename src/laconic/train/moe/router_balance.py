@@ -233,6 +233,8 @@ def watch_routers(model: nn.Module, config: TrainConfig, world: World) -> tuple[
         ConfigError: this model cannot be balanced as the configuration asks.
     """
     moe = config.moe
+    if moe.gate is not None:
+        return None, f"routers: a {moe.gate} gate decides in their place; nothing balances it"
     asked = {
         name: value
         for name in ("router_aux_loss_coef", "router_z_loss_coef", "bias_rate")

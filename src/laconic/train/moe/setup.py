@@ -225,6 +225,7 @@ def spread_experts(model: nn.Module, config: TrainConfig, world: World) -> Sprea
         spread = parallelize(
             model,
             grid,
+            gate=config.moe.gate,
             dispatcher=lambda grid: _dispatcher(grid, config),
             schedule=_schedule(config),
             hooks=hooks,
