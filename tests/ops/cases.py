@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from laconic.ops import BITS, native, reference
+from laconic.ops.codebooks import AFFINE
 
-SYMMETRIC = ("nf4", "e2m1", "int4", "int5", "int6", "int8")
-CODES = ("uint2", *SYMMETRIC)
+CODES = tuple(BITS)
+SYMMETRIC = tuple(code for code in CODES if code not in AFFINE)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 SEEDS = (None, 5)
