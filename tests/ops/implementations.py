@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -37,7 +38,8 @@ class Kernels:
         if self.name == "reference":
             return getattr(reference, op)
         if self.name != "triton":
-            return lambda *arguments, **options: getattr(native, op)(*arguments, isa=self.name, **options)
+            kernel = getattr(native, op, None)  # an op without C++ kernels runs the reference
+            return partial(kernel, isa=self.name) if kernel else getattr(reference, op)
         kernel = getattr(import_module(f"laconic.ops.triton.{OPS[op].family}"), op)
 
         def call(*arguments: Any, **options: Any) -> Any:
