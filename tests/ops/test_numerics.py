@@ -143,6 +143,10 @@ def test_golden_bytes_stay(ops: Implementation, code: str, seed: int | None) -> 
     assert scales.tolist() == GOLDEN_SCALES[code]
 
 
+def test_every_code_has_a_worked_example_and_golden_bytes() -> None:
+    assert {code for code, *_ in EXAMPLES} == {code for code, _ in GOLDEN} == set(GOLDEN_SCALES) == set(SYMMETRIC)
+
+
 def test_random_numbers_are_the_documented_ones() -> None:
     index = torch.tensor([0, 1, 2, 3, 2**32 - 1, 2**32, 2**62])
     integers = [13440492, 9627422, 3605398, 13976068, 9554806, 3494144, 13574166]
