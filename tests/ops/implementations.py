@@ -59,12 +59,14 @@ def _moved(values: Any, device: str) -> Any:
     return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, values)
 
 
-_NATIVE = [] if INTERPRETED else [Kernels(isa) for isa in native.supported_isas()]
+NATIVE = [] if INTERPRETED else [Kernels(isa) for isa in native.supported_isas()]
 _TRITON = [Kernels("triton")] if INTERPRETED or (torch.cuda.is_available() and find_spec("triton")) else []
-KERNELS = [*_NATIVE, *_TRITON]
+KERNELS = [*NATIVE, *_TRITON]
+
+CPU_IMPLEMENTATIONS = [Kernels("reference"), *NATIVE]
 
 each_kernel = pytest.mark.parametrize("kernels", KERNELS, ids=str)
-each_native = pytest.mark.parametrize("kernels", _NATIVE, ids=str)
+each_native = pytest.mark.parametrize("kernels", NATIVE, ids=str)
 """For what only C++ has: threads."""
 each_implementation = pytest.mark.parametrize("ops", [Kernels("reference"), *KERNELS], ids=str)
 

@@ -235,7 +235,9 @@ def _test_bits(implementation_of: Callable[[str], Callable[..., Any] | None], de
 
     for op in OPS:
         implementation = implementation_of(op)
-        for choices, arguments in () if implementation is None else examples(op):  # without kernels the reference runs
+        if implementation is None:  # without kernels of its own the reference runs
+            continue
+        for choices, arguments in examples(op):
             where = f"{op} ({', '.join(map(str, choices))})"
             try:
                 wrong = difference(op, implementation, arguments, device)
