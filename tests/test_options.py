@@ -30,8 +30,8 @@ VALUES: dict[str, tuple[object, ...]] = {
     "optimizer": options.OPTIMIZERS,
 }
 WRONG: dict[str, tuple[object, ...]] = {
-    "activations": (0, 1, 3, 7, 9, 32, -4),
-    "attention": ("", "int3", "Exact", "bf16"),
+    "activations": (0, 1, 7, 9, 32, -4),
+    "attention": ("", "int7", "Exact", "bf16"),
     "mode": ("", "hook"),
     "loss": ("", "chunk", "auto"),
     "gradients": (0, 4, 16),

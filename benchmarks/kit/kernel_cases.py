@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from laconic.ops import STATE_BLOCK_SIZE
+from laconic.ops.declarations import OPS
 from laconic.ops.triton import accumulate, adamw, blockwise, gated, lossless, reduce, rows
 from laconic.ops.triton import bits as one_bit
 
@@ -34,7 +37,18 @@ class KernelCase:
 
 
 def kernel_cases(n: int = 1 << 20) -> Iterator[KernelCase]:
-    """Every case, on tensors of n elements; n is a multiple of 4096."""
+    """Every case, on tensors of n elements; n is a multiple of 4096. An op without one takes its first example."""
+    cases = list(_cases(n))
+    yield from cases
+    for name in OPS.keys() - {case.op for case in cases}:
+        op = OPS[name]
+        arguments = op.example(*op.examples[0])
+        kernel = getattr(import_module(f"laconic.ops.triton.{op.family}"), name)
+        moved = sum(x.nbytes for x in tree_leaves(arguments) if isinstance(x, Tensor))
+        yield KernelCase(name, "example", lambda k=kernel, a=arguments: k(*a), moved)
+
+
+def _cases(n: int) -> Iterator[KernelCase]:
     yield from _blockwise(n)
     yield from _gated(n)
     yield from _gradients(n)

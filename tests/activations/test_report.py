@@ -192,7 +192,7 @@ def test_hooks_pack_once_what_is_saved_twice_and_never_parameters() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"bits": 3}, FormatError, r"bits is 3, but it must be 2, 4, 5, 6, 8 or 16"),
+        ({"bits": 7}, FormatError, r"bits is 7, but it must be 2, .* 8 or 16"),
         ({"block_size": 48}, FormatError, r"block_size is 48, but it must be"),
         ({"bits": 8, "format": "nf4"}, FormatError, r"nf4"),
         ({"format": "fp4"}, FormatError, r"fp4"),

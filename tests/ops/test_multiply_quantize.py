@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,25 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from laconic.errors import FormatError
-from laconic.ops import multiply_quantize_blockwise, native, quantize_blockwise, reference
+from laconic.ops import multiply_quantize_blockwise, quantize_blockwise, reference
 from tests.grid import grid
 from tests.ops.cases import BLOCK_SIZES, CODES, DTYPES, awkward_tensors, every_pattern, same_bits
+from tests.ops.implementations import CPU_IMPLEMENTATIONS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAN_BITS = {FP32: 0x7FC00000, BF16: 0x7FC0, FP16: 0x7E00}
 
 
-def implementations() -> dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]]:
-    """The reference and every instruction set that this CPU runs."""
-    found: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
-        "reference": reference.multiply_quantize_blockwise
-    }
-    for isa in native.supported_isas():
-        found[isa] = lambda *args, isa=isa: native.multiply_quantize_blockwise(*args, isa=isa)
-    return found
-
-
-IMPLEMENTATIONS = implementations()
+IMPLEMENTATIONS = {each.name: each.multiply_quantize_blockwise for each in CPU_IMPLEMENTATIONS}
 
 
 def product_of(a: Tensor, b: Tensor) -> Tensor:

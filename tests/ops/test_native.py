@@ -24,13 +24,11 @@ from tests.ops.cases import (
     awkward_tensors,
     center_of,
     every_pattern,
-    implementations,
     same_bits,
 )
+from tests.ops.implementations import NATIVE
 
 pytestmark = pytest.mark.skipif(not native.supported_isas(), reason="the C++ kernels are not built")
-
-NATIVE = implementations()[1:]
 
 
 @pytest.mark.parametrize(("dtype", "code", "block_size"), grid(DTYPES, CODES, BLOCK_SIZES))
@@ -40,7 +38,9 @@ def test_all_bits_are_the_references(dtype: torch.dtype, code: str, block_size: 
         length = x.shape[-1] if x.dim() else 1
         for ops in NATIVE:
             where = (name, scale_dtype, seed, ops.name)
-            native_codes, native_scales = ops.quantize(x, code, block_size, scale_dtype, seed, first_index=FIRST_INDEX)
+            native_codes, native_scales = ops.quantize_blockwise(
+                x, code, block_size, scale_dtype, seed, first_index=FIRST_INDEX
+            )
             assert same_bits(native_scales, scales), where
             assert same_bits(native_codes, codes), where
         if seed is not None:
@@ -49,7 +49,7 @@ def test_all_bits_are_the_references(dtype: torch.dtype, code: str, block_size: 
             back = reference.dequantize_blockwise(codes, scales, code, block_size, length, out)
             for ops in NATIVE:
                 where = (name, scale_dtype, out, ops.name)
-                assert same_bits(ops.dequantize(codes, scales, code, block_size, length, out), back), where
+                assert same_bits(ops.dequantize_blockwise(codes, scales, code, block_size, length, out), back), where
 
 
 @pytest.mark.parametrize(("dtype", "code", "block_size"), grid(DTYPES, CODES, [16, 64]))
@@ -63,10 +63,12 @@ def test_all_bits_are_the_references_around_a_center(dtype: torch.dtype, code: s
         back = reference.dequantize_blockwise(codes, scales, code, block_size, length, dtype, center)
         for ops in NATIVE:
             where = (name, seed, ops.name)
-            found = ops.quantize(x, code, block_size, torch.bfloat16, seed, center, first_index=FIRST_INDEX)
+            found = ops.quantize_blockwise(x, code, block_size, torch.bfloat16, seed, center, first_index=FIRST_INDEX)
             assert same_bits(found[0], codes), where
             assert same_bits(found[1], scales), where
-            assert same_bits(ops.dequantize(codes, scales, code, block_size, length, dtype, center), back), where
+            assert same_bits(ops.dequantize_blockwise(codes, scales, code, block_size, length, dtype, center), back), (
+                where
+            )
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -79,7 +81,7 @@ def test_every_16_bit_pattern_gives_the_references_bits(dtype: torch.dtype, code
     for tensor, scale_dtype, seed in cases:
         codes, scales = reference.quantize_blockwise(tensor, code, 16, scale_dtype, seed)
         for ops in NATIVE:
-            native_codes, native_scales = ops.quantize(tensor, code, 16, scale_dtype, seed)
+            native_codes, native_scales = ops.quantize_blockwise(tensor, code, 16, scale_dtype, seed)
             assert same_bits(native_scales, scales), (ops.name, scale_dtype, seed)
             assert same_bits(native_codes, codes), (ops.name, scale_dtype, seed)
 
@@ -103,7 +105,9 @@ def test_bytes_that_quantize_never_writes_dequantize_alike(code: str, dtype: tor
         back = reference.dequantize_blockwise(codes[: len(rows)], rows, code, block_size, length, dtype)
         for ops in NATIVE:
             where = (ops.name, scale_dtype)
-            assert same_bits(ops.dequantize(codes[: len(rows)], rows, code, block_size, length, dtype), back), where
+            assert same_bits(
+                ops.dequantize_blockwise(codes[: len(rows)], rows, code, block_size, length, dtype), back
+            ), where
 
 
 @pytest.mark.parametrize("code", CODES)

@@ -20,18 +20,15 @@ from tests.ops.cases import (
     CODES,
     DTYPES,
     SYMMETRIC,
-    Implementation,
     each_code,
     every_pattern,
-    implementations,
     same_bits,
 )
+from tests.ops.implementations import CPU_IMPLEMENTATIONS, Kernels
 
-IMPLEMENTATIONS = implementations()
 
-
-@pytest.fixture(params=IMPLEMENTATIONS, ids=[i.name for i in IMPLEMENTATIONS])
-def ops(request: pytest.FixtureRequest) -> Implementation:
+@pytest.fixture(params=CPU_IMPLEMENTATIONS, ids=[i.name for i in CPU_IMPLEMENTATIONS])
+def ops(request: pytest.FixtureRequest) -> Kernels:
     return request.param
 
 
@@ -99,12 +96,14 @@ EXAMPLES = [
 
 @pytest.mark.parametrize(("code", "values", "scale", "code_bytes", "back"), EXAMPLES)
 def test_worked_example_is_true(
-    ops: Implementation, code: str, values: list[float], scale: float, code_bytes: str, back: list[float]
+    ops: Kernels, code: str, values: list[float], scale: float, code_bytes: str, back: list[float]
 ) -> None:
-    codes, scales = ops.quantize(torch.tensor(values), code, 16, torch.float32, None)
+    codes, scales = ops.quantize_blockwise(torch.tensor(values), code, 16, torch.float32, None)
     assert bytes(codes.tolist()).hex(" ") == code_bytes
     assert scales.tolist() == [scale]
-    assert torch.equal(ops.dequantize(codes, scales, code, 16, len(values), torch.float32), torch.tensor(back))
+    assert torch.equal(
+        ops.dequantize_blockwise(codes, scales, code, 16, len(values), torch.float32), torch.tensor(back)
+    )
 
 
 # (arange(70) - 35) / 8 in blocks of 32 with bf16 scales, nearest and with seed 1. A change here breaks what is stored.
@@ -137,10 +136,14 @@ GOLDEN_SCALES = {
 
 
 @pytest.mark.parametrize(("code", "seed"), GOLDEN)
-def test_golden_bytes_stay(ops: Implementation, code: str, seed: int | None) -> None:
-    codes, scales = ops.quantize((torch.arange(70) - 35) / 8, code, 32, torch.bfloat16, seed)
+def test_golden_bytes_stay(ops: Kernels, code: str, seed: int | None) -> None:
+    codes, scales = ops.quantize_blockwise((torch.arange(70) - 35) / 8, code, 32, torch.bfloat16, seed)
     assert bytes(codes.tolist()).hex() == GOLDEN[code, seed]
     assert scales.tolist() == GOLDEN_SCALES[code]
+
+
+def test_every_code_has_a_worked_example_and_golden_bytes() -> None:
+    assert {code for code, *_ in EXAMPLES} == {code for code, _ in GOLDEN} == set(GOLDEN_SCALES) == set(SYMMETRIC)
 
 
 def test_random_numbers_are_the_documented_ones() -> None:
@@ -150,14 +153,14 @@ def test_random_numbers_are_the_documented_ones() -> None:
 
 
 @pytest.mark.parametrize("code", SYMMETRIC)
-def test_every_bf16_goes_to_the_nearest_level(ops: Implementation, code: str) -> None:
+def test_every_bf16_goes_to_the_nearest_level(ops: Kernels, code: str) -> None:
     # The first element makes the scale exactly 1, so the second is compared with the levels themselves.
     x = every_pattern(torch.bfloat16)
     x = x[x.abs() <= LEVEL_MAX[code]]
     pairs = torch.stack((torch.full_like(x, LEVEL_MAX[code]), x), dim=1)
-    codes, scales = ops.quantize(pairs, code, 16, torch.bfloat16, None)
+    codes, scales = ops.quantize_blockwise(pairs, code, 16, torch.bfloat16, None)
     assert scales.eq(1).all()
-    back = ops.dequantize(codes, scales, code, 16, 2, torch.float32)
+    back = ops.dequantize_blockwise(codes, scales, code, 16, 2, torch.float32)
     assert back[:, 0].eq(LEVEL_MAX[code]).all()
     levels, exact = levels_of(code), x.double().unsqueeze(1)
     distance = (levels - exact).abs()
@@ -168,20 +171,22 @@ def test_every_bf16_goes_to_the_nearest_level(ops: Implementation, code: str) ->
     assert (each_code(codes[ties], code, 2)[:, 1] % 2 == 0).all()
 
 
-def test_nf4_tie_goes_to_the_lower_level(ops: Implementation) -> None:
+def test_nf4_tie_goes_to_the_lower_level(ops: Kernels) -> None:
     thresholds = torch.tensor(codebook("nf4").thresholds[:15])
     for n, expected in ((thresholds, 0), (torch.nextafter(thresholds, torch.tensor(2.0)), 1)):
         x = torch.stack((torch.ones(15), n), dim=1)
-        codes, _ = ops.quantize(x, "nf4", 16, torch.float32, None)
+        codes, _ = ops.quantize_blockwise(x, "nf4", 16, torch.float32, None)
         assert torch.equal(codes[:, 0] >> 4, (torch.arange(15) + expected).to(torch.uint8))
 
 
-@pytest.mark.parametrize(("ops", "code", "dtype"), grid(IMPLEMENTATIONS, SYMMETRIC, [torch.bfloat16, torch.float16]))
-def test_every_16_bit_pattern_alone_in_a_block_comes_back(ops: Implementation, code: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("ops", "code", "dtype"), grid(CPU_IMPLEMENTATIONS, SYMMETRIC, [torch.bfloat16, torch.float16])
+)
+def test_every_16_bit_pattern_alone_in_a_block_comes_back(ops: Kernels, code: str, dtype: torch.dtype) -> None:
     # Alone, a number is its block's maximum: it comes back exactly up to the rounding of level * (x / level).
     x = every_pattern(dtype)
-    codes, scales = ops.quantize(x.unsqueeze(1), code, 16, torch.float32, None)
-    back = ops.dequantize(codes, scales, code, 16, 1, torch.float32).squeeze(1)
+    codes, scales = ops.quantize_blockwise(x.unsqueeze(1), code, 16, torch.float32, None)
+    back = ops.dequantize_blockwise(codes, scales, code, 16, 1, torch.float32).squeeze(1)
     finite = x.isfinite()
     assert back[~finite].isnan().all()
     assert (codes[~finite] == 0).all()
@@ -207,7 +212,7 @@ def test_round_trip_error_stays_within_the_derived_bound(
     x = x * 2.0**exponent
     block_size = data.draw(st.sampled_from(BLOCK_SIZES))
     seed = data.draw(st.none() | st.integers(-(2**63), 2**63 - 1))
-    results = [i.quantize(x, code, block_size, scale_dtype, seed) for i in IMPLEMENTATIONS]
+    results = [i.quantize_blockwise(x, code, block_size, scale_dtype, seed) for i in CPU_IMPLEMENTATIONS]
     codes, scales = results[0]
     for other_codes, other_scales in results[1:]:
         assert same_bits(codes, other_codes)
@@ -228,15 +233,15 @@ def test_round_trip_error_stays_within_the_derived_bound(
 
 @pytest.mark.parametrize(
     ("ops", "code", "dtype", "scale_dtype", "value"),
-    grid(IMPLEMENTATIONS, SYMMETRIC, DTYPES, DTYPES, [math.nan, math.inf, -math.inf]),
+    grid(CPU_IMPLEMENTATIONS, SYMMETRIC, DTYPES, DTYPES, [math.nan, math.inf, -math.inf]),
 )
 def test_nan_and_infinity_make_their_block_nan_and_no_other(
-    ops: Implementation, code: str, dtype: torch.dtype, scale_dtype: torch.dtype, value: float
+    ops: Kernels, code: str, dtype: torch.dtype, scale_dtype: torch.dtype, value: float
 ) -> None:
     x = torch.randn(3, 100).to(dtype)
     x[1, 37] = value
-    codes, scales = ops.quantize(x, code, 32, scale_dtype, None)
-    back = ops.dequantize(codes, scales, code, 32, 100, dtype)
+    codes, scales = ops.quantize_blockwise(x, code, 32, scale_dtype, None)
+    back = ops.dequantize_blockwise(codes, scales, code, 32, 100, dtype)
     expected = torch.zeros(3, 100, dtype=torch.bool)
     expected[1, 32:64] = True
     assert torch.equal(back.isnan(), expected)
@@ -244,57 +249,60 @@ def test_nan_and_infinity_make_their_block_nan_and_no_other(
     assert codes[1, 32 * BITS[code] // 8 : 64 * BITS[code] // 8].eq(0).all()
 
 
-def test_every_nan_comes_out_the_same(ops: Implementation) -> None:
+def test_every_nan_comes_out_the_same(ops: Kernels) -> None:
     for dtype, nan_bits in zip(DTYPES, (0x7FC00000, 0x7FC0, 0x7E00), strict=True):
         nans = every_pattern(dtype) if dtype != torch.float32 else torch.tensor([-1, 0x7F800001]).int().view(dtype)
         nans = nans[nans.isnan()].unsqueeze(1)
         as_int = torch.int32 if dtype == torch.float32 else torch.int16
-        codes, scales = ops.quantize(nans, "nf4", 16, dtype, None)
+        codes, scales = ops.quantize_blockwise(nans, "nf4", 16, dtype, None)
         assert scales.view(as_int).eq(nan_bits).all()
         # Scales that something else wrote: any NaN, either sign.
-        back = ops.dequantize(torch.full_like(codes, 0x0F), nans, "nf4", 16, 1, dtype)
+        back = ops.dequantize_blockwise(torch.full_like(codes, 0x0F), nans, "nf4", 16, 1, dtype)
         assert back.view(as_int).eq(nan_bits).all()
 
 
 @pytest.mark.parametrize(("scale_dtype", "largest"), [(torch.float16, 65520.0), (torch.bfloat16, 3.3961775e38)])
-def test_scale_that_overflows_is_nan(ops: Implementation, scale_dtype: torch.dtype, largest: float) -> None:
+def test_scale_that_overflows_is_nan(ops: Kernels, scale_dtype: torch.dtype, largest: float) -> None:
     # `largest` is the first number that rounds to infinity.
     x = torch.tensor([[largest], [np.nextafter(np.float32(largest), np.float32(0))]])
-    codes, scales = ops.quantize(x, "nf4", 16, scale_dtype, None)
+    codes, scales = ops.quantize_blockwise(x, "nf4", 16, scale_dtype, None)
     assert scales.isnan().flatten().tolist() == [True, False]
-    assert ops.dequantize(codes, scales, "nf4", 16, 1, torch.float32).isfinite().flatten().tolist() == [False, True]
+    assert ops.dequantize_blockwise(codes, scales, "nf4", 16, 1, torch.float32).isfinite().flatten().tolist() == [
+        False,
+        True,
+    ]
 
 
-@pytest.mark.parametrize(("ops", "code", "scale_dtype", "seed"), grid(IMPLEMENTATIONS, SYMMETRIC, DTYPES, [None, 3]))
-def test_vanishing_block_becomes_zeros(
-    ops: Implementation, code: str, scale_dtype: torch.dtype, seed: int | None
-) -> None:
+@pytest.mark.parametrize(
+    ("ops", "code", "scale_dtype", "seed"), grid(CPU_IMPLEMENTATIONS, SYMMETRIC, DTYPES, [None, 3])
+)
+def test_vanishing_block_becomes_zeros(ops: Kernels, code: str, scale_dtype: torch.dtype, seed: int | None) -> None:
     smallest_kept = 2.0**-24 if scale_dtype == torch.float16 else MIN_SCALE
     # fp16 rounds half its smallest step to even, which is zero; the other types are cut off at 2**-126.
     vanishes = smallest_kept / 2 if scale_dtype == torch.float16 else smallest_kept * (1 - 2.0**-7)
     x = torch.tensor([[0.0], [-0.0], [1e-45], [vanishes * LEVEL_MAX[code]], [smallest_kept * LEVEL_MAX[code]]])
-    codes, scales = ops.quantize(x, code, 16, scale_dtype, seed)
+    codes, scales = ops.quantize_blockwise(x, code, 16, scale_dtype, seed)
     assert scales.flatten().tolist() == [0.0, 0.0, 0.0, 0.0, smallest_kept]
     zero_code = 0 if code in ARITHMETIC else codebook(code).zero_code
     assert codes[:4].eq(zero_code).all()
-    back = ops.dequantize(codes, scales, code, 16, 1, torch.float32)
+    back = ops.dequantize_blockwise(codes, scales, code, 16, 1, torch.float32)
     assert back.flatten().tolist() == [0.0, 0.0, 0.0, 0.0, smallest_kept * LEVEL_MAX[code]]
     assert not back.signbit().any()
 
 
 @pytest.mark.parametrize(
     ("ops", "code", "length"),
-    grid(IMPLEMENTATIONS, SYMMETRIC, [1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 100, 255, 256, 257]),
+    grid(CPU_IMPLEMENTATIONS, SYMMETRIC, [1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 100, 255, 256, 257]),
 )
-def test_rows_are_quantized_one_by_one(ops: Implementation, code: str, length: int) -> None:
+def test_rows_are_quantized_one_by_one(ops: Kernels, code: str, length: int) -> None:
     x = torch.randn(4, length)
-    codes, scales = ops.quantize(x, code, 64, torch.bfloat16, None)
+    codes, scales = ops.quantize_blockwise(x, code, 64, torch.bfloat16, None)
     for row in range(4):
-        row_codes, row_scales = ops.quantize(x[row], code, 64, torch.bfloat16, None)
+        row_codes, row_scales = ops.quantize_blockwise(x[row], code, 64, torch.bfloat16, None)
         assert torch.equal(codes[row], row_codes)
         assert torch.equal(scales[row], row_scales)
     # Every code is at its bits, and nothing is behind the last.
-    levels = ops.dequantize(codes, torch.ones_like(scales), code, 64, length, torch.float32)
+    levels = ops.dequantize_blockwise(codes, torch.ones_like(scales), code, 64, length, torch.float32)
     assert torch.equal(levels, level_of_each_code(code)[each_code(codes, code, length).int()])
 
 
@@ -302,16 +310,16 @@ def test_rows_are_quantized_one_by_one(ops: Implementation, code: str, length: i
     ("code", "unwritten", "level"), [("e2m1", 8, 0.0), ("int4", 8, -8.0), ("int5", 16, -16.0), ("int6", 32, -32.0)]
 )
 def test_most_negative_code_can_be_read_but_is_never_written(
-    ops: Implementation, code: str, unwritten: int, level: float
+    ops: Kernels, code: str, unwritten: int, level: float
 ) -> None:
     stream = (unwritten | unwritten << BITS[code]).to_bytes(-(-2 * BITS[code] // 8), "little")
     codes, scales = torch.tensor([list(stream)], dtype=torch.uint8), torch.tensor([[2.0]])
-    back = ops.dequantize(codes, scales, code, 16, 2, torch.float32)
+    back = ops.dequantize_blockwise(codes, scales, code, 16, 2, torch.float32)
     assert back.tolist() == [[2 * level, 2 * level]]
     x = every_pattern(torch.bfloat16)
     x = x[x.isfinite()].view(-1, 2)[::5]
     for seed in (None, 1):
-        written, scales = ops.quantize(x, code, 16, torch.float32, seed)
+        written, scales = ops.quantize_blockwise(x, code, 16, torch.float32, seed)
         written = written[(scales.isfinite() & (scales > 0)).squeeze(1)]
         assert not each_code(written, code, 2).eq(unwritten).any()
 
@@ -320,34 +328,36 @@ def test_most_negative_code_can_be_read_but_is_never_written(
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_a_center_keeps_what_tells_values_apart(ops: Implementation, code: str) -> None:
+def test_a_center_keeps_what_tells_values_apart(ops: Kernels, code: str) -> None:
     center = torch.linspace(-1e4, 1e4, 96)
     x = torch.randn(50, 96, generator=torch.Generator().manual_seed(0)) + center
-    centered = ops.quantize(x, code, 32, torch.float32, None, center)
-    back = ops.dequantize(*centered, code, 32, 96, torch.float32, center)
-    codes, scales = ops.quantize(x - center, code, 32, torch.float32, None)
-    assert torch.equal(back, ops.dequantize(codes, scales, code, 32, 96, torch.float32) + center)
+    centered = ops.quantize_blockwise(x, code, 32, torch.float32, None, center)
+    back = ops.dequantize_blockwise(*centered, code, 32, 96, torch.float32, center)
+    codes, scales = ops.quantize_blockwise(x - center, code, 32, torch.float32, None)
+    assert torch.equal(back, ops.dequantize_blockwise(codes, scales, code, 32, 96, torch.float32) + center)
     if code == "uint2":  # which has a minimum for each block
         return
     assert (back - x).abs().max() < 1.0
-    far = ops.dequantize(*ops.quantize(x, code, 32, torch.float32, None), code, 32, 96, torch.float32)
+    far = ops.dequantize_blockwise(
+        *ops.quantize_blockwise(x, code, 32, torch.float32, None), code, 32, 96, torch.float32
+    )
     assert (far - x).abs().max() > 20.0
 
 
-def test_a_center_is_subtracted_and_added_in_fp32(ops: Implementation) -> None:
+def test_a_center_is_subtracted_and_added_in_fp32(ops: Kernels) -> None:
     # 0.5 is lost beside 512 in bf16, and 65504 + 65504 in fp16.
     for dtype, value, center in ((torch.bfloat16, 512.0, 511.5), (torch.float16, 65504.0, -65504.0)):
         x = torch.full((2, 16), value, dtype=dtype)
-        codes, scales = ops.quantize(x, "int8", 16, torch.float32, None, torch.full((16,), center))
+        codes, scales = ops.quantize_blockwise(x, "int8", 16, torch.float32, None, torch.full((16,), center))
         assert scales.tolist() == [[(torch.tensor(value - center) / 127).item()]] * 2
-        assert torch.equal(ops.dequantize(codes, scales, "int8", 16, 16, dtype, torch.full((16,), center)), x)
+        assert torch.equal(ops.dequantize_blockwise(codes, scales, "int8", 16, 16, dtype, torch.full((16,), center)), x)
 
 
 # --- stochastic rounding ---
 
 
 @pytest.mark.parametrize("code", SYMMETRIC)
-def test_stochastic_rounding_takes_one_of_the_two_neighbours_without_bias(ops: Implementation, code: str) -> None:
+def test_stochastic_rounding_takes_one_of_the_two_neighbours_without_bias(ops: Kernels, code: str) -> None:
     count = 1 << 14
     levels = levels_of(code)
     for value in (-0.93, -0.31, 0.017, 0.5, 0.77):
@@ -355,8 +365,8 @@ def test_stochastic_rounding_takes_one_of_the_two_neighbours_without_bias(ops: I
         # Each row is one block: the maximum, then 15 copies of the value.
         x = torch.full((count, 16), n, dtype=torch.float32)
         x[:, 0] = LEVEL_MAX[code]
-        codes, scales = ops.quantize(x, code, 16, torch.float32, 11)
-        back = ops.dequantize(codes, scales, code, 16, 16, torch.float32).double()
+        codes, scales = ops.quantize_blockwise(x, code, 16, torch.float32, 11)
+        back = ops.dequantize_blockwise(codes, scales, code, 16, 16, torch.float32).double()
         assert back[:, 0].eq(LEVEL_MAX[code]).all()
         exact = x[0, 1].double()
         upper = int(torch.searchsorted(levels, exact))
@@ -369,19 +379,19 @@ def test_stochastic_rounding_takes_one_of_the_two_neighbours_without_bias(ops: I
 
 
 @pytest.mark.parametrize("code", SYMMETRIC)
-def test_stochastic_rounding_keeps_levels(ops: Implementation, code: str) -> None:
+def test_stochastic_rounding_keeps_levels(ops: Kernels, code: str) -> None:
     levels = levels_of(code).float()
     x = torch.cat((levels[-1:], levels)).repeat(50, 1)
-    codes, scales = ops.quantize(x, code, 256, torch.float32, 2)
-    assert torch.equal(ops.dequantize(codes, scales, code, 256, x.shape[1], torch.float32), x)
+    codes, scales = ops.quantize_blockwise(x, code, 256, torch.float32, 2)
+    assert torch.equal(ops.dequantize_blockwise(codes, scales, code, 256, x.shape[1], torch.float32), x)
 
 
-def test_stochastic_rounding_depends_on_seed_and_index_only(ops: Implementation) -> None:
+def test_stochastic_rounding_depends_on_seed_and_index_only(ops: Kernels) -> None:
     x = torch.randn(8, 96)
-    codes, _ = ops.quantize(x, "int8", 32, torch.float32, 9)
-    again, _ = ops.quantize(x, "int8", 32, torch.float32, 9)
-    other, _ = ops.quantize(x, "int8", 32, torch.float32, 10)
-    moved, _ = ops.quantize(x[3:], "int8", 32, torch.float32, 9, first_index=3 * 96)
+    codes, _ = ops.quantize_blockwise(x, "int8", 32, torch.float32, 9)
+    again, _ = ops.quantize_blockwise(x, "int8", 32, torch.float32, 9)
+    other, _ = ops.quantize_blockwise(x, "int8", 32, torch.float32, 10)
+    moved, _ = ops.quantize_blockwise(x[3:], "int8", 32, torch.float32, 9, first_index=3 * 96)
     assert torch.equal(codes, again)
     assert not torch.equal(codes, other)
     assert torch.equal(codes[3:], moved)

@@ -187,7 +187,7 @@ def test_value_that_toml_cannot_hold_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"activations": {"bits": 3}}, r"activations.bits is 3, but it must be 2, 4, 5, 6, 8 or 16"),
+        ({"activations": {"bits": 7}}, r"activations.bits is 7, but it must be 2, .* 8 or 16"),
         ({"activations": {"block_size": 48}}, r"activations.block_size is 48, but it must be 16, 32, 64, 128 or 256"),
         ({"activations": {"bits": 8, "format": "nf4"}}, r"activations.format is 'nf4', but it must be a 8-bit format"),
         (

@@ -216,8 +216,9 @@ def _test_kernels() -> dict[str, str]:
 
     results = {"reference": _test_values(quantize, dequantize)}
 
-    def native_with(isa: str, op: str) -> Callable[..., Any]:
-        return partial(getattr(native, op), isa=isa)
+    def native_with(isa: str, op: str) -> Callable[..., Any] | None:
+        kernel = getattr(native, op, None)
+        return None if kernel is None else partial(kernel, isa=isa)
 
     for isa in native.supported_isas():
         results[f"c++ {isa}"] = _test_bits(partial(native_with, isa), "cpu")
@@ -227,16 +228,19 @@ def _test_kernels() -> dict[str, str]:
     return results
 
 
-def _test_bits(implementation_of: Callable[[str], Callable[..., Any]], device: str) -> str:
+def _test_bits(implementation_of: Callable[[str], Callable[..., Any] | None], device: str) -> str:
     """Compare every op with the reference on small inputs that reach the code of all its kernels."""
     from laconic.ops.declarations import OPS
     from laconic.ops.self_check import difference, examples
 
     for op in OPS:
+        implementation = implementation_of(op)
+        if implementation is None:  # without kernels of its own the reference runs
+            continue
         for choices, arguments in examples(op):
             where = f"{op} ({', '.join(map(str, choices))})"
             try:
-                wrong = difference(op, implementation_of(op), arguments, device)
+                wrong = difference(op, implementation, arguments, device)
             except Exception as error:  # a self test reports whatever goes wrong, it does not stop at it
                 return f"{where} fails: {type(error).__name__}: {error}"
             if wrong:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from laconic.cost.memory.model_shape import ModelShape
 from laconic.errors import PlanError
-from laconic.options import CODE_BITS, DEFAULT_CODES
+from laconic.options import CODE_BITS, DEFAULT_CODES, listed
 
 __all__ = [
     "CODE_BITS",
@@ -149,7 +149,7 @@ class Choice:
         if bits == 16:
             return EXACT
         if bits not in DEFAULT_CODES:
-            raise PlanError(f"bits is {bits!r}, but it must be 2, 4, 5, 6, 8 or 16")
+            raise PlanError(f"bits is {bits!r}, but it must be {listed((*sorted(DEFAULT_CODES), 16))}")
         return cls(DEFAULT_CODES[bits], block_size)
 
 
