@@ -78,12 +78,16 @@ class Call:
         self.ranks = tuple(map(ranks_of, self.groups))
         check_codec(self.codec)
 
-    def on(
-        self, group: dist.ProcessGroup, level: int = 0, codec: Codec | str | None = None, is_all: bool = False
-    ) -> Exchange:
-        """The exchange on `group`, which is the caller's group number `level` or its copy."""
-        codec = codec or self.codec
-        return Exchange(group, self.ranks[level], self.function, codec, self.dtype, self.device, is_all)
+    def exchanges(self, groups: Groups) -> tuple[Exchange, ...]:
+        """The call on `groups`, which are the caller's or their copies; of two levels the inner one codes nothing."""
+        levels = zip(groups, self.ranks, (Raw(), self.codec)[-len(groups) :], strict=True)
+        is_all = len(groups) == 1
+        return tuple(
+            [
+                Exchange(group, ranks, self.function, codec, self.dtype, self.device, is_all)
+                for group, ranks, codec in levels
+            ]
+        )
 
     def run(
         self,
@@ -107,17 +111,19 @@ class Call:
                 alone()
             return done(result)
 
+        act: Callable[..., object] = on_one
+        if len(self.groups) == 2:
+            assert on_two is not None, "refused before"
+            act = on_two
+
         def job(groups: Groups) -> T:
-            if on_two is not None and len(groups) == 2:
-                on_two(self.on(groups[0], 0, Raw()), self.on(groups[1], 1))
-            else:
-                on_one(self.on(groups[0], is_all=True))
+            act(*self.exchanges(groups))
             return result
 
         if async_op:
             return run_in_background(job, self.groups, self.device, (result,))
         with may_write((result,)):
-            job(self.groups)
+            act(*self.exchanges(self.groups))
             settle(*self.groups)
         return done(result)
 

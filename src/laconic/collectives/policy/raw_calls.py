@@ -170,5 +170,5 @@ def known_way(group: Any, call: Hashable, x: Tensor, beside: Tensor | None, asyn
 
 def forget_ways() -> None:
     """To be called when something has been learnt by which calls might be coded."""
-    for known in _known.values():
+    for known in list(_known.values()):  # another thread may let a group go meanwhile
         known.clear()
