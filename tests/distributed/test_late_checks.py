@@ -88,7 +88,7 @@ def checked_anywhere(rank: int, world: int, folder: str, num_steps: int) -> None
             kind, numel = KINDS[step % len(KINDS)], shared.choice([5, 700, 9000, 9000])
             call = Call(kind, (group,), CODEC, torch.bfloat16, torch.device("cpu"))
             last_outs, last_rights = outs, rights
-            outs, rights = started(call.exchanges((group,))[0], kind, step, numel)
+            outs, rights = started(call.on((group,)), kind, step, numel)
             assert all(map(torch.equal, last_outs, last_rights))  # what nobody has looked at until then
             num_left += len(left_on(group))
             if own.random() < 0.5:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from laconic.collectives.engine.chunks import (
     ring_reduce_scatter_chunk,
 )
 from laconic.collectives.engine.handshake import Announcement, Peers, Settings, Splits
+from laconic.collectives.engine.layouts import OneRank, TwoLevelExchange
 from laconic.collectives.engine.transport import WIRE_VERSION, Outgoing, Wire, has_tags
 from laconic.collectives.policy.selector import choose, learn, needs_sync, note, observe, sent_by_one
 from laconic.collectives.runtime import torch_compat
@@ -78,54 +79,40 @@ class Call:
         self.ranks = tuple(map(ranks_of, self.groups))
         check_codec(self.codec)
 
-    def exchanges(self, groups: Groups) -> tuple[Exchange, ...]:
-        """The call on `groups`, which are the caller's or their copies; of two levels the inner one codes nothing."""
-        levels = zip(groups, self.ranks, (Raw(), self.codec)[-len(groups) :], strict=True)
-        is_all = len(groups) == 1
-        return tuple(
-            [
-                Exchange(group, ranks, self.function, codec, self.dtype, self.device, is_all)
-                for group, ranks, codec in levels
-            ]
-        )
-
-    def run(
-        self,
-        on_one: Callable[[Exchange], object],
-        alone: Callable[[], object],
-        result: T,
-        async_op: bool,
-        on_two: Callable[[Exchange, Exchange], object] | None = None,
-    ) -> Work[T]:
+    def run(self, act: Callable[[Any], object], result: T, async_op: bool) -> Work[T]:
         """Carry the call out, in the background if `async_op`.
 
         Args:
-            on_one: runs the call on its one group.
-            alone: runs instead on a rank without others.
+            act: calls a method of the layout of the ranks (layouts.py), which it is given.
             result: of the returned work.
             async_op: return before it is done.
-            on_two: runs the call on two levels: inside the node, where nothing is coded, and between nodes.
         """
         if all([group.size() == 1 for group in self.groups]):
             with may_write((result,)):
-                alone()
+                act(OneRank())
             return done(result)
 
-        act: Callable[..., object] = on_one
-        if len(self.groups) == 2:
-            assert on_two is not None, "refused before"
-            act = on_two
-
         def job(groups: Groups) -> T:
-            act(*self.exchanges(groups))
+            act(self.on(groups))
             return result
 
         if async_op:
             return run_in_background(job, self.groups, self.device, (result,))
         with may_write((result,)):
-            act(*self.exchanges(self.groups))
+            act(self.on(self.groups))
             settle(*self.groups)
         return done(result)
+
+    def on(self, groups: Groups) -> Exchange | TwoLevelExchange:
+        """The layout of `groups`, which are the caller's or their copies; of two levels the inner one codes nothing."""
+        what, ranks = (self.dtype, self.device), self.ranks
+        if len(groups) == 1:
+            return Exchange(groups[0], ranks[0], self.function, self.codec, *what, is_all=True)
+        node, cluster = groups
+        return TwoLevelExchange(
+            Exchange(node, ranks[0], self.function, Raw(), *what),
+            Exchange(cluster, ranks[1], self.function, self.codec, *what),
+        )
 
 
 @dataclass(slots=True)
