@@ -37,7 +37,7 @@ from laconic.collectives.arguments import (
 from laconic.collectives.codec import Codec
 from laconic.collectives.engine import uncoded
 from laconic.collectives.engine.call import Call
-from laconic.collectives.policy.raw_calls import known_way
+from laconic.collectives.policy.raw_calls import known_route
 from laconic.collectives.policy.selector import leaves_raw
 from laconic.collectives.runtime.background import Work
 from laconic.errors import ConfigError, FormatError
@@ -62,9 +62,9 @@ def all_gather(
         FormatError: the tensors do not fit.
         ConfigError: ranks disagree about the call; raised on every rank.
     """
-    way = known_way(group, ("all_gather",), input, output, async_op) if codec == "auto" else None
-    if way is not None:
-        return way.run(uncoded.all_gather, output, input, way.group(), async_op)
+    route = known_route(group, ("all_gather",), input, output, async_op) if codec == "auto" else None
+    if route is not None:
+        return route.run(uncoded.all_gather, output, input, route.group(), async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     check_numel("output", output, world * input.numel(), f"{world} times that of input")
@@ -98,9 +98,9 @@ def reduce_scatter(
         FormatError: the tensors do not fit.
         ConfigError: ranks disagree about the call; raised on every rank.
     """
-    way = known_way(group, ("reduce_scatter", op), input, output, async_op) if codec == "auto" else None
-    if way is not None:
-        return way.run(uncoded.reduce_scatter, output, input, way.group(), op, async_op)
+    route = known_route(group, ("reduce_scatter", op), input, output, async_op) if codec == "auto" else None
+    if route is not None:
+        return route.run(uncoded.reduce_scatter, output, input, route.group(), op, async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     check_numel("input", input, world * output.numel(), f"{world} times that of output")
@@ -130,9 +130,9 @@ def all_reduce(
         FormatError: the tensor does not fit.
         ConfigError: ranks disagree about the call; raised on every rank.
     """
-    way = known_way(group, ("all_reduce", op), tensor, None, async_op) if codec == "auto" else None
-    if way is not None:
-        return way.run(uncoded.all_reduce, tensor, way.group(), op, async_op)
+    route = known_route(group, ("all_reduce", op), tensor, None, async_op) if codec == "auto" else None
+    if route is not None:
+        return route.run(uncoded.all_reduce, tensor, route.group(), op, async_op)
     check_tensors(tensor=tensor)
     world, groups = find_groups(group)
     factor = find_factor(op, tensor, world)
@@ -169,9 +169,9 @@ def all_to_all(
         ConfigError: ranks disagree about the call; raised on every rank.
     """
     even = output_split_sizes is None and input_split_sizes is None
-    way = known_way(group, ("all_to_all",), input, output, async_op) if even and codec == "auto" else None
-    if way is not None:
-        return way.run(uncoded.all_to_all, output, input, way.group(), async_op)
+    route = known_route(group, ("all_to_all",), input, output, async_op) if even and codec == "auto" else None
+    if route is not None:
+        return route.run(uncoded.all_to_all, output, input, route.group(), async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     if even:
@@ -214,9 +214,9 @@ def broadcast(
     async_op: bool = False,
 ) -> Work[Tensor]:
     """Replace `tensor`, of any shape and dtype, on the ranks of `group` by that of the global rank `src`."""
-    way = known_way(group, ("broadcast", src), tensor, None, async_op) if codec == "auto" else None
-    if way is not None:
-        return way.run(uncoded.broadcast, tensor, way.group(), way.root, async_op)
+    route = known_route(group, ("broadcast", src), tensor, None, async_op) if codec == "auto" else None
+    if route is not None:
+        return route.run(uncoded.broadcast, tensor, route.group(), route.root, async_op)
     check_tensors(tensor=tensor)
     _, groups = find_groups(flat_group("broadcast", group))
     root = find_group_rank(groups[0], src, "src")
@@ -238,9 +238,9 @@ def gather(
     async_op: bool = False,
 ) -> Work[Tensor | None]:
     """Gather the tensors of all ranks on the global rank `dst`: `output` as in `all_gather` there, None elsewhere."""
-    way = known_way(group, ("gather", dst, output is None), input, output, async_op) if codec == "auto" else None
-    if way is not None:
-        return way.run(uncoded.gather, output, input, way.group(), way.root, async_op)
+    route = known_route(group, ("gather", dst, output is None), input, output, async_op) if codec == "auto" else None
+    if route is not None:
+        return route.run(uncoded.gather, output, input, route.group(), route.root, async_op)
     check_tensors(input=input, **({} if output is None else {"output": output}))
     world, groups = find_groups(flat_group("gather", group))
     root = find_group_rank(groups[0], dst, "dst")
@@ -267,9 +267,9 @@ def scatter(
     async_op: bool = False,
 ) -> Work[Tensor]:
     """Give each rank its part of `input` of the global rank `src`: [W * n] there, None on the others."""
-    way = known_way(group, ("scatter", src, input is None), output, input, async_op) if codec == "auto" else None
-    if way is not None:
-        return way.run(uncoded.scatter, output, input, way.group(), way.root, async_op)
+    route = known_route(group, ("scatter", src, input is None), output, input, async_op) if codec == "auto" else None
+    if route is not None:
+        return route.run(uncoded.scatter, output, input, route.group(), route.root, async_op)
     check_tensors(output=output, **({} if input is None else {"input": input}))
     world, groups = find_groups(flat_group("scatter", group))
     root = find_group_rank(groups[0], src, "src")
