@@ -19,7 +19,7 @@ from laconic import collectives
 from laconic.collectives import audit
 from laconic.collectives.codec import Auto, Blockwise, Codec, Lossless, Raw
 from laconic.collectives.engine import call as engine_call
-from laconic.collectives.engine.two_level import TwoLevel
+from laconic.collectives.engine.layouts import TwoLevel
 from laconic.collectives.policy.selector import use_rates
 from laconic.collectives.runtime.background import Work
 from laconic.errors import ConfigError, FormatError

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -89,7 +88,7 @@ def checked_anywhere(rank: int, world: int, folder: str, num_steps: int) -> None
             kind, numel = KINDS[step % len(KINDS)], shared.choice([5, 700, 9000, 9000])
             call = Call(kind, (group,), CODEC, torch.bfloat16, torch.device("cpu"))
             last_outs, last_rights = outs, rights
-            outs, rights = started(replace(call.on(group), is_all=True), kind, step, numel)
+            outs, rights = started(call.on((group,)), kind, step, numel)
             assert all(map(torch.equal, last_outs, last_rights))  # what nobody has looked at until then
             num_left += len(left_on(group))
             if own.random() < 0.5:

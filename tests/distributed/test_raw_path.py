@@ -499,7 +499,7 @@ def depths(rank: int, world: int, folder: str) -> None:
         lambda: collectives.all_to_all(torch.empty_like(whole), whole, group=plain, codec=coded),
         lambda: collectives.broadcast(x, 0, plain, codec=coded),
     ]
-    for calls, most in ((raw, 6), (shortened, 12)):
+    for calls, most in ((raw, 6), (shortened, 10)):
         for number, call in enumerate(calls):
             for _ in range(6):
                 call()

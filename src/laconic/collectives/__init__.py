@@ -12,7 +12,7 @@ from laconic.collectives.api import (
     scatter,
 )
 from laconic.collectives.codec import Auto, Blockwise, Codec, Lossless, Raw
-from laconic.collectives.engine.two_level import TwoLevel
+from laconic.collectives.engine.layouts import TwoLevel
 from laconic.collectives.point_to_point import recv, send
 from laconic.collectives.process_group.group import ProcessGroupLaconic, ProcessGroupOptions
 from laconic.collectives.runtime.agent_store import agent_store

@@ -14,7 +14,7 @@ messages and the errors after a rank has failed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from operator import methodcaller
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -36,14 +36,8 @@ from laconic.collectives.arguments import (
 )
 from laconic.collectives.codec import Codec
 from laconic.collectives.engine import uncoded
-from laconic.collectives.engine.call import Call, Exchange
-from laconic.collectives.engine.two_level import (
-    all_gather_on_two_levels,
-    all_reduce_on_two_levels,
-    all_to_all_on_two_levels,
-    reduce_scatter_on_two_levels,
-)
-from laconic.collectives.policy.raw_calls import known_way
+from laconic.collectives.engine.call import Call
+from laconic.collectives.policy.raw_calls import known_route
 from laconic.collectives.policy.selector import leaves_raw
 from laconic.collectives.runtime.background import Work
 from laconic.errors import ConfigError, FormatError
@@ -68,9 +62,9 @@ def all_gather(
         FormatError: the tensors do not fit.
         ConfigError: ranks disagree about the call; raised on every rank.
     """
-    way = known_way(group, ("all_gather",), input, output, async_op) if codec == "auto" else None
-    if way is not None:
-        return way.run(uncoded.all_gather, output, input, way.group(), async_op)
+    route = known_route(group, ("all_gather",), input, output, async_op) if codec == "auto" else None
+    if route is not None:
+        return route.run(uncoded.all_gather, output, input, route.group(), async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     check_numel("output", output, world * input.numel(), f"{world} times that of input")
@@ -78,11 +72,7 @@ def all_gather(
         return uncoded.all_gather(output, input, groups[0], async_op)
     mine, rows = flatten(input), flatten(output).view(world, -1)
     return Call("all_gather", groups, codec, input.dtype, input.device).run(
-        partial(Exchange.all_gather, rows=rows, mine=mine),
-        lambda: rows[0].copy_(mine),
-        output,
-        async_op,
-        lambda node, cluster: all_gather_on_two_levels(node, cluster, rows, mine),
+        methodcaller("all_gather", rows, mine), output, async_op
     )
 
 
@@ -108,9 +98,9 @@ def reduce_scatter(
         FormatError: the tensors do not fit.
         ConfigError: ranks disagree about the call; raised on every rank.
     """
-    way = known_way(group, ("reduce_scatter", op), input, output, async_op) if codec == "auto" else None
-    if way is not None:
-        return way.run(uncoded.reduce_scatter, output, input, way.group(), op, async_op)
+    route = known_route(group, ("reduce_scatter", op), input, output, async_op) if codec == "auto" else None
+    if route is not None:
+        return route.run(uncoded.reduce_scatter, output, input, route.group(), op, async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     check_numel("input", input, world * output.numel(), f"{world} times that of output")
@@ -119,11 +109,7 @@ def reduce_scatter(
         return uncoded.reduce_scatter(output, input, groups[0], op, async_op)
     mine, rows = flatten(output), flatten(input).view(world, -1)
     return Call("reduce_scatter", groups, codec, input.dtype, input.device).run(
-        partial(Exchange.reduce_scatter, mine=mine, rows=rows, factor=factor),
-        lambda: mine.copy_(rows[0]),
-        output,
-        async_op,
-        lambda node, cluster: reduce_scatter_on_two_levels(node, cluster, mine, rows, factor),
+        methodcaller("reduce_scatter", mine, rows, factor), output, async_op
     )
 
 
@@ -144,21 +130,16 @@ def all_reduce(
         FormatError: the tensor does not fit.
         ConfigError: ranks disagree about the call; raised on every rank.
     """
-    way = known_way(group, ("all_reduce", op), tensor, None, async_op) if codec == "auto" else None
-    if way is not None:
-        return way.run(uncoded.all_reduce, tensor, way.group(), op, async_op)
+    route = known_route(group, ("all_reduce", op), tensor, None, async_op) if codec == "auto" else None
+    if route is not None:
+        return route.run(uncoded.all_reduce, tensor, route.group(), op, async_op)
     check_tensors(tensor=tensor)
     world, groups = find_groups(group)
     factor = find_factor(op, tensor, world)
     if codec == "auto" and leaves_raw(group, ("all_reduce", op), tensor.numel(), tensor, None, groups, async_op):
         return uncoded.all_reduce(tensor, groups[0], op, async_op)
-    x = flatten(tensor)
     return Call("all_reduce", groups, codec, tensor.dtype, tensor.device).run(
-        partial(Exchange.all_reduce, x=x, factor=factor),
-        lambda: None,
-        tensor,
-        async_op,
-        lambda node, cluster: all_reduce_on_two_levels(node, cluster, x, factor),
+        methodcaller("all_reduce", flatten(tensor), factor), tensor, async_op
     )
 
 
@@ -188,9 +169,9 @@ def all_to_all(
         ConfigError: ranks disagree about the call; raised on every rank.
     """
     even = output_split_sizes is None and input_split_sizes is None
-    way = known_way(group, ("all_to_all",), input, output, async_op) if even and codec == "auto" else None
-    if way is not None:
-        return way.run(uncoded.all_to_all, output, input, way.group(), async_op)
+    route = known_route(group, ("all_to_all",), input, output, async_op) if even and codec == "auto" else None
+    if route is not None:
+        return route.run(uncoded.all_to_all, output, input, route.group(), async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     if even:
@@ -207,13 +188,7 @@ def all_to_all(
     call = Call("all_to_all", groups, codec, input.dtype, input.device)
     if even:
         rows, own = out.view(world, -1), into.view(world, -1)
-        return call.run(
-            partial(Exchange.all_to_all, received=rows, sent=own),
-            lambda: out.copy_(into),
-            output,
-            async_op,
-            lambda node, cluster: all_to_all_on_two_levels(node, cluster, rows, own),
-        )
+        return call.run(methodcaller("all_to_all", rows, own), output, async_op)
     expected = find_splits("output_split_sizes", output_split_sizes, output, world)
     offered = find_splits("input_split_sizes", input_split_sizes, input, world)
     numels = numels_of(expected, output), numels_of(offered, input)
@@ -227,12 +202,7 @@ def all_to_all(
                 " must be the same"
             )
         table = [numels_of(row, input) for row in table]
-    return call.run(
-        lambda exchange: exchange.all_to_all_uneven(received, sent, *numels, table),
-        lambda: out.copy_(into),
-        output,
-        async_op,
-    )
+    return call.run(methodcaller("all_to_all_uneven", received, sent, *numels, table), output, async_op)
 
 
 def broadcast(
@@ -244,18 +214,18 @@ def broadcast(
     async_op: bool = False,
 ) -> Work[Tensor]:
     """Replace `tensor`, of any shape and dtype, on the ranks of `group` by that of the global rank `src`."""
-    way = known_way(group, ("broadcast", src), tensor, None, async_op) if codec == "auto" else None
-    if way is not None:
-        return way.run(uncoded.broadcast, tensor, way.group(), way.root, async_op)
+    route = known_route(group, ("broadcast", src), tensor, None, async_op) if codec == "auto" else None
+    if route is not None:
+        return route.run(uncoded.broadcast, tensor, route.group(), route.root, async_op)
     check_tensors(tensor=tensor)
     _, groups = find_groups(flat_group("broadcast", group))
     root = find_group_rank(groups[0], src, "src")
     known, is_end = ("broadcast", src), root == groups[0].rank()
     if codec == "auto" and leaves_raw(group, known, tensor.numel(), tensor, None, groups, async_op, root, is_end):
         return uncoded.broadcast(tensor, groups[0], root, async_op)
-    x = flatten(tensor)
-    call = Call("broadcast", groups, codec, tensor.dtype, tensor.device)
-    return call.run(partial(Exchange.broadcast, x=x, src=root), lambda: None, tensor, async_op)
+    return Call("broadcast", groups, codec, tensor.dtype, tensor.device).run(
+        methodcaller("broadcast", flatten(tensor), root), tensor, async_op
+    )
 
 
 def gather(
@@ -268,9 +238,9 @@ def gather(
     async_op: bool = False,
 ) -> Work[Tensor | None]:
     """Gather the tensors of all ranks on the global rank `dst`: `output` as in `all_gather` there, None elsewhere."""
-    way = known_way(group, ("gather", dst, output is None), input, output, async_op) if codec == "auto" else None
-    if way is not None:
-        return way.run(uncoded.gather, output, input, way.group(), way.root, async_op)
+    route = known_route(group, ("gather", dst, output is None), input, output, async_op) if codec == "auto" else None
+    if route is not None:
+        return route.run(uncoded.gather, output, input, route.group(), route.root, async_op)
     check_tensors(input=input, **({} if output is None else {"output": output}))
     world, groups = find_groups(flat_group("gather", group))
     root = find_group_rank(groups[0], dst, "dst")
@@ -283,10 +253,7 @@ def gather(
     mine = flatten(input)
     rows = None if output is None else flatten(output).view(world, -1)
     return Call("gather", groups, codec, input.dtype, input.device).run(
-        partial(Exchange.gather, rows=rows, mine=mine, dst=root),
-        lambda: None if rows is None else rows[0].copy_(mine),
-        output,
-        async_op,
+        methodcaller("gather", rows, mine, root), output, async_op
     )
 
 
@@ -300,9 +267,9 @@ def scatter(
     async_op: bool = False,
 ) -> Work[Tensor]:
     """Give each rank its part of `input` of the global rank `src`: [W * n] there, None on the others."""
-    way = known_way(group, ("scatter", src, input is None), output, input, async_op) if codec == "auto" else None
-    if way is not None:
-        return way.run(uncoded.scatter, output, input, way.group(), way.root, async_op)
+    route = known_route(group, ("scatter", src, input is None), output, input, async_op) if codec == "auto" else None
+    if route is not None:
+        return route.run(uncoded.scatter, output, input, route.group(), route.root, async_op)
     check_tensors(output=output, **({} if input is None else {"input": input}))
     world, groups = find_groups(flat_group("scatter", group))
     root = find_group_rank(groups[0], src, "src")
@@ -317,8 +284,5 @@ def scatter(
     mine = flatten(output)
     rows = None if input is None else flatten(input).view(world, -1)
     return Call("scatter", groups, codec, output.dtype, output.device).run(
-        partial(Exchange.scatter, mine=mine, rows=rows, src=root),
-        lambda: None if rows is None else mine.copy_(rows[0]),
-        output,
-        async_op,
+        methodcaller("scatter", mine, rows, root), output, async_op
     )

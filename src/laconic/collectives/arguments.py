@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives.engine.call import REDUCIBLE
-from laconic.collectives.engine.two_level import TwoLevel
+from laconic.collectives.engine.layouts import TwoLevel
 from laconic.collectives.runtime.background import Groups
 from laconic.collectives.runtime.group_facts import registered_ranks
 from laconic.errors import ConfigError, FormatError

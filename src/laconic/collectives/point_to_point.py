@@ -21,7 +21,7 @@ from laconic.collectives.engine import uncoded
 from laconic.collectives.engine.call import find_route, finish, slices
 from laconic.collectives.engine.handshake import Announcement, Peers, Settings
 from laconic.collectives.engine.transport import WIRE_VERSION, Incoming, InFlightMessages, Outgoing, Wire
-from laconic.collectives.policy.raw_calls import known_way
+from laconic.collectives.policy.raw_calls import known_route
 from laconic.collectives.policy.selector import leaves_raw
 from laconic.collectives.runtime.background import Work, done, future_of, run_in_background
 from laconic.collectives.runtime.group_facts import ranks_of
@@ -70,9 +70,9 @@ def _start(
     tensor: Tensor, other: int, sends: bool, group: dist.ProcessGroup | None, codec: Codec | str, async_op: bool
 ) -> Work[Tensor]:
     function = "send" if sends else "recv"
-    way = known_way(group, ("send", other, sends), tensor, None, async_op) if codec == "auto" else None
-    if way is not None:
-        return (uncoded.send if sends else uncoded.recv)(tensor, way.group(), way.root, async_op)
+    route = known_route(group, ("send", other, sends), tensor, None, async_op) if codec == "auto" else None
+    if route is not None:
+        return (uncoded.send if sends else uncoded.recv)(tensor, route.group(), route.root, async_op)
     check_tensors(tensor=tensor)
     name = "dst" if sends else "src"
     _, groups = find_groups(flat_group(function, group))

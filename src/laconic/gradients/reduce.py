@@ -13,7 +13,6 @@ Ranks quantize, sum and dequantize one chunk while another is being sent. The si
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Literal, TypeVar, overload
 
 import torch
@@ -25,8 +24,8 @@ from laconic.collectives.arguments import Op, find_groups, flat_group
 from laconic.collectives.codec import Blockwise, Raw
 from laconic.collectives.engine.call import Call, Exchange
 from laconic.collectives.engine.chunks import all_gather_chunk, all_to_all_chunk, overlap
+from laconic.collectives.engine.layouts import OneRank, TwoLevel, TwoLevelExchange
 from laconic.collectives.engine.transport import Wire
-from laconic.collectives.engine.two_level import TwoLevel
 from laconic.collectives.runtime import torch_compat
 from laconic.collectives.runtime.background import Work
 from laconic.errors import ConfigError, FormatError
@@ -117,7 +116,10 @@ def reduce_scatter_q8(
     chunk = torch.empty(rows.shape[1], device=input.device)
     call = Call("reduce_scatter_q8", groups, _CODEC, torch.uint8, input.device)
 
-    def reduce(exchange: Exchange) -> None:
+    def reduce(exchange: Exchange | OneRank) -> None:
+        if isinstance(exchange, OneRank):
+            chunk.copy_(rows[0])
+            return
         if input.numel() == 0:
             return
         wire = exchange.wire(**_settings(input, op, min_nbytes))
@@ -130,7 +132,7 @@ def reduce_scatter_q8(
         columns = [slice(start, start + step) for start in range(0, rows.shape[1], step)]
         overlap(_reduce_scatter_chunk(wire, rows[:, part], chunk[part], _factor(op, world)) for part in columns)
 
-    return _result(call.run(reduce, lambda: chunk.copy_(rows[0]), chunk, async_op), async_op)
+    return _result(call.run(reduce, chunk, async_op), async_op)
 
 
 @overload
@@ -196,22 +198,18 @@ def all_reduce_q8(
     settings = _settings(tensor, op, min_nbytes) | {"feedback": error is not None}
     values = tensor.detach()
 
-    @contextmanager
-    def flattened() -> Iterator[Tensor]:
+    def reduce(exchange: Exchange | TwoLevelExchange | OneRank) -> None:
+        if isinstance(exchange, OneRank):
+            return
         flat = values.contiguous().view(-1)
-        yield flat
+        if isinstance(exchange, TwoLevelExchange):
+            _all_reduce_two_level(flat, exchange.node, exchange.cluster, op, settings, min_nbytes)
+        else:
+            _all_reduce_flat(flat, exchange, _factor(op, exchange.world), settings, min_nbytes, error)
         if flat.data_ptr() != values.data_ptr():
             values.copy_(flat.view_as(values))
 
-    def on_one(exchange: Exchange) -> None:
-        with flattened() as flat:
-            _all_reduce_flat(flat, exchange, _factor(op, exchange.world), settings, min_nbytes, error)
-
-    def on_two(node: Exchange, cluster: Exchange) -> None:
-        with flattened() as flat:
-            _all_reduce_two_level(flat, node, cluster, op, settings, min_nbytes)
-
-    return _result(call.run(on_one, lambda: None, tensor, async_op, on_two), async_op)
+    return _result(call.run(reduce, tensor, async_op), async_op)
 
 
 def all_reduce_quantized(
@@ -246,8 +244,8 @@ def all_reduce_quantized(
     numel = sum(gradient.codes.numel() for gradient in gradients)
     call = Call("all_reduce_quantized", groups, _CODEC, torch.uint8, next(iter(devices), torch.device("cpu")))
 
-    def reduce(exchange: Exchange) -> None:
-        if numel == 0:
+    def reduce(exchange: Exchange | OneRank) -> None:
+        if numel == 0 or isinstance(exchange, OneRank):
             return
         wire = exchange.wire(bits=next(iter(bits)), num_gradients=len(gradients), numel=numel, average=average)
         flat = _concatenated(gradients)
@@ -255,7 +253,7 @@ def all_reduce_quantized(
         overlap(_codes_chunk(wire, chunk, factor) for chunk in _chunks_of(flat))
         _split(flat, gradients)
 
-    return call.run(reduce, lambda: None, None, async_op=True)
+    return call.run(reduce, None, async_op=True)
 
 
 # --- whole tensors ---

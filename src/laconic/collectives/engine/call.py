@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from laconic.collectives.engine.chunks import (
     ring_reduce_scatter_chunk,
 )
 from laconic.collectives.engine.handshake import Announcement, Peers, Settings, Splits
+from laconic.collectives.engine.layouts import OneRank, TwoLevelExchange
 from laconic.collectives.engine.transport import WIRE_VERSION, Outgoing, Wire, has_tags
 from laconic.collectives.policy.selector import choose, learn, needs_sync, note, observe, sent_by_one
 from laconic.collectives.runtime import torch_compat
@@ -78,48 +79,40 @@ class Call:
         self.ranks = tuple(map(ranks_of, self.groups))
         check_codec(self.codec)
 
-    def on(
-        self, group: dist.ProcessGroup, level: int = 0, codec: Codec | str | None = None, is_all: bool = False
-    ) -> Exchange:
-        """The exchange on `group`, which is the caller's group number `level` or its copy."""
-        codec = codec or self.codec
-        return Exchange(group, self.ranks[level], self.function, codec, self.dtype, self.device, is_all)
-
-    def run(
-        self,
-        on_one: Callable[[Exchange], object],
-        alone: Callable[[], object],
-        result: T,
-        async_op: bool,
-        on_two: Callable[[Exchange, Exchange], object] | None = None,
-    ) -> Work[T]:
+    def run(self, act: Callable[[Any], object], result: T, async_op: bool) -> Work[T]:
         """Carry the call out, in the background if `async_op`.
 
         Args:
-            on_one: runs the call on its one group.
-            alone: runs instead on a rank without others.
+            act: calls a method of the layout of the ranks (layouts.py), which it is given.
             result: of the returned work.
             async_op: return before it is done.
-            on_two: runs the call on two levels: inside the node, where nothing is coded, and between nodes.
         """
         if all([group.size() == 1 for group in self.groups]):
             with may_write((result,)):
-                alone()
+                act(OneRank())
             return done(result)
 
         def job(groups: Groups) -> T:
-            if on_two is not None and len(groups) == 2:
-                on_two(self.on(groups[0], 0, Raw()), self.on(groups[1], 1))
-            else:
-                on_one(self.on(groups[0], is_all=True))
+            act(self.on(groups))
             return result
 
         if async_op:
             return run_in_background(job, self.groups, self.device, (result,))
         with may_write((result,)):
-            job(self.groups)
+            act(self.on(self.groups))
             settle(*self.groups)
         return done(result)
+
+    def on(self, groups: Groups) -> Exchange | TwoLevelExchange:
+        """The layout of `groups`, which are the caller's or their copies; of two levels the inner one codes nothing."""
+        what, ranks = (self.dtype, self.device), self.ranks
+        if len(groups) == 1:
+            return Exchange(groups[0], ranks[0], self.function, self.codec, *what, is_all=True)
+        node, cluster = groups
+        return TwoLevelExchange(
+            Exchange(node, ranks[0], self.function, Raw(), *what),
+            Exchange(cluster, ranks[1], self.function, self.codec, *what),
+        )
 
 
 @dataclass(slots=True)

@@ -90,7 +90,8 @@ class Splits:
 
 
 @lru_cache(1024)
-def _line_of(settings: tuple[tuple[str, str | int], ...]) -> bytes:
+def _line_of(settings: tuple[tuple[str, str | int], ...], types: tuple[type, ...]) -> bytes:
+    """`types` keep True and 1 apart, which are written differently: all ranks write what they were given."""
     line = json.dumps(dict(settings), separators=(",", ":")).encode().ljust(_LINE_NBYTES)
     assert len(line) == _LINE_NBYTES, settings
     return line
@@ -113,7 +114,7 @@ class Announcement:
     @cached_property
     def line(self) -> bytes:
         """The settings as they travel, uint8 [256]."""
-        return _line_of(tuple(self.settings.items()))
+        return _line_of(tuple(self.settings.items()), tuple(map(type, self.settings.values())))
 
     def pack(self) -> bytes:
         """All of it as it travels."""

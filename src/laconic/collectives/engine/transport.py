@@ -25,6 +25,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import chain
 from typing import Any, NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary
 
@@ -226,8 +227,14 @@ class Wire:
         receives = [entry for entry in incoming if entry.numel]
         if not has_tags(self.device):
             return _BatchedMessages(self, codec, sends, receives)
+        numels = {*[out.values.numel() for out in sends], *[entry.numel for entry in receives]}
+        nbytes = {numel: _buffer_nbytes(codec, numel, self.dtype) for numel in numels}
         handshake = self._handshake if number == 0 and not self._agreed else None
-        messages = InFlightMessages(self, codec, number, sends, receives, handshake)
+        if handshake is not None:
+            short = [out.peers for out in sends if nbytes[out.values.numel()] <= MAX_INSIDE_NBYTES]
+            for peer in handshake.unannounced([*chain(*short)]):
+                handshake.announce(peer)
+        messages = InFlightMessages(self, codec, number, sends, receives, nbytes, handshake)
         if not self._agreed:
             self._early.append(messages)
         return messages
@@ -388,7 +395,10 @@ class Wire:
 
 
 class InFlightMessages:
-    """A message to and from each of some ranks, under way through gloo."""
+    """A message to and from each of some ranks, under way through gloo.
+
+    Short ones go along with the announcements of `handshake`; `nbytes` has the longest message by number of elements.
+    """
 
     def __init__(
         self,
@@ -397,19 +407,15 @@ class InFlightMessages:
         number: int,
         outgoing: Sequence[Outgoing],
         incoming: Sequence[Incoming],
+        nbytes: Mapping[int, int],
         handshake: Handshake | None,
     ) -> None:
-        self._wire, self._codec, self._number, self._handshake = wire, codec, number, handshake
+        self._wire, self._codec, self._number = wire, codec, number
+        self._nbytes, self._handshake = nbytes, handshake
         self._sent: list[tuple[int, dist.Work]] = []
         self._sent_again: list[tuple[int, dist.Work]] = []
         self._receipts: dict[int, tuple[int, Tensor, list[tuple[int, dist.Work]]]] = {}
         self._inside: dict[int, int] = {}
-        numels = {*(out.values.numel() for out in outgoing), *(entry.numel for entry in incoming)}
-        self._nbytes = {numel: _buffer_nbytes(codec, numel, wire.dtype) for numel in numels}
-        if handshake is not None:
-            inside = {peer for out in outgoing if self._is_short(out.values.numel()) for peer in out.peers}
-            for peer in handshake.unannounced(inside):
-                handshake.announce(peer)
         # Receives first: what the others have ready can flow while this rank encodes.
         for peer, numel, out in incoming:
             if handshake is not None and self._is_short(numel):

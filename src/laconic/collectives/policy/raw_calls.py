@@ -21,7 +21,7 @@ from laconic.collectives import audit
 from laconic.collectives.policy.chooser import Refusal
 from laconic.collectives.runtime.callbacks import here
 
-__all__ = ["RawCalls", "Way", "forget_ways", "is_plain", "is_plain_strided", "known_way", "raw_calls_of"]
+__all__ = ["RawCalls", "RawRoute", "forget_routes", "is_plain", "is_plain_strided", "known_route", "raw_calls_of"]
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ def is_plain_strided(x: Tensor) -> bool:
     return x.layout is _STRIDED and x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
-class Way:
+class RawRoute:
     """How a call of a function goes that is known to be left raw.
 
     Args:
@@ -100,17 +100,17 @@ class RawCalls:
     def __init__(self, carrier: dist.ProcessGroup) -> None:
         """`carrier` carries the calls of the group."""
         self._carrier = weakref.ref(carrier)
-        self._ways: dict[tuple[Hashable, int, torch.dtype], Way] = {}
+        self._routes: dict[tuple[Hashable, int, torch.dtype], RawRoute] = {}
 
-    def find(self, call: Hashable, x: Tensor) -> Way | None:
-        """The way of such a call with `x`, if it is known."""
-        way = self._ways.get((call, x.numel(), x.dtype))
-        return way if way is not None and not here.depth and x.is_cpu and is_plain_strided(x) else None
+    def find(self, call: Hashable, x: Tensor) -> RawRoute | None:
+        """The route of such a call with `x`, if it is known."""
+        route = self._routes.get((call, x.numel(), x.dtype))
+        return route if route is not None and not here.depth and x.is_cpu and is_plain_strided(x) else None
 
     def has(self, call: Hashable, x: Tensor) -> bool:
         """Whether such a call with `x` is known to be left raw; counts it then."""
-        way = self.find(call, x)
-        return way is not None and way.goes()
+        route = self.find(call, x)
+        return route is not None and route.goes()
 
     def add(
         self,
@@ -125,17 +125,17 @@ class RawCalls:
     ) -> None:
         """From now on calls like this one are known; the audit counts each as `nbytes` that `operation` sends.
 
-        The rest is as for `Way`; `x` is the tensor whose size decides.
+        The rest is as for `RawRoute`; `x` is the tensor whose size decides.
         """
         key = call, x.numel(), x.dtype
-        if x.is_cpu and (key in self._ways or len(self._ways) < _MAX_KNOWN):
+        if x.is_cpu and (key in self._routes or len(self._routes) < _MAX_KNOWN):
             count = audit.tally(operation, x.dtype, nbytes, reason)
             if count is not None:
-                self._ways[key] = Way(count, self._carrier, root, beside, refusal)
+                self._routes[key] = RawRoute(count, self._carrier, root, beside, refusal)
 
     def clear(self) -> None:
         """Forget all."""
-        self._ways.clear()
+        self._routes.clear()
 
 
 _known: dict[int, RawCalls] = {}
@@ -151,8 +151,8 @@ def raw_calls_of(group: dist.ProcessGroup, carrier: dist.ProcessGroup) -> RawCal
     return _known[key]
 
 
-def known_way(group: Any, call: Hashable, x: Tensor, beside: Tensor | None, async_op: bool) -> Way | None:
-    """The way of a call that is left raw as others like it were, whose arguments were found to be right; counts it.
+def known_route(group: Any, call: Hashable, x: Tensor, beside: Tensor | None, async_op: bool) -> RawRoute | None:
+    """The route of a call that is left raw as others like it were, whose arguments were found to be right; counts it.
 
     Args:
         group: as the caller gave it; None is the default group.
@@ -162,13 +162,13 @@ def known_way(group: Any, call: Hashable, x: Tensor, beside: Tensor | None, asyn
         async_op: whether the call would run in the background if it was coded.
     """
     known = _known.get(id(dist.group.WORLD if group is None else group))
-    way = None if known is None else known.find(call, x)
-    if way is None or not (beside is None or way.fits(beside, x)):
+    route = None if known is None else known.find(call, x)
+    if route is None or not (beside is None or route.fits(beside, x)):
         return None
-    return way if way.goes((x,) if beside is None else (x, beside), async_op) else None
+    return route if route.goes((x,) if beside is None else (x, beside), async_op) else None
 
 
-def forget_ways() -> None:
+def forget_routes() -> None:
     """To be called when something has been learnt by which calls might be coded."""
-    for known in _known.values():
+    for known in list(_known.values()):  # another thread may let a group go meanwhile
         known.clear()

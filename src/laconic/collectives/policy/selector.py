@@ -31,7 +31,7 @@ import torch.distributed as dist
 from laconic.collectives import audit
 from laconic.collectives.policy.chooser import NOTE_NBYTES, Call, Chooser
 from laconic.collectives.policy.microbench import Ranks, brief_codecs, brief_link, group_shape_of, host_name
-from laconic.collectives.policy.raw_calls import forget_ways, raw_calls_of
+from laconic.collectives.policy.raw_calls import forget_routes, raw_calls_of
 from laconic.collectives.runtime.group_facts import original_of
 from laconic.cost.comm.rates import ITEM_NBYTES, SEND, WireRates, default_path
 from laconic.cost.comm.seconds import (
@@ -50,7 +50,7 @@ from laconic.errors import ConfigError
 
 __all__ = [
     "choose",
-    "foresee",
+    "predict",
     "leaves_raw",
     "learn",
     "note",
@@ -101,7 +101,7 @@ def choose(
     return left_raw(NOT_PREPARED) if chooser is None else chooser.choose(call)
 
 
-def foresee(
+def predict(
     operation: str, numel: int, dtype: torch.dtype, group: dist.ProcessGroup, *, device: torch.device = _CPU
 ) -> AlgorithmChoice:
     """Choose by the rates of a prepared group alone; never communicates.
@@ -140,13 +140,13 @@ def leaves_raw(
 ) -> bool:
     """Whether a message is left raw, as far as that is known without communication.
 
-    If so, the call is counted in the audit, and `known_way` knows others like it. The answer is the same on all ranks,
-    in whatever thread they ask: it depends on earlier messages only where the call runs in the caller's thread, in the
-    order of the group's calls.
+    If so, the call is counted in the audit, and `known_route` knows others like it. The answer is the same on all
+    ranks, in whatever thread they ask: it depends on earlier messages only where the call runs in the caller's thread,
+    in the order of the group's calls.
 
     Args:
         given: the group as the caller gave it.
-        call: its name, as of `known_way`; the operation first.
+        call: its name, as of `known_route`; the operation first.
         numel: as in `choose`.
         x: a tensor of this rank, contiguous, from whose number of elements and dtype `numel` follows.
         beside: the other tensor, if there are two.
@@ -209,7 +209,7 @@ def prepare(group: dist.ProcessGroup, device: torch.device = _CPU) -> None:
     ranks = Ranks(group, device)
     group_shape, rates = _agreed_rates(ranks)
     _prepared.setdefault(group, {})[device.type] = group_shape, _with_codecs(ranks, rates, _SENT)
-    forget_ways()
+    forget_routes()
 
 
 def prepared_rates(group: dist.ProcessGroup, device: torch.device = _CPU) -> tuple[GroupShape, WireRates] | None:
@@ -264,7 +264,7 @@ def use_rates(rates: WireRates | str | Path | None) -> None:
     with _lock:
         _explicit = WireRates.load(rates) if isinstance(rates, str | Path) else rates
         _known.clear()
-        forget_ways()
+        forget_routes()
 
 
 # --- the choosers of a process group ---

@@ -34,7 +34,7 @@ from laconic.collectives import api, audit
 from laconic.collectives.arguments import check_group_rank
 from laconic.collectives.codec import Codec, check_codec, is_auto, setting_of
 from laconic.collectives.policy.raw_calls import raw_calls_of
-from laconic.collectives.policy.selector import foresee, prepare
+from laconic.collectives.policy.selector import predict, prepare
 from laconic.collectives.process_group.averages import averages_of_integers
 from laconic.collectives.process_group.backends import compare, connect, forget
 from laconic.collectives.process_group.ddp_reducer import prepare_reducers
@@ -477,7 +477,7 @@ class ProcessGroupLaconic(_Base):
             reason, lasts = _OTHER_OP, False
         elif is_auto(self.options.codec):
             numel = _LARGE_NUMEL if any_size else message.numel()
-            choice = foresee(operation, numel, message.dtype, self._backend_group, device=message.device)
+            choice = predict(operation, numel, message.dtype, self._backend_group, device=message.device)
             reason = choice.reason if choice.codec == RAW else None
         if reason is not None:
             self._record_raw(operation, message, reason, *(known or (operation, message)), lasts)

@@ -27,7 +27,7 @@ from torch import Tensor
 from laconic.collectives import audit
 from laconic.collectives.arguments import check_group_rank
 from laconic.collectives.codec import Codec, Lossless, Raw, is_auto
-from laconic.collectives.policy.selector import foresee
+from laconic.collectives.policy.selector import predict
 from laconic.collectives.process_group.work_handles import AfterWork, PeerWork
 from laconic.collectives.runtime.device_streams import Ready
 from laconic.collectives.runtime.failure_diagnosis import is_own, reason_of
@@ -161,7 +161,7 @@ class P2P:
             return None, TOO_SMALL
         if not is_auto(self._codec):
             return None if isinstance(self._codec, Raw) else self._codec, _ASKED_FOR
-        choice = foresee("send", x.numel(), x.dtype, self._group)
+        choice = predict("send", x.numel(), x.dtype, self._group)
         return None if choice.codec == RAW else Lossless(choice.codec), choice.reason
 
 
