@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from laconic.errors import ConfigError, DataError, ModelError
+from laconic.errors import ConfigError, DataError
 from laconic.train.config.dotted_names import nearest
 from laconic.train.config.schema import ModelConfig
 from laconic.train.data.images import ImageCorpus
-from laconic.train.model import check_config, no_progress_bars
-from laconic.train.model_source import find_weights
+from laconic.train.model import check_extra, family_config, load_model, path_config, random_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["build_classifier", "check_batch_norm", "preprocessor_config"]
-
-logger = logging.getLogger(__name__)
 
 _LANGUAGE_SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -57,8 +53,6 @@ def build_classifier(config: ModelConfig, corpus: ImageCorpus, seed: int) -> Pre
                 f"model.{name} is {getattr(config, name)!r}, but it must be left out with task = image-classification; "
                 "give fields of the family's configuration in model.extra"
             )
-    channels = corpus.train.images.shape[1]
-    source, weights = f"a {config.family} of model.family", None
     if config.path is None:
         families = {*MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, "afi_resnet"}
         if config.family not in families:
@@ -67,61 +61,19 @@ def build_classifier(config: ModelConfig, corpus: ImageCorpus, seed: int) -> Pre
                 f"transformers, or afi_resnet{nearest(config.family, families)}"
             )
         known = AutoConfig.for_model(config.family).to_dict()
-        if unknown := [name for name in config.extra if name not in known]:
-            raise ConfigError(
-                f"model.extra has {unknown[0]!r}, but family {config.family!r} has no such field"
-                + nearest(unknown[0], known)
-            )
+        check_extra(config, known)
         names = dict(enumerate(corpus.classes))
         fields: dict[str, Any] = {"id2label": names, "label2id": {name: label for label, name in names.items()}}
-        for name, value in (("num_channels", channels), ("image_size", corpus.train.images.shape[2])):
-            if name in known:
-                fields[name] = value
-        try:
-            hf_config: Any = AutoConfig.for_model(config.family, **(fields | config.extra))
-        except Exception as error:
-            raise ConfigError(f"family {config.family!r} does not take these model fields: {error}") from error
+        _, channels, height, _ = corpus.train.images.shape
+        fields |= {name: n for name, n in (("num_channels", channels), ("image_size", height)) if name in known}
+        source = f"a {config.family} of model.family"
+        model = random_model(AutoModelForImageClassification, family_config(config, fields), seed, source)
+    elif (Path(config.path) / "config.json").is_file():
+        model = load_model(AutoModelForImageClassification, config, path_config(config), seed)
     else:
-        directory = Path(config.path)
-        if not (directory / "config.json").is_file():
-            raise ConfigError(f"model.path is {config.path!r}, but it must be a directory with a config.json")
-        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-        try:
-            hf_config = AutoConfig.from_pretrained(config.path, **options)
-        except Exception as error:
-            raise ModelError(f"model.path {config.path!r} has no config that transformers can read: {error}") from error
-        check_config(hf_config, f"model.path {config.path!r}")
-        weights = find_weights(directory)
-        source = f"as model.path {config.path!r} holds none"
-    try:
-        if weights is None:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                model = AutoModelForImageClassification.from_config(
-                    hf_config, dtype=torch.float32, trust_remote_code=False
-                )
-            logger.info("weights: initialized at random (seed %d), %s", seed, source)
-        else:
-            with no_progress_bars():
-                model, loading = AutoModelForImageClassification.from_pretrained(
-                    str(config.path), config=hf_config, dtype=torch.float32, output_loading_info=True, **options
-                )
-            if absent := sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in loading[kind]):
-                raise ModelError(
-                    f"model.path {config.path!r} lacks {len(absent)} of the weights that its config.json asks for, "
-                    f"first {absent[0]!r}"
-                )
-            logger.info("weights: loaded from %s", Path(str(config.path)) / weights)
-    except ModelError:
-        raise
-    except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(
-            f"transformers cannot build an image classifier of {hf_config.model_type}: {first[:300]}"
-        ) from error
+        raise ConfigError(f"model.path is {config.path!r}, but it must be a directory with a config.json")
     _check_fit(model, corpus)
-    built: PreTrainedModel = model
-    return built.train()
+    return model
 
 
 def _check_fit(model: Any, corpus: ImageCorpus) -> None:

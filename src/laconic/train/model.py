@@ -1,4 +1,4 @@
-"""Builds a Hugging Face causal language model from a `ModelConfig`, without a network unless asked.
+"""Builds a Hugging Face model from a `ModelConfig`, without a network unless asked; a causal one by `build_model`.
 
 Three origins: a family name with sizes (random weights), a local directory with only a config.json (random weights),
 and a local directory with weights in any form that from_pretrained loads. The log says which. Parameters are fp32 on
@@ -9,7 +9,7 @@ is an extra and slow to load.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,16 @@ from laconic.train.model_source import find_weights
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["build_model", "check_config", "no_progress_bars"]
+__all__ = [
+    "build_model",
+    "check_config",
+    "check_extra",
+    "family_config",
+    "load_model",
+    "no_progress_bars",
+    "path_config",
+    "random_model",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +64,62 @@ def build_model(
         ModelError: a directory's files cannot be read as a causal language model or lack weights.
     """
     try:
-        import transformers  # noqa: F401
+        from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise ConfigError(f"training needs transformers ({error}): pip install 'laconic[train]'") from error
     if config.path is None:
-        hf_config = _family_config(config, vocab_size, max_sequence_length, eos_token_id)
-        return _from_config(hf_config, seed, f"a {config.family} of model.family")
-    return _from_path(config, max_sequence_length, seed)
+        hf_config = family_config(config, _family_fields(config, vocab_size, max_sequence_length, eos_token_id))
+        _check_family(hf_config, config)
+        return random_model(AutoModelForCausalLM, hf_config, seed, f"a {config.family} of model.family")
+    directory = Path(config.path)
+    if not config.allow_download:
+        if not directory.is_dir():
+            raise ConfigError(
+                f"model.path is {config.path!r}, but it must be a directory; "
+                "for a name on the Hugging Face hub also set model.allow_download"
+            )
+        if not (directory / "config.json").is_file():
+            raise ConfigError(f"model.path is {config.path!r}, but that directory has no config.json")
+    hf_config = path_config(config)
+    _check_experts(hf_config, f"model.path {config.path!r}")
+    longest = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and max_sequence_length > longest:
+        raise ConfigError(
+            f"sequence_length is {max_sequence_length}, but model.path {config.path!r} takes at most {longest} tokens "
+            "(max_position_embeddings in its config.json)"
+        )
+    return load_model(AutoModelForCausalLM, config, hf_config, seed)
+
+
+def family_config(config: ModelConfig, fields: Mapping[str, Any]) -> Any:
+    """The configuration of `model.family` with `fields`, and `model.extra` over them."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.for_model(config.family, **{**fields, **config.extra})
+    except Exception as error:
+        raise ConfigError(f"family {config.family!r} does not take these model fields: {error}") from error
+
+
+def path_config(config: ModelConfig) -> Any:
+    """The configuration in `model.path`."""
+    from transformers import AutoConfig
+
+    try:
+        hf_config = AutoConfig.from_pretrained(str(config.path), **_options(config))
+    except Exception as error:
+        raise ModelError(f"model.path {config.path!r} has no config that transformers can read: {error}") from error
+    check_config(hf_config, f"model.path {config.path!r}")
+    return hf_config
+
+
+def check_extra(config: ModelConfig, known: Collection[str]) -> None:
+    """Refuse a field of `model.extra` that the family does not know."""
+    for name in config.extra:
+        if name not in known:
+            raise ConfigError(
+                f"model.extra has {name!r}, but family {config.family!r} has no such field{nearest(name, known)}"
+            )
 
 
 def check_config(hf_config: Any, origin: str) -> None:
@@ -93,7 +151,10 @@ def no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _family_config(config: ModelConfig, vocab_size: int, max_sequence_length: int, eos_token_id: int | None) -> Any:
+def _family_fields(
+    config: ModelConfig, vocab_size: int, max_sequence_length: int, eos_token_id: int | None
+) -> dict[str, Any]:
+    """The sizes of `[model]` under the names that the family's configuration has for them."""
     from transformers import CONFIG_MAPPING, AutoConfig
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -116,12 +177,7 @@ def _family_config(config: ModelConfig, vocab_size: int, max_sequence_length: in
         )
     if "rope_parameters" in known:
         known |= set(_ROPE)
-    unknown = [name for name in config.extra if name not in known]
-    if unknown:
-        raise ConfigError(
-            f"model.extra has {unknown[0]!r}, but family {family!r} has no such field{nearest(unknown[0], known)}"
-        )
-
+    check_extra(config, known)
     fields: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": config.hidden_size,
@@ -149,20 +205,19 @@ def _family_config(config: ModelConfig, vocab_size: int, max_sequence_length: in
         # Some families fix it (Gemma2 at 256, Qwen3 at 128) whatever the width is. With latent attention it follows.
         fields["head_dim"] = config.hidden_size // config.num_attention_heads
     # The families' own special tokens belong to their own tokenizers and may lie beyond this vocabulary.
-    fields |= {"bos_token_id": None, "eos_token_id": eos_token_id, "pad_token_id": None}
-    try:
-        hf_config = AutoConfig.for_model(family, **(fields | config.extra))
-    except Exception as error:
-        raise ConfigError(f"family {family!r} does not take these model fields: {error}") from error
+    return fields | {"bos_token_id": None, "eos_token_id": eos_token_id, "pad_token_id": None}
+
+
+def _check_family(hf_config: Any, config: ModelConfig) -> None:
+    """Refuse a configuration that has not taken what `model.extra` says about rotary positions, or its experts."""
     for name in _ROPE:
         parameters = getattr(hf_config, "rope_parameters", None) or {}
         if name in config.extra and name != "rope_scaling" and config.extra[name] not in _entries(parameters, name):
             raise ConfigError(
-                f"model.extra.{name} is {config.extra[name]!r}, but family {family!r} does not take it so; "
+                f"model.extra.{name} is {config.extra[name]!r}, but family {config.family!r} does not take it so; "
                 f"set it in model.extra.rope_parameters, which is {parameters!r}"
             )
     _check_experts(hf_config, "model.extra")
-    return hf_config
 
 
 def _entries(parameters: dict[str, Any], name: str) -> list[Any]:
@@ -187,15 +242,12 @@ def _check_experts(hf_config: Any, origin: str) -> None:
         )
 
 
-def _from_config(hf_config: Any, seed: int, origin: str) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
+def random_model(auto: Any, hf_config: Any, seed: int, origin: str) -> PreTrainedModel:
+    """A model of transformers' class `auto` with weights by `seed`; the caller's random state stays as it is."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                hf_config, dtype=torch.float32, trust_remote_code=False
-            )
+            model: PreTrainedModel = auto.from_config(hf_config, dtype=torch.float32, trust_remote_code=False)
         except Exception as error:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ModelError(f"transformers cannot build a {hf_config.model_type} model: {first[:300]}") from error
@@ -203,33 +255,10 @@ def _from_config(hf_config: Any, seed: int, origin: str) -> PreTrainedModel:
     return model.train()
 
 
-def _from_path(config: ModelConfig, max_sequence_length: int, seed: int) -> PreTrainedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+def load_model(auto: Any, config: ModelConfig, hf_config: Any, seed: int) -> PreTrainedModel:
+    """The model of class `auto` in `model.path`, or a random one where the directory holds no weights."""
     path = str(config.path)
-    directory = Path(path)
-    if not config.allow_download:
-        if not directory.is_dir():
-            raise ConfigError(
-                f"model.path is {path!r}, but it must be a directory; "
-                "for a name on the Hugging Face hub also set model.allow_download"
-            )
-        if not (directory / "config.json").is_file():
-            raise ConfigError(f"model.path is {path!r}, but that directory has no config.json")
-    options: dict[str, Any] = {"local_files_only": not config.allow_download, "trust_remote_code": False}
-    try:
-        hf_config = AutoConfig.from_pretrained(path, **options)
-    except Exception as error:
-        raise ModelError(f"model.path {path!r} has no config that transformers can read: {error}") from error
-    _check_experts(hf_config, f"model.path {path!r}")
-    longest = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and max_sequence_length > longest:
-        raise ConfigError(
-            f"sequence_length is {max_sequence_length}, but model.path {path!r} takes at most {longest} tokens "
-            "(max_position_embeddings in its config.json)"
-        )
-    check_config(hf_config, f"model.path {path!r}")
-    source = path
+    source, directory = path, Path(path)
     if directory.is_dir():
         if (directory / "adapter_config.json").is_file():
             raise ModelError(
@@ -238,12 +267,17 @@ def _from_path(config: ModelConfig, max_sequence_length: int, seed: int) -> PreT
             )
         file = find_weights(directory)
         if file is None:
-            return _from_config(hf_config, seed, f"as model.path {path!r} holds none")
+            return random_model(auto, hf_config, seed, f"as model.path {path!r} holds none")
         source = str(directory / file)
     try:
         with no_progress_bars():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, config=hf_config, dtype=torch.float32, weights_only=True, output_loading_info=True, **options
+            loaded: Any = auto.from_pretrained(
+                path,
+                config=hf_config,
+                dtype=torch.float32,
+                weights_only=True,
+                output_loading_info=True,
+                **_options(config),
             )
     except Exception as error:
         raise ModelError(f"model.path {path!r} has weights that cannot be loaded: {error}") from error
@@ -260,6 +294,10 @@ def _from_path(config: ModelConfig, max_sequence_length: int, seed: int) -> PreT
     logger.info("weights: %s%s", said, _listed("left aside, not in the model: ", unexpected))
     pretrained: PreTrainedModel = model
     return pretrained.train()
+
+
+def _options(config: ModelConfig) -> dict[str, Any]:
+    return {"local_files_only": not config.allow_download, "trust_remote_code": False}
 
 
 def _listed(what: str, names: list[str]) -> str:

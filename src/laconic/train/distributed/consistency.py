@@ -12,24 +12,13 @@ from laconic.errors import ConfigError
 from laconic.train.config.dotted_names import flat_settings
 from laconic.train.config.plan import load_plan
 from laconic.train.config.schema import TrainConfig
+from laconic.train.config.settings import settings as settings_of
 from laconic.train.distributed.world import World
 
 __all__ = ["check_agreement"]
 
-# What may differ between machines, or is taken from rank 0.
-_LOCAL = (
-    "plan",
-    "run_dir",
-    "nproc",
-    "restarts",
-    "tensorboard",
-    "wandb",
-    "data.paths",
-    "data.cache_dir",
-    "data.tokenizer",
-    "model.path",
-    "moe.rates",
-)
+_LOCAL = ("nproc", "restarts", "tensorboard", "wandb")
+"""What may differ between machines beside paths, or is taken from rank 0."""
 
 
 def check_agreement(config: TrainConfig, world: World) -> None:
@@ -40,8 +29,9 @@ def check_agreement(config: TrainConfig, world: World) -> None:
     Raises:
         ConfigError: on every process; the message names a difference.
     """
+    local = {*_LOCAL, *(one.name for one in settings_of(TrainConfig) if one.is_path)}
     settings = flat_settings(dataclasses.asdict(config))
-    settings = {name: value for name, value in settings.items() if name not in _LOCAL}
+    settings = {name: value for name, value in settings.items() if name not in local}
     settings |= {"laconic's version": laconic.__version__, "torch's version": str(torch.__version__)}
     if config.plan is not None:
         settings["the plan"] = load_plan(config.plan).to_dict()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -130,6 +131,17 @@ class World:
     def first_error(self, error: str | None) -> str | None:
         """The error of the lowest rank that passed one, on every process; None when none did. Also a barrier."""
         return next((other for other in self.gather(error) if other is not None), None)
+
+    @contextmanager
+    def agree(self) -> Iterator[None]:
+        """Raise a ConfigError of the block on all processes, which run it together: the lowest rank's."""
+        error = None
+        try:
+            yield
+        except ConfigError as failure:
+            error = str(failure)
+        if (error := self.first_error(error)) is not None:
+            raise ConfigError(error)
 
     def leave(self) -> None:
         """Destroy the process group, all processes together."""

@@ -59,9 +59,9 @@ def check_run_dir(config: TrainConfig, world: World, own: bool = False) -> Path:
     """
     chosen = world.gather(config.run_dir or new_run_dir())[0]
     run_dir = Path(chosen)
-    error = world.first_error(_refusal(run_dir, config.resume) if world.is_main and not own else None)
-    if error is not None:
-        raise ConfigError(error)
+    with world.agree():
+        if world.is_main and not own:
+            _check(run_dir, config.resume)
     return run_dir
 
 
@@ -73,45 +73,44 @@ def claim_run_dir(lock: RunLock, run_dir: Path, resume: bool, world: World, own:
     Raises:
         ConfigError: on every process, when another run is at work there, or was since `check_run_dir`.
     """
-    error = None
-    if world.is_main:
-        try:
+    with world.agree():
+        if world.is_main:
             lock.acquire(run_dir)
-            error = None if own else _refusal(run_dir, resume)
-            if error is None:
-                # What a killed run left; an own launcher may be writing its record now.
-                for torn in (*run_dir.glob(".config.toml.*"), *([] if own else run_dir.glob(f".{LAUNCH_FILE}.tmp"))):
-                    torn.unlink()
-        except ConfigError as failure:
-            error = str(failure)
-    error = world.first_error(error)
-    if error is not None:
-        raise ConfigError(error)
+            if not own:
+                _check(run_dir, resume)
+            # What a killed run left; an own launcher may be writing its record now.
+            for torn in (*run_dir.glob(".config.toml.*"), *([] if own else run_dir.glob(f".{LAUNCH_FILE}.tmp"))):
+                torn.unlink()
 
 
-def _refusal(run_dir: Path, resume: bool) -> str | None:
-    """Why a run cannot begin, or go on, in `run_dir`."""
-    shown = str(run_dir)
+def _check(run_dir: Path, resume: bool) -> None:
+    """Check that a run can begin, or go on, in `run_dir`.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    shown = f"run_dir is {str(run_dir)!r}"
     try:
         if resume:
             if not (run_dir / "config.toml").is_file():
-                return (
-                    f"run_dir is {shown!r}, but it must hold the config.toml of a run for resume; a run that was "
+                raise ConfigError(
+                    f"{shown}, but it must hold the config.toml of a run for resume; a run that was "
                     "stopped before it wrote one is started again without --resume"
                 )
         elif run_dir.is_dir():
             if (run_dir / "config.toml").exists():
-                return f"run_dir is {shown!r}, which is not empty; continue that run with --resume or choose another"
+                raise ConfigError(f"{shown}, which is not empty; continue that run with --resume or choose another")
             if others := sorted(path.name for path in run_dir.iterdir() if not _is_of_a_beginning(path.name)):
-                return (
-                    f"run_dir is {shown!r}, which is not empty and holds no run to continue: there is {others[0]}, but "
+                raise ConfigError(
+                    f"{shown}, which is not empty and holds no run to continue: there is {others[0]}, but "
                     "no config.toml; choose another, or remove what is there"
                 )
         elif os.path.lexists(run_dir):
-            return f"run_dir is {shown!r}, which is not a directory"
+            raise ConfigError(f"{shown}, which is not a directory")
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        return f"run_dir is {shown!r}, which cannot be used: {getattr(error, 'strerror', None) or error}"
-    return None
+        raise ConfigError(f"{shown}, which cannot be used: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _is_of_a_beginning(name: str) -> bool:

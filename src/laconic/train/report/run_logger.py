@@ -14,7 +14,7 @@ from typing import Any
 
 from laconic.collectives import audit
 from laconic.cost.sizes import format_nbytes
-from laconic.errors import CheckpointError, ConfigError
+from laconic.errors import CheckpointError
 from laconic.schedule.moe_pipeline import COMPUTE
 from laconic.schedule.streams import Timeline
 from laconic.train.config.dotted_names import flat_settings
@@ -259,15 +259,9 @@ def check_loggers(config: TrainConfig, world: World) -> None:
     """
     if config.tensorboard:
         check_tensorboard()
-    error = None
-    if config.wandb and world.is_main:
-        try:
+    with world.agree():
+        if config.wandb and world.is_main:
             check_wandb()
-        except ConfigError as failure:
-            error = str(failure)
-    error = world.first_error(error)
-    if error is not None:
-        raise ConfigError(error)
 
 
 @contextmanager
