@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from laconic.moe.gates.losses import load_balance_loss, sequence_balance_loss, z
 from laconic.moe.routing import Routing, SoftRouting
 from laconic.moe.row_ops import accumulation_dtype
 
-__all__ = ["Gate", "TokenChoiceGate", "checked", "linear_logits"]
+__all__ = ["Gate", "LinearGate", "TokenChoiceGate", "checked", "linear_logits"]
 
 
 class Gate(nn.Module):
@@ -173,6 +174,36 @@ class TokenChoiceGate(Gate):
     def extra_repr(self) -> str:
         """Show num_experts, model_dim and top_k."""
         return f"num_experts={self.num_experts}, model_dim={self.model_dim}, top_k={self.top_k}"
+
+
+class LinearGate(TokenChoiceGate):
+    """Logits are x weight^T; a subclass defines the scores.
+
+    Parameter: weight [E, M].
+
+    Args:
+        num_experts, model_dim, top_k, normalize, options: as in TokenChoiceGate.
+        device, dtype: of the parameter.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        model_dim: int,
+        top_k: int,
+        *,
+        normalize: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(num_experts, model_dim, top_k, normalize=normalize, **options)
+        self.weight = nn.Parameter(torch.empty(num_experts, model_dim, device=device, dtype=dtype))
+        nn.init.normal_(self.weight, std=model_dim**-0.5)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """See `TokenChoiceGate.logits`."""
+        return linear_logits(x, self.weight)
 
 
 def linear_logits(x: Tensor, weight: Tensor) -> Tensor:

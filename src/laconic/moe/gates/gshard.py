@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laconic.moe.gates.base import TokenChoiceGate, linear_logits
+from laconic.moe.gates.base import LinearGate, linear_logits
 
 __all__ = ["GShardGate"]
 
 
-class GShardGate(TokenChoiceGate):
+class GShardGate(LinearGate):
     """Logits are x weight^T, in training plus N(0, 1) * softplus(x noise_weight^T); weights a softmax over the best k.
 
     Shazeer et al. (2017), equations 3 to 5, as GShard and FSMoE (section 3) use them. The softmax over the best k is
@@ -22,24 +22,13 @@ class GShardGate(TokenChoiceGate):
     Parameters: weight, noise_weight, both [E, M]; noise_weight begins at zero, which is noise of log(2).
     """
 
-    def __init__(
-        self,
-        num_experts: int,
-        model_dim: int,
-        top_k: int = 2,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(num_experts, model_dim, top_k, **{"normalize": True, **options})
-        self.weight = nn.Parameter(torch.empty(num_experts, model_dim, device=device, dtype=dtype))
-        self.noise_weight = nn.Parameter(torch.zeros(num_experts, model_dim, device=device, dtype=dtype))
-        nn.init.normal_(self.weight, std=model_dim**-0.5)
+    def __init__(self, num_experts: int, model_dim: int, top_k: int = 2, **options: Any) -> None:
+        super().__init__(num_experts, model_dim, top_k, **options)
+        self.noise_weight = nn.Parameter(torch.zeros_like(self.weight))
 
     def logits(self, x: Tensor) -> Tensor:
         """See `TokenChoiceGate.logits`."""
-        logits = linear_logits(x, self.weight)
+        logits = super().logits(x)
         if not self.training:
             return logits
         return logits + torch.randn_like(logits) * F.softplus(linear_logits(x, self.noise_weight))

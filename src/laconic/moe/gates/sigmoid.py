@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from laconic.moe.gates.base import TokenChoiceGate, linear_logits
+from laconic.moe.gates.base import LinearGate
 from laconic.moe.gates.losses import summed_counts
 from laconic.moe.routing import Routing
 
 __all__ = ["SigmoidGate"]
 
 
-class SigmoidGate(TokenChoiceGate):
+class SigmoidGate(LinearGate):
     """Scores are sigmoid(x weight^T); the choice is made by score + bias, the weights are the scores alone.
 
     DeepSeek-V3 (2024), section 2.1.2: the bias of an overloaded expert falls by `bias_rate` after each step, that of an
@@ -25,37 +25,21 @@ class SigmoidGate(TokenChoiceGate):
     counted in training only, not in the state dict.
 
     Args:
-        num_experts, model_dim, top_k, normalize, options: as in TokenChoiceGate.
+        num_experts, model_dim, top_k, options: as in LinearGate.
         bias_rate: of one update; 0 keeps the bias as it is.
-        device, dtype: of the parameter.
     """
 
     bias: Tensor
     load: Tensor
 
     def __init__(
-        self,
-        num_experts: int,
-        model_dim: int,
-        top_k: int,
-        *,
-        normalize: bool = True,
-        bias_rate: float = 1e-3,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Any,
+        self, num_experts: int, model_dim: int, top_k: int, *, bias_rate: float = 1e-3, **options: Any
     ) -> None:
-        super().__init__(num_experts, model_dim, top_k, normalize=normalize, **options)
-        self.bias_rate = bias_rate
-        self.weight = nn.Parameter(torch.empty(num_experts, model_dim, device=device, dtype=dtype))
-        nn.init.normal_(self.weight, std=model_dim**-0.5)
+        super().__init__(num_experts, model_dim, top_k, **options)
+        self.bias_rate, device = bias_rate, self.weight.device
         self.register_buffer("bias", torch.zeros(num_experts, device=device, dtype=torch.float32))
         load = torch.zeros(num_experts, device=device, dtype=torch.int64)
         self.register_buffer("load", load, persistent=False)
-
-    def logits(self, x: Tensor) -> Tensor:
-        """See `TokenChoiceGate.logits`."""
-        return linear_logits(x, self.weight)
 
     def scores(self, logits: Tensor) -> Tensor:
         """See `TokenChoiceGate.scores`."""

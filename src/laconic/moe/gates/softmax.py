@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from laconic.errors import RoutingError
-from laconic.moe.gates.base import TokenChoiceGate, linear_logits
+from laconic.moe.gates.base import LinearGate
 
 __all__ = ["SoftmaxGate"]
 
 
-class SoftmaxGate(TokenChoiceGate):
+class SoftmaxGate(LinearGate):
     """Scores are softmax(x weight^T) over all experts.
 
     With `normalize` the weights are a softmax over the chosen ones (Mixtral, Qwen3 with norm_topk_prob); without it
@@ -22,39 +22,25 @@ class SoftmaxGate(TokenChoiceGate):
     Parameter: weight [E, M].
 
     Args:
-        num_experts, model_dim, top_k, normalize, options: as in TokenChoiceGate.
+        num_experts, model_dim, top_k, options: as in LinearGate.
         jitter: in training tokens are multiplied, for the gate only, by noise uniform in [1 - jitter, 1 + jitter]
             (Switch Transformers, section 2.4).
-        device, dtype: of the parameter.
 
     Raises:
         RoutingError: jitter is not in [0, 1).
     """
 
-    def __init__(
-        self,
-        num_experts: int,
-        model_dim: int,
-        top_k: int,
-        *,
-        normalize: bool = True,
-        jitter: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(num_experts, model_dim, top_k, normalize=normalize, **options)
+    def __init__(self, num_experts: int, model_dim: int, top_k: int, *, jitter: float = 0.0, **options: Any) -> None:
+        super().__init__(num_experts, model_dim, top_k, **options)
         if not 0 <= jitter < 1:
             raise RoutingError(f"jitter = {jitter} must be in [0, 1)")
         self.jitter = jitter
-        self.weight = nn.Parameter(torch.empty(num_experts, model_dim, device=device, dtype=dtype))
-        nn.init.normal_(self.weight, std=model_dim**-0.5)
 
     def logits(self, x: Tensor) -> Tensor:
         """See `TokenChoiceGate.logits`."""
         if self.jitter and self.training:
             x = x * torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)
-        return linear_logits(x, self.weight)
+        return super().logits(x)
 
     def scores(self, logits: Tensor) -> Tensor:
         """See `TokenChoiceGate.scores`."""
