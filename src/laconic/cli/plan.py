@@ -84,7 +84,10 @@ def _job(options: argparse.Namespace) -> Job:
     )
     batch = Batch(options.batch, options.sequence_length)
     try:
-        return Job(_shape(options), batch, layout, settings)
+        shape = _shape(options)
+        if options.image_size is not None:
+            raise PlanError(f"--image-size is given, but {shape.family} takes no images; leave it out")
+        return Job(shape, batch, layout, settings)
     except NoFormulaError:
         if options.family is not None:
             raise

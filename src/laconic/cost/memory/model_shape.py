@@ -142,6 +142,11 @@ class ModelShape:
         """Whether the layers are one list, which may run again and can be cut into stages."""
         return True
 
+    @property
+    def shares(self) -> bool:
+        """Whether only one choice for all layers can be predicted."""
+        return False
+
     def kind_of(self, layer: int) -> int | None:
         """What distinguishes layers: the window of their attention."""
         return self.window_of(layer)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from laconic.cost.memory.saved_tensors import Unit
@@ -83,6 +83,8 @@ class TracedModel:
         buffers_nbytes: of the model.
         workspace: by point.
         is_stack: the layers are one list of alike layers, which may run again and can be cut into stages.
+        shares: layers have convolutions or batch norms, which keep tensors together with their neighbours, and exactly
+            until both are packed; so only one choice for all of them can be predicted.
     """
 
     family: str
@@ -102,7 +104,8 @@ class TracedModel:
     layer_input: tuple[int, int]
     buffers_nbytes: int
     workspace: Mapping[str, Workspace]
-    is_stack: bool = field(default=True)
+    is_stack: bool
+    shares: bool
 
     @property
     def num_layers(self) -> int:

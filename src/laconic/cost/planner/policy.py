@@ -93,6 +93,8 @@ def choose(
     if not set(words) - {"offload"}:
         raise PlanError("choices are empty, but at least one of 16, 8, 6, 5, 4, 2 and recompute is needed")
     costs = _Costs(job, sensitivity or Sensitivity.default(), hardware or Hardware.named("h100"), weights or Weights())
+    if job.shape.shares:
+        return _cheapest_uniform(job, budget_nbytes, words, costs)
     stages = job.stages()
     schedule = job.layout.make_schedule()
     choices: dict[str, Choice] = {}
@@ -108,13 +110,31 @@ def choose(
         choices |= found[0]
         recomputed |= found[1]
     if smallest:
-        raise PlanError(
-            f"the budget is {budget_nbytes:,} bytes per device, but the least that these choices can do with is "
-            f"{smallest:,} bytes ({format_nbytes(smallest)}) on the fullest rank; raise the budget, allow more "
-            f"choices, shorten the micro-batch, shard parameters, or use the chunked loss, 8-bit gradients and "
-            f"optimizer"
-        )
+        raise _too_little(budget_nbytes, smallest)
     return describe(job, choices, recomputed, "budget", costs)
+
+
+def _cheapest_uniform(job: Job, budget_nbytes: int, words: Sequence[str], costs: _Costs) -> Chosen:
+    """The cheapest number of bits for all units, for a model in which choices of neighbours are not independent."""
+    found = []
+    for bits in sorted({int(word) for word in words if word.isdigit()}, reverse=True):
+        units = [unit for stage in job.stages() for unit in stage.units()]
+        choices = {unit.name: Choice.from_bits(max(bits, unit.minimum_bits)) for unit in units}
+        found.append(describe(job, choices, {}, "budget", costs))
+    if not found:
+        raise PlanError(f"neighbours of {job.shape.family} share what they save, so choices must name bits; allow 16")
+    fitting = [chosen for chosen in found if chosen.prediction.peak_nbytes <= budget_nbytes]
+    if not fitting:
+        raise _too_little(budget_nbytes, min(chosen.prediction.peak_nbytes for chosen in found))
+    return min(fitting, key=costs.of_chosen)
+
+
+def _too_little(budget_nbytes: int, smallest: int) -> PlanError:
+    return PlanError(
+        f"the budget is {budget_nbytes:,} bytes per device, but the least that these choices can do with is "
+        f"{smallest:,} bytes ({format_nbytes(smallest)}) on the fullest rank; raise the budget, allow more choices, "
+        f"shorten the micro-batch, shard parameters, or use the chunked loss, 8-bit gradients and optimizer"
+    )
 
 
 def by_bits(job: Job, bits_of_stage: Sequence[int], attention: Choice = EXACT, policy: str = "uniform") -> Chosen:
@@ -198,6 +218,10 @@ class _Costs:
     def of(self, unit: Unit, choice: Choice) -> float:
         """The objective for one unit."""
         return self.squared_error(unit, choice) / _ERROR_UNIT**2 + self._time(self.seconds(unit, choice))
+
+    def of_chosen(self, chosen: Chosen) -> float:
+        """The objective for a whole assignment."""
+        return chosen.relative_error**2 / _ERROR_UNIT**2 + self._weights.time * chosen.time_share / _TIME_UNIT
 
     def of_recomputed_layer(self) -> float:
         """The objective for one layer that runs again."""

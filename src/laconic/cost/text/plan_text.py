@@ -6,6 +6,7 @@ from collections import Counter
 
 from laconic.cost.memory.job import Job
 from laconic.cost.memory.saved_tensors import EXACT
+from laconic.cost.memory.traced import TracedModel
 from laconic.cost.planner.policy import Chosen
 from laconic.cost.sizes import format_nbytes
 from laconic.cost.text.remedies import largest_terms_text
@@ -27,11 +28,15 @@ def _describe_job(job: Job) -> str:
         replicas += f", experts shared by {layout.expert_parallel}"
     tensor = f"tensor parallel {layout.tensor_parallel}" if layout.tensor_parallel > 1 else ""
     world = ", ".join(part for part in (stages, replicas, tensor) if part)
+    micro_batch = f"{batch.sequences} x {batch.sequence_length:,} tokens per micro-batch"
+    if isinstance(shape, TracedModel):
+        inputs = (f"{name} {'x'.join(map(str, sizes))}" for name, sizes in shape.setting["inputs"].items())
+        micro_batch = f"{batch.sequences} samples per micro-batch: {', '.join(inputs)}"
     return "\n".join(
         [
             f"model     {shape.describe()}; {_short(shape.num_parameters)} parameters",
             f"world     {layout.world_size} process{'es' * (layout.world_size > 1)}: {world}",
-            f"batch     {batch.sequences} x {batch.sequence_length:,} tokens per micro-batch",
+            f"batch     {micro_batch}",
             f"settings  {settings.precision}, {settings.optimizer}, {settings.gradient_bits}-bit gradients, "
             f"{settings.loss} loss",
         ]

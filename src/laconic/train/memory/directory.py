@@ -162,8 +162,8 @@ def made_up_batches(
         shape = (sequence_length,)
     else:
         raise PlanError(
-            f"{type(model).__name__} takes neither images nor tokens alone, so its batches cannot be made up; measure"
-            " it in Python with laconic.train.memory.measure.measure_table(model, inputs)"
+            f"{type(model).__name__} takes neither images nor tokens alone, so its batches cannot be made up; plan"
+            " it in Python with laconic.train.memory.trace.trace_model(model, inputs, ...)"
         )
     num_labels = max(2, int(getattr(config, "num_labels", 2) or 2))
 

@@ -49,6 +49,11 @@ class Step:
     peaks: Mapping[str, int]
     modules: tuple[str, ...]
 
+    @property
+    def saved_nbytes(self) -> int:
+        """Bytes saved for backward by all modules."""
+        return sum(self.saved.values())
+
 
 class FakeRuns:
     """Steps of a model whose parameters and buffers become fake tensors on the CPU, in place.

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 from laconic.activations import ActivationPlan, Site, decompress_activations, find_sites
 from laconic.activations.apply import convert
 from laconic.activations.head import find_head
+from laconic.activations.leaves import LeafSpec
 from laconic.activations.plan import careful_head
 from laconic.activations.sites import MlpSpec
 from laconic.cost import Batch, Choice, Unit
@@ -114,7 +115,9 @@ def trace_model(
         sites = find_sites(model)
         runs = FakeRuns(model, (names[0], names[-1]))
         steps = dict(_steps(runs, sites, inputs, precision, chunked))
-    saved = {variant: step.saved for variant, step in steps.items()}
+        is_stack = len({name.rpartition(".")[0] for name in names}) == 1
+        shares = any(isinstance(site.spec, LeafSpec) and _is_in(site.name, name) for site in sites for name in names)
+        saved = {variant: step.saved for variant, step in steps.items()}
 
     # What belongs to the layers, to what runs in front of them, and to the rest.
     order = steps["exact"].modules
@@ -170,7 +173,8 @@ def trace_model(
         layer_input=(prod(rows[:-1]), rows[-1]),
         buffers_nbytes=buffers_nbytes,
         workspace=_workspace(steps, outside(False), is_inside, names[0], casts),
-        is_stack=len({name.rpartition(".")[0] for name in names}) == 1 and not first_units,
+        is_stack=is_stack and not first_units,
+        shares=shares,
     )
 
 
