@@ -139,35 +139,27 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _nothing_stays() -> Iterator[None]:
+    """Each test begins with the same seed, and leaves to later ones of its process:
+
+    - one thread, where it took all cores;
+    - what the environment says of ranks and interfaces, which would reach their processes;
+    - none of Accelerate's state, whose first one would settle the precision of the next Trainer.
+    """
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """What takes all cores in one test would leave them to all later ones of this process."""
+    before = _network_settings()
     yield
     if torch.get_num_threads() != 1:
         torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def _no_network_settings_stay() -> Iterator[None]:
-    """What one test says of ranks and interfaces would reach the processes of all later ones."""
-    prefixes = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GLOO_", "NCCL_")
-    before = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
-    yield
-    after = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
-    assert after == before
-
-
-@pytest.fixture(autouse=True)
-def _no_accelerator_stays() -> Iterator[None]:
-    """Accelerate's first state is that of the process: a Trainer of one test would settle the precision of the next."""
-    yield
     if (state := sys.modules.get("accelerate.state")) is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
         state.GradientState._reset_state()
+    assert _network_settings() == before
+
+
+def _network_settings() -> dict[str, str]:
+    prefixes = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GLOO_", "NCCL_")
+    return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
 
 
 @pytest.fixture(scope="module")

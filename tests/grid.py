@@ -24,8 +24,8 @@ def grid(*axes: Sequence[Any], strength: int = 2) -> list[ParameterSet]:
 
     Args:
         axes: the values of each parameter, the slowest to change first. A `pytest.param` stands for several
-            parameters that change together; its name and marks stay. Values marked slow or ci meet the others in slow
-            combinations only.
+            parameters that change together; its name and marks stay. Values marked slow or ci leave
+            none of the others out of the default run.
         strength: how many values of different axes meet in at least one combination that is not slow.
 
     Returns:
@@ -34,10 +34,13 @@ def grid(*axes: Sequence[Any], strength: int = 2) -> list[ParameterSet]:
     quick_values = [[index for index, value in enumerate(axis) if not _is_slow(value)] for axis in axes]
     rows = covering([len(indices) for indices in quick_values], strength)
     quick = {tuple(indices[place] for indices, place in zip(quick_values, row, strict=True)) for row in rows}
+    # Of what is marked the same part keeps its own marks only.
+    own = covering([len(axis) for axis in axes], strength)
     params = []
     for row in itertools.product(*(range(len(axis)) for axis in axes)):
         cells = [_cell(axis[index], index) for axis, index in zip(axes, row, strict=True)]
-        marks = [mark for cell in cells for mark in cell.marks] + ([] if row in quick else [pytest.mark.slow])
+        is_covered = row in quick or (row in own and any(map(_is_slow, cells)))
+        marks = [mark for cell in cells for mark in cell.marks] + ([] if is_covered else [pytest.mark.slow])
         name = "-".join(str(cell.id) for cell in cells)
         params.append(pytest.param(*(value for cell in cells for value in cell.values), marks=marks, id=name))
     return params
@@ -53,16 +56,16 @@ def slow_but(values: Iterable[Any], *quick: Any) -> list[ParameterSet]:
     ]
 
 
-def few(values: Iterable[Any], count: int) -> list[ParameterSet]:
-    """All values, for `pytest.mark.parametrize` or an axis of `grid`; all but `count`, first to last, are slow."""
+def few(values: Iterable[Any], count: int, rest: pytest.MarkDecorator = pytest.mark.slow) -> list[ParameterSet]:
+    """All values, for `pytest.mark.parametrize` or an axis of `grid`; all but `count`, first to last, get a mark.
+
+    Slow ones run in CI once per test, and that in some rooms only; `pytest.mark.ci` as `rest` has CI run all.
+    """
     values = list(values)
     assert 1 <= count <= len(values), (count, len(values))
     quick = {place * (len(values) - 1) // max(count - 1, 1) for place in range(count)}
     cells = [_cell(value, index) for index, value in enumerate(values)]
-    return [
-        cell if index in quick else cell._replace(marks=(*cell.marks, pytest.mark.slow))
-        for index, cell in enumerate(cells)
-    ]
+    return [cell if index in quick else cell._replace(marks=(*cell.marks, rest)) for index, cell in enumerate(cells)]
 
 
 def covering(sizes: Sequence[int], strength: int) -> set[Row]:

@@ -91,7 +91,7 @@ def test_a_few_values_run_by_default_and_meet_all_others() -> None:
     params = few("abcde", 3)
     assert [param.id for param in params] == list("abcde")
     assert [bool(param.marks) for param in params] == [False, True, False, True, False]
-    assert [bool(param.marks) for param in few("abc", 1)] == [False, True, True]
+    assert [[mark.name for mark in param.marks] for param in few("abc", 1, pytest.mark.ci)] == [[], ["ci"], ["ci"]]
     marked = few([pytest.param(1, 2, id="pair", marks=pytest.mark.gpu), (3, 4)], 2)
     assert [(param.values, param.id, len(param.marks)) for param in marked] == [
         ((1, 2), "pair", 1),
@@ -102,3 +102,6 @@ def test_a_few_values_run_by_default_and_meet_all_others() -> None:
     quick = [param.values for param in grid(params, "xyz", strength=1) if not param.marks]
     assert quick == [("a", "x"), ("c", "y"), ("e", "z")]
     assert len(grid(params, "xyz", strength=1)) == 15
+    ci = grid(few("abcde", 3, pytest.mark.ci), "xyz", strength=1)
+    assert sorted(param.values[0] for param in ci if [mark.name for mark in param.marks] == ["ci"]) == ["b", "d"]
+    assert [param.values for param in ci if not param.marks] == quick

@@ -190,9 +190,9 @@ class Around(nn.Module):
         return x + self.block(self.norm(x))
 
 
-@pytest.mark.parametrize("attribute", ["factor", "noise", "p"])
-@pytest.mark.parametrize("leaf", ["norm", "block.act"])
-@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(
+    ("before", "leaf", "attribute"), grid([True, False], ["norm", "block.act"], ["factor", "noise", "p"])
+)
 def test_a_norm_or_activation_that_does_more_is_right(attribute: str, leaf: str, before: bool) -> None:
     model, x = Around(), sample()
     if before:

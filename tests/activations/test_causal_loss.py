@@ -17,6 +17,7 @@ from laconic.activations import SavedTensorTracker, causal_loss
 from laconic.activations.causal_loss import CausalLossForward
 from laconic.activations.replacement import replacements_of
 from tests.activations.models import gradients_of, make_ids, make_model, relative_error
+from tests.grid import grid
 
 VOCABULARY = 1000
 
@@ -38,9 +39,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("tile", [1, 7 * VOCABULARY + 3, 1 << 20])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "tile"),
+    grid(list(OPTIONS), [torch.float32, torch.bfloat16, torch.float16], [1, 7 * VOCABULARY + 3, 1 << 20]),
+)
 def test_value_and_gradient_have_the_same_bits(
     name: str, dtype: torch.dtype, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import laconic
 from laconic.activations import SavedTensorTracker
 from laconic.activations.exact_codes import Layout, as_mask
+from tests.grid import grid
 
 SHAPE = (6, 10, 14, 11)
 VALUES = SHAPE[0] * SHAPE[1] * SHAPE[2] * SHAPE[3]
@@ -124,9 +125,9 @@ JUMPS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("name", JUMPS)
+@pytest.mark.parametrize(
+    ("name", "bits", "dtype"), grid(list(JUMPS), [4, 8], [torch.float32, torch.bfloat16, torch.float16])
+)
 def test_rounding_carries_no_value_over_a_jump_of_the_derivative(name: str, bits: int, dtype: torch.dtype) -> None:
     function, jump, slope = JUMPS[name]
     model = Computes(function)

@@ -22,6 +22,7 @@ from laconic.activations.kept import found
 from laconic.activations.witnesses import NUM_PLACES
 from laconic.formats import BlockFormat
 from tests.activations.models import are_equal
+from tests.grid import grid
 
 WIDTH, WIDE, TOKENS = 64, 192, 40
 
@@ -215,9 +216,10 @@ def forward_calls(model: nn.Module, x: Tensor) -> tuple[Tensor, Counter[str]]:
     return y, calls.counts
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-@pytest.mark.parametrize("way", ["plain", "other order"])
+@pytest.mark.parametrize(
+    ("way", "activation", "dtype"),
+    grid(["plain", "other order"], ["silu", "gelu"], [torch.float32, torch.bfloat16, torch.float16]),
+)
 def test_the_other_factor_is_packed_where_the_product_reads_it(
     way: str, activation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

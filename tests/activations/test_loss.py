@@ -18,6 +18,7 @@ from laconic import BlockFormat, linear_cross_entropy
 from laconic.activations import loss as loss_module
 from laconic.errors import DataError, ModelError
 from tests.activations.models import relative_error
+from tests.grid import grid
 
 IGNORED = -100
 OPTIONS: list[dict[str, Any]] = [
@@ -89,9 +90,9 @@ def gradients(value: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return torch.autograd.grad(value, inputs, weights)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("chunk_tokens", [None, 1, 5, 1000])
+@pytest.mark.parametrize(
+    ("chunk_tokens", "reduction", "options"), grid([None, 1, 5, 1000], ["mean", "sum", "none"], list(OPTIONS))
+)
 def test_value_and_gradients_are_those_of_the_plain_loss(
     options: dict[str, Any], reduction: Any, chunk_tokens: int | None
 ) -> None:

@@ -14,7 +14,12 @@ from torch.utils.checkpoint import checkpoint
 import laconic
 from laconic.activations import SavedTensorTracker
 from laconic.activations.masked_relu import masked_relu
+<<<<<<< HEAD
 from laconic.ops.declarations.bits import MASK_DTYPES
+=======
+from laconic.ops.schemas import MASK_DTYPES
+from tests.grid import grid
+>>>>>>> tst2
 
 SHAPE = (3, 8, 11, 7)
 
@@ -29,10 +34,10 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.stride() == b.stride() and torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))
 
 
-@pytest.mark.parametrize("grad_is_channels_last", [False, True])
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("dtype", [dtype for dtype in MASK_DTYPES if dtype.is_floating_point])
+@pytest.mark.parametrize(
+    ("dtype", "in_place", "channels_last", "grad_is_channels_last"),
+    grid([dtype for dtype in MASK_DTYPES if dtype.is_floating_point], [False, True], [False, True], [False, True]),
+)
 def test_value_and_gradient_have_torchs_bits(
     dtype: torch.dtype, in_place: bool, channels_last: bool, grad_is_channels_last: bool
 ) -> None:

@@ -182,9 +182,14 @@ def test_the_note_on_a_batch_is_read_in_its_root_forward_only() -> None:
     assert keep(x, format, "linear").memo is not keep(x, format, "linear").memo  # none outside of a root
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(), (1,), (3,), (17,), (33, 7), (4, 5, 6, 7), (0, 8)], ids=str)
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "expanded", "channels last"])
+@pytest.mark.parametrize(
+    ("layout", "shape", "dtype"),
+    grid(
+        ["contiguous", "transposed", "sliced", "expanded", "channels last"],
+        [(), (1,), (3,), (17,), (33, 7), (4, 5, 6, 7), (0, 8)],
+        [torch.float32, torch.bfloat16, torch.float16],
+    ),
+)
 def test_a_note_holds_as_long_as_the_values_do(dtype: torch.dtype, shape: tuple[int, ...], layout: str) -> None:
     x = torch.randn(shape).to(dtype)
     if layout == "transposed" and x.dim() > 1:

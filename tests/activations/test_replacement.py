@@ -34,7 +34,7 @@ from tests.activations.models import (
 )
 from tests.activations.test_host_checkpoint import Host, non_reentrant
 from tests.activations.test_inner_attention import Attention
-from tests.grid import few
+from tests.grid import few, grid
 
 
 def _compressed(family: str, **options: Any) -> nn.Module:
@@ -585,9 +585,10 @@ def of_ones_own(twin: nn.Module, module: nn.Module, copied: Callable[[nn.Module]
     return twin
 
 
-@pytest.mark.parametrize("mode", ["sites", "hooks", "combined"])
-@pytest.mark.parametrize("copied", [by_dictionary, by_attributes])
-@pytest.mark.parametrize("kind", ["noisy", "attention"])
+@pytest.mark.parametrize(
+    ("kind", "copied", "mode"),
+    grid(["noisy", "attention"], [by_dictionary, by_attributes], ["sites", "hooks", "combined"]),
+)
 def test_a_copy_of_attributes_computes_with_its_own_weights(
     mode: Any, copied: Callable[[nn.Module], nn.Module], kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -140,9 +140,9 @@ def test_no_shape_keeps_more_than_exact(name: str, dtype: torch.dtype) -> None:
         assert after <= before, (width, out, tokens, tuple(x.shape), x.requires_grad, chosen, before, after)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [1, 2, 3, 5, 9, 17, 33, 64, 70])
+@pytest.mark.parametrize(
+    ("width", "dtype", "bits"), grid([1, 2, 3, 5, 9, 17, 33, 64, 70], [torch.float32, torch.bfloat16], [2, 4, 8])
+)
 def test_few_features_take_the_bits_of_many(width: int, dtype: torch.dtype, bits: int) -> None:
     model = nn.Sequential(nn.Linear(width, 1)).to(dtype)
     x = torch.randn(64, 50, width).to(dtype)

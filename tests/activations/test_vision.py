@@ -232,9 +232,14 @@ def test_a_batch_norm_rebuilds_what_the_convolution_behind_it_reads() -> None:
     assert tracker.by_module["3"] == 0
 
 
-@pytest.mark.parametrize("norm", ["BatchNorm2d", "GroupNorm", "InstanceNorm2d", "eval"])
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "channels_last", "norm"),
+    grid(
+        [torch.float32, torch.float16, torch.bfloat16],
+        [False, True],
+        ["BatchNorm2d", "GroupNorm", "InstanceNorm2d", "eval"],
+    ),
+)
 def test_an_offset_of_many_deviations_is_no_error(norm: str, dtype: torch.dtype, channels_last: bool) -> None:
     make = {"GroupNorm": lambda: nn.GroupNorm(8, 8), "InstanceNorm2d": lambda: nn.InstanceNorm2d(8, affine=True)}
     model = nn.Sequential(make.get(norm, lambda: nn.BatchNorm2d(8))(), nn.Conv2d(8, 8, 1)).to(dtype)
@@ -293,9 +298,7 @@ class ReadsBeforeAndBehind(nn.Module):
         return self.before(y) + self.behind(self.relu(y))
 
 
-@pytest.mark.parametrize("relu_first", [False, True])
-@pytest.mark.parametrize("mode", ["sites", "combined"])
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize(("passes", "mode", "relu_first"), grid([1, 2], ["sites", "combined"], [False, True]))
 def test_a_rebuilt_value_changes_in_place_only_where_nobody_else_reads_it(
     relu_first: bool, mode: str, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

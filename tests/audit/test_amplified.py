@@ -12,6 +12,7 @@ from laconic.auditing import AuditReport
 from laconic.errors import AuditError
 from laconic.vision import afi_densenet121, afi_resnet50
 from tests.audit import faults
+from tests.grid import grid
 
 
 def images(build: object, size: int, seed: int) -> AuditReport:
@@ -28,9 +29,7 @@ def images(build: object, size: int, seed: int) -> AuditReport:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("size", [32, 64])
-@pytest.mark.parametrize("build", [afi_resnet50, afi_densenet121])
+@pytest.mark.parametrize(("build", "size", "seed"), grid([afi_resnet50, afi_densenet121], [32, 64], list(range(3))))
 def test_a_deep_network_on_two_images_passes(build: object, size: int, seed: int) -> None:
     assert images(build, size, seed).num_parameters > 100
 

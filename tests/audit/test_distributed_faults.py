@@ -110,6 +110,7 @@ def plant_each(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.ci
 def test_both_ranks_refuse_each_fault_and_nothing_without() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(plant_each, (os.path.join(folder, "store"),), 2)

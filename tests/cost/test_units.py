@@ -19,7 +19,7 @@ from laconic.errors import PlanError
 from laconic.formats import BlockFormat
 from laconic.train.memory.check import choices_of
 from tests.activations.models import make_ids, make_model
-from tests.grid import grid
+from tests.grid import few, grid
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "bf16-pure": torch.bfloat16}
 BATCH = Batch(2, 96)
@@ -71,7 +71,9 @@ def measured(model: nn.Module, precision: str, units: list[Unit], batch: Batch =
     return counted
 
 
-@pytest.mark.parametrize(("family", "overrides", "precision"), grid(VARIANTS, list(PRECISIONS), strength=1))
+@pytest.mark.parametrize(
+    ("family", "overrides", "precision"), grid(few(VARIANTS, 10, pytest.mark.ci), list(PRECISIONS), strength=1)
+)
 def test_bytes_are_exact_to_the_byte(family: str, overrides: dict[str, object], precision: str) -> None:
     model = make_model(family, **overrides).train().to(TORCH_DTYPES[precision])
     shape = ModelShape.from_config(model.config.to_dict())  # type: ignore[operator, union-attr]
@@ -114,7 +116,11 @@ def test_a_chunked_loss_is_predicted_to_the_byte(family: str, precision: str, bi
 
 @pytest.mark.parametrize(
     ("family", "overrides", "code", "precision"),
-    grid(VARIANTS, [pytest.param(*p) for p in (("int8", "fp32"), ("nf4", "bf16"), ("int8", "bf16-pure"))], strength=1),
+    grid(
+        few(VARIANTS, 10, pytest.mark.ci),
+        [pytest.param(*p) for p in (("int8", "fp32"), ("nf4", "bf16"), ("int8", "bf16-pure"))],
+        strength=1,
+    ),
 )
 def test_packed_attention_is_predicted_to_the_byte(
     family: str, overrides: dict[str, object], code: str, precision: str

@@ -109,6 +109,7 @@ def another_model_is_refused(folder: Path) -> None:
         load_sharded(folder / "0", model)
 
 
+@pytest.mark.ci
 def test_a_dense_part_cut_by_tensor_parallelism_goes_on_to_the_bit(tmp_path: Path) -> None:
     run_world([partial(saved_beside_tensor_parallelism, tmp_path), partial(another_model_is_refused, tmp_path)], 4,
               tmp_path)  # fmt: skip
@@ -176,6 +177,7 @@ def stages_with_names_of_the_whole_come_back(folder: Path) -> None:
         assert torch.equal(local_part(got.detach()), local_part(expected.detach())), name
 
 
+@pytest.mark.ci
 def test_stages_that_name_their_experts_alike_are_refused_and_others_come_back(tmp_path: Path) -> None:
     scenarios = [
         partial(stages_of_one_name_are_refused, tmp_path),

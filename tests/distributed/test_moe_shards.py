@@ -162,6 +162,7 @@ def test_two_processes_share_experts_or_tokens(tmp_path: Path) -> None:
     run_world(scenarios, 2, tmp_path)
 
 
+@pytest.mark.ci
 def test_checkpoints_of_shards_go_to_other_worlds(tmp_path: Path) -> None:
     chain(tmp_path, "mixtral", [(2, (1, 1, 2), False), (2, (2, 2, 1), False)])
 

@@ -465,6 +465,7 @@ def test_shared_experts_run_while_rows_travel_and_bits_stay(tmp_path: Path) -> N
     run_world(quick, 2, tmp_path)
 
 
+@pytest.mark.ci
 def test_dropout_hooks_and_errors(tmp_path: Path) -> None:
     scenarios = [
         dropout_keeps_its_place,

@@ -166,6 +166,7 @@ def chain(folder: Path, num_experts: int, worlds: list[int]) -> None:
         assert all(close(again.state[got][key], optimizer.state[expected][key], 1e-6) for key in again.state[got])
 
 
+@pytest.mark.ci
 def test_five_experts_over_two(tmp_path: Path) -> None:
     scenarios = [
         partial(all_dispatchers_and_schedules, 5, 2, [3, 2]),

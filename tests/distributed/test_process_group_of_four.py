@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -81,5 +82,6 @@ def work(rank: int, folder: str) -> None:
     leave(0)
 
 
+@pytest.mark.ci
 def test_sums_are_in_the_order_of_ranks_and_training_does_not_see_the_codec(tmp_path: Path) -> None:
     run_ranks(work, (str(tmp_path),), WORLD)

@@ -212,6 +212,7 @@ def test_ranks_that_mean_different_calls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.ci
 def test_every_reduction_of_every_dtype(every: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(compare, (folder, every), WORLD)

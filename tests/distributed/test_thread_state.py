@@ -297,6 +297,7 @@ def models(rank: int, world: int, folder: str) -> None:
     leave(0)
 
 
+@pytest.mark.ci
 def test_training_and_validation_in_any_order(tmp_path: Path) -> None:
     run_ranks(models, (2, str(tmp_path)), 2)
 

@@ -221,5 +221,6 @@ def work(rank: int, directory: str) -> None:
     leave(0)
 
 
+@pytest.mark.ci
 def test_wrapped_models_train_with_a_quarter_of_the_bytes(tmp_path: Path) -> None:
     run_ranks(work, (str(tmp_path),), WORLD)

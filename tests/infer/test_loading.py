@@ -43,7 +43,7 @@ def test_workers_together_hold_every_weight_once(tmp_path: Path, family: str) ->
     assert nbytes == sum(p.nbytes for p in whole.parameters())
 
 
-@pytest.mark.parametrize("family", few(["llama", *SERVED_SPLIT], 6))
+@pytest.mark.parametrize("family", few(["llama", *SERVED_SPLIT], 6, pytest.mark.ci))
 def test_a_whole_model_runs_as_the_first_of_a_process_as_transformers_would_run_it(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,6 +150,7 @@ def _sharded(rank: int, folder: Path, port: int) -> None:
         attach(sharding(), llama(), LaconicConfig(gradients=8))
 
 
+@pytest.mark.ci
 def test_fsdp_that_accelerate_has_left_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_ranks(_left_out, (tmp_path, free_port()), 2)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")

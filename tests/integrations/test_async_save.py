@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -93,6 +94,7 @@ def _save_while_training(rank: int, port: int, folder: Path, sharded: bool) -> N
     dist.destroy_process_group()
 
 
+@pytest.mark.ci
 def test_a_sharded_run_is_saved_as_it_was(tmp_path: Path) -> None:
     run_ranks(_save_while_training, (free_port(), tmp_path, True), 2)
 

@@ -74,5 +74,6 @@ def layers_in_any_order(every: bool) -> None:
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.ci
 def test_layers_are_validated_and_trained_in_any_order(every: bool, tmp_path: Path) -> None:
     run_world([partial(layers_in_any_order, every)], 2, tmp_path)
