@@ -14,12 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import laconic
 from laconic.activations import SavedTensorTracker
 from laconic.activations.masked_relu import masked_relu
-<<<<<<< HEAD
 from laconic.ops.declarations.bits import MASK_DTYPES
-=======
-from laconic.ops.schemas import MASK_DTYPES
 from tests.grid import grid
->>>>>>> tst2
 
 SHAPE = (3, 8, 11, 7)
 

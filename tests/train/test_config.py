@@ -392,11 +392,7 @@ PROBES = (
 )
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("name", [one.name for one in settings_of(TrainConfig)])
-=======
-@pytest.mark.parametrize("name", few((name for name, _ in setting_types(TrainConfig)), 32, pytest.mark.ci))
->>>>>>> tst2
+@pytest.mark.parametrize("name", few((one.name for one in settings_of(TrainConfig)), 32, pytest.mark.ci))
 def test_schema_and_loader_refuse_the_same_ranges(name: str) -> None:
     refused = 0
     for value in (*PROBES, [1, 1, 1], ["a", 1], {"zzz": 1}):
