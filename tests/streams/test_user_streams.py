@@ -107,6 +107,11 @@ def test_layers_of_two_streams_read_one_tensor(early: bool, orders: int, options
     device.check(orders)
 
 
+def module_named(name: str) -> Any:
+    """The module of laconic.activations of this name: `checkpoint` in the package is a function."""
+    return next(m for key, m in sys.modules.items() if key.startswith("laconic.activations.") and key.endswith(f".{name}"))
+
+
 @pytest.mark.parametrize(
     ("sharing", "early"),
     # A region rebuilds its input by itself: only the codes are shared.
@@ -114,7 +119,7 @@ def test_layers_of_two_streams_read_one_tensor(early: bool, orders: int, options
 )
 def test_codes_shared_by_two_streams_would_be_a_race(sharing: str, early: bool) -> None:
     model = branched(early, **SHARING[sharing])
-    module = sys.modules[f"laconic.activations.{sharing}"]
+    module = module_named(sharing)
     with mock.patch.object(module, "stream_of", return_value=None), cuda() as device:
         trained(model, device)
     with pytest.raises(RaceError):
@@ -213,7 +218,7 @@ def _nothing(x: Tensor) -> None:  # a mock would hold its arguments
 def test_memory_is_not_given_away_while_it_is_read(
     module: str, read: Callable[[Tensor], object], is_recorded: bool
 ) -> None:
-    reader = sys.modules[f"laconic.activations.{module}"]
+    reader = module_named(module)
     record = reader.record_reader if is_recorded else _nothing
     with mock.patch.object(reader, "record_reader", record), cuda() as device:
         read_aside(read)
