@@ -28,7 +28,7 @@ import laconic
 from benchmarks.family_models import KINDS, Family, NotBuiltError, families, inputs_of, model_of, short, tensors_of
 from benchmarks.registry import Table
 from laconic.activations import SavedTensorTracker
-from laconic.activations.report import Report
+from laconic.activations.whole_model.report import Report
 
 __all__ = ["Row", "measure", "page", "rows_of", "with_rows"]
 

@@ -30,7 +30,7 @@ from benchmarks.kit.fused_norms import fused_norms
 from benchmarks.kit.models import DecoderLayers, decoder_layers
 from benchmarks.kit.timing import in_rounds
 from benchmarks.registry import Options, Table, benchmark, processor
-from laconic.activations.witnesses import ALWAYS
+from laconic.activations.keep.witnesses import ALWAYS
 
 _LLAMA_8B = 4096
 """Its hidden size; gate and up are 3.5 times as wide, key and value a quarter, at each size here."""

@@ -37,7 +37,7 @@ from benchmarks.kit import timing
 from benchmarks.kit.timing import Timing
 from benchmarks.registry import Options, Table, Text, benchmark, dtype_name, kernels_note
 from benchmarks.slow_links import Network
-from laconic.activations.report import brief
+from laconic.activations.whole_model.report import brief
 from netlab import why_not
 
 _TRAINED: dict[str, Callable[[], list[Contender]]] = {

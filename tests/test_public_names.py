@@ -51,7 +51,7 @@ def _layer(_: Path) -> dict[str, Any]:
 
 
 ARGUMENTS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "laconic.activations.checkpoint.checkpoint": lambda _: {"function": lambda x=0: x},
+    "laconic.activations.forwards.checkpoint.checkpoint": lambda _: {"function": lambda x=0: x},
     "laconic.moe.gates.make_gate": lambda _: _GATE | {"name": "softmax", "top_k": 2},
     "laconic.moe.gates.cosine.CosineGate": lambda _: _GATE | {"top_k": 2},
     "laconic.moe.gates.gshard.GShardGate": lambda _: _GATE,

@@ -17,7 +17,7 @@ from benchmarks.contenders.training import Training, exact_optimizer
 from benchmarks.kit.peers import installed
 from benchmarks.kit.timing import Timing, seconds_of
 from benchmarks.registry import dtype_name
-from laconic.activations.report import brief
+from laconic.activations.whole_model.report import brief
 from laconic.formats.archive import unzip, zip_path
 
 __all__ = ["Coded", "checkpoints", "code"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks.kit.allocated import allocated_nbytes, peak_nbytes
 from benchmarks.kit.timing import Timing, seconds_of
 from laconic.activations import SavedTensorTracker
-from laconic.activations.report import brief
+from laconic.activations.whole_model.report import brief
 from laconic.train.config.schema import PRETRAINING_RATE
 
 __all__ = [

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import laconic
 from benchmarks.gpu_day.setting import Setting, relative_error
 from benchmarks.registry import Table
-from laconic.activations.choice import Choice, Offload
-from laconic.activations.sites import Site
+from laconic.activations.keep.choice import Choice, Offload
+from laconic.activations.recognize.sites import Site
 from laconic.formats import BlockFormat
 from laconic.moe import GatedExperts, MoELayer, SoftmaxGate
 

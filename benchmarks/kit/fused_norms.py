@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch._decomp.decompositions import _fused_rms_norm, _fused_rms_norm_backward
 
-from laconic.activations import norms
+from laconic.activations.backward import norms
 
 __all__ = ["fused_norms"]
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from laconic.activations import kept
+from laconic.activations.keep import kept
 from tests.activations.models import FAMILIES
 from tests.grid import slow_but
 

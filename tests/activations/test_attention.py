@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import laconic
-from laconic.activations import SavedTensorTracker, attention, find_sites
-from laconic.activations.kept import Kept, Memo
+from laconic.activations import SavedTensorTracker, find_sites
+from laconic.activations.forwards import attention
+from laconic.activations.keep.kept import Kept, Memo
 from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
 from tests.activations.models import are_equal, gradients_of, loss_of, make_ids, make_model, relative_error

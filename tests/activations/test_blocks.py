@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import laconic
 from laconic import BlockFormat
 from laconic.activations import Recompute, Site, find_sites, uniform
-from laconic.activations.choice import Choice
+from laconic.activations.keep.choice import Choice
 from tests.activations.blocks import FEATURES, STEPS, Block, Model, Plan, plans, run
 from tests.activations.models import make_ids, make_model, relative_error
 from tests.grid import grid

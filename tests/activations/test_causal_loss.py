@@ -13,9 +13,10 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 import laconic
 from benchmarks.kit.allocated import peak_of_step
-from laconic.activations import SavedTensorTracker, causal_loss
-from laconic.activations.causal_loss import CausalLossForward
-from laconic.activations.replacement import replacements_of
+from laconic.activations import SavedTensorTracker
+from laconic.activations.forwards.replacement import replacements_of
+from laconic.activations.whole_model import causal_loss
+from laconic.activations.whole_model.causal_loss import CausalLossForward
 from tests.activations.models import gradients_of, make_ids, make_model, relative_error
 from tests.grid import grid
 

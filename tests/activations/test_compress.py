@@ -17,9 +17,9 @@ import laconic
 from benchmarks.kit.allocated import peak_nbytes
 from laconic import BlockFormat
 from laconic.activations import SavedTensorTracker
-from laconic.activations.forwards import SiteForward
-from laconic.activations.functions import _product
-from laconic.activations.saving import LARGE_NUMEL
+from laconic.activations.backward.functions import _product
+from laconic.activations.backward.saving import LARGE_NUMEL
+from laconic.activations.forwards.base import SiteForward
 from tests.activations.models import (
     FAMILIES,
     are_equal,

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 import laconic
 from laconic.activations import ActivationPlan, SavedTensorTracker, find_sites
-from laconic.activations import decisions as module_of_decisions
-from laconic.activations.checkpoint import checkpoint
-from laconic.activations.decisions import Decisions
-from laconic.activations.rounding import quantized
+from laconic.activations.backward import decisions as module_of_decisions
+from laconic.activations.backward.decisions import Decisions
+from laconic.activations.forwards.checkpoint import checkpoint
+from laconic.activations.keep.rounding import quantized
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 from tests.activations.models import MIXTURES, gradients_of, loss_of, make_ids, make_model, relative_error

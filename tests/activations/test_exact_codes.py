@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.activations import SavedTensorTracker
-from laconic.activations.exact_codes import Layout, as_mask
+from laconic.activations.keep.exact_codes import Layout, as_mask
 from tests.grid import grid
 
 SHAPE = (6, 10, 14, 11)

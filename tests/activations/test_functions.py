@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from laconic.activations.functions import linear, norm, square
-from laconic.activations.kept import Kept, Memo, attach
-from laconic.activations.norms import NormSpec
+from laconic.activations.backward.functions import linear, norm, square
+from laconic.activations.backward.norms import NormSpec
+from laconic.activations.keep.kept import Kept, Memo, attach
 from laconic.formats import BlockFormat
 
 INT8 = BlockFormat("int8")

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import laconic
-from laconic.activations import functions, gated
-from laconic.activations.audited import keeping_values
-from laconic.activations.choice import Offload
-from laconic.activations.kept import found
-from laconic.activations.witnesses import NUM_PLACES
+from laconic.activations.backward import functions, gated
+from laconic.activations.host.audited import keeping_values
+from laconic.activations.keep.choice import Offload
+from laconic.activations.keep.kept import found
+from laconic.activations.keep.witnesses import NUM_PLACES
 from laconic.formats import BlockFormat
 from tests.activations.models import are_equal
 from tests.grid import grid

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.activations import ActivationPlan, SavedTensorTracker, find_sites
-from laconic.activations.checkpoint import checkpoint
-from laconic.activations.dropout import pack_mask, unpack_mask
-from laconic.activations.mixer import MixerForward
-from laconic.activations.replacement import replacements_of
+from laconic.activations.forwards.checkpoint import checkpoint
+from laconic.activations.forwards.dropout import pack_mask, unpack_mask
+from laconic.activations.forwards.mixer import MixerForward
+from laconic.activations.forwards.replacement import replacements_of
 from laconic.formats import BlockFormat
 from tests.activations.hand_written import Attention, FunctionsOnly, Language, Recurrent
 from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error

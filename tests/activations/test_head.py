@@ -12,8 +12,8 @@ from torch import nn
 
 import laconic
 from laconic.activations import SavedTensorTracker
-from laconic.activations.head import find_head
-from laconic.activations.loss import LossSpec
+from laconic.activations.whole_model.head import find_head
+from laconic.activations.whole_model.loss import LossSpec
 from laconic.errors import DataError, ModelError
 from tests.activations.models import VOCABULARY, gradients_of, loss_of, make_ids, make_model, relative_error
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import laconic
 from laconic.activations import SavedTensorTracker
-from laconic.activations.inner_attention import InnerAttentionForward
-from laconic.activations.replacement import replacements_of
+from laconic.activations.forwards.inner_attention import InnerAttentionForward
+from laconic.activations.forwards.replacement import replacements_of
 
 
 class Inner(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from laconic.activations.kept import Kept, Memo, attach, found, keep, known, pack
+from laconic.activations.keep.kept import Kept, Memo, attach, found, keep, known, pack
 from laconic.formats import BlockFormat
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.activations import SavedTensorTracker
-from laconic.activations.checkpoint import packed_inputs
-from laconic.activations.storages import dense_parts, place_of
+from laconic.activations.forwards.checkpoint import packed_inputs
+from laconic.activations.host.storages import dense_parts, place_of
 from laconic.formats import BlockFormat
 
 NUM_NODES = 64

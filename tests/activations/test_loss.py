@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import laconic
 from laconic import BlockFormat, linear_cross_entropy
-from laconic.activations import loss as loss_module
+from laconic.activations.whole_model import loss as loss_module
 from laconic.errors import DataError, ModelError
 from tests.activations.models import relative_error
 from tests.grid import grid

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import laconic
 from laconic.activations import SavedTensorTracker
-from laconic.activations.masked_relu import masked_relu
+from laconic.activations.keep.masked_relu import masked_relu
 from laconic.ops.declarations.bits import MASK_DTYPES
 from tests.grid import grid
 

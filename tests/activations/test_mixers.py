@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.activations import ActivationPlan, Recompute, SavedTensorTracker, find_sites
-from laconic.activations.checkpoint import run_again
-from laconic.activations.mixer import MixerForward
-from laconic.activations.replacement import replacements_of
+from laconic.activations.forwards.checkpoint import run_again
+from laconic.activations.forwards.mixer import MixerForward
+from laconic.activations.forwards.replacement import replacements_of
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 from tests.activations.models import both_gradients, loss_of, make_ids, make_model, relative_error

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import laconic
 from benchmarks.kit.fused_norms import fused_norms
-from laconic.activations import norms
-from laconic.activations.norms import NormSpec, norm_again, norm_backward, normalize
+from laconic.activations.backward import norms
+from laconic.activations.backward.norms import NormSpec, norm_again, norm_backward, normalize
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PARAMETERS = {"rms": [(True, False), (False, False)], "layer": [(True, True), (True, False), (False, False)]}

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.activations import SavedTensorTracker
-from laconic.activations.kept import Kept, Memo, attach, found, keep
-from laconic.activations.witnesses import RootForward
+from laconic.activations.keep.kept import Kept, Memo, attach, found, keep
+from laconic.activations.keep.witnesses import RootForward
 from laconic.formats import BlockFormat
 from tests.grid import grid
 

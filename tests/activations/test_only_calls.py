@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import laconic
-from laconic.activations import SavedTensorTracker, leaves, seed_rounding
+from laconic.activations import SavedTensorTracker, seed_rounding
+from laconic.activations.forwards import leaves
 from tests.grid import grid
 
 CHANNELS = 16

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.activations import SavedTensorTracker
-from laconic.activations.head import find_head
+from laconic.activations.whole_model.head import find_head
 from laconic.errors import ModelError
 from tests.activations.models import VOCABULARY, gradients_of, relative_error
 from tests.activations.test_encoder_decoders import make

@@ -21,10 +21,9 @@ from laconic.activations import (
     Site,
     checkpoint,
     find_sites,
-    kept,
-    offload,
 )
-from laconic.activations.choice import entry_of
+from laconic.activations.keep import kept, offload
+from laconic.activations.keep.choice import entry_of
 from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
 from tests.activations.models import (
@@ -223,7 +222,7 @@ def test_a_region_of_ones_own_keeps_its_input_packed() -> None:
 
 
 STEPWISE = {"hidden_act": "gelu"}
-"""No gradients of it are made from codes, which only codes on the device are (see laconic.activations.gated)."""
+"""No gradients of it are made from codes, which only codes on the device are (see backward.gated)."""
 
 
 def test_offloading_on_the_host_itself_is_the_identity() -> None:

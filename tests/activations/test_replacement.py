@@ -16,10 +16,10 @@ from torch.func import functional_call, grad, jvp, vmap
 
 import laconic
 from laconic.activations import ActivationPlan, Recompute, SavedTensorTracker, find_sites
-from laconic.activations.apply import _forwards
-from laconic.activations.forwards import SiteForward
-from laconic.activations.mixer import MixerForward
-from laconic.activations.replacement import ModelReplacement, Replacement, replacements_of
+from laconic.activations.forwards.base import SiteForward
+from laconic.activations.forwards.mixer import MixerForward
+from laconic.activations.forwards.replacement import ModelReplacement, Replacement, replacements_of
+from laconic.activations.whole_model.apply import _forwards
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 from tests.activations.models import (
@@ -241,8 +241,8 @@ def test_attention_takes_query_key_and_value_by_name() -> None:
     model = _compressed("llama")
     module = model.model.layers[0].self_attn
     query, key, value = (torch.randn(1, 4, 8, 16, requires_grad=True) for _ in range(3))
-    from laconic.activations.attention import attention_core_of
-    from laconic.activations.kept import found
+    from laconic.activations.forwards.attention import attention_core_of
+    from laconic.activations.keep.kept import found
 
     core = attention_core_of(module)
     assert core is not None
@@ -277,7 +277,7 @@ def blocks(options: dict[str, Any]) -> tuple[nn.Module, nn.Module, Tensor]:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, for jvp
 @pytest.mark.parametrize("options", [{}, {"mode": "hooks"}])
 def test_functional_transforms_are_exact(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    from laconic.activations.derivatives import _warn_it_is_exact
+    from laconic.activations.backward.derivatives import _warn_it_is_exact
 
     model, twin, x = blocks(options)
     _warn_it_is_exact.cache_clear()

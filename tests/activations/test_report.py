@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import laconic
 from laconic.activations import ActivationPlan, SavedTensorTracker, Site, find_sites, saved_nbytes_per_token, uniform
-from laconic.activations.report import UNMEASURED, Call
-from laconic.activations.suspended import measure_both
+from laconic.activations.whole_model.report import UNMEASURED, Call
+from laconic.activations.whole_model.suspended import measure_both
 from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
 from tests.activations.models import are_equal, gradients_of, loss_of, make_ids, make_model, relative_error

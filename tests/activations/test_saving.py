@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.activations import SavedTensorTracker
-from laconic.activations.kept import Kept, Memo
-from laconic.activations.replay import Replay
-from laconic.activations.saving import Call, Instead, SecondRun
+from laconic.activations.backward.replay import Replay
+from laconic.activations.backward.saving import Call, Instead, SecondRun
+from laconic.activations.keep.kept import Kept, Memo
 from laconic.errors import ModelError
 
 

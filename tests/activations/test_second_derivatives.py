@@ -23,9 +23,11 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import laconic
-from laconic.activations import attention, checkpoint, kept, packer
-from laconic.activations.kept import Kept, Memo
-from laconic.activations.replacement import replacements_of
+from laconic.activations import checkpoint
+from laconic.activations.forwards import attention
+from laconic.activations.forwards.replacement import replacements_of
+from laconic.activations.keep import kept, packer
+from laconic.activations.keep.kept import Kept, Memo
 from laconic.errors import ModelError
 from tests.activations.models import make_model, relative_error
 from tests.distributed.processes import run_joined
@@ -292,7 +294,7 @@ def exact_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (kept, attention, packer):
         monkeypatch.setattr(module, "pack", pack)
-    regions = sys.modules["laconic.activations.checkpoint"]  # whose name in the package is that of the function
+    regions = sys.modules["laconic.activations.forwards.checkpoint"]
     monkeypatch.setattr(regions, "packed_inputs", lambda *_: contextlib.nullcontext(lambda function: function))
 
 

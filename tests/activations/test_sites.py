@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.activations import find_sites
-from laconic.activations.functions import ACTIVATIONS
-from laconic.activations.norms import NormSpec
-from laconic.activations.sites import LinearSpec, MlpSpec
+from laconic.activations.backward.functions import ACTIVATIONS
+from laconic.activations.backward.norms import NormSpec
+from laconic.activations.recognize.sites import LinearSpec, MlpSpec
 from tests.activations.models import make_model
 
 # Per model of two layers: norms, linears (output projection included), feed-forward blocks.

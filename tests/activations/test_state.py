@@ -16,15 +16,16 @@ from transformers import BertConfig, BertForMaskedLM
 
 import laconic
 from laconic import BlockFormat
-from laconic.activations import Recompute, Site, apply, saved_nbytes_per_token
-from laconic.activations.attention import attention_core_of
-from laconic.activations.choice import Choice
-from laconic.activations.dropout import DropoutForward
-from laconic.activations.elementwise import ElementwiseForward
-from laconic.activations.experts import ExpertsForward, RouterForward
-from laconic.activations.feedforward import ActivationForward, ProjectionForward
-from laconic.activations.functional import FunctionsForward
-from laconic.activations.mixer import MixerForward
+from laconic.activations import Recompute, Site, saved_nbytes_per_token
+from laconic.activations.forwards.attention import attention_core_of
+from laconic.activations.forwards.dropout import DropoutForward
+from laconic.activations.forwards.elementwise import ElementwiseForward
+from laconic.activations.forwards.experts import ExpertsForward, RouterForward
+from laconic.activations.forwards.feedforward import ActivationForward, ProjectionForward
+from laconic.activations.forwards.functional import FunctionsForward
+from laconic.activations.forwards.mixer import MixerForward
+from laconic.activations.keep.choice import Choice
+from laconic.activations.whole_model import apply
 from laconic.errors import ModelError
 from tests.activations.models import VOCABULARY, loss_of, make_ids, make_model
 from tests.grid import few

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import laconic
 from laconic.activations import SavedTensorTracker
-from laconic.activations.sites import find_sites
+from laconic.activations.recognize.sites import find_sites
 from laconic.formats import BlockFormat
 from tests.grid import few, grid
 

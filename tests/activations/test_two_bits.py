@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.activations import ActivationPlan, Site, find_sites, seed_rounding, uniform
-from laconic.activations.rounding import quantized
+from laconic.activations.keep.rounding import quantized
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 from tests.activations.models import loss_of, make_ids, make_model
@@ -122,7 +122,7 @@ def test_rounding_to_nearest_would_not_be_right_on_average(monkeypatch: pytest.M
     exact, packed = network(), network()
     laconic.compress_activations(packed, 2, block_size=256)
     monkeypatch.setattr(
-        "laconic.activations.kept.quantized", lambda x, format, center: format.quantize(x, center=center)
+        "laconic.activations.keep.kept.quantized", lambda x, format, center: format.quantize(x, center=center)
     )
     assert float((gradient(packed) - gradient(exact)).norm() / gradient(exact).norm()) > 0.1
 

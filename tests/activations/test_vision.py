@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 import laconic
 from laconic import BlockFormat
-from laconic.activations import ActivationPlan, SavedTensorTracker, find_sites, leaves, packer
-from laconic.activations.kept import Memo
+from laconic.activations import ActivationPlan, SavedTensorTracker, find_sites
+from laconic.activations.forwards import leaves
+from laconic.activations.keep import packer
+from laconic.activations.keep.kept import Memo
 from laconic.errors import ModelError
 from tests.activations.models import are_equal, make_ids, make_model
 from tests.grid import grid

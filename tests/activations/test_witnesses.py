@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import laconic
-from laconic.activations import gated, witnesses
-from laconic.activations.checkpoint import checkpoint
-from laconic.activations.kept import pack
-from laconic.activations.witnesses import ALWAYS, EVERY, Witness
+from laconic.activations.backward import gated
+from laconic.activations.forwards.checkpoint import checkpoint
+from laconic.activations.keep import witnesses
+from laconic.activations.keep.kept import pack
+from laconic.activations.keep.witnesses import ALWAYS, EVERY, Witness
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops.codebooks import BITS

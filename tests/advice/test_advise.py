@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.activations import SavedTensorTracker, find_sites
-from laconic.activations.choice import Offload
+from laconic.activations.keep.choice import Offload
 from laconic.advice import Advice, Row
 from laconic.advice.link import measure_link
 from laconic.advice.measure import timed

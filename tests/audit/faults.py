@@ -16,23 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laconic.activations import (
-    attention,
-    causal_loss,
-    decisions,
-    dropout,
-    elementwise,
-    forwards,
-    functions,
-    gated,
-    head,
-    kept,
-    masked_relu,
-    norms,
-    packer,
-    replay,
-    saving,
-)
+from laconic.activations.backward import decisions, functions, gated, norms, replay, saving
+from laconic.activations.forwards import attention, dropout, elementwise
+from laconic.activations.forwards import base as forwards
+from laconic.activations.keep import kept, masked_relu, packer
+from laconic.activations.whole_model import causal_loss, head
 from laconic.auditing import AuditReport
 from laconic.formats import BlockFormat, BlockTensor, QuantizedGradient
 from laconic.gradients import store
@@ -43,7 +31,7 @@ from tests.audit.hosts import Convolutions, Moving, Perceptron, language, plain
 
 Patch = pytest.MonkeyPatch
 Host = Callable[[Callable[[], None]], AuditReport]
-checkpoint = import_module("laconic.activations.checkpoint")  # the package has a function of this name
+checkpoint = import_module("laconic.activations.forwards.checkpoint")  # the package has a function of this name
 
 
 @dataclass(frozen=True)

@@ -267,7 +267,7 @@ def test_a_factor_is_found_whatever_made_it(factor: float) -> None:
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             return factor * grad
 
-    from laconic.activations.audited import AUDITED
+    from laconic.activations.host.audited import AUDITED
 
     layer.forward = lambda x: before(x) if AUDITED.originals else Scaled.apply(before(x))
     with pytest.raises(AuditError, match=rf"layers.1.mlp.down_proj.weight has {factor:.3f} times the expected"):

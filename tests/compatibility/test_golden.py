@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from laconic.activations.plan import ActivationPlan
+from laconic.activations.recognize.plan import ActivationPlan
 from laconic.cost import load_plan
 from laconic.cost.comm.rates import WireRates
 from laconic.cost.hardware.compute import Sensitivity

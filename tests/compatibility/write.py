@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from laconic.activations.plan import ActivationPlan
+from laconic.activations.recognize.plan import ActivationPlan
 from laconic.cost import Plan
 from laconic.cost.planner.policy import agoq
 from laconic.formats.archive import zip_path

@@ -11,7 +11,7 @@ from torch import nn
 
 import laconic
 from laconic.activations import SavedTensorTracker, find_sites
-from laconic.activations.kept import pack
+from laconic.activations.keep.kept import pack
 from laconic.cost import Batch, Choice, Job, Layout, ModelShape, Settings, predict
 from laconic.cost.memory.families import FAMILIES
 from laconic.cost.memory.saved_tensors import CODE_BITS, EXACT, PRECISIONS, Unit, head_unit, layer_units

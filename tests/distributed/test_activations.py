@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from laconic.activations import ActivationPlan, Recompute, SavedTensorTracker, find_sites, uniform
-from laconic.activations.mixer import MixerForward
-from laconic.activations.replacement import replacements_of
+from laconic.activations.forwards.mixer import MixerForward
+from laconic.activations.forwards.replacement import replacements_of
 from laconic.formats import BlockFormat
 from laconic.train.launch.worker import leave
 from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error

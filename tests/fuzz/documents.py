@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from laconic.activations.plan import ActivationPlan
+from laconic.activations.recognize.plan import ActivationPlan
 from laconic.cost import load_plan
 from laconic.cost.comm.rates import WireRates
 from laconic.cost.hardware.compute import Sensitivity

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments, set_seed
 
-from laconic.activations.tracker import SavedTensorTracker
+from laconic.activations.host.tracker import SavedTensorTracker
 from laconic.integrations.config import LaconicConfig, compress, logged, report_of
 from laconic.integrations.figures import measure_first_call
 from laconic.integrations.huggingface import LaconicCallback, LaconicTrainer
@@ -201,7 +201,7 @@ def test_a_call_of_frozen_parameters_has_no_figure() -> None:
 
 
 def test_short_memory_measures_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    from laconic.activations import suspended
+    from laconic.activations.whole_model import suspended
 
     model: Any = HEADS["causal"][0]()
     model.train()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from laconic.activations import exact_codes
+from laconic.activations.keep import exact_codes
 from laconic.ops import codebooks, dynamic_map
 from laconic.ops.constants import constant_tensor
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from laconic.activations.tracker import SavedTensorTracker
+from laconic.activations.host.tracker import SavedTensorTracker
 
 STEPS = 5
 

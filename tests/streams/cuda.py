@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from laconic.activations import witnesses
-from laconic.activations.offload import offloader_of
+from laconic.activations.keep import witnesses
+from laconic.activations.keep.offload import offloader_of
 from laconic.collectives.engine import announcement_watch
 from laconic.collectives.runtime import background
 from laconic.moe.parallel import link_streams

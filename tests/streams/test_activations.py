@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 import laconic
-from laconic.activations.cuda_graph import without_draws
-from laconic.activations.offload import CudaCopier
+from laconic.activations.host.cuda_graph import without_draws
+from laconic.activations.keep.offload import CudaCopier
 from laconic.errors import ModelError
 from tests.activations.models import gradients_of, make_ids, make_model
 from tests.streams.cuda import CUDA, counted_waits, cuda

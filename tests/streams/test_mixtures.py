@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import laconic
-from laconic.activations import kept
+from laconic.activations.keep import kept
 from laconic.collectives import Raw
 from laconic.moe import ChunkedSchedule, FlatDispatcher, GatedExperts, MoELayer, SoftmaxGate
 from tests.activations.models import MIXTURES, are_equal, gradients_of, make_ids, make_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic.activations.offload import offloader_of
+from laconic.activations.keep.offload import offloader_of
 from tests.streams.cuda import CUDA, cuda
 
 

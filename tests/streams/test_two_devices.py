@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import laconic
-from laconic.activations.choice import Offload
-from laconic.activations.offload import CudaCopier
+from laconic.activations.keep.choice import Offload
+from laconic.activations.keep.offload import CudaCopier
 from laconic.formats import BlockFormat
 from laconic.gradients import compress_gradients
 from laconic.optim import AdamW8bit

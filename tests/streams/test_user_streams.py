@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import laconic
-from laconic.activations import checkpoint, exact_codes, linear_cross_entropy, witnesses
-from laconic.activations.checkpoint import _shared
-from laconic.activations.kept import keep, pack
-from laconic.activations.masked_relu import masked_relu
+from laconic.activations import checkpoint, linear_cross_entropy
+from laconic.activations.forwards.checkpoint import _shared
+from laconic.activations.keep import exact_codes, witnesses
+from laconic.activations.keep.kept import keep, pack
+from laconic.activations.keep.masked_relu import masked_relu
 from laconic.formats import BlockFormat
 from laconic.ops import codebooks, dynamic_map
 from tests.streams.cuda import CUDA, cuda, lost_waits
@@ -109,7 +110,9 @@ def test_layers_of_two_streams_read_one_tensor(early: bool, orders: int, options
 
 def module_named(name: str) -> Any:
     """The module of laconic.activations of this name: `checkpoint` in the package is a function."""
-    return next(m for key, m in sys.modules.items() if key.startswith("laconic.activations.") and key.endswith(f".{name}"))
+    return next(
+        m for key, m in sys.modules.items() if key.startswith("laconic.activations.") and key.endswith(f".{name}")
+    )
 
 
 @pytest.mark.parametrize(

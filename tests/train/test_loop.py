@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from laconic.activations.loss import TILES
+from laconic.activations.whole_model.loss import TILES
 from laconic.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError
 from laconic.train import model as model_module
 from laconic.train import trainer
@@ -359,7 +359,7 @@ def test_no_validation_data_means_no_validation_loss(tmp_path: Path, capsys: pyt
 
 
 def test_a_model_that_nothing_is_recognized_in_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from laconic.activations import apply
+    from laconic.activations.whole_model import apply
 
     monkeypatch.setattr(apply, "find_sites", lambda model: [])
     with pytest.raises(ModelError, match="no site recognized"):

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from laconic.activations import SavedTensorTracker
-from laconic.activations.attention import attention_core_of
-from laconic.activations.replacement import replacements_of
-from laconic.activations.report import brief
-from laconic.activations.rounding import seeds_restored
+from laconic.activations.forwards.attention import attention_core_of
+from laconic.activations.forwards.replacement import replacements_of
+from laconic.activations.keep.rounding import seeds_restored
+from laconic.activations.whole_model.report import brief
 from laconic.advice.advice import Advice, Row
 from laconic.advice.link import measure_link
 from laconic.advice.methods import EXACT, METHODS, Method, compiled

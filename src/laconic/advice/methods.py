@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from laconic.activations import Offload, Site, compress_activations
-from laconic.activations.choice import Choice
+from laconic.activations.keep.choice import Choice
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 

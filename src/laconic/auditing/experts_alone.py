@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
-from laconic.activations.audited import in_an_audit, running_originals
+from laconic.activations.host.audited import in_an_audit, running_originals
 from laconic.auditing.comparison import TOLERANCE, relative_error
 from laconic.auditing.experts_ranks import ExpertRanks, gathered, ranks_of_experts, summed
 from laconic.auditing.replicated import is_sharded_by_fsdp

@@ -23,10 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from laconic.activations.audited import AUDITED
-from laconic.activations.derivatives import is_transformed
-from laconic.activations.largest_parts import largest_parts
-from laconic.activations.report import is_measuring
+from laconic.activations.backward.derivatives import is_transformed
+from laconic.activations.host.audited import AUDITED
+from laconic.activations.recognize.largest_parts import largest_parts
+from laconic.activations.whole_model.report import is_measuring
 from laconic.auditing.first_step import AuditReport, audit_call
 from laconic.auditing.optimizer_update import check_updates
 from laconic.auditing.replicated import compare_replicas, is_sharded_by_fsdp, spread_experts

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from laconic.activations.head import CausalForward
-from laconic.activations.replacement import check_module, replacements_of
-from laconic.activations.suspended import is_compressed, unwrapped
+from laconic.activations.forwards.replacement import check_module, replacements_of
+from laconic.activations.whole_model.head import CausalForward
+from laconic.activations.whole_model.suspended import is_compressed, unwrapped
 from laconic.auditing.batch import first_rows, num_rows
 from laconic.auditing.comparison import TOLERANCE, Difference, compare, in_doubles, relative_error, same_bits
 from laconic.auditing.gradient_store import check_store

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from laconic.activations.rounding import quantized
+from laconic.activations.keep.rounding import quantized
 from laconic.formats import BlockFormat
 from laconic.ops.codebooks import AFFINE, ARITHMETIC, LEVEL_MAX, codebook
 

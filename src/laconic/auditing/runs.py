@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from laconic.activations.audited import in_an_audit, keeping_values, running_originals
+from laconic.activations.host.audited import in_an_audit, keeping_values, running_originals
 from laconic.auditing.replicated import is_sharded_by_fsdp, spread_experts
 from laconic.auditing.rounding_bound import Rounding, unrounded
 from laconic.auditing.state import ModelState

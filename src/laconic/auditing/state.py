@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic.activations.attention import attention_core_of
-from laconic.activations.replacement import replacements_of
-from laconic.activations.rounding import seeds_restored
+from laconic.activations.forwards.attention import attention_core_of
+from laconic.activations.forwards.replacement import replacements_of
+from laconic.activations.keep.rounding import seeds_restored
 
 __all__ = ["ModelState"]
 

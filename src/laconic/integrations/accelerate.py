@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from laconic.activations.report import Report
+from laconic.activations.whole_model.report import Report
 from laconic.collectives.runtime.torch_compat import sent_in_background_nbytes
 from laconic.errors import ConfigError
 from laconic.gradients import CompressedGradients

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from laconic.activations import compress_activations
-from laconic.activations.report import Measurement, Report
-from laconic.activations.suspended import is_compressed
+from laconic.activations.whole_model.report import Measurement, Report
+from laconic.activations.whole_model.suspended import is_compressed
 from laconic.auditing import audit_first_call
 from laconic.errors import ConfigError
 from laconic.gradients import CompressedGradients, compress_gradients

@@ -14,7 +14,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from laconic.activations.report import Report
+from laconic.activations.whole_model.report import Report
 from laconic.errors import ConfigError
 from laconic.formats.shards import is_deepspeeds
 from laconic.gradients.turns import owner_of

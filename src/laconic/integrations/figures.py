@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from laconic.activations.audited import AUDITED
-from laconic.activations.checkpoint import runs_twice
-from laconic.activations.cuda_graph import is_captured
-from laconic.activations.largest_parts import largest_parts
-from laconic.activations.report import Call, Measurement, Report
-from laconic.activations.suspended import fitting, measure_both
+from laconic.activations.forwards.checkpoint import runs_twice
+from laconic.activations.host.audited import AUDITED
+from laconic.activations.host.cuda_graph import is_captured
+from laconic.activations.recognize.largest_parts import largest_parts
+from laconic.activations.whole_model.report import Call, Measurement, Report
+from laconic.activations.whole_model.suspended import fitting, measure_both
 from laconic.errors import ModelError
 
 __all__ = ["logged", "measure_first_call"]

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from laconic.activations.report import Report
+from laconic.activations.whole_model.report import Report
 from laconic.errors import ConfigError
 from laconic.integrations.accelerate import Attached, attach_anew, check_fsdp_not_dropped
 from laconic.integrations.config import LaconicConfig, compress, given, logged, report_of

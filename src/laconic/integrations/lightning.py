@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from laconic.activations.report import Report
+from laconic.activations.whole_model.report import Report
 from laconic.collectives.runtime.torch_compat import sent_in_background_nbytes
 from laconic.errors import ConfigError, ModelError
 from laconic.gradients import CompressedGradients

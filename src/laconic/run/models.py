@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
 from laconic.activations import compress_activations, decompress_activations
-from laconic.activations.checkpoint import runs_twice
-from laconic.activations.head import CausalForward
-from laconic.activations.replacement import replacements_of
-from laconic.activations.report import UNMEASURED, Call, Measurement, Report, measure
-from laconic.activations.suspended import is_compressed, measure_both, unwrapped
+from laconic.activations.forwards.checkpoint import runs_twice
+from laconic.activations.forwards.replacement import replacements_of
+from laconic.activations.whole_model.head import CausalForward
+from laconic.activations.whole_model.report import UNMEASURED, Call, Measurement, Report, measure
+from laconic.activations.whole_model.suspended import is_compressed, measure_both, unwrapped
 from laconic.auditing import audit_now, say_left_out
 from laconic.errors import ConfigError, LaconicError, ModelError
 from laconic.options import ACTIVATION_BITS, ATTENTIONS, LOSSES, OPTIMIZERS, Loss, Optimizer, refused, takes

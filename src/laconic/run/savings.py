@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from laconic.activations.suspended import unwrapped
+from laconic.activations.whole_model.suspended import unwrapped
 from laconic.optim import AdamW8bit
 from laconic.run.models import Model, Refusal, Wishes, holders_of, model_of
 from laconic.run.modules_alive import ModulesAlive

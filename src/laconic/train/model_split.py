@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic.activations.causal_loss import causal_loss
+from laconic.activations.whole_model.causal_loss import causal_loss
 from laconic.cost.memory import split as layer_split
 from laconic.errors import ConfigError, ModelError
 

@@ -99,7 +99,7 @@ class Choice:
     def packed_nbytes(self, rows: int, length: int) -> int:
         """Bytes of codes and scales of `rows` rows of `length` values.
 
-        Rows share blocks where blocks of their own would cost an eighth more (laconic.activations.kept).
+        Rows share blocks where blocks of their own would cost an eighth more (laconic.activations.keep.kept).
         """
         whole = -(-length // self.block_size) * self.block_size
         if 8 * self._row_nbytes(length) * whole > 9 * length * self._row_nbytes(whole):

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from laconic.activations import SavedTensorTracker
-from laconic.activations.mixer import MixerForward
-from laconic.activations.replacement import replacements_of
+from laconic.activations.forwards.mixer import MixerForward
+from laconic.activations.forwards.replacement import replacements_of
 
 __all__ = ["PHASES", "FakeRuns", "Step"]
 

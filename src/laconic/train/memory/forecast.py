@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from laconic.activations.plan import ATTENTION
+from laconic.activations.recognize.plan import ATTENTION
 from laconic.cost import Plan, predict
 from laconic.errors import PlanError
 from laconic.train.config.schema import TrainConfig

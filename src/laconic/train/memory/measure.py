@@ -30,8 +30,8 @@ from laconic.activations import (
     decompress_activations,
     find_sites,
 )
-from laconic.activations.choice import Choice, entry_of
-from laconic.activations.plan import ATTENTION, careful_head
+from laconic.activations.keep.choice import Choice, entry_of
+from laconic.activations.recognize.plan import ATTENTION, careful_head
 from laconic.cost.planner.measured import EXACT_WORD, Linear, Measured, MeasuredGroup, MeasuredTable
 from laconic.errors import PlanError
 from laconic.formats import BlockFormat

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from laconic.activations import ActivationPlan, Site, decompress_activations, find_sites
-from laconic.activations.apply import convert
-from laconic.activations.head import find_head
-from laconic.activations.leaves import LeafSpec
-from laconic.activations.plan import careful_head
-from laconic.activations.sites import MlpSpec
+from laconic.activations.recognize.leaf_layers import LeafSpec
+from laconic.activations.recognize.plan import careful_head
+from laconic.activations.recognize.sites import MlpSpec
+from laconic.activations.whole_model.apply import convert
+from laconic.activations.whole_model.head import find_head
 from laconic.cost import Batch, Choice, Unit
 from laconic.cost.memory.saved_tensors import Precision
 from laconic.cost.memory.traced import POINTS, TracedLayer, TracedModel, Workspace

@@ -136,7 +136,7 @@ class LanguageModeling(Task):
 
     def _chunks_loss(self, num_entries: int) -> bool:
         """Decide whether the loss is computed in chunks; with "auto", if there are more logits than one tile holds."""
-        from laconic.activations.loss import TILES
+        from laconic.activations.whole_model.loss import TILES
 
         chosen = self._config.activations
         if chosen.loss != "auto":

@@ -1,0 +1,76 @@
+"""Which derivatives a compressed model has.
+
+Derivatives of any order by backward: where a graph of the gradients is asked for (`create_graph=True`), backward
+rebuilds its inputs as always and differentiates torch's own formula at them. Of DTensors there are first derivatives
+only, and a second one is refused. Backward of packed tensors cannot be transformed by torch.func, and there is no
+forward-mode formula: under such transforms the original code runs, exactly and without saving anything.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from laconic.activations.host.audited import AUDITED
+from laconic.activations.keep.kept import Memo, Tensors
+from laconic.errors import ModelError
+from laconic.ops.derivatives import connected, differentiable, refusal
+
+__all__ = ["derivative", "is_transformed", "refuse_more", "take"]
+
+
+def is_transformed() -> bool:
+    """Whether torch.func transforms or forward-mode AD differentiate the running code; warns at the first time.
+
+    Also in the exact run of an audit, which runs the original forwards likewise.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if AUDITED.originals:
+        return True
+    # torch has no public name for either; both are numbers of levels.
+    if forward_ad._current_level < 0 and _transforms() is None:
+        return False
+    _warn_it_is_exact()
+    return True
+
+
+_transforms: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
+
+
+@cache
+def _warn_it_is_exact() -> None:
+    logging.getLogger("laconic").warning(
+        "torch.func transforms and forward-mode AD run the original forwards of compressed models: derivatives are "
+        "exact, and nothing is saved"
+    )
+
+
+def take(memo: Memo, tensors: Tensors, edge: Tensor | None, after: Tensor | None = None) -> Tensor:
+    """What `memo.take` gives; where a graph of the gradients is asked for, in the place of the tensor it stands for.
+
+    Args:
+        memo, tensors, after: see `Memo.take`.
+        edge: `edge_of` the tensor.
+    """
+    if not torch.is_grad_enabled():
+        return memo.take(tensors, after)
+    with torch.no_grad():
+        value = memo.take(tensors)
+    return connected(value, edge)
+
+
+_REASON = (
+    "a second derivative (create_graph=True) reaches a {} that laconic keeps packed, of which there is only the first; "
+    "call laconic.decompress_activations(model) for such steps, compress with mode='hooks', or {}"
+)
+
+derivative = differentiable(ModelError, _REASON.format("DTensor", "take it before the model is parallelized"))
+"""Decorates each backward of this package: see `laconic.ops.derivatives.differentiable`."""
+
+refuse_more = refusal(ModelError, _REASON.format("vocabulary-parallel loss", "compute the loss from the logits"))

@@ -1,0 +1,220 @@
+"""Runs forward code for its value alone, and runs it again in backward in the state of the first run."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from laconic.activations.backward.decisions import Decisions
+from laconic.activations.host.cuda_graph import is_captured, without_draws
+from laconic.activations.host.modules import modules_of
+from laconic.activations.host.traceable import untraced
+from laconic.errors import ModelError
+
+__all__ = ["Forgetting", "Replay", "check_attention", "forgets", "forgetting", "swapped_parameters"]
+
+
+def forgetting() -> AbstractContextManager[Any]:
+    """While the block runs, code takes the path of training, but autograd saves nothing.
+
+    Gradients stay enabled: torch picks some of its kernels by whether a gradient is wanted, and their bits differ. In a
+    graph of torch.compile, which has bits of its own, they are disabled.
+    """
+    return torch.no_grad() if torch.compiler.is_compiling() else _FORGETTING
+
+
+def forgets(pack: object) -> bool:
+    """Whether the pack function of saved-tensor hooks is that of `forgetting`, or of code that runs twice."""
+    return pack is _forget or isinstance(getattr(pack, "__self__", None), Forgetting)
+
+
+class Forgetting:
+    """Base of objects whose saved-tensor hooks hold on to nothing: code under these stays as it is."""
+
+    __slots__ = ()
+
+
+_forget: Callable[[Tensor], int] = ().count
+"""Zero for any tensor, without a frame of Python for each one that code saves."""
+
+
+def _forgotten(nothing: int) -> Tensor:
+    raise RuntimeError("laconic: backward through a value that is computed without keeping anything for it")
+
+
+@untraced
+class _Hooks:
+    """torch.autograd.graph.saved_tensors_hooks of two functions, at a fifth of the time."""
+
+    def __enter__(self) -> None:
+        torch._C._autograd._push_saved_tensors_default_hooks(_forget, _forgotten)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+_FORGETTING = _Hooks()
+
+
+@contextmanager
+def swapped_parameters(module: nn.Module, others: Mapping[str, Tensor]) -> Iterator[None]:
+    """Put other tensors in the place of a module's parameters, by qualified name, while the block runs."""
+    owners = [module.get_submodule(name.rpartition(".")[0])._parameters for name in others]
+    places = list(zip(owners, (name.rpartition(".")[2] for name in others), others.values(), strict=True))
+    before = [parameters[name] for parameters, name, _ in places]
+    try:
+        for parameters, name, tensor in places:
+            parameters[name] = cast(nn.Parameter, tensor)  # autograd needs leaves here, not parameters
+        yield
+    finally:
+        for (parameters, name, _), parameter in zip(places, before, strict=True):
+            parameters[name] = parameter
+
+
+def check_attention(before: object) -> None:
+    """Check that torch's attention is the function that it was in forward.
+
+    `torch.distributed.tensor.experimental.context_parallel` puts another one in its place for the length of a block;
+    outside of it, code that runs again would attend to this rank's part of the sequence only.
+
+    Raises:
+        ModelError: it is another one.
+    """
+    if F.scaled_dot_product_attention is not before:
+        raise ModelError(
+            "torch.nn.functional.scaled_dot_product_attention is another function in backward than in forward, as it "
+            "is when a context_parallel block begins or ends in between, and code that laconic runs again would "
+            "compute something else; call loss.backward() inside of the block in which the forward ran"
+        )
+
+
+def _check_batches(*, draws: bool) -> None:
+    """Check that the code that runs again may run for several gradients at once.
+
+    Raises:
+        ModelError: it may not.
+    """
+    rule = "call backward once per gradient, or call laconic.decompress_activations(model) for such steps"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise ModelError(
+            "torch.func.vmap runs a backward in which compressed attention or experts run again under autograd, which "
+            f"it does not allow; pass is_grads_batched=True to torch.autograd.grad in its place, {rule}"
+        )
+    if not draws:
+        return
+    level = torch._C._vmapmode_increment_nesting()  # torch has no other way to ask
+    torch._C._vmapmode_decrement_nesting()
+    if level > 1:
+        raise ModelError(
+            "batched gradients (is_grads_batched, vectorize=True) reach compressed attention or experts that draw "
+            f"random numbers (dropout), which vmap does not allow when they run again; set the dropout to 0, {rule}"
+        )
+
+
+class Replay:
+    """The environment of a computation: its random state, decisions, autocast, and the mode of a module.
+
+    `run` calls a function for the first time. `again` wants its state back: the states of the random generators (uint8,
+    on the CPU), or none if the function drew nothing; then what it decided by values. Whoever saves tensors for
+    backward saves them too, so that they are counted and freed like any of those. While a CUDA graph is captured, a
+    function that draws on the device is refused (see laconic.activations.host.cuda_graph).
+
+    Args:
+        device: where the computation runs.
+        module: whose code runs, in training or in evaluation.
+        decisions: where the code's decisions are noted; None if it makes none.
+    """
+
+    def __init__(self, device: torch.device, module: nn.Module, decisions: Decisions | None = None) -> None:
+        self._decisions = decisions
+        self._num_decided = 0
+        self._device = device
+        self._parts = tuple(modules_of(module))
+        self._modes = tuple([part.training for part in self._parts])
+        self._autocast = _autocast(device.type) if torch._C._is_any_autocast_enabled() else None
+        self._cache = torch.is_autocast_cache_enabled()
+        self._attention = F.scaled_dot_product_attention
+
+    def run(self, function: Callable[[], Any]) -> tuple[Any, tuple[Tensor, ...]]:
+        """The value of `function()`, and the state for `again`.
+
+        Raises:
+            ModelError: a CUDA graph is captured, and the function draws on the device.
+        """
+        before = self.generators()
+        decisions = self._decisions
+        with without_draws() if is_captured(self._device) else nullcontext():
+            if decisions is None:
+                value = function()
+            else:
+                with decisions.first_run():
+                    value = function()
+        drew = any(_bytes(old) != _bytes(new) for old, new in zip(before, self.generators(), strict=True))
+        state = before if drew else ()
+        if decisions is not None:
+            state = (*state, *decisions.tensors)
+            self._num_decided, decisions.tensors = (
+                len(decisions.tensors),
+                [],
+            )  # or what was saved would outlive backward
+        return value, state
+
+    @contextmanager
+    def again(self, state: tuple[Tensor, ...]) -> Iterator[None]:
+        """While the block runs, code draws, decides and casts as in `run`; then the random state is as before.
+
+        Raises:
+            ModelError: torch's attention is another function than in `run`, or vmap runs this backward and code draws;
+                in the block, code decides by values in another order.
+        """
+        check_attention(self._attention)
+        num_draws = len(state) - self._num_decided
+        draws, decided = state[:num_draws], state[num_draws:]
+        _check_batches(draws=bool(draws))
+        with ExitStack() as stack:
+            if draws:
+                devices = [self._device] if len(draws) > 1 else []
+                stack.enter_context(torch.random.fork_rng(devices=devices))
+                torch.set_rng_state(draws[0])
+                if devices:
+                    torch.cuda.set_rng_state(draws[1], self._device)
+            if self._autocast is not None or torch._C._is_any_autocast_enabled():
+                for kind, enabled, dtype in self._autocast or _autocast(self._device.type, enabled=False):
+                    if enabled or torch.is_autocast_enabled(kind):
+                        stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache))
+            for part, training in zip(self._parts, self._modes, strict=True):
+                if part.training != training:
+                    stack.callback(setattr, part, "training", part.training)
+                    part.training = training
+            if self._decisions is not None and self._decisions.calls:
+                stack.enter_context(self._decisions.again(decided))
+            yield
+
+    def generators(self) -> tuple[Tensor, ...]:
+        """States of the random generators that code on the device may draw from, uint8 on the CPU.
+
+        Without that of a CUDA device while a graph is captured, or if there is none and its tensors are fake.
+        """
+        host = torch.get_rng_state()
+        if self._device.type != "cuda" or not torch.cuda.is_initialized() or is_captured(self._device):
+            return (host,)
+        return host, torch.cuda.get_rng_state(self._device)
+
+
+def _autocast(device: str, *, enabled: bool = True) -> tuple[tuple[str, bool, torch.dtype], ...]:
+    """(kind of device, whether autocast is on for it, its dtype) of this one and the CPU; all off if not `enabled`."""
+    kinds = [kind for kind in {device, "cpu"} if torch.amp.is_autocast_available(kind)]  # on the meta device it is not
+    return tuple(
+        [(kind, enabled and torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    )
+
+
+def _bytes(state: Tensor) -> bytes:
+    # Not by torch, which under FakeTensorMode would ask a fake tensor.
+    return ctypes.string_at(state.data_ptr(), state.numel())

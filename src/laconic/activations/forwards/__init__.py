@@ -1,0 +1,1 @@
+"""The forwards that replace those of sites, one file per kind."""

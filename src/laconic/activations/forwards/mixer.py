@@ -1,0 +1,216 @@
+"""Token mixers that run again in backward from their packed input.
+
+State-space models (Mamba), delta rules (Qwen3-Next), and attention that a module spells out itself (Bloom, GPT-J) save
+many tensors of [tokens, state] or [tokens, tokens] size inside of one module. No formula covers them all, and none is
+needed: the module's own code runs again in backward, with the random numbers and the decisions of the first run, and
+nothing else is kept but its input.
+
+Whether that is allowed is proved once per module, at its first training call: it runs twice for its value alone, and
+both runs have to give the same bits and leave arguments, buffers and attributes as they were. A module that fails stays
+exact, and the log says so. Then its gradients for a random output gradient are compared, from the exact input and from
+the packed one: where they differ too much (attention with very sharp logits), the input is kept exactly. A call with
+arguments that cannot be handed over twice (a filled cache, objects of unknown kinds) runs as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from laconic.activations.backward.decisions import Decisions, Habit
+from laconic.activations.backward.replay import Replay, forgetting
+from laconic.activations.forwards.base import SiteForward
+from laconic.activations.forwards.checkpoint import packed_inputs, run_again
+from laconic.activations.keep.choice import Offload, Packing
+from laconic.activations.keep.rounding import quantized
+from laconic.activations.keep.witnesses import Glances, check_unchanged, glances
+from laconic.activations.recognize.sites import Site
+from laconic.formats import BlockFormat
+
+__all__ = ["MixerForward"]
+
+LARGEST_ERROR = 0.1
+"""Relative error of a mixer's gradients, run from its packed input, above which the input is kept exactly.
+
+Eight bits are off by half a per cent, of which most mixers make a few per cent (benchmarks/families.py tries many).
+"""
+
+
+class MixerForward(SiteForward):
+    """Keeps the packed input of a mixer, which runs again in backward.
+
+    Args:
+        module: the mixer.
+        site: its description.
+        format: how its input is packed.
+    """
+
+    def __init__(self, module: nn.Module, site: Site, format: Packing) -> None:
+        super().__init__(module, site, format)
+        self.repeats: bool | None = None  # not known before the first training call
+        self.is_sensitive = False
+        self.habit = Habit(site.name)
+
+    @property
+    def input_format(self) -> BlockFormat | None:
+        """The format of the kept input, which is not moved to the host; None keeps it exactly."""
+        if self.is_sensitive:
+            return None
+        return self.format.format if isinstance(self.format, Offload) else self.format
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, to be run again in backward where that is proved to give the same."""
+        args, kwargs = self.positional(args, kwargs)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.stays_exact():
+            return self.original(*args, **kwargs)
+        if self.repeats is False or not self._may_run_again(args, kwargs):
+            return self.original(*args, **kwargs)
+        if self.repeats is None:
+            self.repeats = self._repeats(args, kwargs)
+            if not self.repeats:
+                logging.getLogger("laconic").warning(
+                    "%s (%s) stays exact: it does not compute the same when it runs twice, so backward cannot run it "
+                    "again",
+                    self.site.name,
+                    type(self.module).__name__,
+                )
+                return self.original(*args, **kwargs)
+        decisions = self.habit.decisions(self.module.training, args, kwargs)
+        with packed_inputs(
+            self.inputs(args, kwargs), self.input_format, decisions, with_data=self.packs_data
+        ) as region:
+            return run_again(region(self._writing_once()), args, kwargs)
+
+    def _writing_once(self) -> Callable[..., Any]:
+        """The module's own forward; what its first call writes to a cache stays there, and later ones get none."""
+        before: Glances | None = None
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal before
+            parameters = tuple(self.module.parameters())
+            if before is None:
+                before = glances(parameters)
+            else:
+                check_unchanged(before, parameters)
+                args, kwargs = _without_caches(args, kwargs)
+            return self.run_module(*args, **kwargs)
+
+        return run
+
+    packs_data = False
+    """Whether an input that requires no grad is packed, too."""
+
+    def inputs(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """The tensors among the arguments that are packed: what has another shape is a mask, a position or a bias."""
+        return [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.shape == args[0].shape]
+
+    def run_module(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        return self.original(*args, **kwargs)
+
+    def _may_run_again(self, args: Any, kwargs: Any) -> bool:
+        """Whether a gradient is wanted, and arguments are tensors, plain values or caches without entries from it."""
+        leaves = tree_leaves((args, kwargs))
+        tensors = (*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *self.module.parameters())
+        if not args or not self.serves(args[0]) or not any(x.requires_grad for x in tensors):
+            return False
+        index = getattr(self.module, "layer_idx", None)
+        for leaf in leaves:
+            if _is_cache(leaf):
+                if index is None or not _is_empty(leaf, index):
+                    return False
+            elif not (leaf is None or isinstance(leaf, Tensor | bool | int | float | str | torch.dtype | torch.device)):
+                return False
+        return True
+
+    def _repeats(self, args: Any, kwargs: Any) -> bool:
+        """Whether two runs give the same bits and change nothing; notes whether the packed input moves the output."""
+        args, kwargs = _without_caches(args, kwargs)
+        replay = Replay(args[0].device, self.module)
+        before = self._state(args, kwargs)
+        random_state = replay.generators()
+
+        def run() -> tuple[list[Any], Any]:
+            with forgetting(), replay.again(random_state):
+                return tree_flatten(self.run_module(*args, **kwargs))
+
+        (first, spec), (second, other_spec) = run(), run()
+        if self._state(args, kwargs) != before or spec != other_spec:
+            return False
+        if not all(_same(a, b) for a, b in zip(first, second, strict=True)):
+            return False
+        if self.input_format is not None and first and isinstance(first[0], Tensor) and first[0].is_floating_point():
+            cotangent = torch.randn(first[0].shape, generator=torch.Generator().manual_seed(0)).to(first[0])
+            inputs = {id(x): x.detach() for x in self.inputs(args, kwargs)}
+            packed = {key: quantized(x, self.input_format).dequantize() for key, x in inputs.items()}
+            decisions = Decisions(self.site.name)
+            exact, rounded = (
+                self._gradient(values, args, kwargs, cotangent, replay.again(random_state), run)
+                for values, run in ((inputs, decisions.first_run()), (packed, decisions.again()))
+            )
+            # Not the other way round: NaN is too large.
+            self.is_sensitive = not (rounded - exact).norm() <= LARGEST_ERROR * exact.norm()
+        return True
+
+    def _gradient(
+        self,
+        values: dict[int, Tensor],
+        args: Any,
+        kwargs: Any,
+        cotangent: Tensor,
+        *contexts: AbstractContextManager[Any],
+    ) -> Tensor:
+        """The gradients of the inputs and the mixer's parameters at `values` of the inputs, flattened, in fp64."""
+        leaves = {key: value.detach().requires_grad_() for key, value in values.items()}
+        args, kwargs = tree_map(lambda x: leaves.get(id(x), x), (args, kwargs))
+        hidden_from_trackers = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: tensor.detach(), lambda saved: saved
+        )
+        with hidden_from_trackers, ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            output = tree_flatten(self.run_module(*args, **kwargs))[0][0]
+        wanted = [*leaves.values(), *(p for p in self.module.parameters() if p.requires_grad)]
+        grads = torch.autograd.grad(output, wanted, cotangent, allow_unused=True)
+        return torch.cat([grad.detach().double().flatten() for grad in grads if grad is not None])
+
+    def _state(self, args: Any, kwargs: Any) -> list[Any]:
+        """What shows a change: versions of tensors, identities and plain attributes of all modules inside."""
+        state: list[Any] = [leaf._version for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        for module in self.module.modules():
+            for name, value in module.__dict__.items():
+                if isinstance(value, bool | int | float | str):
+                    state.append((name, value))
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                state.append((name, id(tensor), None if tensor is None else tensor._version))
+        return state
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+    return type(a) is type(b)
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether a value is a cache of Hugging Face's that grows; others may be asked for more than keys and values."""
+    return any(base.__name__ == "DynamicCache" and "transformers" in base.__module__ for base in type(value).__mro__)
+
+
+def _is_empty(cache: Any, layer: int) -> bool:
+    """Whether a cache holds nothing for a layer; one that does not say so counts as filled."""
+    try:
+        return int(cache.get_seq_length(layer)) == 0
+    except Exception:  # caches of state-space models have no lengths
+        return False
+
+
+def _without_caches(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    args = tuple(None if _is_cache(arg) else arg for arg in args)
+    return args, {name: None if _is_cache(value) else value for name, value in kwargs.items()}

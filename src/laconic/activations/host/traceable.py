@@ -1,0 +1,82 @@
+"""Makes the functions of this package traceable by torch.compile.
+
+[Note: functions under torch.compile] Dynamo puts a call of a `traceable` function into its graph without looking
+inside, and AOTAutograd runs this very Python code on its tracing tensors: notes on tensors, memos, autograd functions
+and their backward included. So a compiled graph computes and saves what the eager code does. A traceable function has
+to keep to these rules:
+
+- Tensors are arguments (parameters too; never looked up on a module), alone or in tuples and dictionaries.
+- Everything else is a number, a string, a dtype, or an object of a dataclass given to `argument_class`, guarded by
+  value, so that layers which are alike share one graph. An optional argument is a keyword whose default is None.
+- It returns tensors and changes nothing outside of itself but notes on tensors.
+- Backward rebuilds with `after=grad` (see keep.kept): what a graph could compute before backward starts
+  it may compute in forward and save in place of the codes.
+
+The module's own code is called outside of it, under no_grad, where Dynamo traces it like any other code.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+import torch._dynamo
+import torch._dynamo.decorators
+from torch import Tensor
+from torch.utils._pytree import register_dataclass
+
+__all__ = ["argument_class", "as_result", "direct_apply", "traceable", "untraced"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C")
+
+
+def traceable(function: F) -> F:
+    """Make calls of `function` traceable by torch.compile (see the note above)."""
+    traced = torch._dynamo.nonstrict_trace(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Dynamo, also between the graphs that it breaks, takes the other way and does not look into `function`.
+        if not torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        # None is no argument that a graph could hold.
+        return traced(*args, **{name: value for name, value in kwargs.items() if value is not None})
+
+    return call  # type: ignore[return-value]  # it has the signature of `function`
+
+
+def untraced(cls: type[C]) -> type[C]:
+    """Let Dynamo leave the methods of a class alone, where it looks into code of ours between the graphs it breaks."""
+    for method in vars(cls).values():
+        if isinstance(method, FunctionType):
+            torch._dynamo.decorators.skip(method)
+    return cls
+
+
+def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` in eager mode, past torch's search for the wrappers of transforms, under which no site runs."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
+
+
+def argument_class(cls: type) -> None:
+    """Allow objects of a dataclass as arguments of traceable functions.
+
+    Args:
+        cls: a dataclass whose fields are numbers, strings or dtypes.
+    """
+    register_dataclass(cls)
+
+
+def as_result(value: Tensor) -> Tensor:
+    """What the forward of an autograd function returns for a value that it was given: the same memory, not a view.
+
+    A view that a compiled graph returns is made again outside of it, by repeating on another of its outputs what led
+    from a tensor inside to the view (AOTAutograd, torch 2.13). A detach among these steps would cut the gradient off;
+    an unsafe view begins them anew.
+    """
+    return torch.ops.aten._unsafe_view(value, value.shape) if torch.compiler.is_compiling() else value.detach()

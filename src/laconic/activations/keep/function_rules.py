@@ -1,0 +1,363 @@
+"""What backward of a function of torch reads of the tensors that it saves, and how its output is computed again.
+
+Three kinds of knowledge, by function: exact codes (a mask for a relu, see `keep.exact_codes`), which
+saved tensors may be rounded (`keep.tolerant`), and for norms and elementwise activations the function
+that gives their output once more. What is not listed stays exact and is not rebuilt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from laconic.activations.keep.exact_codes import Coded, Layout, as_mask, as_offsets, as_shape
+from laconic.activations.keep.tolerant import functions_named, least_numel
+
+__all__ = ["Call", "Side"]
+
+_NOT_READ_ON = ("cpu", "cuda")
+"""Devices whose pooling reads no value of its input in backward."""
+
+_ENOUGH = 64
+"""Values of a channel whose mean is near that of all, and whose batch norm has a gradient that bears rounding."""
+
+_SIGNATURES: dict[str, tuple[str, ...]] = {
+    "relu": ("input", "inplace"),
+    "leaky_relu": ("input", "negative_slope"),
+    "relu6": ("input",),
+    "hardtanh": ("input", "min_val", "max_val"),
+    "hardsigmoid": ("input",),
+    "hardshrink": ("input", "lambd"),
+    "softshrink": ("input", "lambd"),
+    "threshold": ("input", "threshold"),
+    "dropout": ("input",),
+    "max_pool2d": ("input", "kernel_size", "stride", "padding", "dilation"),
+    "avg_pool1d": ("input",),
+    "avg_pool2d": ("input",),
+    "avg_pool3d": ("input",),
+    "adaptive_avg_pool2d": ("input",),
+    "adaptive_avg_pool3d": ("input",),
+    "convolution": ("input", "weight"),
+    "gelu": ("input", "approximate"),
+    "silu": ("input",),
+    "mish": ("input",),
+    "hardswish": ("input",),
+    "softplus": ("input", "beta", "threshold"),
+    "elu": ("input", "alpha"),
+    "selu": ("input",),
+    "prelu": ("input",),
+    "batch_norm": ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    "group_norm": ("input", "num_groups", "weight", "bias", "eps"),
+    "instance_norm": ("input",),
+    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
+    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
+}
+"""Arguments of the functions known here, in the order of torch.nn.functional."""
+
+_SPELLINGS = {"convolution": "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"}
+_DROPOUTS = "dropout dropout1d dropout2d dropout3d feature_dropout"
+
+
+def _families() -> dict[Callable[..., Any], str]:
+    found: dict[Callable[..., Any], str] = {}
+    for family in _SIGNATURES:
+        for function in functions_named(_SPELLINGS.get(family, _DROPOUTS if family == "dropout" else family)):
+            found[function] = family
+    # torch's own take their arguments in another order than those of torch.nn.functional.
+    return {function: name for function, name in found.items() if name not in _NORMS or function is getattr(F, name)}
+
+
+_NORMS = ("batch_norm", "group_norm", "layer_norm", "rms_norm")
+_FAMILIES = _families()
+
+
+@dataclass(frozen=True)
+class Side:
+    """On which side of a jump of the derivative the values of a tensor lie.
+
+    Attributes:
+        mask: bool, of the shape of the tensor.
+        correct: (rounded tensor, mask) to the tensor with each value on its side.
+    """
+
+    mask: Tensor
+    correct: Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass
+class Call:
+    """One call of a function of torch.
+
+    Attributes:
+        function, args, kwargs: of the call.
+        mask: the factors of zero or one number that the call's dropout drew, or the sides of zero of a
+            relu's values, once they were packed.
+    """
+
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    mask: Coded | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.family = _FAMILIES.get(self.function)
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """An argument by name; `default` where it was not given."""
+        assert self.family is not None
+        position = _SIGNATURES[self.family].index(name)
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the call of a relu changes its input."""
+        if self.function.__name__.endswith("_"):
+            return True
+        return bool(self.argument("inplace", False))
+
+    def may_round(self, tensor: Tensor) -> bool:
+        """Whether the function tolerates that this saved tensor is rounded."""
+        least = least_numel(self.function, self.args, self.kwargs)
+        if least is None or tensor.numel() < least:
+            return False
+        if self.family == "batch_norm":
+            # Over a few values the gradient is what is left of terms that almost cancel: rounding drowns it.
+            return tensor.numel() >= _ENOUGH * tensor.shape[1]
+        if self.family != "convolution":
+            return True
+        # A computed weight (standardized, cast by autocast) is exact, like one that is a parameter.
+        x, weight = self.argument("input"), self.argument("weight")
+        return bool(tensor.shape != weight.shape or tensor.shape == x.shape)
+
+    def center(self, x: Tensor) -> Tensor | None:
+        """What to subtract from the input of a norm over channels before it is rounded: about the mean of each channel.
+
+        Backward divides the error of rounding by the channel's deviation, and rounding is relative to the largest
+        value, so an offset of many deviations would leave nothing but error.
+
+        Args:
+            x: [batch, channels, ...], what the call saves.
+
+        Returns:
+            [1, channels, ...] for batch norm, from as many samples as hold `_ENOUGH` values of a channel; [batch,
+            channels, ...] for group and instance norm. None for other functions, and for small channels of the latter.
+        """
+        if self.family not in ("batch_norm", "group_norm", "instance_norm") or x.dim() < 2:
+            return None
+        if x.numel() != self.argument("input").numel():  # statistics; instance norm saves a view of its input
+            return None
+        size, rest = x.shape[2:].numel(), tuple(range(2, x.dim()))
+        if self.family == "batch_norm":
+            return x[: max(1, -(-_ENOUGH // max(size, 1)))].mean((0, *rest), keepdim=True)
+        return x.mean(rest, keepdim=True) if size >= _ENOUGH else None
+
+    def code(self, tensor: Tensor) -> Coded | None:
+        """The exact codes of a tensor that the call saves; None if backward may read all of it."""
+        match self.family:
+            case "dropout":
+                coded = _mask_of_dropout(tensor, self.argument("input"))
+                self.mask = None if tensor.dtype is torch.bool else coded
+                return coded
+            case "max_pool2d":
+                return self._pooled(tensor)
+            case "avg_pool1d" | "avg_pool2d" | "avg_pool3d" | "adaptive_avg_pool2d" | "adaptive_avg_pool3d":
+                return as_shape(tensor) if tensor.device.type in _NOT_READ_ON else None
+        step = self._step(tensor) if tensor.is_floating_point() else None
+        if step is None:
+            return None
+        coded = as_mask(step[0], Layout.of(tensor), *step[1:])
+        self.mask = coded if self.family in ("relu", "leaky_relu") else None
+        return coded
+
+    def _step(self, x: Tensor) -> tuple[Tensor, float, float] | None:
+        """For a derivative that is a step: a mask of what passes, a value that does, and one that does not."""
+        match self.family:
+            case "relu":
+                return x, 1.0, 0.0  # it saves its result, which is not negative
+            case "leaky_relu":
+                return x > 0, 1.0, -1.0
+            case "relu6" | "hardtanh":
+                low, high = (0.0, 6.0) if self.family == "relu6" else self._limits()
+                return ~((x <= low) | (x >= high)), (low + high) / 2, high
+            case "hardsigmoid":
+                return (x > -3) & (x < 3), 0.0, 6.0
+            case "hardshrink" | "softshrink":
+                limit = self.argument("lambd", 0.5)
+                return ~((x >= -limit) & (x <= limit)), 2 * limit + 1, 0.0
+            case "threshold":
+                limit = self.argument("threshold")
+                return ~(x <= limit), limit + abs(limit) + 1, limit
+        return None
+
+    def side(self, x: Tensor) -> Side | None:
+        """For a smooth derivative that jumps somewhere: on which side of the jump each value of x lies.
+
+        Rounding may carry a value over the jump, however close the rounded value is.
+
+        Args:
+            x: [...], what the call saves.
+
+        Returns:
+            None for other functions.
+        """
+        match self.family:
+            case "hardswish":  # x / 3 + 1 / 2 between -3 and 3, then 0 and 1
+                return Side((x > -3) & (x < 3), _around_three)
+            case "elu" if self.argument("alpha", 1.0) == 1.0:
+                return None
+            case "elu" | "selu" | "prelu":
+                return Side(x > 0, _around_zero)
+        return None
+
+    def _limits(self) -> tuple[float, float]:
+        return self.argument("min_val", -1.0), self.argument("max_val", 1.0)
+
+    def _pooled(self, tensor: Tensor) -> Coded | None:
+        x = self.argument("input")
+        if tensor.is_floating_point():
+            return as_shape(tensor) if tensor.device.type in _NOT_READ_ON else None
+        kernel = _pair(self.argument("kernel_size"))
+        stride = _pair(self.argument("stride") or kernel)
+        padding, dilation = _pair(self.argument("padding", 0)), _pair(self.argument("dilation", 1))
+        if tensor.dtype != torch.int64 or kernel[0] * kernel[1] > 256:
+            return None
+        return as_offsets(tensor, x.shape[-1], kernel, stride, padding, dilation)
+
+    def again(self, *, unbiased: bool = False) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
+        """A function that computes the call's output from its input, and the tensors that it takes after that.
+
+        None for functions that are not known to depend on their first argument and on parameters alone.
+
+        Args:
+            unbiased: the input will be right on average only. Batch and group norm and relu become linear in it, with
+                the statistics and the signs of the exact input, so that their output is right on average, too. (The
+                rounded input varies more than the exact one, and relu makes more of values that were rounded up than
+                of others.) A function that clips at both ends is not computed again, nor a relu without kept signs.
+        """
+        match self.family:
+            case "relu6" | "hardtanh" if unbiased:
+                return None
+            case "relu" | "leaky_relu" if unbiased and self.mask is None:
+                return None
+            case "leaky_relu" if unbiased and self.mask is not None:
+                signs, slope = self.mask, self.argument("negative_slope", 0.01)
+                return (lambda x, *codes: torch.where(signs.decode(codes) > 0, x, slope * x)), signs.tensors
+            case "relu" if unbiased and self.mask is not None:
+                signs = self.mask
+                return (lambda x, *codes: x * signs.decode(codes)), signs.tensors
+            case "relu":
+                return torch.relu, ()
+            case "relu6":
+                return _with(F.hardtanh, min_val=0.0, max_val=6.0), ()
+            case "hardtanh":
+                low, high = self._limits()
+                return _with(F.hardtanh, min_val=low, max_val=high), ()
+            case "leaky_relu":
+                return _with(F.leaky_relu, negative_slope=self.argument("negative_slope", 0.01)), ()
+            case "gelu":
+                return _with(F.gelu, approximate=self.argument("approximate", "none")), ()
+            case "elu":
+                return _with(F.elu, alpha=self.argument("alpha", 1.0)), ()
+            case "softplus":
+                beta, threshold = self.argument("beta", 1.0), self.argument("threshold", 20.0)
+                return _with(F.softplus, beta=beta, threshold=threshold), ()
+            case "silu" | "mish" | "hardswish" | "hardsigmoid":
+                return getattr(F, self.family), ()
+            case "dropout" if self.mask is not None:
+                decode = self.mask.decode
+                return (lambda x, *codes: x * decode(codes)), self.mask.tensors
+            case "batch_norm" | "group_norm" | "layer_norm" | "rms_norm":
+                return self._group_norm_of_exact() if unbiased and self.family == "group_norm" else self._norm(unbiased)
+        return None
+
+    def _group_norm_of_exact(self) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+        """Group norm with the statistics of the call's own input."""
+        x, groups = self.argument("input").detach(), self.argument("num_groups")
+        weight, bias = self.argument("weight"), self.argument("bias")
+        variance, mean = torch.var_mean(x.reshape(x.shape[0], groups, -1).float(), -1, correction=0, keepdim=True)
+        reciprocal = (variance + self.argument("eps", 1e-5)).rsqrt()
+        each_channel = (-1, *[1] * (x.dim() - 2))
+
+        def normalize(x: Tensor, mean: Tensor, reciprocal: Tensor, *affine: Tensor) -> Tensor:
+            y = ((x.reshape(x.shape[0], groups, -1).float() - mean) * reciprocal).view(x.shape)
+            parameters = iter(affine)
+            if weight is not None:
+                y = y * next(parameters).view(each_channel)
+            return y if bias is None else y + next(parameters).view(each_channel)
+
+        return normalize, (mean, reciprocal, *(given for given in (weight, bias) if given is not None))
+
+    def _norm(self, unbiased: bool) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+        # Statistics of the rebuilt input: with those of the exact one, rounding to nearest in a channel that hardly
+        # varies would be divided by a standard deviation of almost nothing.
+        family = self.family
+        assert family is not None
+        names = [name for name in ("running_mean", "running_var", "weight", "bias") if name in _SIGNATURES[family]]
+        training = family == "batch_norm" and bool(self.argument("training", False))
+        if training:
+            names = names[2:]
+        given = {name: self.argument(name) for name in names}
+        if training and unbiased:
+            x = self.argument("input").detach()
+            variance, mean = torch.var_mean(x.float(), (0, *range(2, x.dim())), correction=0)
+            given |= {"running_mean": mean, "running_var": variance}
+            names, training = ["running_mean", "running_var", *names], False
+        # Its statistics are fp32, and torch wants parameters to be of the same dtype.
+        widens = family == "batch_norm" and unbiased
+        names = [name for name, value in given.items() if isinstance(value, Tensor)]
+        others: dict[str, Any] = {"eps": self.argument("eps", None if family == "rms_norm" else 1e-5)}
+        if family == "batch_norm":
+            others |= {"training": training, "momentum": 0.0}
+            others |= {name: None for name in ("running_mean", "running_var") if name not in names}
+        for name in ("num_groups", "normalized_shape"):
+            if name in _SIGNATURES[family]:
+                others[name] = self.argument(name)
+        function = getattr(F, family)
+
+        def normalize(x: Tensor, *tensors: Tensor) -> Tensor:
+            if widens:
+                x, tensors = x.float(), tuple(tensor.float() for tensor in tensors)
+            y: Tensor = function(x, **dict(zip(names, tensors, strict=True)), **others)
+            return y
+
+        return normalize, tuple(given[name] for name in names)
+
+
+def _around_three(x: Tensor, inside: Tensor) -> Tensor:
+    """x, with the values that are `inside` between -3 and 3, and all others beyond."""
+    limit = 3 - 2 * torch.finfo(x.dtype).eps  # the value next to 3
+    return torch.where(inside, x.clamp(-limit, limit), x.sign() * 4)
+
+
+def _around_zero(x: Tensor, above: Tensor) -> Tensor:
+    """x, with the values that are `above` larger than zero, and no others."""
+    return torch.where(above, x.clamp(min=torch.finfo(x.dtype).tiny), x.clamp(max=0))
+
+
+def _with(function: Callable[..., Tensor], **options: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: function(x, **options)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    if isinstance(value, int):
+        return value, value
+    values = tuple(value)
+    return (values[0], values[-1])
+
+
+def _mask_of_dropout(tensor: Tensor, x: Any) -> Coded | None:
+    """One bit per value of what dropout multiplied its input by: zero, or one and the same number."""
+    if tensor.dtype is torch.bool:
+        return as_mask(tensor, Layout.of(tensor), 1.0, 0.0)
+    if not tensor.is_floating_point() or tensor is x:
+        return None
+    kept = tensor != 0
+    largest = tensor.amax()
+    if not bool((kept.logical_not() | (tensor == largest)).all()):
+        return None
+    return as_mask(kept, Layout.of(tensor), float(largest), 0.0)

@@ -1,0 +1,658 @@
+"""What stands in for a tensor between forward and backward.
+
+[Note: kept tensors]
+`Kept` is a small set of tensors that autograd saves instead of a large one, plus the rule that rebuilds the large one:
+
+    x  = norm input           Kept(codes, scales)                        x^ = dequantize(codes, scales)
+    y  = norm(x)              Kept(codes, scales, weight, bias)          y^ = norm(x^)
+    g  = gate projection      Kept(codes, scales)                        g^ = dequantize(codes, scales)
+    z  = act(g) * u           Kept(codes_g, scales_g, codes_u, scales_u) z^ = act(g^) * u^
+    o  = attention output     Kept(o): the attention already holds it, so a second copy would cost bytes for nothing
+
+A `Kept` travels on the tensor it stands for, as an attribute of the Python object. So the linear after a norm finds out
+that its input can be rebuilt, whatever model it sits in, and the note disappears together with the tensor.
+
+What rebuilds a value is told the gradient that it is wanted for (`after`). In eager mode that changes nothing. In a
+compiled graph the value then depends on the gradient, so forward cannot compute it and save it in place of the codes.
+
+One value is often wanted several times in backward (by the query, key and value projections, then by the norm), so a
+rebuilt value stays until its last reader has had it: that is what `Memo` is for.
+
+A tensor may be written in ways that torch does not count: by NumPy, through `.data`, by a collective or a kernel of
+one's own. So a note holds some of its values, and who finds it compares (keep.witnesses): where they
+differ, the reader packs what it really got. A batch, or any other tensor without gradient, moreover outlives the step,
+and other models read it: a note on it is read within one root forward only, ends with the graph that it was written
+for, or with the first value taken from it. Codes with fewer bits than a reader asks for are not read by it, whatever
+tensor they are noted on.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from laconic.activations.host.audited import AUDITED
+from laconic.activations.host.dtensors import Placed, local_of
+from laconic.activations.host.storages import place_of
+from laconic.activations.host.streams import record_reader, stream_of
+from laconic.activations.keep.choice import Offload, Packing
+from laconic.activations.keep.exact_codes import Layout
+from laconic.activations.keep.offload import offloader_of
+from laconic.activations.keep.rounding import quantized
+from laconic.activations.keep.witnesses import (
+    Glances,
+    Witness,
+    check_unchanged,
+    glance,
+    glances,
+    root,
+    same,
+    witness_of,
+)
+from laconic.formats import BlockFormat, BlockTensor
+from laconic.ops import BITS
+
+__all__ = [
+    "Gate",
+    "Kept",
+    "Memo",
+    "attach",
+    "derive",
+    "found",
+    "found_or_held",
+    "held",
+    "in_range",
+    "is_linear",
+    "keep",
+    "known",
+    "mark_as_linear",
+    "pack",
+    "take_all",
+    "whole_of",
+]
+
+Tensors = tuple[Tensor, ...]
+
+_ATTRIBUTE = "_laconic_kept"
+_LINEAR = "_laconic_linear"
+
+# Backward nodes of torch that save their own output, so that a reference to it costs no bytes: those of attention, and
+# others, unless hooks pack what they save. Not that of relu, whose output may be saved as bits.
+_ATTENTIONS = frozenset(
+    {
+        "ScaledDotProductFlashAttentionForCpuBackward0",
+        "ScaledDotProductFlashAttentionBackward0",
+        "ScaledDotProductEfficientAttentionBackward0",
+        "ScaledDotProductCudnnAttentionBackward0",
+    }
+)
+_SAVES_ITS_OUTPUT = _ATTENTIONS | {
+    "ExpBackward0",
+    "LogSoftmaxBackward0",
+    "ReciprocalBackward0",
+    "RsqrtBackward0",
+    "SigmoidBackward0",
+    "SoftmaxBackward0",
+    "SqrtBackward0",
+    "TanhBackward0",
+}
+
+
+class Memo:
+    """Rebuilds a value once for all its readers in a backward pass.
+
+    Readers `announce` themselves in forward and `take` once in backward, or `leave`; the last one frees the value. In
+    further passes over a retained graph every `take` rebuilds.
+
+    Args:
+        rebuild: from the saved tensors, and the incoming gradient, to the value.
+        inner: memos that `rebuild` takes from.
+        makes_new: every value of `rebuild` is a tensor that nothing else refers to.
+    """
+
+    # Slots, and objects in the place of closures: what a graph holds counts for Python's garbage collector, which looks
+    # at all of the process whenever enough has been made.
+    __slots__ = ("__weakref__", "_inner", "_makes_new", "_readers", "_rebuild", "_value", "was_taken")
+
+    def __init__(
+        self,
+        rebuild: Callable[[Tensors, Tensor | None], Tensor],
+        inner: tuple[Memo, ...] = (),
+        *,
+        makes_new: bool = False,
+    ) -> None:
+        self._rebuild = rebuild
+        self._makes_new = makes_new
+        self._inner = inner
+        self._readers = 0
+        self._value: Tensor | None = None
+        self.was_taken = False
+
+    def announce(self) -> None:
+        """Register one more reader, in forward."""
+        if self._readers == 0:
+            for memo in self._inner:
+                memo.announce()
+        self._readers += 1
+
+    def leave(self) -> None:
+        """Do without the value, in backward, as a reader that announced itself."""
+        self._readers -= 1
+        if self._readers == 0 and self._value is None:
+            for memo in self._inner:
+                memo.leave()
+        if self._readers <= 0:
+            self._value = None
+
+    def take(self, tensors: Tensors, after: Tensor | None = None) -> Tensor:
+        """The value, rebuilt from the saved `tensors` unless an earlier reader had it rebuilt.
+
+        Args:
+            tensors: saved for it.
+            after: the incoming gradient of the reader's backward.
+        """
+        value = self._value if self._value is not None else in_range(self._rebuild(tensors, after))
+        self.was_taken = True
+        self._readers -= 1
+        self._value = value if self._readers > 0 else None
+        return value
+
+    def gives_away(self) -> bool:
+        """Whether who took the value last is the only one to have it, and so may change it."""
+        return self._makes_new and self._value is None
+
+
+def in_range(value: Tensor) -> Tensor:
+    """Clamp a rebuilt fp16 value whose rounding left the range of its dtype; other dtypes have room enough."""
+    if not isinstance(value, Tensor) or value.dtype is not torch.float16:
+        return value
+    largest = torch.finfo(torch.float16).max
+    return value.clamp(-largest, largest)
+
+
+class Kept:
+    """The saved `tensors` from which the `memo` rebuilds a value, and its `origin`, a kind of site.
+
+    Packed codes of the value itself say in how many `bits`; None for what is exact or computed from other values. Codes
+    and scales that lie on the value's device say their `format`, and the output of an activation its `gate`. What was
+    packed has a `witness`.
+    """
+
+    __slots__ = ("bits", "format", "gate", "memo", "origin", "tensors", "witness")
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        memo: Memo,
+        origin: str,
+        bits: int | None = None,
+        format: BlockFormat | None = None,
+        gate: Gate | None = None,
+        witness: Witness | None = None,
+    ) -> None:
+        self.tensors, self.memo, self.origin = tensors, memo, origin
+        self.bits, self.format, self.gate, self.witness = bits, format, gate, witness
+
+    def with_memo(self, memo: Memo) -> Kept:
+        """The same, rebuilt by another memo."""
+        return Kept(self.tensors, memo, self.origin, self.bits, self.format, self.gate, self.witness)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What an activation read, for a product that computes the gradient of this itself.
+
+    Attributes:
+        kept: packs the activation's input.
+        activation: its name.
+        forward: computes it.
+        edge: shape and dtype of the input and no memory; its gradient is that of the input.
+    """
+
+    kept: Kept
+    activation: str
+    forward: Callable[[Tensor], Tensor]
+    edge: Tensor
+
+
+class _OfThisTensor:
+    """Base of attributes that are about a tensor in this process.
+
+    Copies and files of the tensor go without them, and files stay loadable with weights_only=True.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return OrderedDict, ()
+
+
+_MARK = _OfThisTensor()
+
+
+class _Note(_OfThisTensor):
+    """The attribute on a tensor: `kept` rebuilds it as long as it holds what it held.
+
+    Args:
+        x: the tensor.
+        kept: rebuilds it.
+        lasts: as long as the tensor; otherwise until the root forward ends in which it was written, or the graph is
+            gone that `kept` was made for, or is read.
+        values: `glance(x)`.
+    """
+
+    __slots__ = ("__weakref__", "_address", "_kept", "_memo", "_numel", "_root", "_values", "_version")
+
+    def __init__(self, x: Tensor, kept: Kept, values: bytes | Tensor | None, *, lasts: bool) -> None:
+        self._version = x._version
+        self._values = values
+        if values is not None:
+            self._address, self._numel = x.data_ptr(), x.numel()
+        self._root = None if lasts or values is None else root()
+        self._kept: Kept | None = kept
+        self._memo: weakref.ref[Memo] | None = None
+        if not lasts:
+            # The graph holds the memo of what it saved. The note must not, nor the codes when the memo is gone.
+            self._kept = kept.with_memo(_GONE)
+            self._memo = weakref.ref(kept.memo, self._end)
+
+    def about(self, x: Tensor) -> Kept | None:
+        """What rebuilds `x`, the tensor or a full view of it; None if it holds other values, or the note has ended."""
+        if self._version != x._version:
+            return None
+        values = self._values
+        if values is not None:  # there are none in a graph that is traced, which sees all writes
+            if self._root is not None and self._root is not root():
+                return None
+            if self._address != x.data_ptr() or self._numel != x.numel() or not same(values, x):
+                return None
+        return self._kept if self._memo is None else self.unended()
+
+    def unended(self) -> Kept | None:
+        if self._kept is None or self._memo is None:
+            return self._kept
+        memo = self._memo()
+        if memo is None or memo.was_taken:
+            self._kept = None
+            return None
+        return self._kept.with_memo(memo)
+
+    def _end(self, _: object) -> None:
+        self._kept = None
+
+
+def _no_value(tensors: Tensors, after: Tensor | None) -> Tensor:
+    raise AssertionError("a note that has ended was read")
+
+
+_GONE = Memo(_no_value)
+
+
+Quantize = Callable[[Tensor, BlockFormat], BlockTensor | None]
+"""(x, format) -> what `quantized` makes of x; None where that has to make it itself."""
+
+
+def keep(x: Tensor, format: Packing, origin: str, quantize: Quantize | None = None) -> Kept:
+    """The `Kept` of `x`: what is saved for it already, the tensor its producer holds anyway, or packed codes.
+
+    Args:
+        x: floating-point tensor of any shape; of a DTensor what this rank holds is packed.
+        format: how to pack it if it has to be packed.
+        origin: kind of the site that asks.
+        quantize: makes the codes in the place of `quantized`.
+    """
+    kept = known(x)
+    if kept is None or (kept.bits is not None and kept.bits < _bits(format)):
+        local = x if type(x) is Tensor else local_of(x)
+        kept = pack(local, format, origin, quantize=quantize)
+        if kept.bits is not None and not _is_reused(x):
+            if local is x:
+                _write(x, kept, lasts=x.requires_grad)
+            else:
+                _share(local, kept, lasts=x.requires_grad)
+        if local is not x:
+            kept = _placed(kept, x)
+    return kept
+
+
+def _share(x: Tensor, kept: Kept, *, lasts: bool) -> None:
+    """Note that `kept` rebuilds what this rank holds of a DTensor, and the tensor that one was made from.
+
+    Each layer makes a DTensor of its own, whose local part is a view of the same tensor.
+    """
+    _write(x, kept, lasts=lasts)
+    whole = whole_of(x)
+    if whole is x:
+        return
+    if whole.shape == x.shape:
+        _write(whole, kept, lasts=lasts)
+    elif lasts:  # or nobody would hold what the note refers to
+        _write(whole, derive(_Reshaped(whole.shape), (kept,), (), kept.origin), lasts=True)
+
+
+def _placed(kept: Kept, x: Tensor) -> Kept:
+    """The `Kept` of `x` from that of what this rank holds of it."""
+    place = Placed.of(x)
+    if place is None:
+        return kept
+    placed = derive(place, (kept,), (), kept.origin)
+    placed.bits = kept.bits
+    return placed
+
+
+def _bits(format: Packing) -> int:
+    block_format = format.format if isinstance(format, Offload) else format
+    return BITS[block_format.code]
+
+
+def known(x: Tensor, *, by_hooks: bool = False) -> Kept | None:
+    """What is saved for `x` already, or the tensor its producer holds anyway; None if there is neither.
+
+    Args:
+        x: floating-point tensor of any shape.
+        by_hooks: whether hooks ask, which may pack what the producer of x saves, but for attention.
+    """
+    kept = None if (x.is_leaf or type(x) is not Tensor) and _is_reused(x) else found(x)
+    if kept is not None:
+        return kept
+    local = x if type(x) is Tensor else local_of(x)
+    if _producer_holds(local, _ATTENTIONS if by_hooks else _SAVES_ITS_OUTPUT):
+        return _placed(held(local, "attention"), x)
+    return None
+
+
+def _is_reused(x: Tensor) -> bool:
+    # A leaf may be filled again without torch counting it as a change: pipelines receive the hidden states of each step
+    # into one tensor. What was kept of it last time must not be found again.
+    if type(x) is not Tensor and isinstance(x, DTensor):
+        # Its local part says nothing about itself, but may be a view of such a leaf.
+        local = local_of(x)
+        whole = whole_of(local)
+        return (x if whole is local else whole).is_leaf and x.requires_grad
+    return x.is_leaf and x.requires_grad
+
+
+def whole_of(x: Tensor) -> Tensor:
+    """The tensor that `x` is a full view of, as logits of all tokens are a slice; else `x`."""
+    base = x._base
+    is_full = base is not None and x.numel() == base.numel() and x.is_contiguous() and base.is_contiguous()
+    return base if is_full and base is not None else x
+
+
+def mark_as_linear(y: Tensor) -> None:
+    """Note on the output of a linear layer, and on the tensor it is a view of, that it is one."""
+    setattr(y, _LINEAR, _MARK)
+    if y._base is not None:
+        setattr(y._base, _LINEAR, _MARK)
+
+
+def is_linear(x: Tensor) -> bool:
+    """Whether `x` is what a site has made, a linear layer above all, or a part of it."""
+    source = x if x._base is None else x._base  # gate and up may be parts of what one layer made
+    return hasattr(source, _LINEAR) or getattr(source.grad_fn, "origin", None) is not None
+
+
+def found_or_held(x: Tensor) -> Kept:
+    """The `Kept` of `x`, or else one that holds `x` itself, for a value that another function holds anyway."""
+    return found(x) or held(x, "linear")
+
+
+def held(x: Tensor, origin: str) -> Kept:
+    """The `Kept` that holds `x` itself."""
+    return Kept((x,), Memo(_itself), origin)
+
+
+def pack(
+    x: Tensor,
+    format: Packing,
+    origin: str,
+    center: Tensor | None = None,
+    layout: Layout | None = None,
+    quantize: Quantize | None = None,
+) -> Kept:
+    """Packed codes and scales of `x`, whatever else is kept for it; in host memory if `format` says so.
+
+    Rows much shorter than a block share blocks with their neighbours. What would not become smaller is kept as it is.
+
+    Args:
+        x: [..., L].
+        format: how to pack it.
+        origin: kind of the site that asks.
+        center: fp32 [L], subtracted from x before it is rounded; it stays on the device.
+        layout: of the tensor to rebuild, whose values in memory order x holds; None for x itself.
+        quantize: makes the codes in the place of `quantized`; not asked where x stays as it is or has a stand-in.
+    """
+    block_format = format.format if isinstance(format, Offload) else format
+    # A graph is traced on tensors of other classes. Only plain ones have shapes that are numbers for certain.
+    is_traced = type(x) is not Tensor and torch.compiler.is_compiling()
+    find_size = _known_size if type(x) is Tensor else _packed_size
+    shares, packed_nbytes = find_size(x.shape, block_format, center is None and layout is None)
+    if center is None and not is_traced and packed_nbytes >= x.numel() * x.element_size():
+        return Kept((x,), Memo(_itself if layout is None else partial(_laid_out, layout)), origin)
+    if x.is_cuda:
+        record_reader(x)
+    laid_out = _LaidOut(x.shape if shares else None, layout) if shares or layout is not None else None
+    if shares:
+        x = x.reshape(-1)
+    if AUDITED.values is not None:
+        return _stood_in(AUDITED.values(x.detach(), block_format, center), laid_out, origin, _bits(format))
+    packed = quantize(x.detach(), block_format) if quantize is not None and center is None else None
+    if packed is None:
+        packed = quantized(x.detach(), block_format, center)
+    witness = witness_of(x, packed.scales, block_format, origin)
+    saved: Tensors = (packed.codes, packed.scales)
+    fetch: Callable[[Tensors], Tensors] | None = None
+    # torch.compile traces on tensors of other classes; its graphs keep them on the device.
+    if isinstance(format, Offload) and type(packed.codes) is Tensor:
+        offloader = offloader_of(x.device)
+        saved, handle = offloader.send(saved)
+        fetch = partial(offloader.fetch, handle=handle)
+    if center is not None:
+        saved = (*saved, center)
+    # Gated products are made from codes of such tensors only.
+    is_plain = fetch is None and center is None and not shares and not block_format.is_stochastic
+    gated_format = block_format if is_plain else None
+    dequantize = _Dequantized(block_format, x.shape, x.dtype, witness, fetch, laid_out)
+    return Kept(saved, Memo(dequantize), origin, _bits(format), gated_format, witness=witness)
+
+
+class _Dequantized:
+    """Rebuilds a value from its codes, its scales and the center they have been rounded around, if there is one."""
+
+    __slots__ = ("_dtype", "_fetch", "_format", "_laid_out", "_shape", "_witness")
+
+    def __init__(
+        self,
+        format: BlockFormat,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        witness: Witness | None,
+        fetch: Callable[[Tensors], Tensors] | None,
+        laid_out: _LaidOut | None,
+    ) -> None:
+        self._format, self._shape, self._dtype = format, shape, dtype
+        self._witness, self._fetch, self._laid_out = witness, fetch, laid_out
+
+    def __call__(self, tensors: Tensors, after: Tensor | None) -> Tensor:
+        codes, scales = tensors[:2] if self._fetch is None else self._fetch(tensors[:2])
+        center = None if len(tensors) == 2 else tensors[2]
+        values = BlockTensor(codes, scales, self._format, self._shape, self._dtype).dequantize(
+            after=after, center=center
+        )
+        if self._witness is not None:
+            self._witness.saw(values, scales)
+        return values if self._laid_out is None else self._laid_out(values)
+
+
+class _LaidOut:
+    """What was packed flat, because rows share blocks or in the order of memory, in the shape that it had."""
+
+    __slots__ = ("_layout", "_shape")
+
+    def __init__(self, shape: torch.Size | None, layout: Layout | None) -> None:
+        self._shape, self._layout = shape, layout
+
+    def __call__(self, values: Tensor) -> Tensor:
+        if self._shape is not None:
+            return values.view(self._shape)
+        return values if self._layout is None else self._layout.unflatten(values)
+
+
+def _stood_in(value: Tensor, laid_out: _LaidOut | None, origin: str, bits: int) -> Kept:
+    """What `pack` returns in an audit that keeps a value in the place of codes, and of scales a zero."""
+
+    def rebuild(tensors: Tensors, after: Tensor | None) -> Tensor:
+        value = tensors[0].clone()  # readers may change what they take
+        return value if laid_out is None else laid_out(value)
+
+    return Kept((value, value.new_zeros(1)), Memo(rebuild), origin, bits)
+
+
+def _packed_size(shape: torch.Size, format: BlockFormat, may_share: bool) -> tuple[bool, int]:
+    """Whether rows share blocks, and the bytes of codes and scales."""
+    shares = may_share and _has_short_rows(shape, format)
+    return shares, format.nbytes((shape.numel(),) if shares else shape)
+
+
+_known_size = lru_cache(maxsize=1024)(_packed_size)
+
+
+def _has_short_rows(shape: torch.Size, format: BlockFormat) -> bool:
+    """Whether blocks of their own would cost rows an eighth more than shared ones, as rows of one value do."""
+    if len(shape) < 2:
+        return False
+    length = shape[-1]
+    row = math.ceil(length / format.block_size) * format.block_size
+    return length < row and 8 * format.nbytes((length,)) * row > 9 * length * format.nbytes((row,))
+
+
+def _itself(tensors: Tensors, after: Tensor | None) -> Tensor:
+    return tensors[0]
+
+
+def _laid_out(layout: Layout, tensors: Tensors, after: Tensor | None) -> Tensor:
+    return layout.unflatten(tensors[0])
+
+
+def derive(
+    function: Callable[..., Tensor],
+    inner: tuple[Kept, ...],
+    parameters: Tensors,
+    origin: str,
+    *,
+    makes_new: bool = False,
+) -> Kept:
+    """The `Kept` of a value that `function` makes of other kept values, followed by `parameters`.
+
+    With `makes_new` every value of `function` is a tensor that nothing else refers to.
+    """
+    tensors = inner[0].tensors if len(inner) == 1 else sum((kept.tensors for kept in inner), ())
+    memos = tuple([kept.memo for kept in inner])
+    counts = tuple([len(kept.tensors) for kept in inner])
+    rebuild = _Derived(function, memos, counts, glances(parameters) if parameters else ())
+    return Kept((*tensors, *parameters), Memo(rebuild, memos, makes_new=makes_new), origin)
+
+
+class _Derived:
+    """Computes a value from other kept values, and parameters that have not changed."""
+
+    __slots__ = ("_counts", "_function", "_glances", "_memos")
+
+    def __init__(
+        self, function: Callable[..., Tensor], memos: tuple[Memo, ...], counts: tuple[int, ...], seen: Glances
+    ) -> None:
+        self._function, self._memos, self._counts, self._glances = function, memos, counts, seen
+
+    def __call__(self, tensors: Tensors, after: Tensor | None) -> Tensor:
+        parameters = tensors[sum(self._counts) :]
+        if parameters:
+            check_unchanged(self._glances, parameters)
+        return self._function(*take_all(self._memos, self._counts, tensors, after), *parameters)
+
+
+class _Reshaped:
+    """A function that gives a value another shape."""
+
+    __slots__ = ("_shape",)
+
+    def __init__(self, shape: torch.Size) -> None:
+        self._shape = shape
+
+    def __call__(self, value: Tensor) -> Tensor:
+        return value.reshape(self._shape)
+
+
+def take_all(
+    memos: tuple[Memo, ...], counts: tuple[int, ...], tensors: Tensors, after: Tensor | None = None
+) -> list[Tensor]:
+    """The values of several memos whose saved tensors are concatenated, `counts` of them for each."""
+    values = []
+    start = 0
+    for memo, count in zip(memos, counts, strict=True):
+        values.append(memo.take(tensors[start : start + count], after))
+        start += count
+    return values
+
+
+def attach(x: Tensor, kept: Kept) -> None:
+    """Note on `x` that `kept` rebuilds it: functions that would save `x` for backward save `kept.tensors` instead.
+
+    On a DTensor the note is on what this rank holds of it.
+    """
+    local = x if type(x) is Tensor else local_of(x)
+    _write(local, kept if local is x else derive(local_of, (kept,), (), kept.origin), lasts=x.requires_grad)
+
+
+def _attribute(x: Tensor) -> str:
+    """Name of the attribute that has the note of the current stream on a plain tensor."""
+    stream = stream_of(x) if x.is_cuda else None
+    return _ATTRIBUTE if stream is None else f"{_ATTRIBUTE}_{stream.cuda_stream}"
+
+
+def _write(x: Tensor, kept: Kept, *, lasts: bool) -> None:
+    """The note of `attach` on a plain tensor; none on one without gradient that is read outside of a root forward."""
+    values = glance(x)
+    if values is None or lasts or root() is not None:
+        setattr(x, _attribute(x) if x.is_cuda else _ATTRIBUTE, _Note(x, kept, values, lasts=lasts))
+
+
+def found(x: Tensor) -> Kept | None:
+    """The `Kept` of `x`, or of a tensor that `x` is a full view of (logits of all tokens are a slice), or None."""
+    if type(x) is not Tensor and (local := local_of(x)) is not x:
+        kept = found(local)
+        return None if kept is None else _placed(kept, x)
+    attribute = _attribute(x) if x.is_cuda else _ATTRIBUTE
+    note = getattr(x, attribute, None)
+    if note is not None:
+        return note.about(x) if isinstance(note, _Note) else None
+    note = None if x._base is None else getattr(whole_of(x), attribute, None)
+    kept = note.about(x) if isinstance(note, _Note) else None
+    return None if kept is None else derive(_Reshaped(x.shape), (kept,), (), kept.origin)
+
+
+def _producer_holds(x: Tensor, nodes: frozenset[str]) -> bool:
+    """Whether the function that made `x` saves the very same storage for its own backward."""
+    output = x._base if x._base is not None else x
+    node = output.grad_fn
+    name = None if node is None else node.name()
+    if node is None or (name not in nodes and name != "CompiledFunctionBackward"):
+        return False
+    place = place_of(x)
+    if not place or place_of(output) != place:
+        return False
+    if name in nodes:
+        return True
+    # A compiled graph shows what it saved, not what it ran. Under saved-tensor hooks reading would unpack, which
+    # in a checkpointed region means to run it again.
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return False
+    saved: tuple[Tensor | None, ...] = getattr(node, "saved_tensors", ())
+    return any(tensor is not None and place_of(tensor) == place for tensor in saved)

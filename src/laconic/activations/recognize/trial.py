@@ -1,0 +1,211 @@
+"""Tries modules on a few numbers: a twin runs that shares nothing but opaque objects, so the module stays unchanged.
+
+Values alone do not identify a module. It may draw random numbers, or compute something else in training than in
+evaluation, or do so later, when somebody sets an attribute that was zero at the trial. So a formula stands for a module
+only if both modes agree and nothing is drawn (`settled`), and only as long as its plain attributes stay the same
+(`PlainAttributes`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laconic.activations.host.modules import forward_of
+
+__all__ = ["PlainAttributes", "has_plain_attributes", "outcome", "own_forward", "settled", "usual_numbers"]
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_CONTAINERS = (list, dict, set, deque)
+
+
+@contextmanager
+def usual_numbers() -> Iterator[None]:
+    """Make tensors in fp32 on the CPU inside, whatever the defaults: models are built under meta and in bf16."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+def outcome(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    *args: Tensor,
+    training: bool | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    children: Mapping[str, nn.Module] | None = None,
+) -> Any:
+    """The output of the module, run without gradients; None if it cannot be called like this.
+
+    Args:
+        module: the module to try; its hooks do not run, and nothing in it changes.
+        tensors: other parameters and buffers for it, by qualified name.
+        args: of its forward.
+        training: the mode of the module and of all that is in it; None leaves that.
+        attributes: of the module itself, set for the trial.
+        children: other modules in place of its own.
+    """
+    return _tried(module, tensors, args, training, attributes, children)[0]
+
+
+def settled(
+    module: nn.Module, tensors: Mapping[str, Tensor], *args: Tensor, attributes: Mapping[str, Any] | None = None
+) -> Tensor | None:
+    """The tensor that the module returns in training and in evaluation alike, without randomness or writes to `args`.
+
+    None if there is no such tensor. Arguments are those of `outcome`.
+    """
+    found: list[Tensor] = []
+    for training in (True, False):
+        given = tuple(x.clone() for x in args)
+        result, drew = _tried(module, tensors, given, training, attributes, None)
+        if not isinstance(result, Tensor) or drew or not all(map(torch.equal, given, args)):
+            return None
+        found.append(result)
+    return found[0] if torch.equal(*found) else None
+
+
+def _tried(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    args: tuple[Tensor, ...],
+    training: bool | None,
+    attributes: Mapping[str, Any] | None,
+    children: Mapping[str, nn.Module] | None,
+) -> tuple[Any, bool]:
+    """What a twin returns, and whether it drew random numbers."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            before = torch.get_rng_state()
+            result = _twin(module, tensors, training, "", attributes, children).forward(*args)
+            return result, not torch.equal(torch.get_rng_state(), before)
+    except Exception:  # whatever it is, it is not a module of the kind looked for
+        return None, False
+
+
+def _twin(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    training: bool | None,
+    prefix: str,
+    attributes: Mapping[str, Any] | None = None,
+    children: Mapping[str, nn.Module] | None = None,
+) -> nn.Module:
+    """A copy of a module down to its containers and buffers, without hooks, with some tensors replaced."""
+    twin = module.__class__.__new__(module.__class__)
+    own = twin.__dict__
+    for name, value in module.__dict__.items():
+        if isinstance(value, _CONTAINERS):
+            own[name] = copy.copy(value)
+        elif isinstance(value, Tensor):
+            own[name] = value.detach().clone()
+        else:
+            own[name] = value
+    own["_parameters"] = {
+        name: p if p is None else tensors.get(prefix + name, p) for name, p in module._parameters.items()
+    }
+    own["_buffers"] = {
+        name: b if b is None else tensors[prefix + name] if prefix + name in tensors else b.clone()
+        for name, b in module._buffers.items()
+    }
+    own.update({name: OrderedDict() for name in _HOOKS})
+    own["training"] = module.training if training is None else training
+    forward = own_forward(module)
+    if forward is None:
+        own.pop("forward", None)
+    elif isinstance(forward, MethodType) and forward.__self__ is module:
+        own["forward"] = MethodType(forward.__func__, twin)
+    else:
+        own["forward"] = forward
+    own["_modules"] = {
+        name: (children or {}).get(name) or (child and _twin(child, tensors, training, f"{prefix}{name}."))
+        for name, child in module._modules.items()
+    }
+    own.update(attributes or {})
+    return twin
+
+
+def own_forward(module: nn.Module) -> Any:
+    """The forward set on this very module, None if it has that of its class."""
+    forward: Any = forward_of(module)
+    while hasattr(getattr(forward, "__self__", forward), "replaced"):
+        forward = getattr(forward, "__self__", forward).replaced
+    return forward
+
+
+def has_plain_attributes(module: nn.Module) -> bool:
+    """Whether `PlainAttributes` can tell that this module still computes what was recognized."""
+    try:
+        PlainAttributes(module)
+    except TypeError:
+        return False
+    return own_forward(module) is None
+
+
+_NEVER = object()
+_INTERNAL = vars(nn.Module()).keys() | {"forward", "training", "_is_hf_initialized"}
+
+
+class PlainAttributes:
+    """The plain attributes of a module: numbers, strings and booleans, its own and those of its objects.
+
+    Args:
+        module: the recognized module; it has no children.
+
+    Raises:
+        TypeError: it holds something else that its forward may depend on, and that forward is not torch's or
+            transformers'.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._seen: list[tuple[str, Any]] = []
+        self._inside: list[tuple[str, str, Any]] = []
+        # A subclass of torch's linear layer or norm that adds no forward of its own adds nothing that it depends on.
+        home = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+        known = home.__module__.startswith(("torch.", "transformers."))
+        for name, value in vars(module).items():
+            if name in _INTERNAL:
+                continue
+            if _is_plain(value):
+                self._seen.append((name, list(value) if isinstance(value, list) else value))
+            elif known or callable(value) or isinstance(value, torch.dtype | torch.device):
+                continue
+            elif isinstance(value, Tensor | nn.Module | list | dict | set | deque):
+                raise TypeError(f"{type(module).__name__}.{name} is {type(value).__name__}")
+            else:
+                inside = getattr(value, "__dict__", {})
+                self._inside += [(name, key, item) for key, item in inside.items() if _is_plain(item)]
+
+    def unchanged(self, module: nn.Module) -> bool:
+        """Whether the module's plain attributes are still the same."""
+        for name, value in self._seen:  # no generators, which take twice as long
+            if getattr(module, name, _NEVER) != value:
+                return False
+        return not self._inside or all(
+            getattr(getattr(module, name, None), key, _NEVER) == value for name, key, value in self._inside
+        )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)

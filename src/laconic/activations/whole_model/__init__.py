@@ -1,0 +1,1 @@
+"""What concerns a model as a whole: conversion, hooks, head and loss, modules that come later, the report."""

@@ -1,0 +1,195 @@
+"""The loss of Hugging Face language models, with the same bits and two copies of the logits less at its peak.
+
+From 16-bit logits, transformers' loss for causal language models makes an fp32 copy, and log-probabilities of that; its
+backward has the log-probabilities, their gradient and that of the copy at once, twelve bytes per logit. These are the
+largest tensors of a step once activations are packed. Here the same operations of torch run on some rows at a time, so
+what is there beside the logits are the log-probabilities, and in backward the gradient in the dtype of the logits.
+
+Rows are independent of each other in all of these operations, and what is added up over rows, the loss itself, is made
+in one call. A trial proves at the first use that transformers' function still computes this.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from laconic.activations.backward.derivatives import derivative, is_transformed
+from laconic.activations.forwards.replacement import ModelReplacement
+from laconic.activations.recognize.trial import usual_numbers
+from laconic.ops.derivatives import connected, edge_of, gradients
+
+__all__ = ["CausalLossForward", "causal_loss", "has_causal_loss"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_IGNORED = -100
+
+_TILES = {"cpu": 1 << 18, "cuda": 1 << 24}
+"""By device type, the logits of a tile: on the CPU three of them in fp32 stay in a core's cache."""
+
+
+def causal_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = _IGNORED,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """transformers' `ForCausalLMLoss`: the cross entropy of each next token, with the same bits.
+
+    Args:
+        logits: [..., tokens, vocab_size], of 16 or 32 bits.
+        labels: int64 [..., tokens]; the logits of a token are for the label of the next one.
+        vocab_size: of the last dimension.
+        num_items_in_batch: divides the sum; None takes the mean over tokens that count.
+        ignore_index: the label of tokens that do not count.
+        shift_labels: labels that are shifted already, instead of `labels`.
+
+    Returns:
+        fp32 0-dim.
+    """
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
+    targets = shift_labels.reshape(-1).to(logits.device)
+    reduction = 1 if num_items_in_batch is None else 2
+    loss: Tensor = _CrossEntropy.apply(logits.reshape(-1, vocab_size), targets, reduction, ignore_index)
+    if num_items_in_batch is None:
+        return loss
+    divisor = num_items_in_batch.to(loss.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch
+    return loss / divisor
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Cross entropy of logits [n, vocabulary] and targets int64 [n]; reduction 1 is the mean, 2 the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, reduction: int, ignore_index: int) -> Tensor:
+        log_probabilities = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        for rows in _tiles(logits):
+            torch.ops.aten._log_softmax.out(logits[rows].float(), 1, False, out=log_probabilities[rows])
+        found = torch.ops.aten.nll_loss_forward(log_probabilities, targets, None, reduction, ignore_index)
+        loss, total_weight = found
+        ctx.dtype, ctx.reduction, ctx.ignore_index = logits.dtype, reduction, ignore_index
+        ctx.save_for_backward(edge_of(logits), log_probabilities, targets, total_weight)
+        value: Tensor = loss
+        return value
+
+    @staticmethod
+    @derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        edge, log_probabilities, targets, total_weight = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # They differ from the logits by a number per row, which the loss does not depend on.
+            formula = partial(
+                F.cross_entropy,
+                target=targets,
+                reduction="mean" if ctx.reduction == 1 else "sum",
+                ignore_index=ctx.ignore_index,
+            )
+            (found,) = gradients(formula, (connected(log_probabilities, edge),), grad, (True,))
+            return None if found is None else found.to(ctx.dtype), None, None, None
+        dlogits = torch.empty(log_probabilities.shape, dtype=ctx.dtype, device=log_probabilities.device)
+        for rows in _tiles(log_probabilities):
+            part, out = log_probabilities[rows], dlogits[rows]
+            of_loss = torch.ops.aten.nll_loss_backward(
+                grad, part, targets[rows], None, ctx.reduction, ctx.ignore_index, total_weight
+            )
+            if out.dtype == torch.float32:
+                torch.ops.aten._log_softmax_backward_data.out(of_loss, part, 1, torch.float32, out=out)
+            else:
+                out.copy_(torch.ops.aten._log_softmax_backward_data(of_loss, part, 1, torch.float32))
+            del of_loss  # before the next tile's is made
+        return dlogits, None, None, None
+
+
+def _tiles(x: Tensor) -> Iterator[slice]:
+    """Rows of x [n, vocabulary], some at a time."""
+    size = max(1, _TILES["cpu" if x.device.type == "cpu" else "cuda"] // max(1, x.shape[1]))
+    return (slice(start, start + size) for start in range(0, x.shape[0], size))
+
+
+def has_causal_loss(module: nn.Module) -> bool:
+    """Whether a module is a language model of transformers that may ask for its loss for causal language models."""
+    cls = type(module)
+    if not hasattr(cls, "loss_function") or "labels" not in inspect.signature(cls.forward).parameters:
+        return False
+    original = _original()
+    return original is not None and _is_proved(original)
+
+
+def _original() -> Callable[..., Tensor] | None:
+    """transformers' loss for causal language models."""
+    function: Callable[..., Tensor] | None = getattr(
+        sys.modules.get("transformers.loss.loss_utils"), "ForCausalLMLoss", None
+    )
+    return function
+
+
+@cache
+def _is_proved(original: Callable[..., Tensor]) -> bool:
+    """Whether transformers' function gives the same bits on a few numbers."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(11, (2, 5), generator=generator, device="cpu")
+    labels[0, 2] = _IGNORED
+    options: list[dict[str, Any]] = [{}, {"num_items_in_batch": 7}, {"shift_labels": labels.flip(1)}]
+    with usual_numbers(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        for dtype in _DTYPES:
+            logits = (torch.randn(2, 5, 11, generator=generator) * 4).to(dtype).requires_grad_()
+            for option in options:
+                try:
+                    losses = [loss(logits, labels, vocab_size=11, **option) for loss in (original, causal_loss)]
+                    grads = [torch.autograd.grad(loss, logits)[0] for loss in losses]
+                except Exception:  # whatever it is, it is not the function that was known
+                    return False
+                if not torch.equal(*losses) or not torch.equal(*grads):
+                    return False
+    return True
+
+
+class CausalLossForward(ModelReplacement):
+    """Runs the model's own forward, in which `causal_loss` stands for transformers' loss for causal language models.
+
+    A model that has another loss, or is given one later, keeps that, and a compiled graph computes it in its own way.
+    """
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The original forward; where gradients are wanted, with the loss made some rows at a time."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_transformed():
+            return self.original(*args, **kwargs)
+        with self._standing_in():
+            return self.original(*args, **kwargs)
+
+    @contextmanager
+    def _standing_in(self) -> Iterator[None]:
+        own = self.module.__dict__
+        before = own.get("_loss_function")
+
+        def restore() -> None:
+            own.pop("_loss_function", None)
+            if before is not None:
+                own["_loss_function"] = before
+
+        def loss_function(*args: Any, **kwargs: Any) -> Any:  # losses have arguments of their own
+            restore()
+            original: Any = self.module.loss_function
+            own["_loss_function"] = loss_function
+            logits = args[0] if args else kwargs.get("logits")
+            served = type(logits) is Tensor and logits.dtype in _DTYPES and logits.requires_grad
+            return (causal_loss if served and original is _original() else original)(*args, **kwargs)
+
+        own["_loss_function"] = loss_function
+        try:
+            yield
+        finally:
+            restore()
