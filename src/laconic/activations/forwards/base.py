@@ -222,7 +222,7 @@ class LinearForward(SiteForward):
 
     def run(self, x: Tensor) -> Tensor:
         """The linear layer of x, saving what rebuilds x."""
-        weight = self.module._parameters.get("weight")
+        weight: Tensor | None = self.module._parameters.get("weight")
         if weight is None:
             weight = self.weight
         hooks = None if torch.compiler.is_compiling() else hooks_of_linear(x, weight)
