@@ -87,7 +87,7 @@ def step_of(model: nn.Module, plan: MeasuredPlan, inputs: dict[str, Any]) -> tup
 @pytest.mark.ci
 def test_other_batches_and_choices_are_predicted(name: str) -> None:
     model, batches = make(name).train(), MODELS[name][1]
-    inputs = made_up_batches(model, 64, 64)
+    inputs = made_up_batches(model, *((None, 64) if model.main_input_name == "pixel_values" else (64, None)))
     table = measure_table(model, inputs, batches=batches, words=("8", "4"))
     samples = 2 * batches[-1]
     assert table.uniform_only == name.startswith("ResNet")
@@ -113,6 +113,15 @@ def chosen(table: MeasuredTable, samples: int, share: float) -> MeasuredPlan:
     return choose_measured(table, samples, round(packed + share * (exact - packed)), time_weight=0.0)
 
 
+def test_a_size_that_the_model_has_no_use_for_is_refused() -> None:
+    images, text = make("ViTForImageClassification"), make("BertForSequenceClassification")
+    with pytest.raises(PlanError, match="sequence_length is 64, but ViTForImageClassification takes images; leave it"):
+        made_up_batches(images, 64)
+    with pytest.raises(PlanError, match="image_size is 32, but BertForSequenceClassification takes tokens; leave it"):
+        made_up_batches(text, 64, 32)
+    assert made_up_batches(text, usual_length=16)(2)["input_ids"].shape == (2, 16)
+
+
 @pytest.mark.ci
 def test_measuring_changes_nothing_but_gradients() -> None:
     model = make("ResNetForImageClassification")
@@ -121,7 +130,7 @@ def test_measuring_changes_nothing_but_gradients() -> None:
     random = torch.get_rng_state()
     # Deep layers of small images have so few values per channel that they stay exact until the batch is larger.
     with pytest.raises(PlanError, match=r"do not grow linearly with the batch .* at 2, .* at 4, .* at 16 samples"):
-        measure_table(model, made_up_batches(model, 64, 32), batches=(2, 4, 16), words=("4",))
+        measure_table(model, made_up_batches(model, image_size=32), batches=(2, 4, 16), words=("4",))
     torch.testing.assert_close(dict(model.state_dict()), values, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), random)
     assert not any(module.training for module in model.modules())

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["make_parser", "run"]
 
-_MADE_UP = {"batch_size": 2, "sequence_length": 128, "image_size": None}
+_MADE_UP = ("batch_size", "sequence_length", "image_size")
 """Flags of batches that are made up, and their defaults."""
 
 
@@ -93,10 +93,8 @@ def _from_directory(options: argparse.Namespace, device: torch.device) -> tuple[
 
     model = load_any(options.target, torch.bfloat16 if options.precision == "bf16-pure" else torch.float32)
     torch.nn.Module.to(model, device)
-    given: dict[str, Any] = {
-        name: value if (value := getattr(options, name)) is not None else _MADE_UP[name] for name in _MADE_UP
-    }
-    return model, made_up_batches(model, given["sequence_length"], given["image_size"])(given["batch_size"])
+    batches = made_up_batches(model, options.sequence_length, options.image_size, usual_length=128)
+    return model, batches(2 if options.batch_size is None else options.batch_size)
 
 
 def _from_function(options: argparse.Namespace) -> tuple[Any, Any, LossOf | None]:

@@ -28,6 +28,7 @@ __all__ = ["make_parser", "run"]
 _UNIFORM = {"exact": 16, **{f"uniform{bits}": bits for bits in (2, 4, 5, 6, 8)}}
 _SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "vocab_size")
 _ALL_SIZES = (*_SIZES, "num_kv_heads", "head_dim", "num_experts", "experts_per_token", "tied")
+_USUAL_LENGTH = 4096
 _MOST = 10**9
 """Largest integer that the planner accepts: its arithmetic and its solver use 64-bit floats."""
 
@@ -62,6 +63,11 @@ def run(args: Sequence[str]) -> int:
     return 0 if budget is None or chosen.prediction.peak_nbytes <= budget else 1
 
 
+def _length(options: argparse.Namespace) -> int:
+    """Tokens of a sample."""
+    return _USUAL_LENGTH if options.sequence_length is None else int(options.sequence_length)
+
+
 def _job(options: argparse.Namespace) -> Job:
     micro_batches = options.micro_batches or (2 * options.stages if options.stages > 1 else 1)
     layout = Layout(
@@ -82,7 +88,7 @@ def _job(options: argparse.Namespace) -> Job:
         loss=options.loss,
         device="cpu" if options.hardware == "xeon-core" else "cuda",
     )
-    batch = Batch(options.batch, options.sequence_length)
+    batch = Batch(options.batch, _length(options))
     try:
         shape = _shape(options)
         if options.image_size is not None:
@@ -95,7 +101,14 @@ def _job(options: argparse.Namespace) -> Job:
         from laconic.train.memory.trace import trace_directory
 
         precision, chunked = precision_of(settings, layout), settings.loss == "chunked"
-        traced = trace_directory(options.model, batch, precision, chunked=chunked, image_size=options.image_size)
+        traced = trace_directory(
+            options.model,
+            batch,
+            precision,
+            chunked=chunked,
+            sequence_length=options.sequence_length,
+            image_size=options.image_size,
+        )
     return Job(traced, batch, layout, settings)
 
 
@@ -158,7 +171,7 @@ def _calibrate(options: argparse.Namespace) -> int:
             options.data or (),
             options.tokenizer,
             sequences=options.batch,
-            sequence_length=options.sequence_length,
+            sequence_length=_length(options),
             num_batches=options.batches,
         )
     Path(options.calibrate).write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
@@ -183,7 +196,7 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="laconic plan",
         description="Predict the bytes of every rank of a training run by kind, say whether it fits, and choose what "
-        "each site keeps for backward under the budget. Nothing runs: it is arithmetic, for any number of ranks.",
+        "each site keeps for backward under the budget. No weights and no memory are needed, for any number of ranks.",
     )
     parser.add_argument("model", nargs="?", help="directory with a config.json, or that file; or give sizes")
     add = parser.add_argument_group("model by sizes").add_argument
@@ -192,7 +205,7 @@ def make_parser() -> Parser:
         add("--" + name.replace("_", "-"), type=integer, metavar="N")
     add("--tied", action="store_true", help="embedding and output projection share their matrix")
     add = parser.add_argument_group("run").add_argument
-    add("--sequence-length", type=integer, default=4096, metavar="N", help="tokens (default: %(default)s)")
+    add("--sequence-length", type=integer, metavar="N", help=f"tokens of a sample (default: {_USUAL_LENGTH})")
     add(
         "--batch",
         type=integer,

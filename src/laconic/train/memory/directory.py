@@ -127,23 +127,31 @@ def usual_loss(output: Any) -> Tensor:
     raise PlanError(f"the model returns a {type(output).__name__} without a loss or tensor; pass loss_of=")
 
 
+def _check_unused(name: str, value: int | None, model: nn.Module, takes: str) -> None:
+    if value is not None:
+        raise PlanError(f"{name} is {value}, but {type(model).__name__} takes {takes}; leave it out")
+
+
 def made_up_batches(
-    model: nn.Module, sequence_length: int, image_size: int | None = None
+    model: nn.Module, sequence_length: int | None = None, image_size: int | None = None, *, usual_length: int = 4096
 ) -> Callable[[int], Mapping[str, Any]]:
     """Random images or tokens with labels that the model's forward takes: keyword arguments for so many samples.
 
     Args:
         model: of transformers.
-        sequence_length: tokens of a sample of text.
+        sequence_length: tokens of a sample of text; None takes `usual_length`.
         image_size: pixels of a side; None takes the configuration's, or 224.
+        usual_length: see `sequence_length`.
 
     Raises:
-        PlanError: the forward takes neither `pixel_values` nor `input_ids`, or refuses all kinds of labels.
+        PlanError: a size is given that the model has no use for; the forward takes neither `pixel_values` nor
+            `input_ids`, or refuses all kinds of labels.
     """
     config: Any = model.config
     accepted = set(inspect.signature(type(model).forward).parameters)
     device, dtype = next((p.device, p.dtype) for p in model.parameters())
     if "pixel_values" in accepted and "input_ids" not in accepted:
+        _check_unused("sequence_length", sequence_length, model, "images")
         found = image_size or getattr(config, "image_size", None) or _IMAGE_SIZE
         height, width = found if isinstance(found, list | tuple) else (found, found)
         channels = getattr(config, "num_channels", 3)
@@ -153,13 +161,17 @@ def made_up_batches(
 
         shape = tuple[int, ...]((height, width))
     elif "input_ids" in accepted and "pixel_values" not in accepted:
-        vocab = config.get_text_config().vocab_size
+        _check_unused("image_size", image_size, model, "tokens")
+        vocab, length = (
+            config.get_text_config().vocab_size,
+            usual_length if sequence_length is None else sequence_length,
+        )
 
         def data(samples: int, generator: torch.Generator) -> dict[str, Any]:
-            ids = torch.randint(min(8, vocab - 1), vocab, (samples, sequence_length), generator=generator)
+            ids = torch.randint(min(8, vocab - 1), vocab, (samples, length), generator=generator)
             return {"input_ids": ids} | ({"use_cache": False} if "use_cache" in accepted else {})
 
-        shape = (sequence_length,)
+        shape = (length,)
     else:
         raise PlanError(
             f"{type(model).__name__} takes neither images nor tokens alone, so its batches cannot be made up; plan"

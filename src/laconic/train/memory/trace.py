@@ -51,7 +51,13 @@ _Saved = Mapping[str, Mapping[str, int]]  # by variant, then by module
 
 
 def trace_directory(
-    path: str, batch: Batch, precision: Precision, *, chunked: bool = False, image_size: int | None = None
+    path: str,
+    batch: Batch,
+    precision: Precision,
+    *,
+    chunked: bool = False,
+    sequence_length: int | None = None,
+    image_size: int | None = None,
 ) -> TracedModel:
     """Trace the model of a directory's config.json; weights are neither needed nor read.
 
@@ -60,6 +66,7 @@ def trace_directory(
         batch: one micro-batch: samples, and tokens of each where the model takes tokens.
         precision: of the run.
         chunked: whether the loss is computed in chunks.
+        sequence_length: that of the batch if somebody has asked for it, which a model of images refuses.
         image_size: pixels of a side; None takes the configuration's, or 224.
 
     Raises:
@@ -69,7 +76,8 @@ def trace_directory(
     model = build_meta(path)
 
     def inputs(model: nn.Module) -> Mapping[str, Any]:
-        return made_up_batches(model, batch.sequence_length, image_size)(batch.sequences)
+        made = made_up_batches(model, sequence_length, image_size, usual_length=batch.sequence_length)
+        return made(batch.sequences)
 
     config = model.config.to_dict()  # type: ignore[operator, union-attr]
     if config.get("quantization_config"):
