@@ -431,9 +431,9 @@ def pack(
         quantize: makes the codes in the place of `quantized`; not asked where x stays as it is or has a stand-in.
     """
     block_format = format.format if isinstance(format, Offload) else format
-    # A graph is traced on tensors of other classes. Only plain ones have shapes that are numbers for certain.
-    is_traced = type(x) is not Tensor and torch.compiler.is_compiling()
-    find_size = _known_size if type(x) is Tensor else _packed_size
+    is_traced = torch.compiler.is_compiling()
+    # Only plain tensors have shapes that are numbers for certain.
+    find_size = _known_size if type(x) is Tensor and not is_traced else _packed_size
     shares, packed_nbytes = find_size(x.shape, block_format, center is None and layout is None)
     if center is None and not is_traced and packed_nbytes >= x.numel() * x.element_size():
         return Kept((x,), Memo(_itself if layout is None else partial(_laid_out, layout)), origin)
