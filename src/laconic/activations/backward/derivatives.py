@@ -21,7 +21,7 @@ from laconic.activations.keep.kept import Memo, Tensors
 from laconic.errors import ModelError
 from laconic.ops.derivatives import connected, differentiable, refusal
 
-__all__ = ["derivative", "is_transformed", "refuse_more", "take"]
+__all__ = ["derivative", "innermost_transform", "is_transformed", "refuse_more", "take"]
 
 
 def is_transformed() -> bool:
@@ -34,13 +34,13 @@ def is_transformed() -> bool:
     if AUDITED.originals:
         return True
     # torch has no public name for either; both are numbers of levels.
-    if forward_ad._current_level < 0 and _transforms() is None:
+    if forward_ad._current_level < 0 and innermost_transform() is None:
         return False
     _warn_it_is_exact()
     return True
 
 
-_transforms: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
+innermost_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 
 
 @cache

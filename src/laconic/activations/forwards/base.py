@@ -19,7 +19,7 @@ from laconic.activations.backward.derivatives import is_transformed
 from laconic.activations.backward.norms import NormSpec
 from laconic.activations.backward.replay import forgetting
 from laconic.activations.backward.saving import hooks_of_linear
-from laconic.activations.forwards.checkpoint import is_plain, runs_twice
+from laconic.activations.forwards.checkpoint import is_plain, num_modes, runs_twice
 from laconic.activations.forwards.replacement import Replacement
 from laconic.activations.host.dtensors import has_whole_rows, is_packable, warn_exact
 from laconic.activations.keep.choice import Packing
@@ -37,9 +37,6 @@ class BlockMode(TorchFunctionMode):
 
     torch calls a mode for each function, method and property of a tensor, and the code of sites asks for many.
     """
-
-
-_num_modes = torch._C._len_torch_function_stack
 
 
 def _pop_block_modes(depth: int) -> list[Any]:
@@ -132,7 +129,7 @@ class SiteForward(Replacement):
                 return self.left(x)
             named(self.site.name)
             return self.run(x)
-        if (depth := _num_modes()) and not torch.compiler.is_compiling() and (modes := _pop_block_modes(depth)):
+        if (depth := num_modes()) and not torch.compiler.is_compiling() and (modes := _pop_block_modes(depth)):
             try:
                 return self(*args, **kwargs)
             finally:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from laconic.activations.backward.decisions import Decisions, Habit
-from laconic.activations.backward.derivatives import is_transformed
+from laconic.activations.backward.derivatives import innermost_transform, is_transformed
 from laconic.activations.backward.replay import check_attention, forgets
 from laconic.activations.backward.saving import is_no_nest
 from laconic.activations.forwards.replacement import Replacement
@@ -41,7 +41,7 @@ from laconic.activations.keep.witnesses import glance, same
 from laconic.formats import BlockFormat
 from laconic.ops import DTYPES
 
-__all__ = ["LayerForward", "checkpoint", "is_checkpointed_layer", "is_plain", "run_again", "runs_twice"]
+__all__ = ["LayerForward", "checkpoint", "is_checkpointed_layer", "is_plain", "num_modes", "run_again", "runs_twice"]
 
 
 def runs_twice() -> bool:
@@ -70,10 +70,10 @@ def is_plain() -> bool:
     return (
         not torch.compiler.is_compiling()
         and torch.is_grad_enabled()
-        and _num_modes() == 0
+        and num_modes() == 0
         and _backward_pass() == -1
         and _innermost_hooks(False) is None
-        and _transforms() is None
+        and innermost_transform() is None
         and forward_ad._current_level < 0
         and not AUDITED.originals
         and not _is_tracing()
@@ -81,8 +81,7 @@ def is_plain() -> bool:
     )
 
 
-_num_modes: Callable[[], int] = torch._C._len_torch_function_stack
-_transforms: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
+num_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _CHECKPOINT = torch.utils.checkpoint.__name__
 _is_tracing: Callable[[], bool] = torch._C._is_tracing
 _innermost_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
