@@ -32,13 +32,15 @@ def tensors_of(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
     return [x for each in listed for x in each if isinstance(x, torch.Tensor)]
 
 
-@pytest.mark.parametrize("op", OPS)
+WITHOUT_CPP: frozenset[str] = frozenset()
+"""Ops that have no C++ kernel on purpose: a kernel that is lost fails below."""
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op not in WITHOUT_CPP])
 def test_cpp_kernels_pass_and_a_wrong_bit_in_anything_they_write_is_refused(op: str) -> None:
     if not native.supported_isas():
         pytest.skip("the C++ kernels were not built")
-    kernel = getattr(native, op, None)
-    if kernel is None:
-        pytest.skip("the reference runs")
+    kernel = getattr(native, op)
     for number, (choices, arguments) in enumerate(self_check.examples(op)):
         assert self_check.difference(op, kernel, arguments, CPU) == "", choices
         writes = getattr(torch.ops.laconic, op).default._schema.arguments
