@@ -13,12 +13,9 @@ Host: a layer of the same operations, too small for its arithmetic to take time,
 from __future__ import annotations
 
 import os
-import time
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
-from statistics import quantiles
 from typing import Any
 
 import torch
@@ -27,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.kit.data_sheets import BYTES_PER_SECOND, DENSE_BF16_FLOPS
 from benchmarks.kit.fused_norms import fused_norms
+from benchmarks.kit.host_time import TINY, TINY_HEAD, TINY_TOKENS, host_seconds
 from benchmarks.kit.models import DecoderLayers, decoder_layers
-from benchmarks.kit.timing import in_rounds
 from benchmarks.registry import Options, Table, benchmark, processor
 from laconic.activations.keep.witnesses import ALWAYS
 
@@ -36,7 +33,6 @@ _LLAMA_8B = 4096
 """Its hidden size; gate and up are 3.5 times as wide, key and value a quarter, at each size here."""
 _WIDE, _KEYS = 3.5, 0.25
 _TRACED, _TRACED_HEAD = _LLAMA_8B // 8, 128
-_TINY, _TINY_HEAD, _TINY_TOKENS = 64, 16, 8
 _TOKENS = 4096
 _HIDDEN_SIZES = (1024, 2048, 4096, 8192)
 _NUMBERS_OF_TOKENS = (512, 2048, 4096, 8192)
@@ -135,7 +131,8 @@ def gpu_step(options: Options) -> list[Table]:
     """Predicted time of a layer, exact and compressed, who binds it, and which operations take what is added."""
     tokens = 64 if options.small else 512
     traces = traced(layers_of(_TRACED, _TRACED_HEAD, tokens))
-    host = host_seconds(layers_of(_TINY, _TINY_HEAD, _TINY_TOKENS), 20 if options.small else 600)
+    tiny = layers_of(TINY, TINY_HEAD, TINY_TOKENS)
+    host = host_seconds(tiny, variants(tiny), 20 if options.small else 600)
     plain, packed = (Layer(traces[name], _TRACED, tokens, host[name]) for name in _VARIANTS)
     return [
         _overhead_table(plain, packed),
@@ -162,7 +159,7 @@ def layers_of(width: int, head_dim: int, tokens: int) -> DecoderLayers:
 def traced(layers: DecoderLayers) -> dict[str, tuple[Trace, Trace]]:
     """Of each variant the operations of forward and backward, after steps that make what is made once."""
     found = {}
-    for name, layer in _variants(layers).items():
+    for name, layer in variants(layers).items():
         known = {p.untyped_storage().data_ptr() for p in layer.parameters()}
         with fused_norms():
             # The first steps have witnesses, which one in fifty has later.
@@ -180,40 +177,8 @@ def traced(layers: DecoderLayers) -> dict[str, tuple[Trace, Trace]]:
     return found
 
 
-def _variants(layers: DecoderLayers) -> dict[str, nn.Module]:
+def variants(layers: DecoderLayers) -> dict[str, nn.Module]:
     return dict(zip(_VARIANTS, (layers.layers[0], layers.compressed(4)), strict=True))
-
-
-def host_seconds(layers: DecoderLayers, rounds: int) -> dict[str, tuple[float, float]]:
-    """Seconds of this process in forward and backward of each variant, one thread: the low decile of all rounds."""
-
-    def step(layer: nn.Module) -> tuple[float, float]:
-        source = layers.source()
-        started = time.process_time()
-        out = layers.forward(layer, source)
-        forward = time.process_time() - started
-        gradient = torch.ones_like(out)
-        started = time.process_time()
-        out.backward(gradient)
-        backward = time.process_time() - started
-        layer.zero_grad(set_to_none=True)
-        return forward, backward
-
-    steps = {name: partial(step, layer) for name, layer in _variants(layers).items()}
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        samples = in_rounds(steps, rounds, lambda case: case(), warm_up_rounds=ALWAYS)
-    finally:
-        torch.set_num_threads(before)
-    return {
-        name: (_low_decile([forward for forward, _ in times]), _low_decile([backward for _, backward in times]))
-        for name, times in samples.items()
-    }
-
-
-def _low_decile(samples: list[float]) -> float:
-    return quantiles(samples, n=10, method="inclusive")[0]
 
 
 def _overhead_table(plain: Layer, packed: Layer) -> Table:
@@ -255,7 +220,7 @@ def _host_table(plain: Layer, packed: Layer) -> Table:
             ("host time", lambda row: f"{row[1].host[row[2]] * 1e3:.2f} ms"),
             ("operations on CUDA", lambda row: str(row[1].traces[row[2]].calls.total())),
         ],
-        f"Hidden {_TINY}, {_TINY_TOKENS} tokens, one thread, time of the process, low decile of all rounds, without"
+        f"Hidden {TINY}, {TINY_TOKENS} tokens, one thread, time of the process, low decile of all rounds, without"
         " witnesses (steps that have them are a model's first ten, and then one of fifty). It is an estimate of what"
         " the host of a GPU takes to issue the layer: it has the CPU's own kernels for tiny tensors where that host has"
         " launches, and that host is another machine.",
@@ -278,7 +243,7 @@ def _crossing_table(plain: Layer, packed: Layer) -> Table:
             for hidden in _HIDDEN_SIZES
         ],
         "Of one sequence in one forward, for layers of a Llama 8B's proportions. With fewer tokens the host decides how"
-        " long an eager layer takes; a compiled or captured one has less of it.",
+        " long an eager layer takes; a compiled one takes it about half as long (benchmark `compiled`).",
     )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import gpu_ops, gpu_step
 from benchmarks.kit.data_sheets import DENSE_BF16_FLOPS
+from benchmarks.kit.host_time import host_seconds
 from tests.benchmark_runs import run, run_command
 
 
@@ -115,7 +116,7 @@ def test_the_layer_whose_host_time_is_measured_has_the_operations_of_the_traced_
     attention = [traced[name][1].calls[gpu_step.ATTENTION] for name in ("exact", "4 bits")]
     assert attention == [0, 1]
     threads = torch.get_num_threads()
-    host = gpu_step.host_seconds(layers, rounds=4)
+    host = host_seconds(layers, gpu_step.variants(layers), rounds=4)
     assert torch.get_num_threads() == threads
     assert set(host) == {"exact", "4 bits"}
     assert all(0 < seconds < 1 for directions in host.values() for seconds in directions)
