@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from laconic.errors import FormatError
 from laconic.ops import dequantize_blockwise, quantize_blockwise, reference
+from laconic.ops.declarations import DIRECT, OPS
 from tests.grid import slow_but
 from tests.ops.cases import CODES, DTYPES, awkward_tensors, same_bits
 
@@ -128,3 +129,23 @@ def test_results_carry_no_gradient() -> None:
     assert not codes.requires_grad
     assert not back.requires_grad
     assert not reference.dequantize_blockwise(codes, scales, "nf4", 64, 64, torch.float32).requires_grad
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_dynamo_does_not_look_into_what_computes_an_op(name: str) -> None:
+    # It would, below code that it has left to Python for ever, as it does with what once ran under a dispatch mode.
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        compiled.append(graph)
+        return graph
+
+    arguments = OPS[name].example(*OPS[name].examples[0])
+
+    def left_to_python() -> object:
+        return DIRECT[name](*arguments)
+
+    torch._dynamo.reset()
+    torch._dynamo.eval_frame.skip_code(left_to_python.__code__)
+    torch.compile(left_to_python, backend=backend)()
+    assert not compiled

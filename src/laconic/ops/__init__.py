@@ -14,7 +14,7 @@ import torch
 
 from laconic.ops import native, reference, triton
 from laconic.ops.codebooks import BITS, BLOCK_SIZES, bits_of
-from laconic.ops.declarations import DIRECT, DTYPES, LIBRARY, OPS
+from laconic.ops.declarations import DIRECT, DTYPES, OPS, implement
 from laconic.ops.declarations.accumulate import accumulate_blockwise_, square_sum_blockwise
 from laconic.ops.declarations.adamw import adamw8bit_, adamw8bit_multi_
 from laconic.ops.declarations.bits import pack_bits, select_bits, unpack_bits
@@ -76,10 +76,10 @@ def _on_cpu(op: str) -> Callable[..., Any]:
 
 
 for _op in OPS.values():
-    LIBRARY.impl(_op.name, getattr(reference, _op.name), "CompositeExplicitAutograd")
+    implement(_op.name, getattr(reference, _op.name), "CompositeExplicitAutograd")
     DIRECT[_op.name] = _on_cpu(_op.name)
-    LIBRARY.impl(_op.name, DIRECT[_op.name], "CPU")
-    triton.implement(_op.name, _op.family)
+    implement(_op.name, DIRECT[_op.name], "CPU")
+    triton.implement_on_cuda(_op.name, _op.family)
 
 
 def kernels_in_use() -> dict[str, dict[str, str]]:

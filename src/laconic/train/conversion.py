@@ -12,7 +12,7 @@ from laconic.activations import Report
 from laconic.train.config.plan import activation_plan, check_plan, load_plan
 from laconic.train.config.schema import TrainConfig
 from laconic.train.data.sampler import global_indices
-from laconic.train.distributed.data_parallel import autocast
+from laconic.train.distributed.data_parallel import autocast, decoder_layers
 from laconic.train.distributed.parallel_state import ParallelState
 from laconic.train.distributed.world import World
 from laconic.train.moe.router_balance import Routers, watch_routers
@@ -46,7 +46,7 @@ class Conversion:
 def convert_model(
     model: nn.Module, task: Task, config: TrainConfig, world: World, parallel_state: ParallelState
 ) -> Conversion:
-    """Hook the routers of `model`, spread its experts and compress its activations, all in place.
+    """Hook the routers of `model`, spread its experts, compress its activations and compile its layers, all in place.
 
     Raises:
         ConfigError, ModelError, PlanError: the model does not go with the settings.
@@ -64,6 +64,9 @@ def convert_model(
     report = laconic.compress_activations(model, **kept, **task.activation_options(model))
     if experts is not None:
         experts.tune(lambda: _first_loss(model, task, config, world, parallel_state))
+    if config.compile:
+        for block in decoder_layers(model) or [model]:
+            block.compile()
     return Conversion(plan, report, bf16_nbytes_per_unit, model_config, texts, routers, router_message, experts)
 
 

@@ -17,16 +17,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 
 __all__ = [
     "DIRECT",
     "DTYPES",
-    "LIBRARY",
     "OPS",
     "Arguments",
     "Choices",
     "Op",
     "declare",
+    "implement",
     "is_direct",
     "names",
     "random_bytes",
@@ -36,7 +37,7 @@ __all__ = [
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Element types and scale types of the block-wise ops."""
 
-LIBRARY = torch.library.Library("laconic", "DEF")
+_LIBRARY = torch.library.Library("laconic", "DEF")
 
 Arguments = tuple[Any, ...]
 Choices = tuple[Any, ...]
@@ -87,17 +88,28 @@ def declare(
         composed: computes the op on every device by calling others. Such an op has no kernels, and no examples.
     """
     name = schema.partition("(")[0]
-    LIBRARY.define(schema, tags=[torch.Tag.pt2_compliant_tag])
-    LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"laconic::{name}", fake, lib=LIBRARY)
+    _LIBRARY.define(schema, tags=[torch.Tag.pt2_compliant_tag])
+    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"laconic::{name}", fake, lib=_LIBRARY)
     if composed is not None:
-        LIBRARY.impl(name, composed, "CompositeExplicitAutograd")
+        implement(name, composed, "CompositeExplicitAutograd")
     else:
         assert example is not None, name
         assert choices_of is not None, name
         OPS[name] = Op(name, example.__module__.rpartition(".")[2], choices_of, example, examples, significant)
     op: Callable[..., Any] = getattr(torch.ops.laconic, name).default
     return op
+
+
+def implement(op: str, function: Callable[..., Any], key: str) -> None:
+    """Let `function`, positional arguments, compute `op` for a dispatch key.
+
+    Dynamo neither compiles it nor what it calls, as where it reaches the function in the middle of code that it left
+    to Python: below a dispatch mode of the user's, say. Other than `torch.compiler.disable` this costs a call nothing.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    _LIBRARY.impl(op, function, key)
 
 
 def is_direct(x: Tensor) -> bool:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from laconic.ops import reference
-from laconic.ops.declarations import LIBRARY
+from laconic.ops.declarations import implement
 from laconic.ops.selection import Selection, reference_is_forced, warn_once
 from laconic.ops.self_check import checked
 
-__all__ = ["implement", "selection"]
+__all__ = ["implement_on_cuda", "selection"]
 
 
 @cache
@@ -41,7 +41,7 @@ def _family(name: str) -> ModuleType:
     return import_module(f"laconic.ops.triton.{name}")
 
 
-def implement(op: str, family: str) -> None:
+def implement_on_cuda(op: str, family: str) -> None:
     """Make `op` run on CUDA tensors: the function of the same name in laconic/ops/triton/<family>.py."""
 
     def call(*args: Any) -> Any:
@@ -52,7 +52,7 @@ def implement(op: str, family: str) -> None:
     def call_checked(*args: Any) -> Any:
         return (call if _family(family) is reference else kernel)(*args)
 
-    LIBRARY.impl(op, call_checked, "CUDA")
+    implement(op, call_checked, "CUDA")
 
 
 def _device_of(arguments: tuple[Any, ...]) -> torch.device:
