@@ -10,13 +10,17 @@ from typing import Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._dynamo.backends.distributed import DDPOptimizer
+from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from laconic import BlockFormat
 from laconic.activations import SavedTensorTracker, Site
+from laconic.activations.host import traceable
 from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
 from tests.inductor import needs_inductor
 
@@ -274,6 +278,41 @@ def test_a_compiled_graph_saves_codes_and_never_what_is_rebuilt_from_them(format
     assert tracker.nbytes == 2 * format.nbytes(x.shape)
 
 
+@pytest.mark.ci
+def test_a_graph_may_be_cut_anywhere_as_torch_does_under_ddp() -> None:
+    exact = make_model("llama")
+    cut = copy.deepcopy(exact)
+    laconic.compress_activations(cut, bits=8)
+    pieces = []
+
+    def compile_piece(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        pieces.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    optimizer = DDPOptimizer(bucket_bytes_cap=1, backend_compile_fn=compile_piece, first_bucket_cap=1)
+    for layer in layers_of(cut):
+        layer.compile(backend=optimizer.compile_fn, fullgraph=True)
+    ids = make_ids()
+    (loss, nbytes, gradients), (expected, exact_nbytes, others) = step(cut, ids), step(exact, ids)
+    assert len(pieces) > 3
+    assert loss == expected
+    assert nbytes < exact_nbytes / 2
+    assert all(relative_error(gradients[name], others[name]) < 0.015 for name in others)
+
+
+@pytest.mark.ci
+def test_a_graph_that_ddp_lets_be_cut_says_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
+    model = compressed("llama")
+    traceable._warn_of_cuts.cache_clear()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with caplog.at_level("WARNING", "laconic"):
+            loss_of(DistributedDataParallel(with_compiled_layers(model, "eager")), make_ids()).backward()
+    finally:
+        dist.destroy_process_group()
+    assert [record for record in caplog.records if "torch._dynamo.config.optimize_ddp = False" in record.message]
+
+
 def test_nothing_in_a_compiled_layer_breaks_the_graph() -> None:
     model = compressed("llama")
     layer = layers_of(model)[0]
@@ -322,7 +361,7 @@ def test_the_benchmark_runs_and_compiled_layers_keep_what_eager_ones_do() -> Non
     cells = [
         [cell.strip() for cell in line.split("|")[1:3]] for line in result.stdout.splitlines() if "laconic," in line
     ]
-    assert len(cells) == 8
+    assert len(cells) == 8 + 4  # kept, of either family, and host time
     llama = dict(cells[:4])
     for name in ("laconic, nf4", "laconic, nf4, attention int8"):
         assert llama[name + ", compiled"] == llama[name]

@@ -404,3 +404,32 @@ def test_parameters_without_gradient_stay_as_they_are(
     train_alone(parts, stop_after=3)
     assert train_alone(resumed(parts)) == 0
     assert exact_metrics(parts.run_dir) == exact_metrics(whole.run_dir)
+
+
+@pytest.mark.ci
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of Dynamo
+def test_compiled_layers_train_bit_for_bit_and_from_the_third_step_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+
+    def compile_exactly(self: torch.nn.Module) -> None:  # by a backend that keeps the bits, unlike inductor
+        compiled.append(self)
+        original(self, backend=backend)
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        steps.append(len(read_metrics(tmp_path / "compiled")))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    original, steps = torch.nn.Module.compile, []
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_exactly)
+    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
+    torch._dynamo.reset()
+    short = {"model.num_hidden_layers": 1, "steps": 4, "eval_every": 0, "eval_sequences": 0}
+    config = tiny_config(tmp_path, "eager", short)
+    assert train_alone(config) == 0
+    assert train_alone(replace(config, compile=True, run_dir=str(tmp_path / "compiled"))) == 0
+    torch._dynamo.reset()
+    assert [type(layer).__name__ for layer in compiled] == ["LlamaDecoderLayer"]
+    assert min(steps) == 2  # two steps are counted by a dispatch mode, below which nothing compiles
+    assert losses(tmp_path / "compiled") == losses(tmp_path / "eager")

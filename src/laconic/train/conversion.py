@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch._dynamo
 from torch import Tensor, nn
 
 import laconic
@@ -65,6 +66,7 @@ def convert_model(
     if experts is not None:
         experts.tune(lambda: _first_loss(model, task, config, world, parallel_state))
     if config.compile:
+        torch._dynamo.config.optimize_ddp = False  # it cuts graphs, and each layer has one of its own already
         for block in decoder_layers(model) or [model]:
             block.compile()
     return Conversion(plan, report, bf16_nbytes_per_unit, model_config, texts, routers, router_message, experts)

@@ -164,6 +164,11 @@ class Pipeline:
         sizes = [module.saved_nbytes for module in self._modules]
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
+    def measure_again(self) -> None:
+        """Let the next micro-batch be measured for `saved_nbytes`."""
+        for module in self._modules:
+            module.saved_nbytes = None
+
     @contextmanager
     def recorded(self) -> Iterator[list[TaskTime]]:
         """Record the passes of this process while the block runs, by `time.perf_counter`; a device is waited for."""

@@ -96,7 +96,8 @@ class Trainer:
         self.unit, self.units_per_sample, self.classifies = task.unit, task.units_per_sample, task.classifies
         """What speed and bytes are counted per, how many a sample has, and whether it is classified."""
         self.saved_nbytes: int | None = None
-        """Bytes kept for backward by one micro-batch on this process; measured in the first step."""
+        """Bytes kept for backward by one micro-batch on this process; measured in the first step, and once layers are
+        compiled."""
         self.wire_nbytes: int | None = None
         """Bytes this process sent in the last step."""
         self.wire_raw_nbytes: int | None = None
@@ -183,7 +184,14 @@ class Trainer:
 
         before, statistics = audit.snapshot(), self._statistics.copy()
         with ExitStack() as measuring:
-            counter = measuring.enter_context(WireCounter(world.size)) if self._num_counted < 2 else None
+            counter = None
+            if self._num_counted < 2:
+                if config.compile:  # what Dynamo meets below a dispatch mode it leaves to Python for ever
+                    measuring.enter_context(torch.compiler.set_stance("force_eager"))
+                counter = measuring.enter_context(WireCounter(world.size))
+            elif self._num_counted == 2 and config.compile:
+                self._num_counted += 1
+                self._measure_again()
             loss = self._forward_backward(step, record)
             norm = self._gradients.norm(self._counted_parameters())
             bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
@@ -278,6 +286,12 @@ class Trainer:
             loss = self._loss(self.model, samples)
         self.saved_nbytes = tracker.nbytes
         return loss
+
+    def _measure_again(self) -> None:
+        """Let the next forward, the first of compiled layers, be measured as the first was."""
+        self.saved_nbytes = None
+        if self._pipeline is not None:
+            self._pipeline.measure_again()
 
     def _micro_batches(self, step: int) -> Iterator[Any]:
         """This replica's micro-batches of a step, each of micro_batch_size samples, on the device."""

@@ -17,7 +17,9 @@ The module's own code is called outside of it, under no_grad, where Dynamo trace
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar
@@ -26,7 +28,8 @@ import torch
 import torch._dynamo
 import torch._dynamo.decorators
 from torch import Tensor
-from torch.utils._pytree import register_dataclass
+from torch._dynamo.utils import get_optimize_ddp_mode
+from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["argument_class", "as_result", "direct_apply", "traceable", "untraced"]
 
@@ -36,7 +39,15 @@ C = TypeVar("C")
 
 def traceable(function: F) -> F:
     """Make calls of `function` traceable by torch.compile (see the note above)."""
-    traced = torch._dynamo.nonstrict_trace(function)
+
+    # Not `nonstrict_trace`, which takes objects as they are, but puts their structure into the graph as a constant that
+    # torch's optimizer for DDP cannot cut the graph at (2.13, 2.14).
+    @torch._dynamo.allow_in_graph
+    def in_graph(args: tuple[Any, ...], names: tuple[str, ...], values: tuple[Any, ...]) -> Any:
+        ddp = DistributedDataParallel._active_ddp_module
+        if ddp is not None and get_optimize_ddp_mode() == "ddp_optimizer":
+            _warn_of_cuts()
+        return function(*map(_object, args), **dict(zip(names, map(_object, values), strict=True)))
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -44,9 +55,37 @@ def traceable(function: F) -> F:
         if not torch.compiler.is_compiling():
             return function(*args, **kwargs)
         # None is no argument that a graph could hold.
-        return traced(*args, **{name: value for name, value in kwargs.items() if value is not None})
+        names = tuple([name for name, value in kwargs.items() if value is not None])
+        return in_graph(tuple([_fields(x) for x in args]), names, tuple([_fields(kwargs[name]) for name in names]))
 
     return call  # type: ignore[return-value]  # it has the signature of `function`
+
+
+@functools.cache
+def _warn_of_cuts() -> None:
+    """Say once what DDP's optimizer costs: what is packed of a tensor is known on its side of a cut only."""
+    logging.getLogger("laconic").warning(
+        "below DDP torch cuts compiled graphs at about every 25 MB of parameters, and what crosses a cut is kept "
+        "exactly or packed twice; compile layers one by one and set torch._dynamo.config.optimize_ddp = False before"
+    )
+
+
+_OBJECT = "object"
+_CLASSES: dict[str, type] = {}
+_FIELDS: dict[type, tuple[str, ...]] = {}
+
+
+def _fields(value: Any) -> Any:
+    """`value`, or the fields of an object of an `argument_class`, in a tuple that says so; Dynamo traces this."""
+    names = _FIELDS.get(type(value))
+    return value if names is None else (_OBJECT, type(value).__name__, *[_fields(getattr(value, n)) for n in names])
+
+
+def _object(value: Any) -> Any:
+    """The inverse of `_fields`."""
+    if isinstance(value, tuple) and value and isinstance(value[0], str) and value[0] == _OBJECT:
+        return _CLASSES[value[1]](*map(_object, value[2:]))
+    return value
 
 
 def untraced(cls: type[C]) -> type[C]:
@@ -69,7 +108,8 @@ def argument_class(cls: type) -> None:
     Args:
         cls: a dataclass whose fields are numbers, strings or dtypes.
     """
-    register_dataclass(cls)
+    _CLASSES[cls.__name__] = cls
+    _FIELDS[cls] = tuple([field.name for field in dataclasses.fields(cls)])
 
 
 def as_result(value: Tensor) -> Tensor:

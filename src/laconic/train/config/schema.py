@@ -406,7 +406,7 @@ class TrainConfig:
     precision: Literal["fp32", "bf16"] = "fp32"
     """fp32, or bf16 autocast with fp32 parameters and optimizer state."""
     compile: StrictBool = False
-    """Compile each decoder layer, or an image model as a whole (torch.compile, which needs a C++ compiler). A compressed
+    """Compile each decoder layer, or an image model as a whole (torch.compile; needs a C++ compiler). A compressed
     layer then takes the host about half as long, and the first step a minute longer."""
     steps: PositiveInt = 200
     """Optimizer steps in the whole run."""
