@@ -49,11 +49,15 @@ def traceable(function: F) -> F:
             _warn_of_cuts()
         return function(*map(_object, args), **dict(zip(names, map(_object, values), strict=True)))
 
+    alone = torch.compiler.disable(function, reason="laconic: two bits are rounded with other numbers in each step")
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         # Dynamo, also between the graphs that it breaks, takes the other way and does not look into `function`.
         if not torch.compiler.is_compiling():
             return function(*args, **kwargs)
+        if any([_is_random(x) for x in args]):
+            return alone(*args, **kwargs)
         # None is no argument that a graph could hold.
         names = tuple([name for name, value in kwargs.items() if value is not None])
         return in_graph(tuple([_fields(x) for x in args]), names, tuple([_fields(kwargs[name]) for name in names]))
@@ -73,6 +77,11 @@ def _warn_of_cuts() -> None:
 _OBJECT = "object"
 _CLASSES: dict[str, type] = {}
 _FIELDS: dict[type, tuple[str, ...]] = {}
+
+
+def _is_random(value: Any) -> bool:
+    """Whether a format, or what offloads in it, rounds at random, which a graph would repeat in every step."""
+    return type(value) in _FIELDS and getattr(getattr(value, "format", value), "is_stochastic", False)
 
 
 def _fields(value: Any) -> Any:
