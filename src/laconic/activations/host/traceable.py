@@ -31,6 +31,8 @@ from torch import Tensor
 from torch._dynamo.utils import get_optimize_ddp_mode
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic.ops.codebooks import AFFINE
+
 __all__ = ["argument_class", "as_result", "direct_apply", "traceable", "untraced"]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -81,7 +83,7 @@ _FIELDS: dict[type, tuple[str, ...]] = {}
 
 def _is_random(value: Any) -> bool:
     """Whether a format, or what offloads in it, rounds at random, which a graph would repeat in every step."""
-    return type(value) in _FIELDS and getattr(getattr(value, "format", value), "is_stochastic", False)
+    return type(value) in _FIELDS and getattr(getattr(value, "format", value), "code", None) in AFFINE
 
 
 def _fields(value: Any) -> Any:
