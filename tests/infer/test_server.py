@@ -141,6 +141,23 @@ def test_characters_across_tokens_come_whole(engine: FakeEngine, client: openai.
     assert (cut.choices[0].text, cut.choices[0].finish_reason) == ("a\ufffd", "length")
 
 
+def test_an_answer_whose_pieces_are_not_its_text_is_an_error_with_both(engine: FakeEngine) -> None:
+    class Wrong(ChatBytes):
+        def decode(self, tokens: Sequence[int]) -> str:
+            return super().decode(tokens).upper()
+
+    engine.answer = lambda prompt, sampling: [*b"abc", EOS]
+    with running(create_app(engine, Wrong(), ServerSettings(MODEL))) as url:
+        body = {"model": MODEL, "prompt": "one"}
+        for options in ({}, {"max_tokens": 2}, {"stop": "b"}):
+            given = "ab" if options else "abc"
+            expected = f"pieces of this answer make {given!r}, but its tokens decode to {given.upper()!r}"
+            whole = httpx.post(f"{url}/v1/completions", json=body | options)
+            assert (whole.status_code, expected in whole.json()["error"]["message"]) == (500, True)
+            streamed = httpx.post(f"{url}/v1/completions", json=body | options | {"stream": True})
+            assert expected in json.loads(streamed.text.strip().split("data: ")[-1])["error"]["message"]
+
+
 def test_logprobs(client: openai.OpenAI) -> None:
     done = client.completions.create(model=MODEL, prompt="one", seed=7, max_tokens=3, logprobs=2)
     logprobs, text = done.choices[0].logprobs, text_of("one", seed=7, max_new_tokens=3)
