@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from laconic.errors import ConfigError
+from laconic.infer.generation_config import AnswerDefaults
 from laconic.infer.sampling import Sampling
 from laconic.infer.server import ByteTokenizer, ServerSettings, create_app
 from tests.infer.serving import EOS, FakeEngine, answer, running, until
@@ -111,7 +112,29 @@ def test_an_answer_of_a_chat_takes_what_fits_by_default(client: openai.OpenAI) -
     for length in (5, 500):
         done = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x" * length}])
         assert done.usage is not None
-        assert done.usage.completion_tokens == min(256, 512 - done.usage.prompt_tokens)
+        assert done.usage.completion_tokens == 512 - done.usage.prompt_tokens
+
+
+def test_what_a_request_does_not_say_is_the_models(engine: FakeEngine, url: str, client: openai.OpenAI) -> None:
+    asked: list[Sampling] = []
+
+    def note(prompt: Sequence[int], sampling: Sampling) -> list[int]:
+        asked.append(sampling)
+        return [*b"one END", *b" two"][: sampling.max_new_tokens]
+
+    engine.answer = note
+    engine.answer_defaults = AnswerDefaults(0.6, 0.9, 20, max_new_tokens=11, stop=("END",))
+    messages: list[Any] = [{"role": "user", "content": "Hi"}]
+    chat = client.chat.completions.create(model=MODEL, messages=messages)
+    assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == ("one ", "stop")
+    assert (asked[-1].temperature, asked[-1].top_p, asked[-1].top_k, asked[-1].max_new_tokens) == (0.6, 0.9, 20, 11)
+    neutral = {"temperature": 1, "top_p": 1, "top_k": 0, "stop": []}
+    text = client.completions.create(model=MODEL, prompt="one", max_tokens=11, extra_body=neutral)
+    assert text.choices[0].text == "one END two"
+    assert (asked[-1].temperature, asked[-1].top_p, asked[-1].top_k, asked[-1].max_new_tokens) == (1, 1, 0, 11)
+    with running(create_app(engine, ChatBytes(), ServerSettings(MODEL, default_max_tokens=5))) as url:
+        assert httpx.post(f"{url}/v1/chat/completions", json={"model": MODEL, "messages": messages}).status_code == 200
+    assert asked[-1].max_new_tokens == 5
 
 
 def test_stop_strings_across_tokens_end_the_request(client: openai.OpenAI, engine: FakeEngine) -> None:

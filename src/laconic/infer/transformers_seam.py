@@ -9,6 +9,8 @@ What is used of it, and for what:
 - `init_continuous_batching` and ContinuousBatchingManager: requests, the paged cache, prefill mixed with decode.
 - The manager's `logit_processor`, which is told the requests of each batch, and `_sample` of its ModelRunner, which is
   called with their logits: the tokens are chosen there.
+- `GenerationMixin._get_logits_processor`: the processors of one request, by its rules and those of the model. Those of
+  a manager see a request's last token alone.
 - `ALL_ATTENTION_FUNCTIONS`: attention whose values are narrower than its keys (multi-head latent attention) gets values
   of the keys' width, since the paged cache has one width for both.
 
@@ -22,7 +24,7 @@ import importlib
 import re
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from laconic.errors import ConfigError, LaconicError, ModelError
+from laconic.infer.generation_config import PROCESSORS, WARPERS
 from laconic.infer.sampling import ChosenToken, Sampling, sample
 from laconic.json_text import parse_json
 from laconic.moe.huggingface.blocks import Block, find_blocks
@@ -67,6 +70,7 @@ TRIED = (
 
 _NAMES = {
     "transformers": ("AutoConfig", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "GenerationConfig"),
+    "transformers.generation.utils": ("GenerationMixin._get_logits_processor",),
     "transformers.modeling_utils": (
         "PreTrainedModel._load_pretrained_model",
         "LoadStateDictConfig",
@@ -468,8 +472,8 @@ class Finished:
 class _Sampler:
     """Chooses the token of each request, in the place of a manager's own choice.
 
-    A manager tells its logits processors which requests are in a batch. The sampler stands before them for that alone,
-    and as `ModelRunner._sample` it gets what they make of the logits.
+    A manager tells its logits processors which requests are in a batch. The sampler stands before them for that alone:
+    there are none, since each request has its own rules. As `ModelRunner._sample` it gets the logits.
 
     Args:
         processors: of the manager.
@@ -519,25 +523,109 @@ class _Sampler:
         chosen: list[tuple[str, ChosenToken]] = []
         tokens = places.tolist()
         for number, state in enumerate(self._states):
-            if finite[number] and _takes_greatest(state.logit_processor_kwargs["sampling"]):
+            options = state.logit_processor_kwargs
+            rules: _Rules | None = options["rules"]
+            if finite[number] and rules is None and _takes_greatest(options["sampling"]):
                 token: ChosenToken | None = ChosenToken(tokens[number])
             else:
-                token = self._sample(state, rows[number])
+                token = self._sample(state, rows[number], rules)
             if token is not None:
                 tokens[number] = token.token
                 chosen.append((state.request_id, token))
         output_ids[0, : len(tokens)] = torch.tensor(tokens)
         self._on_tokens(chosen)
 
-    def _sample(self, state: Any, logits: Tensor) -> ChosenToken | None:
+    def _sample(self, state: Any, logits: Tensor, rules: _Rules | None) -> ChosenToken | None:
         # A request that lost its place in the cache comes again with its tokens in the prompt.
         options = state.logit_processor_kwargs
         position = len(state.initial_tokens) - options["prompt_tokens"] + state.generated_len()
         try:
-            return sample(logits, options["sampling"], position)
-        except LaconicError as error:
-            self._on_failed(state.request_id, str(error))
+            if rules is None:
+                return sample(logits, options["sampling"], position)
+            token = sample(logits, rules.sampling, position, rules.scores(logits))
+        except Exception as error:  # rules are foreign code, and other requests go on
+            self._on_failed(state.request_id, str(error) if isinstance(error, LaconicError) else repr(error))
             return None
+        rules.append(token.token)
+        return token
+
+
+class _Rules:
+    """The logits processors of one request, and the tokens that they look at.
+
+    Args:
+        processors: of transformers.
+        sampling: of the request, without what the processors do.
+        prompt: of the request.
+    """
+
+    def __init__(self, processors: Any, sampling: Sampling, prompt: list[int]) -> None:
+        self._processors, self.sampling = processors, sampling
+        self._tokens = torch.empty(1, len(prompt) + sampling.max_new_tokens, dtype=torch.int64)
+        self._count = len(prompt)
+        self._tokens[0, : self._count] = torch.tensor(prompt)
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Return what the rules make of logits, float32 [vocabulary]."""
+        scores: Tensor = self._processors(self._tokens[:, : self._count], logits[None].clone())
+        return scores[0]
+
+    def append(self, token: int) -> None:
+        """Take the token that has been chosen."""
+        self._tokens[0, self._count] = token
+        self._count += 1
+
+
+class _Penalties:
+    """Frequency and presence penalties of OpenAI's API, as a logits processor."""
+
+    def __init__(self, sampling: Sampling, prompt_tokens: int) -> None:
+        self._sampling, self._prompt_tokens = sampling, prompt_tokens
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        counts = torch.bincount(input_ids[0, self._prompt_tokens :], minlength=scores.shape[1])
+        penalties = self._sampling.frequency_penalty * counts + self._sampling.presence_penalty * (counts > 0)
+        return scores - penalties
+
+
+def _make_rules(model: Any, generation: Any, sampling: Sampling, prompt: list[int], eos: list[int]) -> _Rules | None:
+    """Return the rules of a request; None if it has none.
+
+    Args:
+        model: that generates.
+        generation: its GenerationConfig.
+        sampling: of the request.
+        prompt: of the request.
+        eos: tokens that end the request.
+    """
+    from transformers import GenerationConfig
+
+    values = {name: getattr(generation, name, None) for name in PROCESSORS | WARPERS} | dict(sampling.rules)
+    if generation.sequence_bias and sampling.rules.get("sequence_bias"):
+        values["sequence_bias"] = [*_pairs(generation.sequence_bias), *_pairs(sampling.rules["sequence_bias"])]
+    if not eos:
+        values["exponential_decay_length_penalty"] = None  # raises the score of the end, and nothing ends this one
+    left_out = WARPERS if sampling.is_greedy else ()
+    values = {name: value for name, value in values.items() if value not in (None, [], {}) and name not in left_out}
+    own = [_Penalties(sampling, len(prompt))] if sampling.frequency_penalty or sampling.presence_penalty else []
+    if not values and not own:
+        return None
+    # Cuts that laconic does not make come after those that it does, and a watermark after all of them: transformers'
+    # own processors make all of them then, and leave nothing but the draw.
+    draws = not sampling.is_greedy and not values.keys().isdisjoint({*WARPERS, "watermarking_config"})
+    cuts = {"do_sample": draws, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    config = GenerationConfig(**values | (cuts if draws else {}))
+    config.max_length = len(prompt) + sampling.max_new_tokens
+    config._eos_token_tensor = torch.tensor(eos) if eos else None
+    processors = model._get_logits_processor(
+        config, input_ids_seq_length=len(prompt), logits_processor=own, device="cpu"
+    )
+    left = replace(sampling, temperature=1.0, top_k=0, top_p=1.0) if draws else sampling
+    return _Rules(processors, left, prompt) if processors else None
+
+
+def _pairs(sequence_bias: Any) -> list[Any]:
+    return [list(pair) for pair in (sequence_bias.items() if isinstance(sequence_bias, dict) else sequence_bias)]
 
 
 def _takes_greatest(sampling: Sampling) -> bool:
@@ -565,16 +653,16 @@ class Requests:
         on_finished: Callable[[Finished], None],
         on_tokens: Callable[[list[tuple[str, ChosenToken]]], None] = lambda tokens: None,
     ) -> None:
-        from copy import deepcopy
-
+        from transformers import GenerationConfig
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
         from transformers.generation.continuous_batching.utils import logger
 
         logger.setLevel("CRITICAL")  # errors come back with their requests
-        generation = deepcopy(model.generation_config)
-        generation.update(do_sample=False, num_beams=1, temperature=None, top_p=None, top_k=None)
-        if generation.eos_token_id is None:
-            generation.eos_token_id = -1
+        self._model, self._generation = model, model.generation_config
+        eos = self._generation.eos_token_id
+        eos = -1 if eos is None else eos
+        # Without rules: see _Rules.
+        generation = GenerationConfig(do_sample=False, num_beams=1, eos_token_id=eos)
         self._manager = model.init_continuous_batching(
             generation_config=generation,
             continuous_batching_config=ContinuousBatchingConfig(
@@ -587,7 +675,6 @@ class Requests:
                 use_async_batching=False,
             ),
         )
-        eos = generation.eos_token_id
         self.eos_token_ids = tuple(token for token in ([eos] if isinstance(eos, int) else eos) if token >= 0)
         self._on_finished = on_finished
         sampler = _Sampler(self._manager.logit_processor, on_tokens, self._fail)
@@ -610,12 +697,19 @@ class Requests:
 
     def add(self, name: str, prompt: list[int], sampling: Sampling) -> None:
         """Add a request for tokens after `prompt`."""
+        eos = [*(() if sampling.ignore_eos else self.eos_token_ids), *sampling.stop_token_ids]
+        try:
+            rules = _make_rules(self._model, self._generation, sampling, prompt, eos)
+        except Exception as error:  # transformers checks the values of a request's rules
+            self._on_finished(Finished(name, [], f"the request's rules for logits are refused: {error}"))
+            return
         added = self._manager.add_request(
             prompt,
             name,
             sampling.max_new_tokens,
-            eos_token_id=[*self.eos_token_ids, *sampling.stop_token_ids],
+            eos_token_id=eos or -1,
             sampling=sampling,
+            rules=rules,
             prompt_tokens=len(prompt),
         )
         if added is None:

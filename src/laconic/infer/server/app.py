@@ -127,7 +127,8 @@ class _Server:
             prompt = await asyncio.to_thread(self._tokenizer.encode_chat, messages)
         except ConfigError as error:
             raise Refusal(400, str(error), "messages") from error
-        default = max(1, min(self._settings.default_max_tokens, self._max_tokens - len(prompt)))
+        default = self._engine.answer_defaults.longest_answer(len(prompt), self._max_tokens)
+        default = min(default, self._settings.default_max_tokens or default)
         reply = ChatReply(self._settings.model_name, self._tokenizer, bool(body.logprobs))
         return await self._answer(request, body, "messages", [prompt], default, reply)
 
@@ -145,10 +146,12 @@ class _Server:
         reply: Reply,
     ) -> Response:
         arrival = time.monotonic()
+        defaults = self._engine.answer_defaults
+        stops = defaults.stop if body.stop is None else body.stop
         sampling = Sampling(
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=body.top_k or 0,
+            temperature=defaults.temperature if body.temperature is None else body.temperature,
+            top_p=defaults.top_p if body.top_p is None else body.top_p,
+            top_k=defaults.top_k if body.top_k is None else body.top_k,
             seed=secrets.randbits(63) if body.seed is None else body.seed,
             max_new_tokens=body.longest_answer or default_max_tokens,
             logprobs=body.num_logprobs,
@@ -159,11 +162,11 @@ class _Server:
             prompts,
             body.n or 1,
             sampling,
-            body.stop or (),
+            stops,
             self._settings.max_unread_tokens,
             self._admission.wake,
             self._handover_here(),
-            burst=1 if body.stream or body.stop else _BURST,
+            burst=1 if body.stream or stops else _BURST,
         )
         self._check_size(field, prompts, sampling.max_new_tokens, generation)
         self._generations.add(generation)
