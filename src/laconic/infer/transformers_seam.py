@@ -151,7 +151,7 @@ def read_config(model_dir: Path) -> PretrainedConfig:
             " `laconic export` wrote"
         )
     try:
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # foreign code may raise anything
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelError(f"{str(model_dir / 'config.json')!r} cannot be read: {why}") from error
@@ -183,7 +183,8 @@ def find_experts(config: PretrainedConfig, dtype: torch.dtype | None = None) -> 
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+        dtype = dtype or config.dtype or torch.float32
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     return model, find_blocks(model)
 
 
@@ -237,6 +238,7 @@ def load_attention_model(
                 config=config,
                 dtype=dtype or "auto",
                 local_files_only=True,
+                trust_remote_code=False,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
             )
