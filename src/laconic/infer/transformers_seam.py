@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ from laconic.infer.sampling import ChosenToken, Sampling, sample
 from laconic.json_text import parse_json
 from laconic.moe.huggingface.blocks import Block, find_blocks
 from laconic.moe.huggingface.experts import FusedExperts, check
+from laconic.train.model import no_progress_bars
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -104,7 +106,6 @@ _NAMES = {
     "transformers.generation.continuous_batching.model_runner": ("ModelRunner._sample",),
     "transformers.generation.continuous_batching.requests": ("FutureRequestState", "RequestState.generated_len"),
     "transformers.generation.continuous_batching.cache": ("PagedAttentionCache.update", "group_layers_by_attn_type"),
-    "transformers.generation.continuous_batching.utils": ("logger",),
 }
 
 
@@ -247,6 +248,15 @@ def load_attention_model(
         except Exception as error:
             raise ModelError(f"the weights in {str(model_dir)!r} cannot be loaded: {error}") from error
     _check_loaded(model_dir, info["missing_keys"], info["mismatched_keys"])
+    if strange := sorted(key for key in info["unexpected_keys"] if not key.startswith(tuple(taken_out))):
+        logging.getLogger("laconic").warning(
+            "%s holds %d tensors that a %s has not, and that are left aside: %s%s",
+            model_dir.name,
+            len(strange),
+            kind.__name__,
+            ", ".join(strange[:5]),
+            ", ..." * (len(strange) > 5),
+        )
     model.__class__ = kind
     return model.eval()
 
@@ -404,17 +414,18 @@ def _check_loaded(model_dir: Path, missing: Any, mismatched: Any) -> None:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No report of tensors that were left out on purpose, and no bar for each of the workers."""
-    from transformers.utils import logging
+    """No bar for each of the workers, and no table of tensors that were left out on purpose; all else is heard."""
 
-    before = logging.get_verbosity()
-    logging.set_verbosity(50)  # CRITICAL
-    logging.disable_progress_bar()
+    def is_no_table(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in str(record.msg)
+
+    loading = logging.getLogger("transformers.modeling_utils")
+    loading.addFilter(is_no_table)
     try:
-        yield
+        with no_progress_bars():
+            yield
     finally:
-        logging.set_verbosity(before)
-        logging.enable_progress_bar()
+        loading.removeFilter(is_no_table)
 
 
 def pad_narrow_values(config: PretrainedConfig) -> None:
@@ -657,9 +668,7 @@ class Requests:
     ) -> None:
         from transformers import GenerationConfig
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
-        from transformers.generation.continuous_batching.utils import logger
 
-        logger.setLevel("CRITICAL")  # errors come back with their requests
         self._model, self._generation = model, model.generation_config
         eos = self._generation.eos_token_id
         eos = -1 if eos is None else eos
