@@ -8,17 +8,21 @@ import random
 import socket
 import threading
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from laconic.errors import ConfigError
 from laconic.infer.generation_config import AnswerDefaults
-from laconic.infer.sampling import Sampling
-from laconic.infer.server import ByteTokenizer, ServerSettings, create_app
+from laconic.infer.sampling import ChosenToken, Sampling
+from laconic.infer.server import ByteTokenizer, HuggingFaceTokenizer, ServerSettings, TokenListener, create_app
 from tests.infer.serving import EOS, FakeEngine, answer, running, until
+from tests.infer.test_detokenizer import KINDS
 
 MODEL = "tiny"
 
@@ -199,6 +203,50 @@ def test_logprobs(client: openai.OpenAI) -> None:
         assert len(entries) == 3
         assert entries[0].bytes == list(entries[0].token.encode())
         assert [(top.token, top.logprob) for top in entries[0].top_logprobs] == [("A", -1.0)]
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_logprobs_lose_no_token_though_texts_are_the_same(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, as_ids: bool
+) -> None:
+    """Llama's "▁one" and "one", "." and its byte, halves of characters."""
+    model, decoder = KINDS["Llama 2"]
+    rust = Tokenizer(model())
+    rust.decoder = decoder
+    tokenizer = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=rust, chat_template="two"))
+    ids = [rust.token_to_id(name) for name in ["two", "<0x74>", "<0x0A>", ".", "<0x2E>", "<0xC3>", "▁one", "▁"]]
+    dot, dot_byte, by_ids = ids[3], ids[4], [f"token_id:{token}" for token in ids]
+    top = tuple((token, -1.0 - place) for place, token in enumerate(ids))
+    monkeypatch.setattr(engine, "stream", lambda prompt, sampling, listener: say(listener, [dot_byte, dot], top))
+    options: dict[str, Any] = {"model": MODEL, "extra_body": {"return_tokens_as_token_ids": as_ids}}
+    with (
+        running(create_app(engine, tokenizer, ServerSettings(MODEL))) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        text = client.completions.create(prompt=[1], logprobs=8, **options).choices[0].logprobs
+        chat = client.chat.completions.create(messages=USER, logprobs=True, top_logprobs=8, **options)
+    assert text is not None
+    assert text.top_logprobs is not None
+    for place, found in enumerate(text.top_logprobs):
+        assert list(found.values()) == [logprob for _, logprob in top]  # none has been lost
+        texts = ["two", "t", "\n", *[[by_ids[3], "."], [".", by_ids[4]]][place], "<0xC3>", " one", " "]
+        assert list(found) == (by_ids if as_ids else texts)
+    assert text.tokens == ([by_ids[4], by_ids[3]] if as_ids else [".", "."])
+    assert chat.choices[0].logprobs is not None
+    assert chat.choices[0].logprobs.content is not None
+    entry = chat.choices[0].logprobs.content[0]
+    assert (entry.bytes, entry.logprob) == ([ord(".")], -0.5)
+    given = [bytes(each.bytes or []) for each in entry.top_logprobs]
+    assert given == [b"two", b"t", b"\n", b".", b".", b"\xc3", b" one", b" "]
+    texts = ["two", "t", "\n", ".", ".", "<0xC3>", " one", " "]
+    assert [each.token for each in entry.top_logprobs] == (by_ids if as_ids else texts)
+
+
+def say(listener: TokenListener, tokens: list[int], top: tuple[tuple[int, float], ...]) -> Any:
+    for token in tokens:
+        listener.on_token(ChosenToken(token, -0.5, top))
+    listener.on_end(None)
+    return SimpleNamespace(cancel=lambda: False)
 
 
 def test_requests_without_a_seed_differ(client: openai.OpenAI) -> None:

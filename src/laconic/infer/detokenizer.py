@@ -14,6 +14,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 __all__ = ["Detokenizer", "Stage", "byte_stages", "decoder_stages", "keeps_all", "token_bytes", "whole_stages"]
@@ -152,12 +153,17 @@ def _stage(state: Any, is_one_text: bool) -> Stage:
 
 def _decode_function(state: Any) -> Callable[[list[str]], str]:
     """Return the `decode` of a stage alone, by the package itself."""
+    return _decode_by(json.dumps(state))
+
+
+@cache
+def _decode_by(state: str) -> Callable[[list[str]], str]:
     from tokenizers import Tokenizer
 
     nothing = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor"))
     model = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
     made = Tokenizer.from_str(
-        json.dumps({"version": "1.0", "added_tokens": [], "decoder": state, "model": model} | nothing)
+        json.dumps({"version": "1.0", "added_tokens": [], "decoder": json.loads(state), "model": model} | nothing)
     )
     decode: Callable[[list[str]], str] = made.decoder.decode
     return decode

@@ -70,6 +70,7 @@ class HuggingFaceTokenizer:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()  # tokenizers of Rust must not be used by two threads at once
         self._names: dict[int, str] = {token: name for name, token in tokenizer.get_vocab().items()}
+        self._bytes: dict[int, bytes] = {}
         self._decoder = _known_decoder(tokenizer)
         added = tokenizer.added_tokens_decoder
         special = {entry.content for entry in added.values() if entry.special}
@@ -115,6 +116,11 @@ class HuggingFaceTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """See TextTokenizer."""
+        if (known := self._bytes.get(token)) is None:
+            known = self._bytes[token] = self._make_bytes(token)
+        return known
+
+    def _make_bytes(self, token: int) -> bytes:
         if self._decoder is None or (name := self._shown_name(token)) is None:
             return self.token_name(token).encode()
         return token_bytes(name, self._stages()) or name.encode()

@@ -116,7 +116,9 @@ class _Server:
             await asyncio.to_thread(self._tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
             for prompt in body.prompt
         ]
-        reply = CompletionReply(self._settings.model_name, self._tokenizer, body.logprobs is not None)
+        reply = CompletionReply(
+            self._settings.model_name, self._tokenizer, body.logprobs is not None, body.names_tokens_by_id
+        )
         return await self._answer(request, body, "prompt", prompts, _DEFAULT_COMPLETION_TOKENS, reply)
 
     async def _chat(self, request: Request) -> Response:
@@ -129,7 +131,7 @@ class _Server:
             raise Refusal(400, str(error), "messages") from error
         default = self._engine.answer_defaults.longest_answer(len(prompt), self._max_tokens)
         default = min(default, self._settings.default_max_tokens or default)
-        reply = ChatReply(self._settings.model_name, self._tokenizer, bool(body.logprobs))
+        reply = ChatReply(self._settings.model_name, self._tokenizer, bool(body.logprobs), body.names_tokens_by_id)
         return await self._answer(request, body, "messages", [prompt], default, reply)
 
     def _check_model(self, body: CompletionBody | ChatBody) -> None:

@@ -101,6 +101,7 @@ class RequestBody(_Strict):
     Attributes:
         top_k: beyond OpenAI's API: draw from that many most probable tokens; 0 draws from all.
         user: is accepted and not used.
+        return_tokens_as_token_ids: beyond OpenAI's API, as vLLM has it: logprobs name tokens "token_id:7".
     """
 
     model: str
@@ -114,6 +115,12 @@ class RequestBody(_Strict):
     stream_options: StreamOptions | None = None
     stop: Annotated[list[str] | None, BeforeValidator(_check_stop)] = None
     user: str | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    @property
+    def names_tokens_by_id(self) -> bool:
+        """Whether logprobs name tokens by their ids."""
+        return bool(self.return_tokens_as_token_ids)
 
     @property
     def longest_answer(self) -> int | None:
