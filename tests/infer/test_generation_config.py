@@ -7,13 +7,14 @@ import queue
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from laconic.errors import ConfigError, ModelError
+from laconic.errors import ConfigError, LaconicError, ModelError
 from laconic.infer import Engine, generation_config
 from laconic.infer.generation_config import (
     DEFAULTS,
@@ -164,6 +165,19 @@ def test_draws_are_from_the_distribution_of_generate(original: Any, seed: int) -
         rules.append(token)
 
 
+def test_what_ends_a_request(original: Any, served: Any) -> None:
+    ends = {"sequence_bias": [[[EOS], 9.0]]}
+    expected = generated(original, ends)
+    assert any(tokens[-1] == EOS and len(tokens) < NEW_TOKENS for tokens in expected)
+    assert served({}, Sampling(max_new_tokens=NEW_TOKENS, rules=ends)) == expected
+    further = served(ends, Sampling(max_new_tokens=NEW_TOKENS, ignore_eos=True))
+    assert further == generated(original, ends | {"eos_token_id": None})
+    assert {len(tokens) for tokens in further} == {NEW_TOKENS}
+    stop = further[0][-2]
+    stopped = served(ends, Sampling(max_new_tokens=NEW_TOKENS, ignore_eos=True, stop_token_ids=(stop,)))
+    assert stopped == generated(original, ends | {"eos_token_id": stop})
+
+
 def test_penalties_count_the_tokens_of_the_answer(original: Any) -> None:
     sampling = Sampling(max_new_tokens=5, frequency_penalty=0.5, presence_penalty=0.25)
     rules = _make_rules(original, GenerationConfig(), sampling, [1, 2, 2], [])
@@ -194,6 +208,14 @@ def test_the_engine_honours_the_file_and_refuses_by_name(path: Path, original: A
         with Engine(path, experts=0, threads=1) as engine:
             assert engine.generate(PROMPTS, NEW_TOKENS) == generated(original, config)
             assert engine.answer_defaults == AnswerDefaults(temperature=0.6, max_new_tokens=33)
+            rules = {"repetition_penalty": 1.0, "no_repeat_ngram_size": None, "sequence_bias": {(50,): 3.0}}
+            deaf: Any = SimpleNamespace(on_token=lambda token: None, on_end=lambda error: None)
+            own = engine.stream(PROMPTS[0], Sampling(max_new_tokens=NEW_TOKENS, rules=rules), deaf)
+            biased = {"sequence_bias": [[[50], 3.0]]}
+            assert own.result(patient(20)) == generated(original, biased)[0] != generated(original, config)[0]
+            wrong = engine.stream(PROMPTS[0], Sampling(rules={"repetition_penalty": -1.0}), deaf)
+            with pytest.raises(LaconicError, match=r"rules for logits are refused: .*strictly positive"):
+                wrong.result(patient(20))
             assert any("chat_format" in note and "ignores" in note for note in engine.notes)
         file.write_text(json.dumps({"num_beams": 4}))
         with pytest.raises(

@@ -255,6 +255,60 @@ def test_requests_without_a_seed_differ(client: openai.OpenAI) -> None:
     assert {len(text) for text in found} == {16}
 
 
+def test_penalties_biases_and_vllms_fields_reach_the_engine(engine: FakeEngine, client: openai.OpenAI) -> None:
+    asked: list[Sampling] = []
+    engine.answer = lambda prompt, sampling: asked.append(sampling) or [65, EOS, 66, 67]  # type: ignore[func-returns-value]
+    extra = {"min_p": 0.1, "min_tokens": 2, "repetition_penalty": 1.1, "ignore_eos": True, "stop_token_ids": [67]}
+    done = client.completions.create(
+        model=MODEL,
+        prompt="one",
+        frequency_penalty=0.5,
+        presence_penalty=-1,
+        logit_bias={"65": 3},
+        extra_body=extra,
+    )
+    assert (done.choices[0].text, done.choices[0].finish_reason) == ("AB", "stop")
+    rules = {"repetition_penalty": 1.1, "min_p": 0.1, "min_new_tokens": 2, "sequence_bias": [[[65], 3.0]]}
+    found = asked[0]
+    assert (found.rules, found.frequency_penalty, found.presence_penalty) == (rules, 0.5, -1)
+    assert (found.ignore_eos, found.stop_token_ids) == (True, (67,))
+
+
+def test_answers_can_be_sent_back_as_they_came(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Hi"}]
+    for _ in range(2):
+        message = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=3).choices[0].message
+        messages += [message.model_dump(), message, {"role": "assistant", "content": None}, *messages[:1]]
+    nothing = {"role": "assistant", "content": None, "refusal": None, "tool_calls": None, "function_call": None}
+    whole = [{"role": "user", "content": "Hi"}, nothing, {"role": "user", "content": "Hi"}]
+    tokens = client.with_options(base_url=str(client.base_url).removesuffix("v1/")).post(
+        "/tokenize", body={"messages": whole}, cast_to=dict[str, Any]
+    )
+    assert bytes(tokens["tokens"]).decode() == "user: Hi\nassistant: \nuser: Hi\n"
+
+
+def test_one_model_and_tokens_of_texts(client: openai.OpenAI) -> None:
+    found = client.models.retrieve(MODEL)
+    assert (found.id, found.object, found.owned_by, found.max_model_len) == (MODEL, "model", "laconic", 512)  # type: ignore[attr-defined]
+    with pytest.raises(openai.NotFoundError, match="only 'tiny' is served"):
+        client.models.retrieve("other/model")
+    root = client.with_options(base_url=str(client.base_url).removesuffix("v1/"))
+    made = root.post(
+        "/tokenize", body={"model": MODEL, "prompt": "né", "return_token_strs": True}, cast_to=dict[str, Any]
+    )
+    assert made["tokens"] == list("né".encode())
+    assert made == made | {"count": 3, "max_model_len": 512, "token_strs": ["<0x6E>", "<0xC3>", "<0xA9>"]}
+    assert root.post("/detokenize", body={"tokens": made["tokens"]}, cast_to=dict[str, Any]) == {"prompt": "né"}
+    for path, body, message in (
+        ("/tokenize", {"model": "other", "prompt": "x"}, "only 'tiny'"),
+        ("/tokenize", {}, "give one"),
+        ("/tokenize", {"prompt": "x", "messages": USER}, "give one"),
+        ("/detokenize", {"tokens": [-1]}, "must be a list of ids"),
+    ):
+        with pytest.raises(openai.APIStatusError, match=message):
+            root.post(path, body=body, cast_to=dict[str, Any])
+
+
 def test_models_health_and_metrics(client: openai.OpenAI, url: str) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert httpx.get(f"{url}/health").json() == {"status": "ok"}

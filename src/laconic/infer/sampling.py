@@ -76,6 +76,9 @@ class Sampling:
         if unknown := sorted(set(self.rules) - PROCESSORS - WARPERS):
             known = ", ".join(sorted(PROCESSORS | WARPERS))
             raise ConfigError(f"rules holds {', '.join(unknown)}, but rules for logits are {known}")
+        if isinstance(bias := self.rules.get("sequence_bias"), dict):
+            pairs = [[list(tokens), value] for tokens, value in bias.items()]
+            object.__setattr__(self, "rules", {**self.rules, "sequence_bias": pairs})
         if self.logprobs is not None:
             self._check_integer("logprobs", 0, 2**63 - 1)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))

@@ -184,8 +184,8 @@ def find_experts(config: PretrainedConfig, dtype: torch.dtype | None = None) -> 
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        dtype = dtype or config.dtype or torch.float32
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        wanted = dtype or config.dtype or torch.float32
+        model = AutoModelForCausalLM.from_config(config, dtype=wanted, trust_remote_code=False)
     return model, find_blocks(model)
 
 

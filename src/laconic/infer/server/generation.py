@@ -85,7 +85,9 @@ class Generation:
         self._arrived = asyncio.Event()
         self._max_unread, self._burst = max_unread_tokens, min(burst, max_unread_tokens)
         self._is_over = False
-        stop_tokens = engine.eos_token_ids | set(sampling.stop_token_ids)
+        stop_tokens = frozenset(sampling.stop_token_ids) | (
+            frozenset() if sampling.ignore_eos else engine.eos_token_ids
+        )
         self._choices = [
             _Choice(
                 number * num_choices + choice, prompt, replace(sampling, request=choice), stop_tokens, tokenizer, stops
