@@ -159,6 +159,15 @@ def test_clean_up_gives_out_only_what_stays(parts: list[str]) -> None:
     assert found == original.clean_up_tokenization("".join(parts))
 
 
+def test_ids_with_the_same_name_all_have_its_text() -> None:
+    rust = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁one", -1.0), ("▁one", -2.0), ("two", -3.0)], 0, False))
+    rust.decoder = decoders.Metaspace()
+    original = PreTrainedTokenizerFast(tokenizer_object=rust)
+    tokens = [1, 2, 3, 2]
+    whole = original.decode(tokens)
+    assert "".join(pieces(HuggingFaceTokenizer(original), tokens)) == whole == "one onetwo one"
+
+
 def test_text_comes_as_soon_as_it_is_certain() -> None:
     original = tokenizer("Llama 2", False)
     ids = original.convert_tokens_to_ids

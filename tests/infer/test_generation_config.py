@@ -222,6 +222,9 @@ def test_the_engine_honours_the_file_and_refuses_by_name(path: Path, original: A
             ModelError, match=r"qwen2_moe/generation_config.json has num_beams = 4.*set it to 1 or None"
         ):
             Engine(path, experts=1, threads=1)
+        file.write_text(json.dumps({"bad_words_ids": [[5000]]}))
+        with pytest.raises(LaconicError, match=r"refuses the rules in the model's generation_config.json: .*5000"):
+            Engine(path, experts=0, threads=1)
         file.write_text("{")
         with pytest.raises(ModelError, match=r"generation_config.json.*cannot be read"):
             Engine(path, experts=1, threads=1)

@@ -72,6 +72,10 @@ class HuggingFaceTokenizer:
         self._names: dict[int, str] = {token: name for name, token in tokenizer.get_vocab().items()}
         self._bytes: dict[int, bytes] = {}
         self._decoder = _known_decoder(tokenizer)
+        if self._decoder is not None:  # of ids with the same name the vocabulary has one alone
+            for token in set(range(max(self._names, default=0))) - self._names.keys():
+                if (name := tokenizer.convert_ids_to_tokens(token)) is not None:
+                    self._names[token] = name
         added = tokenizer.added_tokens_decoder
         special = {entry.content for entry in added.values() if entry.special}
         self._skipped = {token for token, name in self._names.items() if name in special}

@@ -637,6 +637,26 @@ def _make_rules(model: Any, generation: Any, sampling: Sampling, prompt: list[in
     return _Rules(processors, left, prompt) if processors else None
 
 
+def _try_rules(model: Any, generation: Any) -> None:
+    """Run the rules of a model once, on logits that are all the same.
+
+    Raises:
+        ModelError: they are refused.
+    """
+    eos = generation.eos_token_id
+    ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    logits = torch.zeros(model.config.get_text_config().vocab_size)
+    for sampling in (Sampling(), Sampling(temperature=1.0)):
+        try:
+            rules = _make_rules(model, generation, sampling, [0], ends)
+            if rules is not None:
+                rules.scores(logits)
+        except Exception as error:  # transformers checks some values when they are used
+            raise ModelError(
+                f"transformers refuses the rules in the model's generation_config.json: {error}"
+            ) from error
+
+
 def _pairs(sequence_bias: Any) -> list[Any]:
     return [list(pair) for pair in (sequence_bias.items() if isinstance(sequence_bias, dict) else sequence_bias)]
 
@@ -672,6 +692,7 @@ class Requests:
         self._model, self._generation = model, model.generation_config
         eos = self._generation.eos_token_id
         eos = -1 if eos is None else eos
+        _try_rules(model, self._generation)
         # Without rules: see _Rules.
         generation = GenerationConfig(do_sample=False, num_beams=1, eos_token_id=eos)
         self._manager = model.init_continuous_batching(
