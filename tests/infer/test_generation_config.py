@@ -26,8 +26,9 @@ from laconic.infer.generation_config import (
     check_generation_config,
     read_generation_config,
 )
+from laconic.infer.logits_rules import make_rules
 from laconic.infer.sampling import Sampling, sample
-from laconic.infer.transformers_seam import CacheLimits, Finished, Requests, _make_rules, load_whole_model, read_config
+from laconic.infer.transformers_seam import CacheLimits, Finished, Requests, load_whole_model, read_config
 from tests.infer.models import PROMPTS, VOCABULARY, make
 from tests.patience import patient
 
@@ -154,7 +155,7 @@ def test_draws_are_from_the_distribution_of_generate(original: Any, seed: int) -
     )
     tokens = out.sequences[0, len(prompt) :].tolist()
     sampling = Sampling(max_new_tokens=NEW_TOKENS, seed=seed, **cuts)
-    rules = _make_rules(original, GenerationConfig(**NOTHING | config), sampling, prompt, [EOS])
+    rules = make_rules(original, GenerationConfig(**NOTHING | config), sampling, prompt, [EOS])
     assert rules is not None
     for position, (logits, expected, token) in enumerate(zip(out.logits, out.scores, tokens, strict=True)):
         scores = rules.scores(logits[0])
@@ -180,7 +181,7 @@ def test_what_ends_a_request(original: Any, served: Any) -> None:
 
 def test_penalties_count_the_tokens_of_the_answer(original: Any) -> None:
     sampling = Sampling(max_new_tokens=5, frequency_penalty=0.5, presence_penalty=0.25)
-    rules = _make_rules(original, GenerationConfig(), sampling, [1, 2, 2], [])
+    rules = make_rules(original, GenerationConfig(), sampling, [1, 2, 2], [])
     assert rules is not None
     for token in (4, 2, 4):
         rules.append(token)
@@ -196,7 +197,7 @@ def test_without_rules_there_is_nothing_to_run(original: Any) -> None:
         (GenerationConfig(**NOTHING | neutral), Sampling(temperature=1.0)),
         (GenerationConfig(**NOTHING, do_sample=True, min_p=0.2), Sampling()),
     ):
-        assert _make_rules(original, config, sampling, [1], [EOS]) is None
+        assert make_rules(original, config, sampling, [1], [EOS]) is None
 
 
 def test_the_engine_honours_the_file_and_refuses_by_name(path: Path, original: Any) -> None:

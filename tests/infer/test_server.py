@@ -22,7 +22,7 @@ from laconic.infer.generation_config import AnswerDefaults
 from laconic.infer.sampling import ChosenToken, Sampling
 from laconic.infer.server import ByteTokenizer, HuggingFaceTokenizer, ServerSettings, TokenListener, create_app
 from tests.infer.serving import EOS, FakeEngine, answer, running, until
-from tests.infer.test_detokenizer import KINDS
+from tests.infer.test_detokenizer import KINDS, tokenizer
 
 MODEL = "tiny"
 
@@ -205,6 +205,30 @@ def test_logprobs(client: openai.OpenAI) -> None:
         assert [(top.token, top.logprob) for top in entries[0].top_logprobs] == [("A", -1.0)]
 
 
+def test_streams_of_a_tokenizer_with_byte_fallback_are_its_text(engine: FakeEngine) -> None:
+    original = tokenizer("Llama 2", False)
+    generator, size = random.Random(0), len(original)
+    answers: list[list[int]] = []
+
+    def say(prompt: Sequence[int], sampling: Sampling) -> list[int]:
+        few = [generator.randrange(size) for _ in range(generator.choice([3, size]))]
+        answers.append(generator.choices([token for token in few if token != EOS], k=sampling.max_new_tokens))
+        return answers[-1]
+
+    engine.answer = say
+    with (
+        running(create_app(engine, HuggingFaceTokenizer(original), ServerSettings(MODEL))) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        for number in range(40):
+            stop = [] if number % 2 else ["\ufffdt", "é"]
+            chunks = client.completions.create(model=MODEL, prompt=[1], max_tokens=30, stop=stop, stream=True)
+            text = "".join(chunk.choices[0].text for chunk in chunks)
+            whole = str(original.decode(answers[-1], skip_special_tokens=True))
+            ends = [place for each in stop if (place := whole.find(each)) >= 0]
+            assert text == whole[: min(ends, default=len(whole))]
+
+
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_logprobs_lose_no_token_though_texts_are_the_same(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, as_ids: bool
@@ -213,14 +237,14 @@ def test_logprobs_lose_no_token_though_texts_are_the_same(
     model, decoder = KINDS["Llama 2"]
     rust = Tokenizer(model())
     rust.decoder = decoder
-    tokenizer = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=rust, chat_template="two"))
+    ours = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=rust, chat_template="two"))
     ids = [rust.token_to_id(name) for name in ["two", "<0x74>", "<0x0A>", ".", "<0x2E>", "<0xC3>", "▁one", "▁"]]
     dot, dot_byte, by_ids = ids[3], ids[4], [f"token_id:{token}" for token in ids]
     top = tuple((token, -1.0 - place) for place, token in enumerate(ids))
     monkeypatch.setattr(engine, "stream", lambda prompt, sampling, listener: say(listener, [dot_byte, dot], top))
     options: dict[str, Any] = {"model": MODEL, "extra_body": {"return_tokens_as_token_ids": as_ids}}
     with (
-        running(create_app(engine, tokenizer, ServerSettings(MODEL))) as url,
+        running(create_app(engine, ours, ServerSettings(MODEL))) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
         text = client.completions.create(prompt=[1], logprobs=8, **options).choices[0].logprobs

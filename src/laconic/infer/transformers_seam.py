@@ -9,8 +9,8 @@ What is used of it, and for what:
 - `init_continuous_batching` and ContinuousBatchingManager: requests, the paged cache, prefill mixed with decode.
 - The manager's `logit_processor`, which is told the requests of each batch, and `_sample` of its ModelRunner, which is
   called with their logits: the tokens are chosen there.
-- `GenerationMixin._get_logits_processor`: the processors of one request, by its rules and those of the model. Those of
-  a manager see a request's last token alone.
+- `GenerationMixin._get_logits_processor`: the processors of one request, made by logits_rules.py, which is given the
+  model. Those of a manager see a request's last token alone.
 - `ALL_ATTENTION_FUNCTIONS`: attention whose values are narrower than its keys (multi-head latent attention) gets values
   of the keys' width, since the paged cache has one width for both.
 
@@ -25,7 +25,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from laconic.errors import ConfigError, LaconicError, ModelError
-from laconic.infer.generation_config import PROCESSORS, WARPERS
+from laconic.infer.logits_rules import LogitsRules, make_rules, try_rules
 from laconic.infer.sampling import ChosenToken, Sampling, sample
 from laconic.json_text import parse_json
 from laconic.moe.huggingface.blocks import Block, find_blocks
@@ -537,7 +537,7 @@ class _Sampler:
         tokens = places.tolist()
         for number, state in enumerate(self._states):
             options = state.logit_processor_kwargs
-            rules: _Rules | None = options["rules"]
+            rules: LogitsRules | None = options["rules"]
             if finite[number] and rules is None and _takes_greatest(options["sampling"]):
                 token: ChosenToken | None = ChosenToken(tokens[number])
             else:
@@ -548,7 +548,7 @@ class _Sampler:
         output_ids[0, : len(tokens)] = torch.tensor(tokens)
         self._on_tokens(chosen)
 
-    def _sample(self, state: Any, logits: Tensor, rules: _Rules | None) -> ChosenToken | None:
+    def _sample(self, state: Any, logits: Tensor, rules: LogitsRules | None) -> ChosenToken | None:
         # A request that lost its place in the cache comes again with its tokens in the prompt.
         options = state.logit_processor_kwargs
         position = len(state.initial_tokens) - options["prompt_tokens"] + state.generated_len()
@@ -561,104 +561,6 @@ class _Sampler:
             return None
         rules.append(token.token)
         return token
-
-
-class _Rules:
-    """The logits processors of one request, and the tokens that they look at.
-
-    Args:
-        processors: of transformers.
-        sampling: of the request, without what the processors do.
-        prompt: of the request.
-    """
-
-    def __init__(self, processors: Any, sampling: Sampling, prompt: list[int]) -> None:
-        self._processors, self.sampling = processors, sampling
-        self._tokens = torch.empty(1, len(prompt) + sampling.max_new_tokens, dtype=torch.int64)
-        self._count = len(prompt)
-        self._tokens[0, : self._count] = torch.tensor(prompt)
-
-    def scores(self, logits: Tensor) -> Tensor:
-        """Return what the rules make of logits, float32 [vocabulary]."""
-        scores: Tensor = self._processors(self._tokens[:, : self._count], logits[None].clone())
-        return scores[0]
-
-    def append(self, token: int) -> None:
-        """Take the token that has been chosen."""
-        self._tokens[0, self._count] = token
-        self._count += 1
-
-
-class _Penalties:
-    """Frequency and presence penalties of OpenAI's API, as a logits processor."""
-
-    def __init__(self, sampling: Sampling, prompt_tokens: int) -> None:
-        self._sampling, self._prompt_tokens = sampling, prompt_tokens
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        counts = torch.bincount(input_ids[0, self._prompt_tokens :], minlength=scores.shape[1])
-        penalties = self._sampling.frequency_penalty * counts + self._sampling.presence_penalty * (counts > 0)
-        return scores - penalties
-
-
-def _make_rules(model: Any, generation: Any, sampling: Sampling, prompt: list[int], eos: list[int]) -> _Rules | None:
-    """Return the rules of a request; None if it has none.
-
-    Args:
-        model: that generates.
-        generation: its GenerationConfig.
-        sampling: of the request.
-        prompt: of the request.
-        eos: tokens that end the request.
-    """
-    from transformers import GenerationConfig
-
-    values = {name: getattr(generation, name, None) for name in PROCESSORS | WARPERS} | dict(sampling.rules)
-    if generation.sequence_bias and sampling.rules.get("sequence_bias"):
-        values["sequence_bias"] = [*_pairs(generation.sequence_bias), *_pairs(sampling.rules["sequence_bias"])]
-    if not eos:
-        values["exponential_decay_length_penalty"] = None  # raises the score of the end, and nothing ends this one
-    left_out = WARPERS if sampling.is_greedy else ()
-    values = {name: value for name, value in values.items() if value not in (None, [], {}) and name not in left_out}
-    own = [_Penalties(sampling, len(prompt))] if sampling.frequency_penalty or sampling.presence_penalty else []
-    if not values and not own:
-        return None
-    # Cuts that laconic does not make come after those that it does, and a watermark after all of them: transformers'
-    # own processors make all of them then, and leave nothing but the draw.
-    draws = not sampling.is_greedy and not values.keys().isdisjoint({*WARPERS, "watermarking_config"})
-    cuts = {"do_sample": draws, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-    config = GenerationConfig(**values | (cuts if draws else {}))
-    config.max_length = len(prompt) + sampling.max_new_tokens
-    config._eos_token_tensor = torch.tensor(eos) if eos else None
-    processors = model._get_logits_processor(
-        config, input_ids_seq_length=len(prompt), logits_processor=own, device="cpu"
-    )
-    left = replace(sampling, temperature=1.0, top_k=0, top_p=1.0) if draws else sampling
-    return _Rules(processors, left, prompt) if processors else None
-
-
-def _try_rules(model: Any, generation: Any) -> None:
-    """Run the rules of a model once, on logits that are all the same.
-
-    Raises:
-        ModelError: they are refused.
-    """
-    eos = generation.eos_token_id
-    ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    logits = torch.zeros(model.config.get_text_config().vocab_size)
-    for sampling in (Sampling(), Sampling(temperature=1.0)):
-        try:
-            rules = _make_rules(model, generation, sampling, [0], ends)
-            if rules is not None:
-                rules.scores(logits)
-        except Exception as error:  # transformers checks some values when they are used
-            raise ModelError(
-                f"transformers refuses the rules in the model's generation_config.json: {error}"
-            ) from error
-
-
-def _pairs(sequence_bias: Any) -> list[Any]:
-    return [list(pair) for pair in (sequence_bias.items() if isinstance(sequence_bias, dict) else sequence_bias)]
 
 
 def _takes_greatest(sampling: Sampling) -> bool:
@@ -692,8 +594,8 @@ class Requests:
         self._model, self._generation = model, model.generation_config
         eos = self._generation.eos_token_id
         eos = -1 if eos is None else eos
-        _try_rules(model, self._generation)
-        # Without rules: see _Rules.
+        try_rules(model, self._generation)
+        # Without rules: see logits_rules.py.
         generation = GenerationConfig(do_sample=False, num_beams=1, eos_token_id=eos)
         self._manager = model.init_continuous_batching(
             generation_config=generation,
@@ -731,7 +633,7 @@ class Requests:
         """Add a request for tokens after `prompt`."""
         eos = [*(() if sampling.ignore_eos else self.eos_token_ids), *sampling.stop_token_ids]
         try:
-            rules = _make_rules(self._model, self._generation, sampling, prompt, eos)
+            rules = make_rules(self._model, self._generation, sampling, prompt, eos)
         except Exception as error:  # transformers checks the values of a request's rules
             self._on_finished(Finished(name, [], f"the request's rules for logits are refused: {error}"))
             return
