@@ -158,12 +158,12 @@ def test_draws_are_from_the_distribution_of_generate(original: Any, seed: int) -
     rules = make_rules(original, GenerationConfig(**NOTHING | config), sampling, prompt, [EOS])
     assert rules is not None
     for position, (logits, expected, token) in enumerate(zip(out.logits, out.scores, tokens, strict=True)):
-        scores = rules.scores(logits[0])
+        scores = rules.scores(logits[0], position)
         if rules.sampling.temperature == rules.sampling.top_p == 1:  # nothing but the draw is left
             torch.testing.assert_close(scores.softmax(-1), expected[0].softmax(-1))
         drawn = {sample(logits[0], rules.sampling, 100 * n + position, scores).token for n in range(40)}
         assert drawn <= set(expected[0].isfinite().nonzero().flatten().tolist())
-        rules.append(token)
+        rules.take(token, position)
 
 
 def test_what_ends_a_request(original: Any, served: Any) -> None:
@@ -183,11 +183,12 @@ def test_penalties_count_the_tokens_of_the_answer(original: Any) -> None:
     sampling = Sampling(max_new_tokens=5, frequency_penalty=0.5, presence_penalty=0.25)
     rules = make_rules(original, GenerationConfig(), sampling, [1, 2, 2], [])
     assert rules is not None
-    for token in (4, 2, 4):
-        rules.append(token)
+    for position, token in enumerate((4, 2, 4)):
+        rules.take(9, position)  # the same position again, as after a batch that failed
+        rules.take(token, position)
     expected = torch.zeros(VOCABULARY)
     expected[4], expected[2] = -1.25, -0.75
-    torch.testing.assert_close(rules.scores(torch.zeros(VOCABULARY)), expected)
+    torch.testing.assert_close(rules.scores(torch.zeros(VOCABULARY), 3), expected)
 
 
 def test_without_rules_there_is_nothing_to_run(original: Any) -> None:

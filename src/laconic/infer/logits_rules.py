@@ -33,19 +33,17 @@ class LogitsRules:
 
     def __init__(self, processors: Any, sampling: Sampling, prompt: list[int]) -> None:
         self._processors, self.sampling = processors, sampling
-        self._tokens = torch.empty(1, len(prompt) + sampling.max_new_tokens, dtype=torch.int64)
-        self._count = len(prompt)
-        self._tokens[0, : self._count] = torch.tensor(prompt)
+        self._tokens = torch.tensor([[*prompt, *[0] * sampling.max_new_tokens]])
+        self._prompt_tokens = len(prompt)
 
-    def scores(self, logits: Tensor) -> Tensor:
-        """Return what the rules make of logits, float32 [vocabulary]."""
-        scores: Tensor = self._processors(self._tokens[:, : self._count], logits[None].clone())
+    def scores(self, logits: Tensor, position: int) -> Tensor:
+        """Return what the rules make of logits, float32 [vocabulary], after `position` tokens of the answer."""
+        scores: Tensor = self._processors(self._tokens[:, : self._prompt_tokens + position], logits[None].clone())
         return scores[0]
 
-    def append(self, token: int) -> None:
-        """Take the token that has been chosen."""
-        self._tokens[0, self._count] = token
-        self._count += 1
+    def take(self, token: int, position: int) -> None:
+        """Take the token that has been chosen after `position` others; a later call with this position counts."""
+        self._tokens[0, self._prompt_tokens + position] = token
 
 
 def make_rules(
@@ -102,7 +100,7 @@ def try_rules(model: Any, generation: Any) -> None:
         try:
             rules = make_rules(model, generation, sampling, [0], ends)
             if rules is not None:
-                rules.scores(logits)
+                rules.scores(logits, 0)
         except Exception as error:  # transformers checks some values when they are used
             raise ModelError(
                 f"transformers refuses the rules in the model's generation_config.json: {error}"

@@ -555,11 +555,11 @@ class _Sampler:
         try:
             if rules is None:
                 return sample(logits, options["sampling"], position)
-            token = sample(logits, rules.sampling, position, rules.scores(logits))
+            token = sample(logits, rules.sampling, position, rules.scores(logits, position))
         except Exception as error:  # rules are foreign code, and other requests go on
             self._on_failed(state.request_id, str(error) if isinstance(error, LaconicError) else repr(error))
             return None
-        rules.append(token.token)
+        rules.take(token.token, position)
         return token
 
 
