@@ -101,7 +101,9 @@ class _Peer:
         from transformers import AutoModelForCausalLM
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-        self._model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=torch.float32, trust_remote_code=False
+        ).eval()
         self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
         self._generation = self._model.generation_config
         self._generation.update(do_sample=False, eos_token_id=-1)

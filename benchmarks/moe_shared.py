@@ -93,7 +93,7 @@ def _block(family: str, width: int, overlap: bool, grid: Grid) -> nn.Module:
         **own,
     )
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     done = parallelize(model, grid, overlap_shared=overlap, codec=Raw())
     assert {one.place is None for one in done.shared.values()} == {not overlap}
     block: nn.Module = model.model.layers[0].mlp

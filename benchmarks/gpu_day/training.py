@@ -95,7 +95,7 @@ def _trained(setting: Setting, size: str, variant: _Variant) -> list[str]:
     sizes = setting.sized(_SIZES[size], _TINY)
     torch.manual_seed(0)
     with torch.device(setting.device):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=torch.bfloat16, trust_remote_code=False)
     model.train()
     tokens = _tokens(steps, batch, length, sizes["vocab_size"]).to(setting.device)
     variant.prepare(model, tokens[0])

@@ -24,7 +24,7 @@ def causal_model(family: str, hidden_size: int, *, head_dim: int = HEAD_DIM, **s
     sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
     torch.manual_seed(0)
     model: nn.Module = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family, hidden_size=hidden_size, head_dim=head_dim, **sizes)
+        AutoConfig.for_model(family, hidden_size=hidden_size, head_dim=head_dim, **sizes), trust_remote_code=False
     )
     return model
 

@@ -98,7 +98,7 @@ def save_model(model: Model, folder: Path) -> None:
         values["head_dim"] = model.width // heads
     torch.manual_seed(0)
     config = AutoConfig.for_model(model.family, **values)
-    written = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    written = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     # Tokens that stay apart through the layers spread over the experts as those of a trained model do.
     torch.nn.init.normal_(written.get_input_embeddings().weight)
     written.save_pretrained(folder)

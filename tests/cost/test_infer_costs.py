@@ -25,6 +25,7 @@ from laconic.cost.infer.costs import active_experts, reach
 from laconic.cost.infer.planner import replicated_seconds
 from laconic.cost.infer.rates import ExchangeCosts, LinkPair
 from laconic.errors import ConfigError, PlanError
+from laconic.infer.split import Split as EngineSplit
 from laconic.schedule.inference import InferencePlan, Slicing
 from tests.cost.infer_models import LINK, RATES, model_of, shape_of
 
@@ -109,6 +110,20 @@ def test_decode_is_linear_in_rows_and_in_cached_tokens() -> None:
 def test_prompts_are_quadratic_in_their_length() -> None:
     first, second, third = (model_of(Workload(length)).attention_seconds(1) for length in (100, 200, 300))
     assert third - 2 * second + first == pytest.approx(2e-12 * 4 * 32 / 2 * 2 * 100**2)
+
+
+def test_experts_are_planned_where_the_engine_puts_them() -> None:
+    """Of each worker and slice of experts, what a row has of them, for all that there are up to 64."""
+    for num_experts in range(1, 65):
+        shape = replace(shape_of(), num_experts=num_experts, top_k=1)
+        shares = tuple(2.0 * (number + 1) / (num_experts * (num_experts + 1)) for number in range(num_experts))
+        model = InferenceCostModel(shape, RATES, PROMPT, shares)
+        for workers in range(1, num_experts + 1):
+            held = [EngineSplit(1, workers).expert_range(worker, num_experts) for worker in range(workers)]
+            expected = [sum(shares[expert] for expert in each) for each in held]
+            assert [load for load, _ in model._held(8.0, workers, 0, 1)] == pytest.approx(expected)
+            uniform = InferenceCostModel(shape, RATES, PROMPT)._held(8.0, workers, 0, 1)
+            assert uniform[0][0] == pytest.approx(max(map(len, held)) / num_experts)
 
 
 def test_uniform_shares_are_the_uniform_formula() -> None:

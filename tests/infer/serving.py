@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 
 from laconic.errors import CollectiveError, ConfigError, LaconicError
+from laconic.infer.generation_config import AnswerDefaults
 from laconic.infer.sampling import ChosenToken, Sampling
 from laconic.infer.server import TokenListener
 from tests.patience import patient
@@ -51,6 +52,7 @@ class FakeEngine:
     """
 
     eos_token_ids = frozenset({EOS})
+    answer_defaults = AnswerDefaults()
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen2MoeForCausalLM
 
 from laconic.infer.expert_share import ExpertShare
-from laconic.infer.split import slice_ranges
 from laconic.infer.transformers_seam import load_attention_model, load_experts
+from laconic.schedule.slices import slice_ranges
 from tests.grid import few
 from tests.infer.models import SERVED_SPLIT, make, split_families
 
@@ -96,3 +98,34 @@ def test_peak_of_loading_is_that_of_the_own_share(tmp_path: Path) -> None:
     assert peak("whole") > 0.9 * size  # so the measurement sees weights
     assert peak("attention") < 0.15 * size
     assert peak("experts") < 0.6 * size
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_tensors_that_the_model_has_not_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, split: bool
+) -> None:
+    path = make("qwen2_moe", tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"model.layers.0.mlp.bias": torch.zeros(2)}, path / "model.safetensors", {"format": "pt"})
+    with caplog.at_level("WARNING"):
+        load_attention_model(path, None, (lambda layer, _: torch.nn.Identity()) if split else None)
+    assert [record.message for record in caplog.records] == [
+        "qwen2_moe holds 1 tensors that a Qwen2MoeForCausalLM has not, and that are left aside: model.layers.0.mlp.bias"
+    ]
+
+
+def test_what_transformers_warns_of_while_it_loads_is_heard(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make("qwen2_moe", tmp_path)
+    logger = logging.getLogger("transformers.modeling_utils")
+    load = Qwen2MoeForCausalLM._load_pretrained_model
+
+    def warn(*args: Any, **kwargs: Any) -> Any:
+        logger.warning("an odd checkpoint")
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(Qwen2MoeForCausalLM, "_load_pretrained_model", staticmethod(warn))
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    load_attention_model(path, None, lambda layer, _: torch.nn.Identity())
+    assert {record.message for record in caplog.records} == {"an odd checkpoint"}

@@ -133,7 +133,7 @@ def _chosen(
             request_id=str(number),
             initial_tokens=[1],
             generated_len=lambda: 0,
-            logit_processor_kwargs={"sampling": sampling, "prompt_tokens": 1},
+            logit_processor_kwargs={"sampling": sampling, "rules": None, "prompt_tokens": 1},
         )
         for number, sampling in enumerate(samplings)
     ]

@@ -8,16 +8,21 @@ import random
 import socket
 import threading
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from laconic.errors import ConfigError
-from laconic.infer.sampling import Sampling
-from laconic.infer.server import ByteTokenizer, ServerSettings, create_app
+from laconic.infer.generation_config import AnswerDefaults
+from laconic.infer.sampling import ChosenToken, Sampling
+from laconic.infer.server import ByteTokenizer, HuggingFaceTokenizer, ServerSettings, TokenListener, create_app
 from tests.infer.serving import EOS, FakeEngine, answer, running, until
+from tests.infer.test_detokenizer import KINDS, tokenizer
 
 MODEL = "tiny"
 
@@ -111,7 +116,29 @@ def test_an_answer_of_a_chat_takes_what_fits_by_default(client: openai.OpenAI) -
     for length in (5, 500):
         done = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x" * length}])
         assert done.usage is not None
-        assert done.usage.completion_tokens == min(256, 512 - done.usage.prompt_tokens)
+        assert done.usage.completion_tokens == 512 - done.usage.prompt_tokens
+
+
+def test_what_a_request_does_not_say_is_the_models(engine: FakeEngine, url: str, client: openai.OpenAI) -> None:
+    asked: list[Sampling] = []
+
+    def note(prompt: Sequence[int], sampling: Sampling) -> list[int]:
+        asked.append(sampling)
+        return [*b"one END", *b" two"][: sampling.max_new_tokens]
+
+    engine.answer = note
+    engine.answer_defaults = AnswerDefaults(0.6, 0.9, 20, max_new_tokens=11, stop=("END",))
+    messages: list[Any] = [{"role": "user", "content": "Hi"}]
+    chat = client.chat.completions.create(model=MODEL, messages=messages)
+    assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == ("one ", "stop")
+    assert (asked[-1].temperature, asked[-1].top_p, asked[-1].top_k, asked[-1].max_new_tokens) == (0.6, 0.9, 20, 11)
+    neutral = {"temperature": 1, "top_p": 1, "top_k": 0, "stop": []}
+    text = client.completions.create(model=MODEL, prompt="one", max_tokens=11, extra_body=neutral)
+    assert text.choices[0].text == "one END two"
+    assert (asked[-1].temperature, asked[-1].top_p, asked[-1].top_k, asked[-1].max_new_tokens) == (1, 1, 0, 11)
+    with running(create_app(engine, ChatBytes(), ServerSettings(MODEL, default_max_tokens=5))) as url:
+        assert httpx.post(f"{url}/v1/chat/completions", json={"model": MODEL, "messages": messages}).status_code == 200
+    assert asked[-1].max_new_tokens == 5
 
 
 def test_stop_strings_across_tokens_end_the_request(client: openai.OpenAI, engine: FakeEngine) -> None:
@@ -141,6 +168,23 @@ def test_characters_across_tokens_come_whole(engine: FakeEngine, client: openai.
     assert (cut.choices[0].text, cut.choices[0].finish_reason) == ("a\ufffd", "length")
 
 
+def test_an_answer_whose_pieces_are_not_its_text_is_an_error_with_both(engine: FakeEngine) -> None:
+    class Wrong(ChatBytes):
+        def decode(self, tokens: Sequence[int]) -> str:
+            return super().decode(tokens).upper()
+
+    engine.answer = lambda prompt, sampling: [*b"abc", EOS]
+    with running(create_app(engine, Wrong(), ServerSettings(MODEL))) as url:
+        body = {"model": MODEL, "prompt": "one"}
+        for options in ({}, {"max_tokens": 2}, {"stop": "b"}):
+            given = "ab" if options else "abc"
+            expected = f"pieces of this answer make {given!r}, but its tokens decode to {given.upper()!r}"
+            whole = httpx.post(f"{url}/v1/completions", json=body | options)
+            assert (whole.status_code, expected in whole.json()["error"]["message"]) == (500, True)
+            streamed = httpx.post(f"{url}/v1/completions", json=body | options | {"stream": True})
+            assert expected in json.loads(streamed.text.strip().split("data: ")[-1])["error"]["message"]
+
+
 def test_logprobs(client: openai.OpenAI) -> None:
     done = client.completions.create(model=MODEL, prompt="one", seed=7, max_tokens=3, logprobs=2)
     logprobs, text = done.choices[0].logprobs, text_of("one", seed=7, max_new_tokens=3)
@@ -161,10 +205,138 @@ def test_logprobs(client: openai.OpenAI) -> None:
         assert [(top.token, top.logprob) for top in entries[0].top_logprobs] == [("A", -1.0)]
 
 
+def test_streams_of_a_tokenizer_with_byte_fallback_are_its_text(engine: FakeEngine) -> None:
+    original = tokenizer("Llama 2", False)
+    generator, size = random.Random(0), len(original)
+    answers: list[list[int]] = []
+
+    def say(prompt: Sequence[int], sampling: Sampling) -> list[int]:
+        few = [generator.randrange(size) for _ in range(generator.choice([3, size]))]
+        answers.append(generator.choices([token for token in few if token != EOS], k=sampling.max_new_tokens))
+        return answers[-1]
+
+    engine.answer = say
+    with (
+        running(create_app(engine, HuggingFaceTokenizer(original), ServerSettings(MODEL))) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        for number in range(40):
+            stop = [] if number % 2 else ["\ufffdt", "é"]
+            chunks = client.completions.create(model=MODEL, prompt=[1], max_tokens=30, stop=stop, stream=True)
+            text = "".join(chunk.choices[0].text for chunk in chunks)
+            whole = str(original.decode(answers[-1], skip_special_tokens=True))
+            ends = [place for each in stop if (place := whole.find(each)) >= 0]
+            assert text == whole[: min(ends, default=len(whole))]
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_logprobs_lose_no_token_though_texts_are_the_same(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, as_ids: bool
+) -> None:
+    """Llama's "▁one" and "one", "." and its byte, halves of characters."""
+    model, decoder = KINDS["Llama 2"]
+    rust = Tokenizer(model())
+    rust.decoder = decoder
+    ours = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=rust, chat_template="two"))
+    ids = [rust.token_to_id(name) for name in ["two", "<0x74>", "<0x0A>", ".", "<0x2E>", "<0xC3>", "▁one", "▁"]]
+    dot, dot_byte, by_ids = ids[3], ids[4], [f"token_id:{token}" for token in ids]
+    top = tuple((token, -1.0 - place) for place, token in enumerate(ids))
+    monkeypatch.setattr(engine, "stream", lambda prompt, sampling, listener: say(listener, [dot_byte, dot], top))
+    options: dict[str, Any] = {"model": MODEL, "extra_body": {"return_tokens_as_token_ids": as_ids}}
+    with (
+        running(create_app(engine, ours, ServerSettings(MODEL))) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        text = client.completions.create(prompt=[1], logprobs=8, **options).choices[0].logprobs
+        chat = client.chat.completions.create(messages=USER, logprobs=True, top_logprobs=8, **options)
+    assert text is not None
+    assert text.top_logprobs is not None
+    for place, found in enumerate(text.top_logprobs):
+        assert list(found.values()) == [logprob for _, logprob in top]  # none has been lost
+        texts = ["two", "t", "\n", *[[by_ids[3], "."], [".", by_ids[4]]][place], "<0xC3>", " one", " "]
+        assert list(found) == (by_ids if as_ids else texts)
+    assert text.tokens == ([by_ids[4], by_ids[3]] if as_ids else [".", "."])
+    assert chat.choices[0].logprobs is not None
+    assert chat.choices[0].logprobs.content is not None
+    entry = chat.choices[0].logprobs.content[0]
+    assert (entry.bytes, entry.logprob) == ([ord(".")], -0.5)
+    given = [bytes(each.bytes or []) for each in entry.top_logprobs]
+    assert given == [b"two", b"t", b"\n", b".", b".", b"\xc3", b" one", b" "]
+    texts = ["two", "t", "\n", ".", ".", "<0xC3>", " one", " "]
+    assert [each.token for each in entry.top_logprobs] == (by_ids if as_ids else texts)
+
+
+def say(listener: TokenListener, tokens: list[int], top: tuple[tuple[int, float], ...]) -> Any:
+    for token in tokens:
+        listener.on_token(ChosenToken(token, -0.5, top))
+    listener.on_end(None)
+    return SimpleNamespace(cancel=lambda: False)
+
+
 def test_requests_without_a_seed_differ(client: openai.OpenAI) -> None:
     found = {client.completions.create(model=MODEL, prompt="one").choices[0].text for _ in range(5)}
     assert len(found) == 5
     assert {len(text) for text in found} == {16}
+
+
+def test_penalties_biases_and_vllms_fields_reach_the_engine(engine: FakeEngine, client: openai.OpenAI) -> None:
+    asked: list[Sampling] = []
+    engine.answer = lambda prompt, sampling: asked.append(sampling) or [65, EOS, 66, 67]  # type: ignore[func-returns-value]
+    extra = {"min_p": 0.1, "min_tokens": 2, "repetition_penalty": 1.1, "ignore_eos": True, "stop_token_ids": [67]}
+    done = client.completions.create(
+        model=MODEL,
+        prompt="one",
+        frequency_penalty=0.5,
+        presence_penalty=-1,
+        logit_bias={"65": 3},
+        extra_body=extra,
+    )
+    assert (done.choices[0].text, done.choices[0].finish_reason) == ("AB", "stop")
+    rules = {
+        "repetition_penalty": 1.1,
+        "min_p": 0.1,
+        "min_new_tokens": 2,
+        "min_length": None,
+        "sequence_bias": [[[65], 3.0]],
+    }
+    found = asked[0]
+    assert (found.rules, found.frequency_penalty, found.presence_penalty) == (rules, 0.5, -1)
+    assert (found.ignore_eos, found.stop_token_ids) == (True, (67,))
+
+
+def test_answers_can_be_sent_back_as_they_came(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Hi"}]
+    for _ in range(2):
+        message = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=3).choices[0].message
+        messages += [message.model_dump(), message, {"role": "assistant", "content": None}, *messages[:1]]
+    nothing = {"role": "assistant", "content": None, "refusal": None, "tool_calls": None, "function_call": None}
+    whole = [{"role": "user", "content": "Hi"}, nothing, {"role": "user", "content": "Hi"}]
+    tokens = client.with_options(base_url=str(client.base_url).removesuffix("v1/")).post(
+        "/tokenize", body={"messages": whole}, cast_to=dict[str, Any]
+    )
+    assert bytes(tokens["tokens"]).decode() == "user: Hi\nassistant: \nuser: Hi\n"
+
+
+def test_one_model_and_tokens_of_texts(client: openai.OpenAI) -> None:
+    found = client.models.retrieve(MODEL)
+    assert (found.id, found.object, found.owned_by, found.max_model_len) == (MODEL, "model", "laconic", 512)  # type: ignore[attr-defined]
+    with pytest.raises(openai.NotFoundError, match="only 'tiny' is served"):
+        client.models.retrieve("other/model")
+    root = client.with_options(base_url=str(client.base_url).removesuffix("v1/"))
+    made = root.post(
+        "/tokenize", body={"model": MODEL, "prompt": "né", "return_token_strs": True}, cast_to=dict[str, Any]
+    )
+    assert made["tokens"] == list("né".encode())
+    assert made == made | {"count": 3, "max_model_len": 512, "token_strs": ["<0x6E>", "<0xC3>", "<0xA9>"]}
+    assert root.post("/detokenize", body={"tokens": made["tokens"]}, cast_to=dict[str, Any]) == {"prompt": "né"}
+    for path, body, message in (
+        ("/tokenize", {"model": "other", "prompt": "x"}, "only 'tiny'"),
+        ("/tokenize", {}, "give one"),
+        ("/tokenize", {"prompt": "x", "messages": USER}, "give one"),
+        ("/detokenize", {"tokens": [-1]}, "must be a list of ids"),
+    ):
+        with pytest.raises(openai.APIStatusError, match=message):
+            root.post(path, body=body, cast_to=dict[str, Any])
 
 
 def test_models_health_and_metrics(client: openai.OpenAI, url: str) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
 
 from laconic.infer.sampling import Sampling
 from laconic.infer.server.bodies import ChatBody, CompletionBody, parse_body
@@ -54,6 +57,10 @@ def test_fields_are_read_or_refused_by_name(kind: Any, fields: dict[str, Any]) -
         seed=body.seed or 0,
         max_new_tokens=body.longest_answer or 1,
         logprobs=body.num_logprobs,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        rules=body.rules,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
     )
     assert all(name in type(body).model_fields or not value for name, value in fields.items())
 
@@ -74,6 +81,77 @@ def test_contents_of_messages(content: Any, text: str) -> None:
     values = {"model": "m", "messages": [{"role": "user", "content": content, "name": "me"}]}
     message = parse_body(ChatBody, json.dumps(values).encode()).messages[0]
     assert (message.role, message.content, message.name) == ("user", text, "me")
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        (ChatBody, chat_params.CompletionCreateParamsBase),
+        (CompletionBody, completion_params.CompletionCreateParamsBase),
+    ],
+)
+def test_every_field_of_openais_client_is_known(kind: Any, params: Any) -> None:
+    """Null is as if left out; what is not served is refused as such, not as a field that nobody knows."""
+    for name in set(params.__annotations__) - GOOD[kind].keys():
+        assert read(kind, GOOD[kind] | {name: None})[1] is None, name
+        _, refusal = read(kind, GOOD[kind] | {name: {"odd": [1]}})
+        assert refusal is None or (refusal.param, refusal.code) != (name, "unknown_parameter")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": "auto", "tools": [], "parallel_tool_calls": True, "function_call": "auto", "functions": []},
+        {
+            "modalities": ["text"],
+            "verbosity": "medium",
+            "reasoning_effort": "none",
+            "response_format": {"type": "text"},
+        },
+        {"store": True, "metadata": {"a": "b"}, "service_tier": "flex", "user": "me", "safety_identifier": "me"},
+        {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "auto"}},
+    ],
+)
+def test_fields_that_change_no_token_are_taken(fields: dict[str, Any]) -> None:
+    body, refusal = read(ChatBody, GOOD[ChatBody] | fields)
+    assert refusal is None
+    assert body.rules == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "rules"),
+    [
+        ({"repetition_penalty": 1.0}, {"repetition_penalty": 1.0}),
+        ({"min_p": 0, "min_tokens": 0}, {"min_p": None, "min_new_tokens": None, "min_length": None}),
+        ({"min_p": 0.1, "min_tokens": 3}, {"min_p": 0.1, "min_new_tokens": 3, "min_length": None}),
+        ({"logit_bias": {"7": -100, "8": 2.5}}, {"sequence_bias": [[[7], -100.0], [[8], 2.5]]}),
+        ({"logit_bias": {}}, {}),
+    ],
+)
+def test_rules_of_a_request(fields: dict[str, Any], rules: dict[str, Any]) -> None:
+    assert read(CompletionBody, GOOD[CompletionBody] | fields)[0].rules == rules
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logit_bias": {"a": 1}}, "logit_bias is .*, but it must be an object of numbers from -100 to 100"),
+        ({"logit_bias": {"1": 101}}, "logit_bias is .*, but it must be an object"),
+        ({"frequency_penalty": 3}, "frequency_penalty is 3, but it must be less than or equal to 2"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids is .*, but it must be a list of ids"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9, but the longest answer is 8"),
+        ({"reasoning_effort": "high"}, "reasoning_effort is not served"),
+        ({"messages": [{"role": "user", "content": None}]}, r"messages\.0\.content is missing or null"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
+            r"messages\.0\.tool_calls is .* must be null: only",
+        ),
+    ],
+)
+def test_values_that_break_a_rule_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    _, refusal = read(ChatBody, GOOD[ChatBody] | fields)
+    assert refusal is not None
+    assert re.search(message, str(refusal))
 
 
 @pytest.mark.parametrize("options", [{"top_logprobs": 2}, {"logprobs": False, "top_logprobs": 2}, {"logprobs": True}])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from laconic.errors import ConfigError
-from laconic.infer.split import Split, slice_ranges
+from laconic.infer.split import Split
+from laconic.schedule.slices import largest_slice, slice_ranges
 
 
 def test_slices_cover_everything_once_and_evenly() -> None:
@@ -15,6 +16,7 @@ def test_slices_cover_everything_once_and_evenly() -> None:
             assert [i for part in ranges for i in part] == list(range(length))
             assert len(ranges) == count
             assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
+            assert max(map(len, ranges)) == largest_slice(length, count)
 
 
 def test_every_expert_has_one_worker_and_every_rank_one_role() -> None:

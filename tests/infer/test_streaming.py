@@ -155,6 +155,11 @@ def test_cancelled_requests_are_not_heard_of_again_and_free_the_cache(engine: En
 
 
 @pytest.mark.slow
+def test_biases_of_tokens_that_there_are_not_are_refused(engine: Engine) -> None:
+    with pytest.raises(ConfigError, match="a bias is given for tokens from 3 to 5000, but this model's are from 0 to"):
+        engine.stream([1], Sampling(rules={"sequence_bias": {(3,): 1.0, (4, 5000): 1.0}}), Heard())
+
+
 def test_requests_that_do_not_fit_are_refused(engine: Engine) -> None:
     assert engine.max_request_tokens == 256
     with pytest.raises(ConfigError, match="cache_tokens is 256"):

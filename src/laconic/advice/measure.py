@@ -24,7 +24,7 @@ from laconic.activations import SavedTensorTracker
 from laconic.activations.forwards.attention import attention_core_of
 from laconic.activations.forwards.replacement import replacements_of
 from laconic.activations.keep.rounding import seeds_restored
-from laconic.activations.whole_model.report import brief
+from laconic.activations.whole_model.report import SAVINGS_LOGGER, brief
 from laconic.advice.advice import Advice, Row
 from laconic.advice.link import measure_link
 from laconic.advice.methods import EXACT, METHODS, Method, compiled
@@ -334,7 +334,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without laconic's warnings about what each conversion saves, which the table says."""
-    logger = logging.getLogger("laconic")
+    logger = logging.getLogger(SAVINGS_LOGGER)
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:

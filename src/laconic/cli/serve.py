@@ -61,6 +61,7 @@ def _serve(options: argparse.Namespace, api_key: str | None, listening: socket.s
         api_key=api_key,
         max_model_tokens=getattr(config, "max_position_embeddings", None),
         max_waiting=options.max_waiting,
+        default_max_tokens=options.default_max_tokens,
     )
     with start_engine(options) as engine:
         app = create_app(engine, tokenizer, settings)
@@ -96,6 +97,12 @@ def make_parser() -> Parser:
     )
     server.add_argument(
         "--max-waiting", type=int, default=128, metavar="N", help="requests that wait for room; more get 429"
+    )
+    server.add_argument(
+        "--default-max-tokens",
+        type=int,
+        metavar="N",
+        help="most tokens of a chat's answer whose request does not say (default: the model's, or all that fit)",
     )
     server.add_argument(
         "--drain-seconds", type=int, default=30, metavar="S", help="for requests to end at a stop (default: 30)"

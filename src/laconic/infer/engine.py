@@ -24,9 +24,10 @@ from types import TracebackType
 from typing import Literal, get_args
 
 from laconic.cost.infer.engine_plan import EngineLimits
-from laconic.errors import CollectiveError, ConfigError, LaconicError
+from laconic.errors import CollectiveError, ConfigError, LaconicError, ModelError
 from laconic.infer.auto_plan import AutoPlan
 from laconic.infer.device import DeviceKind, check_device
+from laconic.infer.generation_config import AnswerDefaults, check_generation_config, read_generation_config
 from laconic.infer.in_flight import Generation, InFlight, TakenRequest
 from laconic.infer.launch import Launcher, WorkerLauncher, torchrun_info
 from laconic.infer.payload import LinkTraffic, PayloadCoding, check_payload
@@ -35,7 +36,7 @@ from laconic.infer.sampling import Sampling
 from laconic.infer.serving_plan import plan_serving
 from laconic.infer.settings import WorkerSettings
 from laconic.infer.token_engine import TokenListener
-from laconic.infer.transformers_seam import CacheLimits, check_transformers, check_weights
+from laconic.infer.transformers_seam import CacheLimits, check_transformers, check_weights, read_config
 from laconic.infer.watch import progress_limit
 from laconic.infer.workers import WorkerReport, WorkerSet
 from laconic.schedule.inference import InferencePlan
@@ -49,8 +50,9 @@ class Engine:
     """Generation with a mixture-of-experts model on attention workers and expert workers.
 
     `generate` and `submit` are greedy, `stream` samples. In float32 greedy tokens are those of transformers'
-    `generate`. One attention worker and one expert worker without slices add the products of a row in transformers'
-    order; more workers or slices add them in another, which moves the last bits of a logit.
+    `generate`, by the rules of the model's generation_config.json (repetition_penalty and others). One attention worker
+    and one expert worker without slices add the products of a row in transformers' order; more workers or slices add
+    them in another, which moves the last bits of a logit.
 
     Use it in a `with` block, or call `close`.
 
@@ -86,6 +88,7 @@ class Engine:
         choice: what an automatic plan chose, and why; None without.
         notes: what was chosen, and what differs from what was asked for, sentences for the user.
         recording: of `trace`; None without.
+        answer_defaults: what the server gives a request that does not say, by the model's generation_config.json.
 
     Raises:
         ConfigError: an argument breaks its rule, or transformers is missing or of a version that is not known.
@@ -127,6 +130,9 @@ class Engine:
             check_traceable(self.split)
             check_trace_file(self._trace_path)
         check_weights(directory)
+        generation = read_generation_config(directory, read_config(directory))
+        self.notes += check_generation_config(generation, directory)
+        self.answer_defaults = _check_defaults(AnswerDefaults.of(generation))
         info = torchrun_info(launcher, self.split)
         settings = [
             WorkerSettings(
@@ -336,6 +342,22 @@ def _end_forgotten(workers: WorkerSet, pid: int) -> None:
         warnings.warn(
             "an Engine was not closed; use it in a `with` block, or call close", ResourceWarning, stacklevel=2
         )
+
+
+def _check_defaults(defaults: AnswerDefaults) -> AnswerDefaults:
+    """Return what a model's generation_config.json gives a request that does not say.
+
+    Raises:
+        ModelError: a value breaks its rule.
+    """
+    try:
+        for longest in (defaults.max_new_tokens, defaults.max_length):
+            Sampling(
+                defaults.temperature, defaults.top_p, defaults.top_k, max_new_tokens=1 if longest is None else longest
+            )
+    except ConfigError as error:
+        raise ModelError(f"the model's generation_config.json is wrong: {error}; mend it, or remove it") from None
+    return defaults
 
 
 def _check_known_of_device(

@@ -137,7 +137,7 @@ class InFlight:
         """Take a request for the worker that has the fewest.
 
         Raises:
-            ConfigError: it is empty, has tokens that the model has not, or does not fit into the cache.
+            ConfigError: it is empty, has or biases tokens that the model has not, or does not fit into the cache.
             LaconicError: `refusal`.
         """
         tokens = _token_ids(prompt)
@@ -213,6 +213,12 @@ class InFlight:
         if min(prompt) < 0 or max(prompt) >= self._vocabulary:
             raise ConfigError(
                 f"the prompt has tokens from {min(prompt)} to {max(prompt)}, but this model's are from 0 to"
+                f" {self._vocabulary - 1}; use the tokenizer of the model"
+            )
+        biased = {token for tokens, _ in sampling.rules.get("sequence_bias") or () for token in tokens}
+        if biased and not 0 <= min(biased) <= max(biased) < self._vocabulary:
+            raise ConfigError(
+                f"a bias is given for tokens from {min(biased)} to {max(biased)}, but this model's are from 0 to"
                 f" {self._vocabulary - 1}; use the tokenizer of the model"
             )
         if (needed := len(prompt) + sampling.max_new_tokens) > self._max_request_tokens:

@@ -18,8 +18,8 @@ from laconic.infer.compute_turns import ComputeTurns
 from laconic.infer.links import ExpertLink
 from laconic.infer.messages import Rows
 from laconic.infer.recorder import LayerLog, MessageLog, PassLog, Recorder, WorkerLog, now_ns
-from laconic.infer.split import slice_ranges
 from laconic.schedule.inference import InferencePlan
+from laconic.schedule.slices import slice_ranges
 
 __all__ = ["RemoteExperts", "RemoteLayer"]
 

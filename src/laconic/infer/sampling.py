@@ -10,13 +10,14 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from laconic.errors import ConfigError, ModelError
+from laconic.infer.generation_config import PROCESSORS, WARPERS
 
 __all__ = ["ChosenToken", "Sampling", "sample"]
 
@@ -27,7 +28,8 @@ _FIRST_TRY = 512  # tokens among which top_p looks first: sorting a whole vocabu
 class Sampling:
     """How the tokens of one request are chosen, and when it ends.
 
-    The logits are divided by `temperature`; `top_k`, then `top_p` leave the most probable tokens; one of them is drawn.
+    The rules of the model's generation_config.json, and `rules` in their place, change the logits; they are divided by
+    `temperature`; `top_k`, then `top_p` leave the most probable tokens; one of them is drawn.
 
     Attributes:
         temperature: at least 0; 0 takes the most probable token, of several the one with the lowest id.
@@ -39,6 +41,11 @@ class Sampling:
         stop_token_ids: tokens that end the request, besides the model's end-of-sequence tokens; they are part of the
             answer.
         logprobs: how many of the most probable tokens to report at each position; None reports no logprob at all.
+        rules: for logits, by their names in transformers' GenerationConfig (repetition_penalty, min_p, ...), in place
+            of the model's; None switches one off, and sequence_bias is added to the model's.
+        frequency_penalty: taken from a token's logit for each time that it is in the answer, as in OpenAI's API.
+        presence_penalty: taken from the logits of tokens that are in the answer.
+        ignore_eos: whether the model's end-of-sequence tokens do not end the request.
 
     Raises:
         ConfigError: a value breaks its rule.
@@ -52,6 +59,10 @@ class Sampling:
     max_new_tokens: int = 20
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    rules: Mapping[str, Any] = field(default_factory=dict)
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         self._check_number("temperature", lambda value: 0 <= value < math.inf, "a finite number of at least 0")
@@ -60,6 +71,14 @@ class Sampling:
         self._check_integer("seed", -(2**63), 2**63 - 1)
         self._check_integer("request", 0, 2**63 - 1)
         self._check_integer("max_new_tokens", 1, 2**63 - 1)
+        self._check_number("frequency_penalty", math.isfinite, "a finite number")
+        self._check_number("presence_penalty", math.isfinite, "a finite number")
+        if unknown := sorted(set(self.rules) - PROCESSORS - WARPERS):
+            known = ", ".join(sorted(PROCESSORS | WARPERS))
+            raise ConfigError(f"rules holds {', '.join(unknown)}, but rules for logits are {known}")
+        if isinstance(bias := self.rules.get("sequence_bias"), dict):
+            pairs = [[list(tokens), value] for tokens, value in bias.items()]
+            object.__setattr__(self, "rules", {**self.rules, "sequence_bias": pairs})
         if self.logprobs is not None:
             self._check_integer("logprobs", 0, 2**63 - 1)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -106,8 +125,8 @@ class ChosenToken:
 
     Attributes:
         token: its id.
-        logprob: natural logarithm of its probability under the model, before temperature, top_k and top_p; None if it
-            was not asked for.
+        logprob: natural logarithm of its probability under the model, before rules, temperature, top_k and top_p; None
+            if it was not asked for.
         top: the most probable tokens (id, logprob) in descending order, as many as `Sampling.logprobs` asks for.
     """
 
@@ -116,7 +135,7 @@ class ChosenToken:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def sample(logits: Tensor, sampling: Sampling, position: int) -> ChosenToken:
+def sample(logits: Tensor, sampling: Sampling, position: int, scores: Tensor | None = None) -> ChosenToken:
     """Choose a token.
 
     Probabilities are computed in float64. Of equal logits the lower id counts as the more probable.
@@ -125,20 +144,27 @@ def sample(logits: Tensor, sampling: Sampling, position: int) -> ChosenToken:
         logits: floating [vocabulary]; -inf is a token of probability 0, which is never chosen.
         sampling: of the request.
         position: number of tokens the request has been given before.
+        scores: floating [vocabulary]; logits as rules have changed them, by which the token is chosen; None has none.
 
     Raises:
-        ModelError: logits hold NaN or +inf, or nothing but -inf.
+        ModelError: they hold NaN or +inf, or nothing but -inf.
     """
-    best = float(logits.max())
-    if not math.isfinite(best):  # a maximum over NaN is NaN
-        what = "nothing but -inf" if best == -math.inf else "+inf" if best == math.inf else "NaN"
+    ruled = scores is not None
+    scores = logits if scores is None else scores
+    best = float(scores.max())
+    # Rules may leave one token that must come, at +inf: it can be taken, but not drawn.
+    if not math.isfinite(best) and not (ruled and sampling.is_greedy and best == math.inf):
+        found = "nothing but -inf" if best == -math.inf else "+inf" if best == math.inf else "NaN"  # NaN if any is
+        remedy = "or the rules in generation_config.json and in the request" if ruled else ""
         raise ModelError(
-            f"the logits at position {position} hold {what}, so no token can be chosen; load the model in a wider dtype"
-            " or check its weights"
+            f"the logits at position {position} hold {found}, so no token can be chosen; load the model in a wider"
+            f" dtype or check its weights {remedy}".rstrip()
         )
-    token = int(logits.argmax()) if sampling.is_greedy else _draw(logits.double(), best, sampling, position)
+    token = int(scores.argmax()) if sampling.is_greedy else _draw(scores.double(), best, sampling, position)
     if sampling.logprobs is None:
         return ChosenToken(token)
+    if ruled and not math.isfinite(float(logits.max())):
+        logits = scores  # the rules have removed what is no number
     logprobs = logits.double().log_softmax(0)
     order = _most_probable(logits, sampling.logprobs).tolist()
     return ChosenToken(token, float(logprobs[token]), tuple((each, float(logprobs[each])) for each in order))

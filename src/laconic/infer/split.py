@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from laconic.errors import ConfigError
+from laconic.schedule.slices import slice_ranges
 
-__all__ = ["Split", "slice_ranges"]
+__all__ = ["Split"]
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,3 @@ class Split:
                 f" worker needs one; start at most {num_experts} expert workers"
             )
         return slice_ranges(num_experts, self.experts)[worker]
-
-
-def slice_ranges(length: int, count: int) -> list[range]:
-    """Cut range(length) into `count` consecutive ranges whose lengths differ by at most one; some may be empty."""
-    return [range(length * i // count, length * (i + 1) // count) for i in range(count)]

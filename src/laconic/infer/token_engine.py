@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from laconic.errors import LaconicError
+from laconic.infer.generation_config import AnswerDefaults
 from laconic.infer.sampling import ChosenToken, Sampling
 
 __all__ = ["TokenEngine", "TokenHandle", "TokenListener"]
@@ -56,6 +57,11 @@ class TokenEngine(Protocol):
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end any request; the last token of an answer may be one."""
+        ...
+
+    @property
+    def answer_defaults(self) -> AnswerDefaults:
+        """What an answer gets whose request does not say."""
         ...
 
     @property

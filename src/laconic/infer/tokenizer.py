@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from laconic.errors import ConfigError
+from laconic.infer.detokenizer import (
+    Detokenizer,
+    Stage,
+    byte_stages,
+    decoder_stages,
+    keeps_all,
+    token_bytes,
+    whole_stages,
+)
 from laconic.infer.transformers_seam import read_config
 from laconic.train.data.tokenizer import BytesTokenizer
 from laconic.train.model_source import own_tokenizer
@@ -39,6 +50,14 @@ class TextTokenizer(Protocol):
         """Return what the vocabulary calls a token; never the same for two."""
         ...
 
+    def detokenizer(self) -> Detokenizer:
+        """Return what makes one text of its tokens as they come; all pieces together are what `decode` returns."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token adds to a text that has begun; its name's, if it adds none."""
+        ...
+
 
 class HuggingFaceTokenizer:
     """A tokenizer of transformers.
@@ -50,6 +69,23 @@ class HuggingFaceTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()  # tokenizers of Rust must not be used by two threads at once
+        self._names: dict[int, str] = {token: name for name, token in tokenizer.get_vocab().items()}
+        self._bytes: dict[int, bytes] = {}
+        self._decoder = _known_decoder(tokenizer)
+        if self._decoder is not None:  # of ids with the same name the vocabulary has one alone
+            for token in set(range(max(self._names, default=0))) - self._names.keys():
+                if (name := tokenizer.convert_ids_to_tokens(token)) is not None:
+                    self._names[token] = name
+        added = tokenizer.added_tokens_decoder
+        special = {entry.content for entry in added.values() if entry.special}
+        self._skipped = {token for token, name in self._names.items() if name in special}
+        if keeps_all(self._stages()):
+            logging.getLogger("laconic").warning(
+                "the text of an answer comes whole, at its end, also in a stream: what a later token can change of an"
+                " earlier one's text is not known of the decoder of %s (%s)",
+                type(tokenizer).__name__,
+                "its own" if self._decoder is None else json.dumps(self._decoder[0], ensure_ascii=False),
+            )
 
     def encode(self, text: str) -> list[int]:
         """See TextTokenizer."""
@@ -72,13 +108,32 @@ class HuggingFaceTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """See TextTokenizer."""
         with self._lock:
-            text = self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return str(text)
+            return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def token_name(self, token: int) -> str:
         """See TextTokenizer."""
-        name = self._tokenizer.convert_ids_to_tokens(token)
-        return f"token_id:{token}" if name is None else str(name)
+        return self._names.get(token, f"token_id:{token}")
+
+    def detokenizer(self) -> Detokenizer:
+        """See TextTokenizer."""
+        return Detokenizer(str if self._decoder is None else self._shown_name, self._stages())
+
+    def token_bytes(self, token: int) -> bytes:
+        """See TextTokenizer."""
+        if (known := self._bytes.get(token)) is None:
+            known = self._bytes[token] = self._make_bytes(token)
+        return known
+
+    def _make_bytes(self, token: int) -> bytes:
+        if self._decoder is None or (name := self._shown_name(token)) is None:
+            return self.token_name(token).encode()
+        return token_bytes(name, self._stages()) or name.encode()
+
+    def _shown_name(self, token: int) -> str | None:
+        return None if token in self._skipped else self._names.get(token)
+
+    def _stages(self) -> list[Stage]:
+        return whole_stages(self.decode) if self._decoder is None else decoder_stages(*self._decoder)
 
 
 class ByteTokenizer:
@@ -100,6 +155,34 @@ class ByteTokenizer:
         """See TextTokenizer."""
         return f"<0x{token:02X}>"
 
+    def detokenizer(self) -> Detokenizer:
+        """See TextTokenizer."""
+        return Detokenizer(lambda token: chr(token) if token < 256 else None, byte_stages())
+
+    def token_bytes(self, token: int) -> bytes:
+        """See TextTokenizer."""
+        return bytes([token]) if token < 256 else self.token_name(token).encode()
+
+
+def _known_decoder(tokenizer: Any) -> tuple[Any, Callable[[str], str] | None] | None:
+    """Return the decoder of a tokenizer as its file holds it, and its clean-up; None if it decodes in its own way."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+    kind = type(tokenizer)
+    plain = {"_decode": PreTrainedTokenizerFast, "decode": PreTrainedTokenizerBase}
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or any(
+        getattr(kind, name) is not getattr(owner, name) for name, owner in plain.items()
+    ):
+        return None
+    backend = tokenizer.backend_tokenizer
+    cleans = tokenizer.clean_up_tokenization_spaces and (
+        type(backend.model).__name__ != "BPE"
+        or tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
+    )
+    state = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
+    return state, tokenizer.clean_up_tokenization if cleans else None
+
 
 def load_text_tokenizer(model_dir: str | os.PathLike[str]) -> TextTokenizer:
     """Load the tokenizer of the model in `model_dir`, or bytes for a model of bytes that has none.
@@ -114,6 +197,8 @@ def load_text_tokenizer(model_dir: str | os.PathLike[str]) -> TextTokenizer:
     if own_tokenizer(str(model_dir)) == "bytes" and vocab_size == BytesTokenizer.vocab_size:
         return ByteTokenizer()
     try:
-        return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(model_dir, local_files_only=True))
+        return HuggingFaceTokenizer(
+            AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+        )
     except Exception as error:  # foreign code may raise anything
         raise ConfigError(f"the tokenizer in {str(model_dir)!r} cannot be loaded: {error}") from error

@@ -9,6 +9,8 @@ What is used of it, and for what:
 - `init_continuous_batching` and ContinuousBatchingManager: requests, the paged cache, prefill mixed with decode.
 - The manager's `logit_processor`, which is told the requests of each batch, and `_sample` of its ModelRunner, which is
   called with their logits: the tokens are chosen there.
+- `GenerationMixin._get_logits_processor`: the processors of one request, made by logits_rules.py, which is given the
+  model. Those of a manager see a request's last token alone.
 - `ALL_ATTENTION_FUNCTIONS`: attention whose values are narrower than its keys (multi-head latent attention) gets values
   of the keys' width, since the paged cache has one width for both.
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -31,10 +34,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from laconic.errors import ConfigError, LaconicError, ModelError
+from laconic.infer.logits_rules import LogitsRules, make_rules, try_rules
 from laconic.infer.sampling import ChosenToken, Sampling, sample
 from laconic.json_text import parse_json
 from laconic.moe.huggingface.blocks import Block, find_blocks
 from laconic.moe.huggingface.experts import FusedExperts, check
+from laconic.train.model import no_progress_bars
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -67,6 +72,7 @@ TRIED = (
 
 _NAMES = {
     "transformers": ("AutoConfig", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "GenerationConfig"),
+    "transformers.generation.utils": ("GenerationMixin._get_logits_processor",),
     "transformers.modeling_utils": (
         "PreTrainedModel._load_pretrained_model",
         "LoadStateDictConfig",
@@ -100,7 +106,6 @@ _NAMES = {
     "transformers.generation.continuous_batching.model_runner": ("ModelRunner._sample",),
     "transformers.generation.continuous_batching.requests": ("FutureRequestState", "RequestState.generated_len"),
     "transformers.generation.continuous_batching.cache": ("PagedAttentionCache.update", "group_layers_by_attn_type"),
-    "transformers.generation.continuous_batching.utils": ("logger",),
 }
 
 
@@ -147,7 +152,7 @@ def read_config(model_dir: Path) -> PretrainedConfig:
             " `laconic export` wrote"
         )
     try:
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # foreign code may raise anything
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelError(f"{str(model_dir / 'config.json')!r} cannot be read: {why}") from error
@@ -179,7 +184,8 @@ def find_experts(config: PretrainedConfig, dtype: torch.dtype | None = None) -> 
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+        wanted = dtype or config.dtype or torch.float32
+        model = AutoModelForCausalLM.from_config(config, dtype=wanted, trust_remote_code=False)
     return model, find_blocks(model)
 
 
@@ -233,6 +239,7 @@ def load_attention_model(
                 config=config,
                 dtype=dtype or "auto",
                 local_files_only=True,
+                trust_remote_code=False,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
             )
@@ -241,6 +248,15 @@ def load_attention_model(
         except Exception as error:
             raise ModelError(f"the weights in {str(model_dir)!r} cannot be loaded: {error}") from error
     _check_loaded(model_dir, info["missing_keys"], info["mismatched_keys"])
+    if strange := sorted(key for key in info["unexpected_keys"] if not key.startswith(tuple(taken_out))):
+        logging.getLogger("laconic").warning(
+            "%s holds %d tensors that a %s has not, and that are left aside: %s%s",
+            model_dir.name,
+            len(strange),
+            kind.__name__,
+            ", ".join(strange[:5]),
+            ", ..." * (len(strange) > 5),
+        )
     model.__class__ = kind
     return model.eval()
 
@@ -398,17 +414,18 @@ def _check_loaded(model_dir: Path, missing: Any, mismatched: Any) -> None:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No report of tensors that were left out on purpose, and no bar for each of the workers."""
-    from transformers.utils import logging
+    """No bar for each of the workers, and no table of tensors that were left out on purpose; all else is heard."""
 
-    before = logging.get_verbosity()
-    logging.set_verbosity(50)  # CRITICAL
-    logging.disable_progress_bar()
+    def is_no_table(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in str(record.msg)
+
+    loading = logging.getLogger("transformers.modeling_utils")
+    loading.addFilter(is_no_table)
     try:
-        yield
+        with no_progress_bars():
+            yield
     finally:
-        logging.set_verbosity(before)
-        logging.enable_progress_bar()
+        loading.removeFilter(is_no_table)
 
 
 def pad_narrow_values(config: PretrainedConfig) -> None:
@@ -468,8 +485,8 @@ class Finished:
 class _Sampler:
     """Chooses the token of each request, in the place of a manager's own choice.
 
-    A manager tells its logits processors which requests are in a batch. The sampler stands before them for that alone,
-    and as `ModelRunner._sample` it gets what they make of the logits.
+    A manager tells its logits processors which requests are in a batch. The sampler stands before them for that alone:
+    there are none, since each request has its own rules. As `ModelRunner._sample` it gets the logits.
 
     Args:
         processors: of the manager.
@@ -519,25 +536,31 @@ class _Sampler:
         chosen: list[tuple[str, ChosenToken]] = []
         tokens = places.tolist()
         for number, state in enumerate(self._states):
-            if finite[number] and _takes_greatest(state.logit_processor_kwargs["sampling"]):
+            options = state.logit_processor_kwargs
+            rules: LogitsRules | None = options["rules"]
+            if finite[number] and rules is None and _takes_greatest(options["sampling"]):
                 token: ChosenToken | None = ChosenToken(tokens[number])
             else:
-                token = self._sample(state, rows[number])
+                token = self._sample(state, rows[number], rules)
             if token is not None:
                 tokens[number] = token.token
                 chosen.append((state.request_id, token))
         output_ids[0, : len(tokens)] = torch.tensor(tokens)
         self._on_tokens(chosen)
 
-    def _sample(self, state: Any, logits: Tensor) -> ChosenToken | None:
+    def _sample(self, state: Any, logits: Tensor, rules: LogitsRules | None) -> ChosenToken | None:
         # A request that lost its place in the cache comes again with its tokens in the prompt.
         options = state.logit_processor_kwargs
         position = len(state.initial_tokens) - options["prompt_tokens"] + state.generated_len()
         try:
-            return sample(logits, options["sampling"], position)
-        except LaconicError as error:
-            self._on_failed(state.request_id, str(error))
+            if rules is None:
+                return sample(logits, options["sampling"], position)
+            token = sample(logits, rules.sampling, position, rules.scores(logits, position))
+        except Exception as error:  # rules are foreign code, and other requests go on
+            self._on_failed(state.request_id, str(error) if isinstance(error, LaconicError) else repr(error))
             return None
+        rules.take(token.token, position)
+        return token
 
 
 def _takes_greatest(sampling: Sampling) -> bool:
@@ -565,16 +588,15 @@ class Requests:
         on_finished: Callable[[Finished], None],
         on_tokens: Callable[[list[tuple[str, ChosenToken]]], None] = lambda tokens: None,
     ) -> None:
-        from copy import deepcopy
-
+        from transformers import GenerationConfig
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
-        from transformers.generation.continuous_batching.utils import logger
 
-        logger.setLevel("CRITICAL")  # errors come back with their requests
-        generation = deepcopy(model.generation_config)
-        generation.update(do_sample=False, num_beams=1, temperature=None, top_p=None, top_k=None)
-        if generation.eos_token_id is None:
-            generation.eos_token_id = -1
+        self._model, self._generation = model, model.generation_config
+        eos = self._generation.eos_token_id
+        eos = -1 if eos is None else eos
+        try_rules(model, self._generation)
+        # Without rules: see logits_rules.py.
+        generation = GenerationConfig(do_sample=False, num_beams=1, eos_token_id=eos)
         self._manager = model.init_continuous_batching(
             generation_config=generation,
             continuous_batching_config=ContinuousBatchingConfig(
@@ -587,7 +609,6 @@ class Requests:
                 use_async_batching=False,
             ),
         )
-        eos = generation.eos_token_id
         self.eos_token_ids = tuple(token for token in ([eos] if isinstance(eos, int) else eos) if token >= 0)
         self._on_finished = on_finished
         sampler = _Sampler(self._manager.logit_processor, on_tokens, self._fail)
@@ -610,12 +631,19 @@ class Requests:
 
     def add(self, name: str, prompt: list[int], sampling: Sampling) -> None:
         """Add a request for tokens after `prompt`."""
+        eos = [*(() if sampling.ignore_eos else self.eos_token_ids), *sampling.stop_token_ids]
+        try:
+            rules = make_rules(self._model, self._generation, sampling, prompt, eos)
+        except Exception as error:  # transformers checks the values of a request's rules
+            self._on_finished(Finished(name, [], f"the request's rules for logits are refused: {error}"))
+            return
         added = self._manager.add_request(
             prompt,
             name,
             sampling.max_new_tokens,
-            eos_token_id=[*self.eos_token_ids, *sampling.stop_token_ids],
+            eos_token_id=eos or -1,
             sampling=sampling,
+            rules=rules,
             prompt_tokens=len(prompt),
         )
         if added is None:

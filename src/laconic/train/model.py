@@ -106,7 +106,9 @@ def path_config(config: ModelConfig) -> Any:
     from transformers import AutoConfig
 
     try:
-        hf_config = AutoConfig.from_pretrained(str(config.path), **_options(config))
+        hf_config = AutoConfig.from_pretrained(
+            str(config.path), local_files_only=not config.allow_download, trust_remote_code=False
+        )
     except Exception as error:
         raise ModelError(f"model.path {config.path!r} has no config that transformers can read: {error}") from error
     check_config(hf_config, f"model.path {config.path!r}")
@@ -277,7 +279,8 @@ def load_model(auto: Any, config: ModelConfig, hf_config: Any, seed: int) -> Pre
                 dtype=torch.float32,
                 weights_only=True,
                 output_loading_info=True,
-                **_options(config),
+                local_files_only=not config.allow_download,
+                trust_remote_code=False,
             )
     except Exception as error:
         raise ModelError(f"model.path {path!r} has weights that cannot be loaded: {error}") from error
@@ -294,10 +297,6 @@ def load_model(auto: Any, config: ModelConfig, hf_config: Any, seed: int) -> Pre
     logger.info("weights: %s%s", said, _listed("left aside, not in the model: ", unexpected))
     pretrained: PreTrainedModel = model
     return pretrained.train()
-
-
-def _options(config: ModelConfig) -> dict[str, Any]:
-    return {"local_files_only": not config.allow_download, "trust_remote_code": False}
 
 
 def _listed(what: str, names: list[str]) -> str:

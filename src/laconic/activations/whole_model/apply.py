@@ -33,6 +33,7 @@ from laconic.activations.whole_model.follow import follow
 from laconic.activations.whole_model.head import CausalForward, CausalHead, HeadForward, find_head
 from laconic.activations.whole_model.hooks import ExactForward, HooksForward
 from laconic.activations.whole_model.report import (
+    SAVINGS_LOGGER,
     Measurement,
     Report,
     brief,
@@ -187,7 +188,7 @@ def compress_activations(
         packed_bits = None if block_format is None or mode == "sites" else block_format.bits
         report = _report(model, mode, sites, plan, head, (before, after), unmeasured, packed_bits)
         if report.warning is not None:
-            logging.getLogger("laconic").warning("%s: %s", type(model).__name__, report.warning)
+            logging.getLogger(SAVINGS_LOGGER).warning("%s: %s", type(model).__name__, report.warning)
         return report
     except BaseException:
         _take_out(model)

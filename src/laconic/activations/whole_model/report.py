@@ -32,6 +32,7 @@ from laconic.formats import BlockFormat
 from laconic.text_columns import columns
 
 __all__ = [
+    "SAVINGS_LOGGER",
     "UNMEASURED",
     "Call",
     "Measurement",
@@ -42,6 +43,9 @@ __all__ = [
     "saved_nbytes_per_token",
     "tensors_in",
 ]
+
+SAVINGS_LOGGER = "laconic.savings"
+"""Name of the logger that says how little a conversion saves: whoever tells that by a table mutes it, and no other."""
 
 UNMEASURED: Mapping[str, Any] = MappingProxyType({})
 """As `example_inputs`: a conversion that runs nothing, because its caller is going to measure a call of the script."""

@@ -42,6 +42,7 @@ from laconic.cost.infer.rates import InferenceRates
 from laconic.cost.infer.shape import InferenceShape
 from laconic.errors import PlanError
 from laconic.schedule.inference import InferencePlan
+from laconic.schedule.slices import largest_slice
 
 __all__ = ["ArrivalChoice", "Arrivals", "Steady", "choose_for_arrivals", "steady"]
 
@@ -358,7 +359,7 @@ def _groups(pricing: _Pricing, kind: Kind, workers: Workers, search: Search) -> 
             for plan in plans_of(kind, slicing, search, shared=shape.shared_hidden > 0):
                 plans.setdefault(plan.num_micro_batches, []).append(plan)
         for num_groups, split in workers.splits(shape.num_experts):
-            held = math.ceil(shape.num_experts / split.experts)
+            held = largest_slice(shape.num_experts, split.experts)
             for of_r1 in plans.values():
                 yield [
                     _Way(kind, split, plan, num_groups)

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil, fsum, prod
+from math import fsum, prod
 
 from laconic.cost.infer.rates import InferenceRates
 from laconic.cost.infer.shape import InferenceShape
 from laconic.errors import PlanError
 from laconic.schedule.inference import BlockTimes, InferencePlan
+from laconic.schedule.slices import largest_slice, slice_ranges
 
 __all__ = ["InferenceCostModel", "Split", "Workload", "active_experts", "reach"]
 
@@ -180,14 +181,12 @@ class InferenceCostModel:
     def _held(self, rows: float, workers: int, group: int, num_groups: int) -> list[tuple[float, float]]:
         """Expect, by worker and for its experts in this group, how many a row has and how many are active."""
         shape = self.shape
-        most = ceil(shape.num_experts / workers)
         if not self.shares:
-            held, chance = most / num_groups, shape.top_k / shape.num_experts
+            held, chance = largest_slice(shape.num_experts, workers) / num_groups, shape.top_k / shape.num_experts
             return [(held * chance, active_experts(held, chance, rows))]
         found = []
-        for first in range(0, shape.num_experts, most):
-            worker = self.shares[first : first + most]
-            own = worker[len(worker) * group // num_groups : len(worker) * (group + 1) // num_groups]
+        for worker in slice_ranges(shape.num_experts, workers):
+            own = [self.shares[worker[place]] for place in slice_ranges(len(worker), num_groups)[group]]
             found.append((fsum(own), fsum(active_experts(1, share, rows) for share in own)))
         return found
 
@@ -201,7 +200,7 @@ class InferenceCostModel:
         """
         shape = self.shape
         if self.deduplicated:
-            held = ceil(shape.num_experts / split.experts) / num_groups
+            held = largest_slice(shape.num_experts, split.experts) / num_groups
             copies = min(shape.top_k / num_groups, split.experts * reach(held, shape.num_experts, shape.top_k))
         else:
             copies = shape.top_k / num_groups

@@ -23,6 +23,7 @@ from laconic.cost.infer.rates import InferenceRates
 from laconic.cost.infer.shape import InferenceShape
 from laconic.errors import PlanError
 from laconic.schedule.inference import InferencePlan, Order, Slicing, inference_plan, inference_seconds
+from laconic.schedule.slices import largest_slice
 from laconic.schedule.streams import simulate
 
 __all__ = [
@@ -194,7 +195,7 @@ def choose_for_engine(
             f" {limits.cache_tokens}; expect shorter requests, or give more"
         )
     per_host = ceil(demand.requests / min(split.attention, demand.requests))
-    plans = list(fixed.plans(search, per_host, limits.batch_tokens, ceil(shape.num_experts / split.experts)))
+    plans = list(fixed.plans(search, per_host, limits.batch_tokens, largest_slice(shape.num_experts, split.experts)))
     seconds = [engine_seconds(shape, rates, split, demand, limits, plan) for plan in plans]
     fits = memory_nbytes is None or total * shape.num_parameters * shape.item_nbytes <= memory_nbytes
     whole = engine_seconds(shape, rates, Split(total, 0), demand, limits, InferencePlan()) if fits else None
@@ -279,7 +280,7 @@ def _cut(model: InferenceCostModel, batch: int, split: Split, plan: InferencePla
     """The plan without slices that would be empty, which the engine does not send."""
     most = batch * model.workload.new_tokens
     if plan.slicing == "experts":
-        most = ceil(model.shape.num_experts / split.experts)
+        most = largest_slice(model.shape.num_experts, split.experts)
     return replace(plan, num_slices=min(plan.num_slices, most))
 
 

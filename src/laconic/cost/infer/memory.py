@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil
 
 from laconic.cost.infer.costs import InferenceCostModel, Split
 from laconic.cost.sizes import format_nbytes
 from laconic.errors import PlanError
+from laconic.schedule.slices import largest_slice
 
 __all__ = ["ATTENTION_WORKER", "CACHE", "EXPERT_WORKER", "WHOLE_WORKER", "Limit", "largest_batch", "worker_nbytes"]
 
@@ -62,7 +62,7 @@ def worker_nbytes(
     """
     shape, work = model.shape, model.workload
     rows, requests = batch * work.new_tokens, batch * num_micro_batches
-    experts = ceil(shape.num_experts / split.experts)
+    experts = largest_slice(shape.num_experts, split.experts)
     sent = model.sent_nbytes(batch, Split(1, split.experts))
     width = shape.num_heads * (shape.key_dim + shape.value_dim) + shape.cache_values
     hidden = max(width, 2 * shape.shared_hidden, 2 * shape.dense_hidden)

@@ -31,6 +31,7 @@ from laconic.cost.infer.costs import InferenceCostModel, Split
 from laconic.cost.infer.memory import Limit, largest_batch
 from laconic.errors import PlanError
 from laconic.schedule.inference import BlockTimes, InferencePlan, Order, Slicing, inference_seconds
+from laconic.schedule.slices import largest_slice
 
 __all__ = [
     "KINDS",
@@ -300,7 +301,7 @@ def _best_split(
     bounded = []
     for num_groups, split in workers.splits(model.shape.num_experts):
         group = _group(model, num_groups)
-        hosts, held = group.hosts(split), ceil(model.shape.num_experts / split.experts)
+        hosts, held = group.hosts(split), largest_slice(model.shape.num_experts, split.experts)
         for r1, of_r1 in by_r1.items():
             for batch in _batches(group, hosts, r1, capacity(group, split, r1, False)):
                 rates: dict[int, float] = {}

@@ -45,4 +45,5 @@ def save_demo_model(
     )
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(model_dir)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        model.save_pretrained(model_dir)

@@ -15,12 +15,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
+from starlette.types import Message as AsgiMessage
 
 from laconic.errors import ConfigError, LaconicError
 from laconic.infer.sampling import Sampling
 from laconic.infer.server.admission import Admission
-from laconic.infer.server.bodies import ChatBody, CompletionBody, parse_body
+from laconic.infer.server.bodies import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody, parse_body
 from laconic.infer.server.frames import PartFrames, frame
 from laconic.infer.server.generation import Generation, Part
 from laconic.infer.server.handover import Handover
@@ -43,7 +44,8 @@ def create_app(
 ) -> Starlette:
     """Return an ASGI application that serves a model as OpenAI's API does.
 
-    It has POST /v1/completions, POST /v1/chat/completions, GET /v1/models, GET /health and GET /metrics, and no more.
+    It has POST /v1/completions, /v1/chat/completions, /tokenize and /detokenize, GET /v1/models, /v1/models/{id},
+    /health and /metrics, and no more.
     The engine stays the caller's, who closes it after the server has ended. One process serves: run one worker.
 
     Args:
@@ -70,6 +72,9 @@ class _Server:
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/models/{id:path}", self._one_model, methods=["GET"]),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
             Route("/health", self._health, methods=["GET"]),
             Route("/metrics", self._show_metrics, methods=["GET"]),
         ]
@@ -97,8 +102,31 @@ class _Server:
         return JSONResponse({"status": "ok"})
 
     async def _models(self, request: Request) -> Response:
-        model = {"id": self._settings.model_name, "object": "model", "created": self._created, "owned_by": "laconic"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def _one_model(self, request: Request) -> Response:
+        self._check_model(request.path_params["id"])
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        head = {"id": self._settings.model_name, "object": "model", "created": self._created, "owned_by": "laconic"}
+        return head | {"max_model_len": self._max_tokens}
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = parse_body(TokenizeBody, await _read(request, self._settings))
+        self._check_model(body.model)
+        if body.messages is not None:
+            tokens = await self._encode_chat(body.messages)
+        else:
+            tokens = await asyncio.to_thread(self._tokenizer.encode, body.prompt or "")
+        names = [self._tokenizer.token_name(token) for token in tokens] if body.return_token_strs else None
+        count = {"count": len(tokens), "max_model_len": self._max_tokens}
+        return JSONResponse(count | {"tokens": tokens, "token_strs": names})
+
+    async def _detokenize(self, request: Request) -> Response:
+        body = parse_body(DetokenizeBody, await _read(request, self._settings))
+        self._check_model(body.model)
+        return JSONResponse({"prompt": await asyncio.to_thread(self._tokenizer.decode, body.tokens)})
 
     async def _show_metrics(self, request: Request) -> Response:
         gauges = {
@@ -111,29 +139,34 @@ class _Server:
 
     async def _completions(self, request: Request) -> Response:
         body = parse_body(CompletionBody, await _read(request, self._settings))
-        self._check_model(body)
+        self._check_model(body.model)
         prompts = [
             await asyncio.to_thread(self._tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
             for prompt in body.prompt
         ]
-        reply = CompletionReply(self._settings.model_name, self._tokenizer, body.logprobs is not None)
+        reply = CompletionReply(
+            self._settings.model_name, self._tokenizer, body.logprobs is not None, body.names_tokens_by_id
+        )
         return await self._answer(request, body, "prompt", prompts, _DEFAULT_COMPLETION_TOKENS, reply)
 
     async def _chat(self, request: Request) -> Response:
         body = parse_body(ChatBody, await _read(request, self._settings))
-        self._check_model(body)
-        messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        try:
-            prompt = await asyncio.to_thread(self._tokenizer.encode_chat, messages)
-        except ConfigError as error:
-            raise Refusal(400, str(error), "messages") from error
-        default = max(1, min(self._settings.default_max_tokens, self._max_tokens - len(prompt)))
-        reply = ChatReply(self._settings.model_name, self._tokenizer, bool(body.logprobs))
+        self._check_model(body.model)
+        prompt = await self._encode_chat(body.messages)
+        default = self._engine.answer_defaults.longest_answer(len(prompt), self._max_tokens)
+        default = min(default, self._settings.default_max_tokens or default)
+        reply = ChatReply(self._settings.model_name, self._tokenizer, bool(body.logprobs), body.names_tokens_by_id)
         return await self._answer(request, body, "messages", [prompt], default, reply)
 
-    def _check_model(self, body: CompletionBody | ChatBody) -> None:
-        if body.model != (name := self._settings.model_name):
-            raise Refusal(404, f"model is {body.model!r}, but only {name!r} is served here", "model", "model_not_found")
+    async def _encode_chat(self, messages: list[Message]) -> list[int]:
+        try:
+            return await asyncio.to_thread(self._tokenizer.encode_chat, [each.for_template() for each in messages])
+        except ConfigError as error:
+            raise Refusal(400, str(error), "messages") from error
+
+    def _check_model(self, model: str | None) -> None:
+        if model is not None and model != (name := self._settings.model_name):
+            raise Refusal(404, f"model is {model!r}, but only {name!r} is served here", "model", "model_not_found")
 
     async def _answer(
         self,
@@ -145,13 +178,20 @@ class _Server:
         reply: Reply,
     ) -> Response:
         arrival = time.monotonic()
+        defaults = self._engine.answer_defaults
+        stops = defaults.stop if body.stop is None else body.stop
         sampling = Sampling(
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=body.top_k or 0,
+            temperature=defaults.temperature if body.temperature is None else body.temperature,
+            top_p=defaults.top_p if body.top_p is None else body.top_p,
+            top_k=defaults.top_k if body.top_k is None else body.top_k,
             seed=secrets.randbits(63) if body.seed is None else body.seed,
             max_new_tokens=body.longest_answer or default_max_tokens,
+            stop_token_ids=tuple(body.stop_token_ids or ()),
             logprobs=body.num_logprobs,
+            rules=body.rules,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            presence_penalty=body.presence_penalty or 0.0,
+            ignore_eos=bool(body.ignore_eos),
         )
         generation = Generation(
             self._engine,
@@ -159,11 +199,11 @@ class _Server:
             prompts,
             body.n or 1,
             sampling,
-            body.stop or (),
+            stops,
             self._settings.max_unread_tokens,
             self._admission.wake,
             self._handover_here(),
-            burst=1 if body.stream or body.stop else _BURST,
+            burst=1 if body.stream or stops else _BURST,
         )
         self._check_size(field, prompts, sampling.max_new_tokens, generation)
         self._generations.add(generation)
@@ -361,9 +401,10 @@ class _CountAnswers:
         self._app, self._answers, self._paths = app, answers, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def counting(message: Message) -> None:
+        async def counting(message: AsgiMessage) -> None:
             if message["type"] == "http.response.start":
-                path = scope["path"] if scope["path"] in self._paths else "other"
+                path = "/v1/models" if scope["path"].startswith("/v1/models/") else scope["path"]
+                path = path if path in self._paths else "other"
                 self._answers[path, message["status"]] += 1
             await send(message)
 

@@ -10,19 +10,24 @@ from pydantic_core import from_json
 
 from laconic.infer.server.refusals import Refusal
 
-__all__ = ["ChatBody", "CompletionBody", "Message", "RequestBody", "parse_body"]
+__all__ = ["ChatBody", "CompletionBody", "DetokenizeBody", "Message", "RequestBody", "TokenizeBody", "parse_body"]
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
+    "audio": (),
     "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
-    "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none",),
+    "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
 }
 """Fields that are not served, and the values that ask for nothing; clients send them unasked."""
 
@@ -49,6 +54,28 @@ def _check_prompt(value: object) -> object:
     ):
         raise ValueError("must be a string, a list of token ids, or a list of 1 to 64 of either; no list may be empty")
     return prompts
+
+
+def _check_bias(value: object) -> object:
+    if value is not None and not (
+        isinstance(value, dict)
+        and all(token.isascii() and token.isdecimal() and len(token) <= 18 for token in value)
+        and all(type(bias) in (int, float) and -100 <= bias <= 100 for bias in value.values())
+    ):
+        raise ValueError("must be an object of numbers from -100 to 100 by ids of tokens")
+    return value
+
+
+def _check_stop_tokens(value: object) -> object:
+    if value not in (None, []) and not _is_tokens(value):
+        raise ValueError("must be a list of ids of tokens")
+    return value
+
+
+def _check_nothing(value: object) -> object:
+    if value is not None and value != []:
+        raise ValueError("must be null: only text is served; leave it out")
+    return None
 
 
 def _check_content(value: object) -> object:
@@ -86,21 +113,39 @@ class Message(_Strict):
 
     Attributes:
         role: who says it.
-        content: the text, or a list of {"type": "text", "text": ...}, which are joined.
+        content: the text, or a list of {"type": "text", "text": ...}, which are joined; an assistant's may be null.
         name: of the speaker, for templates that use it.
+        annotations, audio, function_call, refusal, tool_calls: null or empty, as clients send answers back.
     """
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_check_content)]
+    content: Annotated[str | None, BeforeValidator(_check_content)] = None
     name: str | None = None
+    annotations: Annotated[None, BeforeValidator(_check_nothing)] = None
+    audio: Annotated[None, BeforeValidator(_check_nothing)] = None
+    function_call: Annotated[None, BeforeValidator(_check_nothing)] = None
+    refusal: Annotated[None, BeforeValidator(_check_nothing)] = None
+    tool_calls: Annotated[None, BeforeValidator(_check_nothing)] = None
+
+    def for_template(self) -> dict[str, str]:
+        """Return what chat templates know of a message."""
+        return {"role": self.role, "content": self.content or ""} | ({} if self.name is None else {"name": self.name})
 
 
 class RequestBody(_Strict):
     """Fields that completions and chats share; see OpenAI's API reference. None is as if left out.
 
     Attributes:
-        top_k: beyond OpenAI's API: draw from that many most probable tokens; 0 draws from all.
-        user: is accepted and not used.
+        metadata, prompt_cache_key, prompt_cache_options, prompt_cache_retention, safety_identifier, service_tier,
+            store, user: are accepted and not used: they change no token.
+        top_k: beyond OpenAI's API, as all that follow, and as vLLM has them: draw from that many most probable tokens;
+            0 draws from all.
+        min_p: draw from tokens with at least that share of the greatest probability.
+        repetition_penalty: divides logits of tokens that are in the prompt or the answer.
+        min_tokens: of the answer, before which no token ends it.
+        ignore_eos: the model's end-of-sequence tokens do not end the answer.
+        stop_token_ids: further tokens that do.
+        return_tokens_as_token_ids: logprobs name tokens "token_id:7".
     """
 
     model: str
@@ -113,7 +158,39 @@ class RequestBody(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Annotated[list[str] | None, BeforeValidator(_check_stop)] = None
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_check_bias)] = None
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    min_tokens: int | None = Field(None, ge=0, le=2**31)
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[int] | None, BeforeValidator(_check_stop_tokens)] = None
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
     user: str | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """Value of Sampling.rules: those that the client gives, with None for what switches one of the model's off."""
+        given = {"repetition_penalty": self.repetition_penalty, "min_p": self.min_p, "min_new_tokens": self.min_tokens}
+        rules: dict[str, Any] = {name: value or None for name, value in given.items() if value is not None}
+        if self.min_tokens is not None:
+            rules["min_length"] = None
+        if self.logit_bias:
+            rules["sequence_bias"] = [[[int(token)], float(bias)] for token, bias in self.logit_bias.items()]
+        return rules
+
+    @property
+    def names_tokens_by_id(self) -> bool:
+        """Whether logprobs name tokens by their ids."""
+        return bool(self.return_tokens_as_token_ids)
 
     @property
     def longest_answer(self) -> int | None:
@@ -150,12 +227,14 @@ class ChatBody(RequestBody):
         messages: of the conversation, at least one.
         max_completion_tokens: the same as max_tokens.
         logprobs: report the logprob of each token.
+        parallel_tool_calls: is accepted and not used: there are no tools.
         top_logprobs: how many tokens to report at each position, with logprobs.
     """
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31)
     logprobs: bool | None = None
+    parallel_tool_calls: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
     @property
@@ -169,7 +248,35 @@ class ChatBody(RequestBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-Body = TypeVar("Body", CompletionBody, ChatBody)
+class TokenizeBody(_Strict):
+    """Body of /tokenize, as vLLM has it.
+
+    Attributes:
+        model: may be left out.
+        prompt: a text, whose tokens are those of /v1/completions.
+        messages: of a conversation, whose tokens are those of /v1/chat/completions; one of both is given.
+        return_token_strs: tell also what the vocabulary calls the tokens.
+    """
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(_Strict):
+    """Body of /detokenize, as vLLM has it.
+
+    Attributes:
+        model: may be left out.
+        tokens: ids.
+    """
+
+    model: str | None = None
+    tokens: Annotated[list[int], BeforeValidator(_check_stop_tokens)]
+
+
+Body = TypeVar("Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 
 
 def parse_body(kind: type[Body], content: bytes) -> Body:
@@ -210,7 +317,21 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> Refusal:
     return Refusal(400, f"{name} is {reprlib.repr(first['input'])}, but it {rule}", name)
 
 
-def _check_contradictions(body: CompletionBody | ChatBody) -> None:
+def _check_contradictions(body: CompletionBody | ChatBody | TokenizeBody | DetokenizeBody) -> None:
+    if isinstance(body, TokenizeBody) and (body.prompt is None) == (body.messages is None):
+        raise Refusal(400, "prompt and messages are both given or both missing; give one", "prompt")
+    for place, message in enumerate(getattr(body, "messages", None) or ()):
+        if message.content is None and message.role != "assistant":
+            name = f"messages.{place}.content"
+            raise Refusal(400, f"{name} is missing or null, but only an assistant's may be; give a text", name)
+    if isinstance(body, (TokenizeBody, DetokenizeBody)):
+        return
+    if None not in (body.min_tokens, longest := body.longest_answer) and (body.min_tokens or 0) > (longest or 0):
+        raise Refusal(
+            400,
+            f"min_tokens is {body.min_tokens}, but the longest answer is {longest}; give at most that",
+            "min_tokens",
+        )
     if body.stream_options is not None and not body.stream:
         raise Refusal(400, "stream_options is given, but stream is not true; give both or neither", "stream_options")
     if isinstance(body, ChatBody):

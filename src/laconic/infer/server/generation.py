@@ -12,7 +12,7 @@ from laconic.errors import LaconicError
 from laconic.infer.sampling import ChosenToken, Sampling
 from laconic.infer.server.handover import Handover
 from laconic.infer.server.refusals import Refusal
-from laconic.infer.server.text import IncrementalDecoder, StopFinder
+from laconic.infer.server.text import StopFinder
 from laconic.infer.token_engine import TokenEngine, TokenHandle
 from laconic.infer.tokenizer import TextTokenizer
 
@@ -85,7 +85,9 @@ class Generation:
         self._arrived = asyncio.Event()
         self._max_unread, self._burst = max_unread_tokens, min(burst, max_unread_tokens)
         self._is_over = False
-        stop_tokens = engine.eos_token_ids | set(sampling.stop_token_ids)
+        stop_tokens = frozenset(sampling.stop_token_ids) | (
+            frozenset() if sampling.ignore_eos else engine.eos_token_ids
+        )
         self._choices = [
             _Choice(
                 number * num_choices + choice, prompt, replace(sampling, request=choice), stop_tokens, tokenizer, stops
@@ -148,7 +150,11 @@ class Generation:
                     break
                 if choice.finish_reason is not None:
                     continue
-                part = choice.end() if event is None else choice.push(event)
+                try:
+                    part = choice.end() if event is None else choice.push(event)
+                except LaconicError as error:
+                    failure = error
+                    break
                 parts.append(part)
                 if part.finish_reason is not None:
                     running -= 1
@@ -159,6 +165,8 @@ class Generation:
             if parts:
                 yield parts
             self._num_reading = 0
+            if isinstance(failure, TextError):
+                raise Refusal(500, str(failure), code="text_differs") from failure
             if failure is not None:
                 raise Refusal(500, f"the engine failed: {failure}", code="engine_failed") from failure
 
@@ -202,6 +210,10 @@ class Generation:
             self._on_freed()
 
 
+class TextError(LaconicError):
+    """The pieces of an answer are not its text."""
+
+
 class _Listener:
     """Brings the events of one choice to the event loop."""
 
@@ -233,17 +245,22 @@ class _Choice:
         self.finish_reason: FinishReason | None = None
         self.found_stop = False
         self._stop_tokens = stop_tokens
-        self._decoder, self._stopper = IncrementalDecoder(tokenizer.decode), StopFinder(stops)
+        self._decode, self._detokenizer = tokenizer.decode, tokenizer.detokenizer()
+        self._stopper = StopFinder(stops)
+        self._tokens: list[int] = []
+        self._pieces: list[str] = []
         self._offset = 0
 
     def push(self, token: ChosenToken) -> Part:
         self.count += 1
         if token.token in self._stop_tokens:
             return self.end()
-        offset, text = self._offset, self._decoder.push(token.token)
-        self._offset += len(text)
-        shown, self.found_stop = self._stopper.push(text)
+        self._tokens.append(token.token)
+        offset = self._offset
+        shown, self.found_stop = self._stopper.push(self._take(self._detokenizer.push(token.token)))
         if self.found_stop:
+            self._take(self._detokenizer.flush())
+            self._check_text()
             self.finish_reason = "stop"
         elif self.count == self.sampling.max_new_tokens:
             shown += self._rest()
@@ -256,5 +273,23 @@ class _Choice:
         return Part(self.index, text, None, self._offset, "stop")
 
     def _rest(self) -> str:
-        text, self.found_stop = self._stopper.push(self._decoder.flush())
+        text, self.found_stop = self._stopper.push(self._take(self._detokenizer.flush()))
+        self._check_text()
         return text if self.found_stop else text + self._stopper.flush()
+
+    def _take(self, piece: str) -> str:
+        self._pieces.append(piece)
+        self._offset += len(piece)
+        return piece
+
+    def _check_text(self) -> None:
+        """Compare the pieces of the text, which may have been sent, with the text of all tokens.
+
+        Raises:
+            TextError: they differ.
+        """
+        if (text := "".join(self._pieces)) != (whole := self._decode(self._tokens)):
+            raise TextError(
+                f"the pieces of this answer make {text!r}, but its tokens decode to {whole!r}; report the model's"
+                " tokenizer.json as an error of laconic, and until it is mended do not trust the pieces"
+            )

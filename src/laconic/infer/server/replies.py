@@ -14,8 +14,6 @@ from laconic.infer.tokenizer import TextTokenizer
 
 __all__ = ["ChatReply", "CompletionReply", "Reply"]
 
-_REPLACEMENT = "\ufffd"
-
 
 class Reply(ABC):
     """Shapes that completions and chats share.
@@ -24,6 +22,7 @@ class Reply(ABC):
         model: name of the model.
         tokenizer: of the model, for logprobs.
         with_logprobs: report them.
+        as_token_ids: name tokens in logprobs by their ids, which no two share, and not by their texts.
 
     Attributes:
         with_logprobs: the same.
@@ -33,7 +32,8 @@ class Reply(ABC):
     object_whole = ""
     object_chunk = ""
 
-    def __init__(self, model: str, tokenizer: TextTokenizer, with_logprobs: bool) -> None:
+    def __init__(self, model: str, tokenizer: TextTokenizer, with_logprobs: bool, as_token_ids: bool = False) -> None:
+        self._as_token_ids = as_token_ids
         self._model, self._tokenizer, self.with_logprobs = model, tokenizer, with_logprobs
         self._id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
 
@@ -68,9 +68,13 @@ class Reply(ABC):
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
     def _token_text(self, token: int) -> str:
-        """Return the text of a token; the vocabulary's name for it if it is part of a character."""
-        text = self._tokenizer.decode([token])
-        return text if text and _REPLACEMENT not in text else self._tokenizer.token_name(token)
+        """Return the text of a token amid others; the vocabulary's name for it if it is part of a character."""
+        if self._as_token_ids:
+            return _id_text(token)
+        try:
+            return self._tokenizer.token_bytes(token).decode()
+        except UnicodeDecodeError:
+            return self._tokenizer.token_name(token)
 
 
 class CompletionReply(Reply):
@@ -97,11 +101,21 @@ class CompletionReply(Reply):
         return {
             "tokens": [self._token_text(token.token) for _, token in made],
             "token_logprobs": [_finite(token.logprob) for _, token in made],
-            "top_logprobs": [
-                {self._token_text(each): _finite(logprob) for each, logprob in token.top} for _, token in made
-            ],
+            "top_logprobs": [self._top(token) for _, token in made],
             "text_offset": [part.offset for part, _ in made],
         }
+
+    def _top(self, token: ChosenToken) -> dict[str, float | None]:
+        """Return the most probable tokens by their texts; where several share one, all but the first by their ids.
+
+        The token that was chosen comes first, so that its text is its key.
+        """
+        owners = {self._token_text(token.token): token.token}
+        found: dict[str, float | None] = {}
+        for each, logprob in token.top:
+            text = self._token_text(each)
+            found[text if owners.setdefault(text, each) == each else _id_text(each)] = _finite(logprob)
+        return found
 
 
 class ChatReply(Reply):
@@ -142,13 +156,15 @@ class ChatReply(Reply):
         return self._entry(token.token, token.logprob) | {"top_logprobs": top}
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = self._tokenizer.decode([token])
-        known = text and _REPLACEMENT not in text
         return {
             "token": self._token_text(token),
             "logprob": _finite(logprob),
-            "bytes": list(text.encode()) if known else None,
+            "bytes": list(self._tokenizer.token_bytes(token)),
         }
+
+
+def _id_text(token: int) -> str:
+    return f"token_id:{token}"
 
 
 def _finite(logprob: float | None) -> float | None:

@@ -22,7 +22,8 @@ class ServerSettings:
         max_body_bytes: of a request; a longer one is refused with 413.
         max_body_seconds: for a body to arrive; one that takes longer is refused with 408.
         max_unread_tokens: of one request that its client has not taken; one more cancels the request.
-        default_max_tokens: of an answer in a chat for which the client gives none, if as many fit.
+        default_max_tokens: most tokens of an answer in a chat for which the client gives none; None takes those of the
+            model's generation_config.json, or all that the model has positions for.
 
     Raises:
         ConfigError: a value breaks its rule.
@@ -36,7 +37,7 @@ class ServerSettings:
     max_body_bytes: int = 1 << 20
     max_body_seconds: int = 60
     max_unread_tokens: int = 1024
-    default_max_tokens: int = 256
+    default_max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not self.model_name:
@@ -53,7 +54,8 @@ class ServerSettings:
             "max_unread_tokens",
             "default_max_tokens",
         ):
-            self._check_least(name, 1)
+            if getattr(self, name) is not None:
+                self._check_least(name, 1)
 
     def _check_least(self, name: str, least: int) -> None:
         if (value := getattr(self, name)) < least:

@@ -1,49 +1,10 @@
-"""Text of tokens as they come: never part of a character, and nothing of a string that stops the answer."""
+"""Strings that stop an answer, found in its text as it comes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-__all__ = ["IncrementalDecoder", "StopFinder"]
-
-_REPLACEMENT = "\ufffd"
-_LONGEST_CHARACTER = 4  # bytes of UTF-8, and so the longest run of U+FFFD that further bytes can turn into a character
-
-
-class IncrementalDecoder:
-    """Turns tokens into text, piece by piece.
-
-    Characters of several bytes may lie across tokens, and a tokenizer decodes an unfinished one as U+FFFD. Such an end
-    of the text is held back until it is a character or cannot become one. Tokens are decoded together with those of the
-    piece before, since many tokenizers decode the first token of a text differently.
-
-    Args:
-        decode: returns the text of tokens.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
-        self._before: list[int] = []
-        self._tokens: list[int] = []
-        self._given = 0  # characters of the text of _before + _tokens
-
-    def push(self, token: int) -> str:
-        """Take a token and return the text that is certain now."""
-        self._tokens.append(token)
-        text = self._decode(self._before + self._tokens)
-        unfinished = min(len(text) - len(text.rstrip(_REPLACEMENT)), _LONGEST_CHARACTER)
-        new = text[self._given : len(text) - unfinished]
-        self._given += len(new)
-        if not unfinished:
-            self._before, self._tokens = self._tokens, []
-            self._given = len(self._decode(self._before))
-        return new
-
-    def flush(self) -> str:
-        """Return what was held back."""
-        rest = self._decode(self._before + self._tokens)[self._given :]
-        self._given += len(rest)
-        return rest
+__all__ = ["StopFinder"]
 
 
 class StopFinder:

@@ -71,11 +71,14 @@ def from_pretrained(
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     directory = _directory(directory)
-    config = AutoConfig.from_pretrained(directory) if config is None else config
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False) if config is None else config
     maker: Any = model_class or AutoModelForCausalLM
-    make = getattr(maker, "from_config", None) or maker._from_config
+    dtype = dtype or config.dtype or torch.float32
     with torch.device("meta"):
-        model = make(config, dtype=dtype or config.dtype or torch.float32)
+        if hasattr(maker, "from_config"):
+            model = maker.from_config(config, dtype=dtype, trust_remote_code=False)
+        else:  # a class of its own, which no file names
+            model = maker._from_config(config, dtype=dtype)
     done = parallelize(model, mesh, **options)
     load_pretrained(model, directory, device=device)
     if (directory / "generation_config.json").is_file() and hasattr(model, "generation_config"):

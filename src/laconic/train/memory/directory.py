@@ -37,7 +37,9 @@ def load_any(path: str, dtype: torch.dtype) -> nn.Module:
             if find_weights(directory) is None:
                 model: nn.Module = kind(config)
             else:
-                model = kind.from_pretrained(path, config=config, local_files_only=True, weights_only=True)
+                model = kind.from_pretrained(
+                    path, config=config, local_files_only=True, weights_only=True, trust_remote_code=False
+                )
     except (ConfigError, ModelError):
         raise
     except Exception as error:

@@ -32,6 +32,7 @@ from laconic.activations import (
 )
 from laconic.activations.keep.choice import Choice, entry_of
 from laconic.activations.recognize.plan import ATTENTION, careful_head
+from laconic.activations.whole_model.report import SAVINGS_LOGGER
 from laconic.cost.planner.measured import EXACT_WORD, Linear, Measured, MeasuredGroup, MeasuredTable
 from laconic.errors import PlanError
 from laconic.formats import BlockFormat
@@ -214,7 +215,7 @@ class _Runs:
         """Put buffers, mode and random states back; nothing is left in gradients."""
         buffers = {buffer: buffer.detach().clone() for buffer in self.model.buffers()}
         modes = {module: module.training for module in self.model.modules()}
-        logger = logging.getLogger("laconic")
+        logger = logging.getLogger(SAVINGS_LOGGER)
         level = logger.level
         self.model.train()
         logger.setLevel(logging.ERROR)  # a model of which one group is compressed saves little, and would say so
