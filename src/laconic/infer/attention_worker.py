@@ -12,6 +12,7 @@ from torch import nn
 
 from laconic.infer.connections import Connection
 from laconic.infer.links import TcpExpertLink
+from laconic.infer.load_check import expected_logits, made_up_trials, try_engine
 from laconic.infer.payload import LinkTraffic, prepared_coder
 from laconic.infer.remote_experts import RemoteExperts, RemoteLayer
 from laconic.infer.shared_experts import overlap_shared, shared_experts
@@ -92,16 +93,26 @@ class AttentionWorker:
                 TcpExpertLink(connection, f"expert worker {number}", settings.answer_timeout_seconds, on_lost, coder)
                 for number, connection in enumerate(connections)
             ]
+        limits = CacheLimits(settings.cache_tokens, settings.batch_tokens)
+        coarse = split.experts > 0 and settings.payload == "int8"
+        expected = expected_logits(model, made_up_trials(model.config, limits), coarse)
         pad_narrow_values(model.config)
         self._watch_blocks(model)
         self.nbytes = sum(p.nbytes for p in model.parameters())
-        limits = CacheLimits(settings.cache_tokens, settings.batch_tokens)
-        self._requests = [
-            Requests(model, limits, self._end(on_finished), on_tokens) for _ in range(plan.num_micro_batches)
-        ]
-        self.eos_token_ids = self._requests[0].eos_token_ids
-        self._progress_times = [time.monotonic()] * len(self._requests)
+        self._progress_times = [time.monotonic()] * plan.num_micro_batches
         self._micro_batch_of: dict[str, int] = {}
+        self._requests: list[Requests] = []
+        try:
+            for _ in range(plan.num_micro_batches):
+                self._requests.append(Requests(model, limits, self._end(on_finished), on_tokens))
+            self.notes.append(try_engine(expected, self._requests, self._explain))
+        except BaseException:
+            for requests in self._requests:
+                requests.stop()
+            raise
+        for link in self._links:
+            link.forget_traffic()
+        self.eos_token_ids = self._requests[0].eos_token_ids
 
     def add(self, name: str, prompt: list[int], sampling: Sampling) -> None:
         """Add a request to the micro-batch that has the fewest."""
@@ -145,6 +156,11 @@ class AttentionWorker:
         for link in self._links:
             link.close()
 
+    def _explain(self) -> None:
+        """Raise what became of an expert worker, if one is lost: then the model is not at fault."""
+        for link in self._links:
+            link.check()
+
     def _watch_blocks(self, model: nn.Module) -> None:
         def note(module: nn.Module, args: Any, output: Any) -> None:
             for number, requests in enumerate(self._requests):
@@ -181,7 +197,8 @@ def put_remote_experts(model: Any, experts: RemoteExperts) -> tuple[list[str], l
                 left.append(owner)
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        experts.begin_forward(int(kwargs["cu_seq_lens_q"][-1]))
+        lengths = kwargs.get("cu_seq_lens_q")
+        experts.begin_forward(None if lengths is None else int(lengths[-1]))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         experts.end_forward()

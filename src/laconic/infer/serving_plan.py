@@ -11,7 +11,7 @@ from laconic.cost.infer.engine_plan import EngineChoice, EngineLimits
 from laconic.errors import ConfigError
 from laconic.infer.auto_plan import AutoPlan
 from laconic.infer.split import Split
-from laconic.infer.transformers_seam import TRIED, find_experts, read_config
+from laconic.infer.transformers_seam import find_experts, read_config
 from laconic.schedule.inference import InferencePlan, Order
 
 __all__ = ["ServingPlan", "plan_serving", "serving_split"]
@@ -67,11 +67,6 @@ def plan_serving(
         notes += (
             f"{model_dir.name} is a {config.model_type} model without experts that could be elsewhere, so every"
             " attention worker holds all of it",
-        )
-    elif split.experts and config.model_type not in TRIED:
-        notes += (
-            f"{config.model_type} is served split, but has not been tried; compare some of its tokens with"
-            " those of experts=0",
         )
     choice = None
     if automatic is not None and split.experts:

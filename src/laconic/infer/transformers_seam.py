@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SUPPORTED",
-    "TRIED",
     "CacheLimits",
     "Finished",
+    "Replay",
     "Requests",
     "check_transformers",
     "check_weights",
@@ -51,19 +51,13 @@ __all__ = [
     "load_attention_model",
     "load_experts",
     "load_whole_model",
+    "num_positions",
     "quiet_transformers",
     "read_config",
 ]
 
 SUPPORTED = ((5, 23), (5, 24))
 """Versions of transformers, from the first to before the second, with which this file has been tried."""
-
-TRIED = (
-    *("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe"),
-    *("ernie4_5_moe", "phimoe", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "afmoe", "minimax_m2", "dots1"),
-    "flex_olmo",
-)
-"""Families whose tokens, split, are compared with those of `generate` by our tests."""
 
 _NAMES = {
     "transformers": ("AutoConfig", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "GenerationConfig"),
@@ -163,12 +157,18 @@ def read_config(model_dir: Path) -> PretrainedConfig:
         )
     try:
         group_layers_by_attn_type(config.get_text_config())
-    except ValueError as error:
+    except Exception as error:  # layers of another kind, or no list of layers at all
         raise ModelError(
             f"{str(model_dir)!r} is a model of type {config.model_type}, for some of whose layers transformers has no"
             f" paged cache ({error}); only models of full and sliding attention can be served"
         ) from None
     return config
+
+
+def num_positions(config: PretrainedConfig) -> int | None:
+    """Return how many positions a model has, prompt and answer together; None if its configuration names no number."""
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def find_experts(config: PretrainedConfig, dtype: torch.dtype | None = None) -> tuple[Any, dict[str, Block]]:
@@ -465,6 +465,22 @@ class Finished:
     error: str | None = None
 
 
+@dataclass(frozen=True)
+class Replay:
+    """A request whose tokens are given: its logits are heard, not obeyed.
+
+    Attributes:
+        tokens: of the answer, in order.
+        hear: is called, on the thread that runs the model, with the number of a token and the logits before any
+            processor, float32 [vocabulary] on the CPU; they are the caller's only until it returns.
+        on_end: is called, on another thread, at the end.
+    """
+
+    tokens: list[int]
+    hear: Callable[[int, Tensor], None]
+    on_end: Callable[[Finished], None]
+
+
 class _Sampler:
     """Chooses the token of each request, in the place of a manager's own choice.
 
@@ -475,6 +491,9 @@ class _Sampler:
         processors: of the manager.
         on_tokens: called once per batch, with each request's name and the token it is given.
         on_failed: called with a request's name and why no token can be chosen.
+
+    Attributes:
+        replays: requests whose tokens are given, by name.
     """
 
     def __init__(
@@ -487,6 +506,8 @@ class _Sampler:
         self.tensors_required: int = processors.tensors_required
         self.do_processing: bool = processors.do_processing
         self._states: list[Any] = []
+        self._unprocessed: Tensor | None = None
+        self.replays: dict[str, Replay] = {}
 
     def fill_defaults(self, storage: Tensor) -> None:
         self._processors.fill_defaults(storage)
@@ -500,6 +521,7 @@ class _Sampler:
 
     def __call__(self, input_ids: Tensor, scores: Tensor, arguments: Tensor) -> Tensor:
         """Process logits; called if `do_processing`."""
+        self._unprocessed = scores.clone() if self.replays else None
         return self._processors(input_ids, scores, arguments)
 
     def choose(self, scores: Tensor, output_ids: Tensor) -> None:
@@ -513,12 +535,18 @@ class _Sampler:
         if not self._states:
             return
         rows = scores[0, : len(self._states)].cpu()
+        plain, self._unprocessed = self._unprocessed, None
         # NumPy's argmax is 10 times as fast as torch's here. Both take the first of equals, and NaN for the greatest.
         places = torch.from_numpy(rows.numpy().argmax(-1))
         finite = rows.gather(-1, places[:, None])[:, 0].isfinite().tolist()
         chosen: list[tuple[str, ChosenToken]] = []
         tokens = places.tolist()
         for number, state in enumerate(self._states):
+            if (replay := self.replays.get(state.request_id)) is not None:
+                step = _position(state)
+                replay.hear(step, rows[number] if plain is None else plain.view(-1, plain.shape[-1])[number].cpu())
+                tokens[number] = replay.tokens[step]
+                continue
             if finite[number] and _takes_greatest(state.logit_processor_kwargs["sampling"]):
                 token: ChosenToken | None = ChosenToken(tokens[number])
             else:
@@ -530,14 +558,19 @@ class _Sampler:
         self._on_tokens(chosen)
 
     def _sample(self, state: Any, logits: Tensor) -> ChosenToken | None:
-        # A request that lost its place in the cache comes again with its tokens in the prompt.
-        options = state.logit_processor_kwargs
-        position = len(state.initial_tokens) - options["prompt_tokens"] + state.generated_len()
         try:
-            return sample(logits, options["sampling"], position)
+            return sample(logits, state.logit_processor_kwargs["sampling"], _position(state))
         except LaconicError as error:
             self._on_failed(state.request_id, str(error))
             return None
+
+
+def _position(state: Any) -> int:
+    """Number of tokens that a request has been given.
+
+    One that lost its place in the cache comes again with its tokens in the prompt.
+    """
+    return len(state.initial_tokens) - int(state.logit_processor_kwargs["prompt_tokens"]) + int(state.generated_len())
 
 
 def _takes_greatest(sampling: Sampling) -> bool:
@@ -556,6 +589,9 @@ class Requests:
 
     Attributes:
         eos_token_ids: tokens that end every request.
+
+    Raises:
+        ModelError: transformers does not batch requests of such a model.
     """
 
     def __init__(
@@ -575,22 +611,26 @@ class Requests:
         generation.update(do_sample=False, num_beams=1, temperature=None, top_p=None, top_k=None)
         if generation.eos_token_id is None:
             generation.eos_token_id = -1
-        self._manager = model.init_continuous_batching(
-            generation_config=generation,
-            continuous_batching_config=ContinuousBatchingConfig(
-                page_size=limits.PAGE_TOKENS,
-                num_blocks=-(-limits.cache_tokens // limits.PAGE_TOKENS),
-                max_batch_tokens=limits.batch_tokens,
-                max_requests_per_batch=limits.batch_tokens,
-                auto_switch_to_flash=False,
-                use_cuda_graph=False,
-                use_async_batching=False,
-            ),
+        batching = ContinuousBatchingConfig(
+            page_size=limits.PAGE_TOKENS,
+            num_blocks=-(-limits.cache_tokens // limits.PAGE_TOKENS),
+            max_batch_tokens=limits.batch_tokens,
+            max_requests_per_batch=limits.batch_tokens,
+            auto_switch_to_flash=False,
+            use_cuda_graph=False,
+            use_async_batching=False,
         )
+        try:
+            self._manager = model.init_continuous_batching(generation, batching)
+        except Exception as error:  # foreign code may raise anything
+            raise ModelError(
+                f"transformers does not batch requests of {model.config.model_type} models ({type(error).__name__}:"
+                f" {error}); use its own generate for this model"
+            ) from error
         eos = generation.eos_token_id
         self.eos_token_ids = tuple(token for token in ([eos] if isinstance(eos, int) else eos) if token >= 0)
         self._on_finished = on_finished
-        sampler = _Sampler(self._manager.logit_processor, on_tokens, self._fail)
+        sampler = self._sampler = _Sampler(self._manager.logit_processor, on_tokens, self._fail)
         create = self._manager._create_batch_processor
 
         def create_with_sampler() -> Any:
@@ -610,16 +650,28 @@ class Requests:
 
     def add(self, name: str, prompt: list[int], sampling: Sampling) -> None:
         """Add a request for tokens after `prompt`."""
+        self._add(name, prompt, sampling, [*self.eos_token_ids, *sampling.stop_token_ids])
+
+    def replay(self, name: str, prompt: list[int], replay: Replay) -> None:
+        """Add a request whose tokens are given; neither `on_finished` nor `on_tokens` hears of it."""
+        self._sampler.replays[name] = replay
+        self._add(name, prompt, Sampling(max_new_tokens=len(replay.tokens)), [-1])
+
+    def _add(self, name: str, prompt: list[int], sampling: Sampling, end_tokens: list[int]) -> None:
         added = self._manager.add_request(
             prompt,
             name,
             sampling.max_new_tokens,
-            eos_token_id=[*self.eos_token_ids, *sampling.stop_token_ids],
+            eos_token_id=end_tokens,
             sampling=sampling,
             prompt_tokens=len(prompt),
         )
         if added is None:
-            self._on_finished(Finished(name, [], "the generation loop has ended"))
+            self._end(Finished(name, [], "the generation loop has ended"))
+
+    def _end(self, finished: Finished) -> None:
+        replay = self._sampler.replays.pop(finished.name, None)
+        (self._on_finished if replay is None else replay.on_end)(finished)
 
     def cancel(self, name: str) -> None:
         """Forget a request; nothing more is heard of it, unless it has ended already."""
@@ -631,13 +683,13 @@ class Requests:
 
     def _fail(self, name: str, why: str) -> None:
         self._manager.cancel_request(name)
-        self._on_finished(Finished(name, [], why))
+        self._end(Finished(name, [], why))
 
     def _watch(self) -> None:
         while True:
             running = self._manager.is_running()
             output = self._manager.get_result(timeout=0.1)
             if output is not None and output.is_finished():
-                self._on_finished(Finished(output.request_id, output.generated_tokens, output.error))
+                self._end(Finished(output.request_id, output.generated_tokens, output.error))
             elif output is None and not running:
                 return
