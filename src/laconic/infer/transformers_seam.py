@@ -7,6 +7,8 @@ What is used of it, and for what:
 - `core_model_loading` and `conversion_mapping`: an expert worker reads its share of each layer's experts through the
   same renaming and merging of a checkpoint's tensors as `from_pretrained`.
 - `init_continuous_batching` and ContinuousBatchingManager: requests, the paged cache, prefill mixed with decode.
+- The manager's loop and its scheduler's choice of a batch: a forward that fails ends those requests alone that make it
+  fail, not the loop.
 - The manager's `logit_processor`, which is told the requests of each batch, and `_sample` of its ModelRunner, which is
   called with their logits: the tokens are chosen there.
 - `ALL_ATTENTION_FUNCTIONS`: attention whose values are narrower than its keys (multi-head latent attention) gets values
@@ -19,8 +21,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import re
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +34,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from laconic.errors import ConfigError, LaconicError, ModelError
+from laconic.errors import CollectiveError, ConfigError, LaconicError, ModelError
 from laconic.infer.sampling import ChosenToken, Sampling, sample
 from laconic.json_text import parse_json
 from laconic.moe.huggingface.blocks import Block, find_blocks
@@ -78,6 +82,8 @@ _NAMES = {
     "transformers.generation.continuous_batching.continuous_api": (
         "ContinuousMixin.init_continuous_batching",
         "ContinuousBatchingManager._create_batch_processor",
+        "ContinuousBatchingManager._generation_loop_body",
+        "ContinuousBatchingManager._generation_step",
         "ContinuousBatchingManager.add_request",
         "ContinuousBatchingManager.cancel_request",
         "ContinuousBatchingManager.get_result",
@@ -92,7 +98,17 @@ _NAMES = {
         "ContinuousBatchingLogitsProcessorList.prepare_tensor_args",
     ),
     "transformers.generation.continuous_batching.model_runner": ("ModelRunner._sample",),
-    "transformers.generation.continuous_batching.requests": ("FutureRequestState", "RequestState.generated_len"),
+    "transformers.generation.continuous_batching.requests": (
+        "FutureRequestState",
+        "RequestState.create_equivalent_initial_request",
+        "RequestState.generated_len",
+        "RequestState.to_generation_output",
+    ),
+    "transformers.generation.continuous_batching.scheduler": (
+        "FIFOScheduler.add_waiting_request",
+        "FIFOScheduler.finish_request",
+        "FIFOScheduler.schedule_batch",
+    ),
     "transformers.generation.continuous_batching.cache": ("PagedAttentionCache.update", "group_layers_by_attn_type"),
     "transformers.generation.continuous_batching.utils": ("logger",),
 }
@@ -458,11 +474,19 @@ class CacheLimits:
 
 @dataclass(frozen=True)
 class Finished:
-    """A request's end: its tokens, or the error that ended it."""
+    """A request's end.
+
+    Attributes:
+        name: of the request.
+        tokens: that it was given.
+        error: what ended it, if anything did.
+        is_own: whether that is the request's own error, after which others go on.
+    """
 
     name: str
     tokens: list[int]
     error: str | None = None
+    is_own: bool = False
 
 
 @dataclass(frozen=True)
@@ -490,7 +514,7 @@ class _Sampler:
     Args:
         processors: of the manager.
         on_tokens: called once per batch, with each request's name and the token it is given.
-        on_failed: called with a request's name and why no token can be chosen.
+        on_failed: called with a request's name and what keeps a token from being chosen.
 
     Attributes:
         replays: requests whose tokens are given, by name.
@@ -500,7 +524,7 @@ class _Sampler:
         self,
         processors: Any,
         on_tokens: Callable[[list[tuple[str, ChosenToken]]], None],
-        on_failed: Callable[[str, str], None],
+        on_failed: Callable[[str, Exception], None],
     ) -> None:
         self._processors, self._on_tokens, self._on_failed = processors, on_tokens, on_failed
         self.tensors_required: int = processors.tensors_required
@@ -545,6 +569,8 @@ class _Sampler:
             if (replay := self.replays.get(state.request_id)) is not None:
                 step = _position(state)
                 replay.hear(step, rows[number] if plain is None else plain.view(-1, plain.shape[-1])[number].cpu())
+                with contextlib.suppress(LaconicError):  # logits without a number
+                    sample(rows[number], _TRIAL, step)  # what is tried is all that a request meets
                 tokens[number] = replay.tokens[step]
                 continue
             if finite[number] and _takes_greatest(state.logit_processor_kwargs["sampling"]):
@@ -560,9 +586,12 @@ class _Sampler:
     def _sample(self, state: Any, logits: Tensor) -> ChosenToken | None:
         try:
             return sample(logits, state.logit_processor_kwargs["sampling"], _position(state))
-        except LaconicError as error:
-            self._on_failed(state.request_id, str(error))
+        except Exception as error:  # of this request alone
+            self._on_failed(state.request_id, error)
             return None
+
+
+_TRIAL = Sampling(temperature=1.0, top_p=0.9)
 
 
 def _position(state: Any) -> int:
@@ -577,6 +606,108 @@ def _takes_greatest(sampling: Sampling) -> bool:
     return sampling.is_greedy and sampling.logprobs is None
 
 
+class _BatchFailedError(Exception):
+    """A forward, or the choice of its tokens, has raised `error`."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+class _FaultyBatches:
+    """Lets a manager's loop outlive a batch that raises.
+
+    The requests of such a batch are tried again, each alone until it has its next token. One that fails alone ends; the
+    others go on with the tokens that they have. What else the loop may raise, of the scheduler or the cache, ends it:
+    nothing that it leaves behind could be trusted.
+
+    Args:
+        manager: whose loop it is.
+        on_alone: called, on its thread, with the name of a request that has failed alone, the tokens that it was given,
+            and why it failed; the manager knows nothing of it any more.
+        on_ended: called, on its thread, with what ends the loop, before any request hears of it.
+    """
+
+    def __init__(
+        self, manager: Any, on_alone: Callable[[str, list[int], Exception], None], on_ended: Callable[[Exception], None]
+    ) -> None:
+        self._on_alone, self._on_ended = on_alone, on_ended
+        self._body, self._step = manager._generation_loop_body, manager._generation_step
+        self._suspects: deque[str] = deque()
+        manager._generation_loop_body, manager._generation_step = self._run_body, self._run_step
+
+    def watch(self, processor: Any) -> None:
+        """Choose the batches of a manager's processor."""
+        scheduler = processor.scheduler
+        schedule = scheduler.schedule_batch
+        scheduler.schedule_batch = lambda *budgets: self._schedule(scheduler, schedule, *budgets)
+
+    def _run_step(self) -> None:
+        try:
+            self._step()
+        except CollectiveError:  # an expert worker is lost
+            raise
+        except Exception as error:
+            raise _BatchFailedError(error) from error
+
+    def _run_body(self, processor: Any, bootstrapping: bool) -> bool:
+        try:
+            goes_on: bool = self._body(processor, bootstrapping)
+            if goes_on and self._suspects:
+                self._clear(processor.inputs_and_outputs.requests_in_batch)
+            return goes_on
+        except _BatchFailedError as failed:
+            self._recover(processor, failed.error)
+            return True
+        except CollectiveError:
+            raise
+        except Exception as error:
+            self._on_ended(error)
+            raise
+
+    def _clear(self, batch: list[Any]) -> None:
+        for future in batch:
+            if future.has_new_token and self._suspects and future.state.request_id == self._suspects[0]:
+                self._suspects.popleft()
+
+    def _recover(self, processor: Any, error: Exception) -> None:
+        states = [future.state for future in processor.inputs_and_outputs.requests_in_batch]
+        names = [state.request_id for state in states]
+        logging.getLogger("laconic").error("a forward of %d requests failed", len(states), exc_info=error)
+        if len(states) == 1:
+            self._suspects = deque(name for name in self._suspects if name != names[0])
+            processor.scheduler.finish_request(names[0])
+            self._on_alone(names[0], states[0].to_generation_output().generated_tokens, error)
+            return
+        for state in states:
+            again = state.create_equivalent_initial_request()
+            processor.scheduler.finish_request(state.request_id)
+            processor.scheduler.add_waiting_request(again)
+        self._suspects.extend(name for name in names if name not in self._suspects)
+
+    def _schedule(self, scheduler: Any, schedule: Callable[..., Any], *budgets: int) -> Any:
+        """Choose a batch; while there are suspects, from the first of them alone."""
+        active, waiting = scheduler.active_requests, scheduler.waiting_requests
+        while self._suspects and self._suspects[0] not in active and self._suspects[0] not in waiting:
+            self._suspects.popleft()  # it was cancelled
+        if not self._suspects:
+            return schedule(*budgets)
+        name = self._suspects[0]
+        order, blocked = scheduler.waiting_requests_order, scheduler.block_new_requests
+        scheduler.active_requests = {key: state for key, state in active.items() if key == name}
+        scheduler.waiting_requests = {key: state for key, state in waiting.items() if key == name}
+        scheduler.waiting_requests_order = deque(scheduler.waiting_requests)
+        scheduler.block_new_requests = False
+        try:
+            return schedule(*budgets)
+        finally:
+            active.update(scheduler.active_requests)
+            if name not in scheduler.waiting_requests and waiting.pop(name, None) is not None:
+                order.remove(name)
+            scheduler.active_requests, scheduler.waiting_requests = active, waiting
+            scheduler.waiting_requests_order, scheduler.block_new_requests = order, blocked
+
+
 class Requests:
     """The requests of one micro-batch, by a ContinuousBatchingManager with a thread of its own.
 
@@ -586,6 +717,9 @@ class Requests:
         on_finished: called, on another thread, for every request that ends; not for those that were cancelled. A
             request for which no token can be chosen may end a second time.
         on_tokens: called, on another thread, once per forward, with each request's name and the token it is given.
+        on_trouble: called, on another thread, with the name of a request that has failed by itself in a way that may
+            not be its own, and with what ends it, to be called once the others are known to be well.
+        on_ended: called, on another thread, with what ends the loop of requests, before any of them hears of it.
 
     Attributes:
         eos_token_ids: tokens that end every request.
@@ -600,6 +734,8 @@ class Requests:
         limits: CacheLimits,
         on_finished: Callable[[Finished], None],
         on_tokens: Callable[[list[tuple[str, ChosenToken]]], None] = lambda tokens: None,
+        on_trouble: Callable[[str, Callable[[], None]], None] = lambda name, end: end(),
+        on_ended: Callable[[str], None] = lambda why: None,
     ) -> None:
         from copy import deepcopy
 
@@ -629,13 +765,17 @@ class Requests:
             ) from error
         eos = generation.eos_token_id
         self.eos_token_ids = tuple(token for token in ([eos] if isinstance(eos, int) else eos) if token >= 0)
-        self._on_finished = on_finished
+        self._on_finished, self._on_trouble = on_finished, on_trouble
+        faults = _FaultyBatches(
+            self._manager, self._fail_alone, lambda error: on_ended(f"{type(error).__name__}: {error}")
+        )
         sampler = self._sampler = _Sampler(self._manager.logit_processor, on_tokens, self._fail)
         create = self._manager._create_batch_processor
 
         def create_with_sampler() -> Any:
             processor = create()
             processor.model_runner._sample = sampler.choose
+            faults.watch(processor)
             return processor
 
         self._manager.logit_processor = sampler
@@ -681,9 +821,18 @@ class Requests:
         """End the manager's thread; requests in flight fail."""
         self._manager.stop(block=True, timeout=5.0, hard_stop=True)
 
-    def _fail(self, name: str, why: str) -> None:
+    def _fail(self, name: str, error: Exception) -> None:
+        """End a request for which no token can be chosen."""
         self._manager.cancel_request(name)
-        self._end(Finished(name, [], why))
+        if isinstance(error, LaconicError):
+            self._end(Finished(name, [], str(error), is_own=True))
+        else:
+            logging.getLogger("laconic").error("no token can be chosen for %s", name, exc_info=error)
+            self._fail_alone(name, [], error)
+
+    def _fail_alone(self, name: str, tokens: list[int], error: Exception) -> None:
+        finished = Finished(name, tokens, str(error) or type(error).__name__, is_own=True)
+        self._on_trouble(name, lambda: self._end(finished))
 
     def _watch(self) -> None:
         while True:
