@@ -16,7 +16,6 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from laconic.errors import ConfigError, ModelError
 from laconic.infer.sampling import ChosenToken, Sampling, sample
 from laconic.infer.transformers_seam import (
-    TRIED,
     CacheLimits,
     _Sampler,
     check_transformers,
@@ -25,7 +24,7 @@ from laconic.infer.transformers_seam import (
     load_experts,
     read_config,
 )
-from tests.infer.models import SERVED_SPLIT, make
+from tests.infer.models import make
 
 
 def test_installed_transformers_has_every_name() -> None:
@@ -61,10 +60,6 @@ def test_layers_without_a_paged_cache_are_refused(tmp_path: Path) -> None:
     transformers.AutoConfig.for_model("qwen3_next").save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"type qwen3_next.*no paged cache .*linear_attention"):
         read_config(tmp_path)
-
-
-def test_every_family_that_is_said_to_be_tried_is_tried() -> None:
-    assert list(TRIED) == SERVED_SPLIT
 
 
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:
