@@ -311,7 +311,13 @@ def test_penalties_biases_and_vllms_fields_reach_the_engine(engine: FakeEngine, 
         extra_body=extra,
     )
     assert (done.choices[0].text, done.choices[0].finish_reason) == ("AB", "stop")
-    rules = {"repetition_penalty": 1.1, "min_p": 0.1, "min_new_tokens": 2, "sequence_bias": [[[65], 3.0]]}
+    rules = {
+        "repetition_penalty": 1.1,
+        "min_p": 0.1,
+        "min_new_tokens": 2,
+        "min_length": None,
+        "sequence_bias": [[[65], 3.0]],
+    }
     found = asked[0]
     assert (found.rules, found.frequency_penalty, found.presence_penalty) == (rules, 0.5, -1)
     assert (found.ignore_eos, found.stop_token_ids) == (True, (67,))

@@ -122,8 +122,8 @@ def test_fields_that_change_no_token_are_taken(fields: dict[str, Any]) -> None:
     ("fields", "rules"),
     [
         ({"repetition_penalty": 1.0}, {"repetition_penalty": 1.0}),
-        ({"min_p": 0, "min_tokens": 0}, {"min_p": None, "min_new_tokens": None}),
-        ({"min_p": 0.1, "min_tokens": 3}, {"min_p": 0.1, "min_new_tokens": 3}),
+        ({"min_p": 0, "min_tokens": 0}, {"min_p": None, "min_new_tokens": None, "min_length": None}),
+        ({"min_p": 0.1, "min_tokens": 3}, {"min_p": 0.1, "min_new_tokens": 3, "min_length": None}),
         ({"logit_bias": {"7": -100, "8": 2.5}}, {"sequence_bias": [[[7], -100.0], [[8], 2.5]]}),
         ({"logit_bias": {}}, {}),
     ],

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Literal, get_args
 
 from laconic.cost.infer.engine_plan import EngineLimits
-from laconic.errors import CollectiveError, ConfigError, LaconicError
+from laconic.errors import CollectiveError, ConfigError, LaconicError, ModelError
 from laconic.infer.auto_plan import AutoPlan
 from laconic.infer.device import DeviceKind, check_device
 from laconic.infer.generation_config import AnswerDefaults, check_generation_config, read_generation_config
@@ -132,7 +132,7 @@ class Engine:
         check_weights(directory)
         generation = read_generation_config(directory, read_config(directory))
         self.notes += check_generation_config(generation, directory)
-        self.answer_defaults = AnswerDefaults.of(generation)
+        self.answer_defaults = _check_defaults(AnswerDefaults.of(generation))
         info = torchrun_info(launcher, self.split)
         settings = [
             WorkerSettings(
@@ -348,6 +348,22 @@ def _end_forgotten(workers: WorkerSet, pid: int) -> None:
         warnings.warn(
             "an Engine was not closed; use it in a `with` block, or call close", ResourceWarning, stacklevel=2
         )
+
+
+def _check_defaults(defaults: AnswerDefaults) -> AnswerDefaults:
+    """Return what a model's generation_config.json gives a request that does not say.
+
+    Raises:
+        ModelError: a value breaks its rule.
+    """
+    try:
+        for longest in (defaults.max_new_tokens, defaults.max_length):
+            Sampling(
+                defaults.temperature, defaults.top_p, defaults.top_k, max_new_tokens=1 if longest is None else longest
+            )
+    except ConfigError as error:
+        raise ModelError(f"the model's generation_config.json is wrong: {error}; mend it, or remove it") from None
+    return defaults
 
 
 def _check_known_of_device(

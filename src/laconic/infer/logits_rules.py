@@ -66,6 +66,8 @@ def make_rules(
     values = {name: getattr(generation, name, None) for name in PROCESSORS | WARPERS} | dict(sampling.rules)
     if generation.sequence_bias and sampling.rules.get("sequence_bias"):
         values["sequence_bias"] = [*_pairs(generation.sequence_bias), *_pairs(sampling.rules["sequence_bias"])]
+    if values["min_new_tokens"] is not None:
+        values["min_length"] = None  # as in generate
     if not eos:
         values["exponential_decay_length_penalty"] = None  # raises the score of the end, and nothing ends this one
     left_out = WARPERS if sampling.is_greedy else ()

@@ -181,6 +181,8 @@ class RequestBody(_Strict):
         """Value of Sampling.rules: those that the client gives, with None for what switches one of the model's off."""
         given = {"repetition_penalty": self.repetition_penalty, "min_p": self.min_p, "min_new_tokens": self.min_tokens}
         rules: dict[str, Any] = {name: value or None for name, value in given.items() if value is not None}
+        if self.min_tokens is not None:
+            rules["min_length"] = None
         if self.logit_bias:
             rules["sequence_bias"] = [[[int(token)], float(bias)] for token, bias in self.logit_bias.items()]
         return rules
