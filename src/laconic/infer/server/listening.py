@@ -144,7 +144,7 @@ def limited_protocol(table: ConnectionTable, head_seconds: float) -> Callable[..
     """
     protocol: Any = AutoHTTPProtocol
 
-    class Limited(protocol):  # type: ignore[misc]
+    class Limited(protocol):
         _deadline: asyncio.TimerHandle | None = None
         _is_taken = False
 
