@@ -16,13 +16,15 @@ What is used of it, and for what:
 - `ALL_ATTENTION_FUNCTIONS`: attention whose values are narrower than its keys (multi-head latent attention) gets values
   of the keys' width, since the paged cache has one width for both.
 
-`check_transformers` says at once if the installed version lacks a name.
+`check_transformers` says at once if the installed version lacks a name or an argument.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import inspect
 import logging
 import re
 import threading
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 __all__ = [
-    "SUPPORTED",
+    "FIRST",
     "CacheLimits",
     "Finished",
     "Replay",
@@ -64,8 +66,10 @@ __all__ = [
     "read_config",
 ]
 
-SUPPORTED = ((5, 23), (5, 24))
-"""Versions of transformers, from the first to before the second, with which this file has been tried."""
+FIRST = (5, 23)
+"""Version of transformers from which on all names are there that are used here."""
+_TRIED = ((5, 23), (5, 24))
+"""Versions with which this file has been tried. Others are warned of, not refused: every load checks itself."""
 
 _NAMES = {
     "transformers": ("AutoConfig", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "GenerationConfig"),
@@ -118,32 +122,75 @@ _NAMES = {
 }
 
 
-def check_transformers() -> None:
+_ARGUMENTS = {
+    ("transformers.generation.configuration_utils", "ContinuousBatchingConfig"): (
+        *("page_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch"),
+        *("auto_switch_to_flash", "use_cuda_graph", "use_async_batching"),
+    ),
+    ("transformers.generation.continuous_batching.continuous_api", "ContinuousMixin.init_continuous_batching"): (
+        *("generation_config", "continuous_batching_config"),
+    ),
+    ("transformers.generation.continuous_batching.continuous_api", "ContinuousBatchingManager.add_request"): (
+        *("input_ids", "request_id", "max_new_tokens", "eos_token_id", "logit_processor_kwargs"),
+    ),
+    ("transformers.generation.continuous_batching.continuous_api", "ContinuousBatchingManager.stop"): (
+        *("block", "timeout", "hard_stop"),
+    ),
+}
+
+
+def check_transformers(warns: bool = True) -> None:
     """Check the installed transformers.
 
+    Args:
+        warns: whether to log, once, that the version has not been tried.
+
     Raises:
-        ConfigError: it is missing, of another version, or lacks a name that is used here.
+        ConfigError: it is missing, or lacks a name or an argument that is used here.
     """
+    remedy = f"pip install 'transformers>={FIRST[0]}.{FIRST[1]}'"
     try:
         import transformers
     except ImportError:
-        raise ConfigError("inference needs transformers: pip install 'laconic[hf]'") from None
-    first, end = (".".join(map(str, version)) for version in SUPPORTED)
-    remedy = f"install a version from {first} to before {end}"
-    parts = re.match(r"(\d+)\.(\d+)", transformers.__version__)
-    if parts is None or not SUPPORTED[0] <= (int(parts[1]), int(parts[2])) < SUPPORTED[1]:
-        raise ConfigError(f"transformers is {transformers.__version__}, which laconic.infer does not know; {remedy}")
+        raise ConfigError(f"inference needs transformers: {remedy}") from None
+    version = transformers.__version__
     for module, names in _NAMES.items():
         for name in names:
-            try:
-                found: Any = importlib.import_module(module)
-                for part in name.split("."):
-                    found = getattr(found, part)
-            except (ImportError, AttributeError):
-                raise ConfigError(
-                    f"transformers {transformers.__version__} has no {module}.{name}, which laconic.infer uses;"
-                    f" {remedy}"
-                ) from None
+            _find(module, name, version, remedy)
+    for (module, name), arguments in _ARGUMENTS.items():
+        known = inspect.signature(_find(module, name, version, remedy)).parameters
+        if lost := [argument for argument in arguments if argument not in known]:
+            raise ConfigError(
+                f"{module}.{name} of transformers {version} has no argument {', '.join(lost)}, which laconic.infer"
+                f" gives; {remedy}"
+            )
+    if warns:
+        _warn_if_untried(version)
+
+
+def _find(module: str, name: str, version: str, remedy: str) -> Any:
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        raise ConfigError(
+            f"transformers {version} has no {module}.{name}, which laconic.infer uses; {remedy}"
+        ) from None
+    return found
+
+
+@functools.cache
+def _warn_if_untried(version: str) -> None:
+    parts = re.match(r"(\d+)\.(\d+)", version)
+    if parts is None or (int(parts[1]), int(parts[2])) not in _TRIED:
+        tried = " and ".join(f"{major}.{minor}" for major, minor in _TRIED)
+        logging.getLogger("laconic").warning(
+            "laconic.infer has been tried with transformers %s, and this is %s; it has all names that are used, and"
+            " each load compares its logits with those of the model's plain forward",
+            tried,
+            version,
+        )
 
 
 def read_config(model_dir: Path) -> PretrainedConfig:
@@ -659,6 +706,14 @@ class _FaultyBatches:
     def watch(self, processor: Any) -> None:
         """Choose the batches of a manager's processor."""
         scheduler = processor.scheduler
+        for owner, names in (
+            (scheduler, ("active_requests", "waiting_requests", "waiting_requests_order", "block_new_requests")),
+            (processor.inputs_and_outputs, ("requests_in_batch",)),
+        ):
+            if lost := [name for name in names if not hasattr(owner, name)]:
+                raise ConfigError(
+                    f"{type(owner).__name__} of transformers has no {', '.join(lost)}, which is used here"
+                )
         schedule = scheduler.schedule_batch
         scheduler.schedule_batch = lambda *budgets: self._schedule(scheduler, schedule, *budgets)
 

@@ -102,7 +102,7 @@ def _work(settings: WorkerSettings, events: _Events, commands: IO[str]) -> None:
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    check_transformers()
+    check_transformers(warns=False)  # the engine has
     # Under torchrun, whose store has an address, several machines have ranks.
     local_rank = int(os.environ["LOCAL_RANK"]) if settings.store.startswith("tcp://") else settings.rank
     device = take_device(settings.device, local_rank)
