@@ -11,6 +11,7 @@ import torch
 from laconic.infer.attention_worker import put_remote_experts
 from laconic.infer.expert_share import ExpertShare
 from laconic.infer.links import LocalLink
+from laconic.infer.load_check import expected_logits, made_up_trials, try_engine
 from laconic.infer.remote_experts import RemoteExperts, RemoteLayer
 from laconic.infer.sampling import Sampling
 from laconic.infer.split import Split
@@ -45,7 +46,18 @@ class Inside:
         self.experts = RemoteExperts([LocalLink(share.run) for share in self.shares], ranges, plan)
         self.model: Any = load_attention_model(path, dtype, lambda layer, _: RemoteLayer(self.experts, layer))
         self.moved, self.left = put_remote_experts(self.model, self.experts)
+        self.limits = CacheLimits(cache_tokens=256, batch_tokens=64)
+        self.expected = expected_logits(self.model, made_up_trials(self.model.config, self.limits))
         pad_narrow_values(self.model.config)
+
+    def check(self) -> str:
+        """What a worker does when it has loaded."""
+        managers = [Requests(self.model, self.limits, print) for _ in range(self.plan.num_micro_batches)]
+        try:
+            return try_engine(self.expected, managers, lambda: None)
+        finally:
+            for manager in managers:
+                manager.stop()
 
     def generate(self, prompts: list[list[int]], new_tokens: int, limits: CacheLimits) -> list[list[int]]:
         ended: queue.SimpleQueue[Finished] = queue.SimpleQueue()

@@ -18,7 +18,7 @@ _COMMON = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 16384,
     "tie_word_embeddings": False,
     "initializer_range": 0.3,
     "bos_token_id": None,
@@ -115,7 +115,7 @@ def split_families(*quick: str) -> list[Any]:
 def make(family: str, folder: Path, **changes: Any) -> Path:
     """Save a tiny random model of `family` in float32; returns its directory."""
     torch.manual_seed(11)
-    config = AutoConfig.for_model(family, **_COMMON | FAMILIES[family] | changes)
+    config = AutoConfig.for_model(family, **_COMMON | FAMILIES.get(family, {}) | changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     path = folder / family
     model.save_pretrained(path)

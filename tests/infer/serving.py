@@ -62,6 +62,7 @@ class FakeEngine:
     ) -> None:
         self.answer, self.cache_tokens, self.max_request_tokens = answer, cache_tokens, min(512, cache_tokens)
         self.error: LaconicError | None = None
+        self.is_ready = True
         self.paused = threading.Event()
         self.peak = 0
         self._step_seconds = step_seconds

@@ -51,6 +51,8 @@ def test_workers_say_what_they_hold(engine: Engine, model: Path) -> None:
     assert experts.nbytes == 2 * 6 * 3 * 24 * 32 * 4  # layers, experts, matrices of each, 24 x 32 float32
     assert size - 16384 < attention.nbytes + experts.nbytes < size
     assert "expert worker 0 (pid" in str(engine)
+    assert engine.notes[-1].startswith("checked: qwen2_moe in float32 gives the logits of the model's plain forward")
+    assert engine.notes[-1] in str(engine)
 
 
 def test_cancelled_requests_end_and_the_others_go_on(engine: Engine, model: Path) -> None:
@@ -336,7 +338,7 @@ def test_dense_models_and_no_expert_workers_are_served_whole(model: Path, tmp_pa
         assert "without experts" in engine.notes[0]
     with Engine(model, experts=0, threads=1) as engine:
         assert engine.generate(PROMPTS, NEW_TOKENS) == expected(model)
-        assert engine.notes == ()
+        assert [note.partition(":")[0] for note in engine.notes] == ["checked"]
 
 
 @pytest.mark.slow

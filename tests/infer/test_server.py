@@ -185,6 +185,25 @@ def test_an_answer_whose_pieces_are_not_its_text_is_an_error_with_both(engine: F
             assert expected in json.loads(streamed.text.strip().split("data: ")[-1])["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_text_that_cannot_be_made_fails_its_request_alone(
+    engine: FakeEngine, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    decode = ByteTokenizer.decode
+
+    def fails(self: ByteTokenizer, tokens: Sequence[int]) -> str:
+        if 7 in tokens:
+            raise KeyError("no such token")
+        return decode(self, tokens)
+
+    monkeypatch.setattr(ByteTokenizer, "decode", fails)
+    engine.answer = lambda prompt, sampling: [65, 7 if prompt == list(b"bad") else 66, EOS]
+    with pytest.raises(openai.APIError, match="an error of the server's own"):
+        list(client.completions.create(model=MODEL, prompt="bad", stream=stream))
+    assert client.completions.create(model=MODEL, prompt="good").choices[0].text == "AB"
+    until(lambda: engine.free_cache_tokens == engine.cache_tokens)
+
+
 def test_logprobs(client: openai.OpenAI) -> None:
     done = client.completions.create(model=MODEL, prompt="one", seed=7, max_tokens=3, logprobs=2)
     logprobs, text = done.choices[0].logprobs, text_of("one", seed=7, max_new_tokens=3)
@@ -341,7 +360,8 @@ def test_one_model_and_tokens_of_texts(client: openai.OpenAI) -> None:
 
 def test_models_health_and_metrics(client: openai.OpenAI, url: str) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
-    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    for route in ("health", "ready"):
+        assert httpx.get(f"{url}/{route}").json() == {"status": "ok"}
     client.completions.create(model=MODEL, prompt="one", max_tokens=5)
     assert httpx.get(f"{url}/nothing").status_code == 404
     page = httpx.get(f"{url}/metrics")

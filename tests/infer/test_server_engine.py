@@ -38,7 +38,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     bytewise.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<end>", chat_template=TEMPLATE)
     assert len(tokenizer) == 257
-    path = make("qwen2_moe", tmp_path_factory.mktemp("models"), vocab_size=257, eos_token_id=256, pad_token_id=256)
+    path = make(
+        "qwen2_moe",
+        tmp_path_factory.mktemp("models"),
+        vocab_size=257,
+        eos_token_id=256,
+        pad_token_id=256,
+        max_position_embeddings=128,
+    )
     tokenizer.save_pretrained(path)
     return path
 

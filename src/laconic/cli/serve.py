@@ -47,11 +47,11 @@ def run(args: Sequence[str]) -> int:
 
 
 def _serve(options: argparse.Namespace, api_key: str | None, listening: socket.socket) -> None:
-    import uvicorn
-
     from laconic.infer.server import ServerSettings, create_app, load_text_tokenizer
+    from laconic.infer.server.listening import ConnectionLimits, serve_http
     from laconic.infer.transformers_seam import check_transformers, read_config
 
+    limits = ConnectionLimits(options.max_connections, options.max_connections_per_address, options.head_seconds)
     check_transformers()
     model_dir = Path(options.model)
     config = read_config(model_dir).get_text_config()
@@ -68,15 +68,7 @@ def _serve(options: argparse.Namespace, api_key: str | None, listening: socket.s
         address = listening.getsockname()
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
         print(f"{engine}\n{settings.model_name} is served at http://{host}:{address[1]}/v1", flush=True)
-        uvicorn_config = uvicorn.Config(
-            app,
-            log_level="warning",
-            lifespan="off",
-            # Longer than clients keep idle connections, so that none sends a request while the server hangs up.
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=options.drain_seconds,
-        )
-        uvicorn.Server(uvicorn_config).run(sockets=[listening])
+        serve_http(app, listening, limits, options.drain_seconds)
 
 
 def make_parser() -> Parser:
@@ -103,6 +95,21 @@ def make_parser() -> Parser:
         type=int,
         metavar="N",
         help="most tokens of a chat's answer whose request does not say (default: the model's, or all that fit)",
+    )
+    server.add_argument(
+        "--max-connections",
+        type=int,
+        metavar="N",
+        help="connections at once (default: 1024, or fewer as `ulimit -n` allows)",
+    )
+    server.add_argument(
+        "--max-connections-per-address",
+        type=int,
+        metavar="N",
+        help="connections of one client's address at once (default: three quarters of all)",
+    )
+    server.add_argument(
+        "--head-seconds", type=int, default=10, metavar="S", help="for a request's head to arrive (default: 10)"
     )
     server.add_argument(
         "--drain-seconds", type=int, default=30, metavar="S", help="for requests to end at a stop (default: 30)"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from torch import nn
 
 from laconic.infer.connections import Connection
 from laconic.infer.links import TcpExpertLink
+from laconic.infer.load_check import expected_logits, made_up_trials, recheck, try_engine
 from laconic.infer.payload import LinkTraffic, prepared_coder
 from laconic.infer.remote_experts import RemoteExperts, RemoteLayer
 from laconic.infer.shared_experts import overlap_shared, shared_experts
@@ -35,6 +38,9 @@ if TYPE_CHECKING:
 __all__ = ["AttentionWorker", "put_remote_experts"]
 
 
+_RECHECK = "recheck"
+
+
 class AttentionWorker:
     """Serves requests with a model whose experts are elsewhere, or with a whole one if there are no expert workers.
 
@@ -48,6 +54,7 @@ class AttentionWorker:
         on_tokens: called, on any thread, once per forward, with each request's name and the token it is given.
         on_lost: called, on any thread, when an expert worker is lost, with what became of it.
         recorder: of this worker.
+        on_broken: called, on any thread, with why the engine here can serve nobody any more.
 
     Attributes:
         eos_token_ids: tokens that end every request.
@@ -66,6 +73,7 @@ class AttentionWorker:
         on_tokens: Callable[[list[tuple[str, ChosenToken]]], None],
         on_lost: Callable[[str], None],
         recorder: Recorder | None = None,
+        on_broken: Callable[[str], None] = lambda why: None,
     ) -> None:
         split, plan, model_dir = settings.split, settings.plan, Path(settings.model_dir)
         self._links: list[TcpExpertLink] = []
@@ -92,16 +100,32 @@ class AttentionWorker:
                 TcpExpertLink(connection, f"expert worker {number}", settings.answer_timeout_seconds, on_lost, coder)
                 for number, connection in enumerate(connections)
             ]
+        limits = CacheLimits(settings.cache_tokens, settings.batch_tokens)
+        coarse = split.experts > 0 and settings.payload == "int8"
+        expected = self._expected = expected_logits(model, made_up_trials(model.config, limits), coarse)
         pad_narrow_values(model.config)
         self._watch_blocks(model)
         self.nbytes = sum(p.nbytes for p in model.parameters())
-        limits = CacheLimits(settings.cache_tokens, settings.batch_tokens)
-        self._requests = [
-            Requests(model, limits, self._end(on_finished), on_tokens) for _ in range(plan.num_micro_batches)
-        ]
-        self.eos_token_ids = self._requests[0].eos_token_ids
-        self._progress_times = [time.monotonic()] * len(self._requests)
+        self._progress_times = [time.monotonic()] * plan.num_micro_batches
         self._micro_batch_of: dict[str, int] = {}
+        self._requests: list[Requests] = []
+        self._on_broken, self._is_loading = on_broken, True
+        self._troubled: list[list[Callable[[], None]]] = [[] for _ in range(plan.num_micro_batches)]
+        self._troubled_lock = threading.Lock()
+        ended = self._end(on_finished)
+        try:
+            for number in range(plan.num_micro_batches):
+                trouble = functools.partial(self._recheck, number)
+                self._requests.append(Requests(model, limits, ended, on_tokens, trouble, self._break))
+            self.notes.append(try_engine(expected, self._requests, self._explain))
+        except BaseException:
+            for requests in self._requests:
+                requests.stop()
+            raise
+        self._is_loading = False
+        for link in self._links:
+            link.forget_traffic()
+        self.eos_token_ids = self._requests[0].eos_token_ids
 
     def add(self, name: str, prompt: list[int], sampling: Sampling) -> None:
         """Add a request to the micro-batch that has the fewest."""
@@ -145,6 +169,39 @@ class AttentionWorker:
         for link in self._links:
             link.close()
 
+    def _recheck(self, number: int, name: str, end: Callable[[], None]) -> None:
+        """End a request that has failed, once a prompt of the load's check has shown that it is alone in that."""
+        if self._is_loading:
+            end()
+            return
+        if name.startswith(_RECHECK):
+            self._break("it can no longer run a prompt that it could run when it was loaded")
+            end()
+            return
+        with self._troubled_lock:
+            self._troubled[number].append(end)
+            if len(self._troubled[number]) > 1:
+                return  # the prompt is on its way
+
+        def ended(why: str | None) -> None:
+            if why is not None:
+                self._break(f"a prompt that it could run when it was loaded fails: {why}")
+            with self._troubled_lock:
+                ends, self._troubled[number] = self._troubled[number], []
+            for each in ends:
+                each()
+
+        recheck(self._expected, self._requests[number], f"{_RECHECK}-{number}", ended)
+
+    def _break(self, why: str) -> None:
+        if not self._is_loading:
+            self._on_broken(why)
+
+    def _explain(self) -> None:
+        """Raise what became of an expert worker, if one is lost: then the model is not at fault."""
+        for link in self._links:
+            link.check()
+
     def _watch_blocks(self, model: nn.Module) -> None:
         def note(module: nn.Module, args: Any, output: Any) -> None:
             for number, requests in enumerate(self._requests):
@@ -181,7 +238,8 @@ def put_remote_experts(model: Any, experts: RemoteExperts) -> tuple[list[str], l
                 left.append(owner)
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        experts.begin_forward(int(kwargs["cu_seq_lens_q"][-1]))
+        lengths = kwargs.get("cu_seq_lens_q")
+        experts.begin_forward(None if lengths is None else int(lengths[-1]))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         experts.end_forward()

@@ -12,6 +12,7 @@ encrypted: a network in which strangers can read or change the packets is not sa
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import ConfigError, FormatError
+from laconic.infer.connection_table import ConnectionTable, SeldomWarning, is_shortage
 from laconic.infer.messages import HEADER_LENGTH, Header
 from laconic.shared_secret import admit, enter, seal, unseal
 
@@ -42,6 +44,8 @@ FOREVER = timedelta(days=3650)
 """How long workers wait for each other: the engine ends those whose peers never come."""
 
 _HELLO_SECONDS = 5.0
+_MOST_HEARD = 64
+_SHORTAGE_SECONDS = 0.2
 _TOKEN_NBYTES = 16
 _HELLO = struct.Struct("!I")
 """The number of the attention worker; follows the proof that it takes part."""
@@ -149,15 +153,26 @@ class Connection:
 class Admission(Generic[T]):
     """Connections of those who take part, in the order in which they have said who they are.
 
-    Each is heard in a thread of its own, so that a stranger who says nothing holds up nobody.
+    Each is heard in a thread of its own, so that a stranger who says nothing holds up nobody. There are few such
+    threads: a new connection that finds no room ends the one that has been heard for longest.
 
     Args:
         listening: closed by `close`.
         hear: returns what the other end says, None for a stranger, whose connection is closed.
+        most: connections that are heard at once.
     """
 
-    def __init__(self, listening: socket.socket, hear: Callable[[socket.socket], T | None]) -> None:
+    def __init__(
+        self, listening: socket.socket, hear: Callable[[socket.socket], T | None], most: int = _MOST_HEARD
+    ) -> None:
         self._listening, self._hear = listening, hear
+        host, port = listening.getsockname()[:2]
+        # Ranks of one machine have one address, so an address may have all that there is room for.
+        self._table, self._lock = ConnectionTable(f"the listener at {host}:{port}", most, most), threading.Lock()
+        self._short = SeldomWarning(
+            f"the listener at {host}:{port} could not accept, %d times since it last said so: no descriptor is left;"
+            " raise `ulimit -n`"
+        )
         self._heard: queue.SimpleQueue[tuple[socket.socket, T]] = queue.SimpleQueue()
         self._closed = threading.Event()
         threading.Thread(target=self._accept_all, name="laconic-accept", daemon=True).start()
@@ -184,17 +199,37 @@ class Admission(Generic[T]):
                 self._heard.get_nowait()[0].close()
 
     def _accept_all(self) -> None:
-        with contextlib.suppress(OSError):  # `listening` is closed
-            while True:
-                connected, _ = self._listening.accept()
-                threading.Thread(target=self._hear_one, args=(connected,), daemon=True).start()
+        while True:
+            try:
+                connected, address = self._listening.accept()
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                if self._closed.is_set() or not is_shortage(error):
+                    return  # `listening` is closed
+                self._short.add()
+                self._closed.wait(_SHORTAGE_SECONDS)
+                continue
+            with self._lock:
+                self._table.enter(connected, str(address[0]), functools.partial(_hang_up, connected))
+            threading.Thread(target=self._hear_one, args=(connected,), daemon=True).start()
 
     def _hear_one(self, connected: socket.socket) -> None:
-        said = self._hear(connected)
+        try:
+            said = self._hear(connected)
+        finally:
+            with self._lock:
+                self._table.leave(connected)
         if said is None or self._closed.is_set():
             connected.close()
         else:
             self._heard.put((connected, said))
+
+
+def _hang_up(connected: socket.socket) -> None:
+    """End a connection that another thread reads, which then closes it."""
+    with contextlib.suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
 
 
 def accept_attention(store: Store, number: int, attention: int) -> list[Connection]:

@@ -333,11 +333,11 @@ class RankConnections:
         if not admit(connection, self._token, _PURPOSE, _HELLO_SECONDS):
             return None
         keep_alive(connection, reads_at_once=True)
-        connection.settimeout(_HELLO_SECONDS)
-        line = b""
+        line, deadline = b"", time.monotonic() + _HELLO_SECONDS
         try:
             # Byte by byte: what follows belongs to the worker's events.
             while not line.endswith(b"\n") and len(line) < _HELLO_NBYTES:
+                connection.settimeout(max(0.01, deadline - time.monotonic()))
                 if not (byte := connection.recv(1)):
                     return None
                 line += byte

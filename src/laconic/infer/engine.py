@@ -151,8 +151,9 @@ class Engine:
             )
             for rank in range(self.split.num_workers)
         ]
-        self._max_request_tokens = cache_tokens
-        self._requests = InFlight(self.split.attention, cache_tokens, serving.vocabulary)
+        self._cache_tokens = cache_tokens
+        self._max_request_tokens = min(cache_tokens, serving.positions or cache_tokens)
+        self._requests = InFlight(self.split.attention, cache_tokens, serving.vocabulary, serving.positions)
         self._workers = WorkerSet(
             WorkerLauncher(settings, info, start_timeout_seconds),
             self.split,
@@ -214,13 +215,13 @@ class Engine:
 
     @property
     def max_request_tokens(self) -> int:
-        """Tokens of the longest request, prompt and answer together."""
+        """Tokens of the longest request, prompt and answer together: as the cache and the model's positions allow."""
         return self._max_request_tokens
 
     @property
     def cache_tokens(self) -> int:
         """Tokens that the caches of all micro-batches of all attention workers hold."""
-        return self._max_request_tokens * self.plan.num_micro_batches * self.split.attention
+        return self._cache_tokens * self.plan.num_micro_batches * self.split.attention
 
     @property
     def free_cache_tokens(self) -> int:
@@ -239,6 +240,11 @@ class Engine:
     def error(self) -> LaconicError | None:
         """What ended the engine; None while it takes requests."""
         return self._requests.refusal
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all workers run; not while they start again, when requests wait for them."""
+        return self._workers.running
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 20) -> list[list[int]]:
         """Return the new tokens of each prompt, in order; the engine runs all of them together.

@@ -99,13 +99,17 @@ class InFlight:
         num_workers: attention workers, between which requests are divided.
         max_request_tokens: of a prompt and its answer together.
         vocabulary: number of the model's tokens.
+        positions: that the model has for a prompt and its answer; None if it names no number.
 
     Attributes:
         refusal: why no more requests are taken; None while they are.
     """
 
-    def __init__(self, num_workers: int, max_request_tokens: int, vocabulary: int) -> None:
+    def __init__(
+        self, num_workers: int, max_request_tokens: int, vocabulary: int, positions: int | None = None
+    ) -> None:
         self._num_workers, self._max_request_tokens, self._vocabulary = num_workers, max_request_tokens, vocabulary
+        self._positions = positions
         self._lock = threading.RLock()  # reentrant: a signal handler of the same thread may close the engine
         self._taken: dict[str, tuple[Generation, int]] = {}
         self._counter = 0
@@ -137,7 +141,8 @@ class InFlight:
         """Take a request for the worker that has the fewest.
 
         Raises:
-            ConfigError: it is empty, has or biases tokens that the model has not, or does not fit into the cache.
+            ConfigError: it is empty, has or biases tokens that the model has not, or does not fit into the cache or the
+                model's positions.
             LaconicError: `refusal`.
         """
         tokens = _token_ids(prompt)
@@ -225,6 +230,11 @@ class InFlight:
             raise ConfigError(
                 f"a prompt of {len(prompt)} tokens and max_new_tokens = {sampling.max_new_tokens} need {needed} tokens"
                 f" in the cache, but cache_tokens is {self._max_request_tokens}; start the engine with more"
+            )
+        if self._positions is not None and needed > self._positions:
+            raise ConfigError(
+                f"a prompt of {len(prompt)} tokens and max_new_tokens = {sampling.max_new_tokens} need {needed}"
+                f" positions, but this model has {self._positions}; shorten the prompt or ask for fewer tokens"
             )
         return needed
 

@@ -119,13 +119,13 @@ class TcpExpertLink:
         """See ExpertLink."""
         header, body = pack_rows(rows, self._coder)
         with self._sending:
-            self._check()
+            self.check()
             try:
                 self._connection.send(header, body)
                 self.a2e_traffic += header.traffic
             except ConnectionError as error:
                 self._lose(str(error))
-                self._check()
+                self.check()
 
     def receive(self, rows: Rows) -> Tensor:
         """See ExpertLink."""
@@ -137,7 +137,7 @@ class TcpExpertLink:
         if not answered:
             self._lose(f"it did not answer within {self._timeout_seconds:g} s")
         with self._changed:
-            self._check()
+            self.check()
             header, body = self._answers.pop(place)
         if (header.layer, header.num_rows) != (rows.layer, len(rows.hidden)):
             raise CollectiveError(
@@ -149,6 +149,10 @@ class TcpExpertLink:
     def arrived_ns(self, rows: Rows) -> int:
         """See ExpertLink."""
         return self._arrived_ns[rows.micro_batch, rows.slice]
+
+    def forget_traffic(self) -> None:
+        """Count from here."""
+        self.a2e_traffic, self.e2a_traffic = LinkTraffic(), LinkTraffic()
 
     def close(self, timeout_seconds: float = 5.0) -> None:
         """Tell the expert worker that nothing more comes, and wait for its farewell."""
@@ -186,7 +190,8 @@ class TcpExpertLink:
         if first:
             self._on_lost(self._lost)
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise CollectiveError if the expert worker is lost."""
         if self._lost is not None:
             raise CollectiveError(self._lost)
 

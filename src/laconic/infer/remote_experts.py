@@ -51,12 +51,19 @@ class RemoteExperts:
         self._recorder = recorder or Recorder()
         self._num_sent: Counter[int] = Counter()  # messages to each expert worker
 
-    def begin_forward(self, num_rows: int) -> None:
+    def begin_forward(self, num_rows: int | None) -> None:
         """Take the turn for a forward of the model by the calling thread.
 
         Args:
-            num_rows: rows of the batch that are tokens; what follows is padding, which never travels.
+            num_rows: rows of the batch that are tokens; what follows is padding, which never travels. None is a plain
+                forward, outside of all micro-batches, with which those of the engine are compared: it asks for each
+                expert by itself, so that it shares neither slices nor sums with them.
         """
+        self._local.is_plain = num_rows is None
+        if num_rows is None:
+            self._turns.take()
+            self._local.has_turn, self._local.passed, self._local.log = True, None, None
+            return
         if not hasattr(self._local, "micro_batch"):
             self._local.micro_batch = next(self._numbers)
         self._turns.take()
@@ -95,6 +102,8 @@ class RemoteExperts:
         Raises:
             CollectiveError: an expert worker is lost.
         """
+        if self._local.is_plain:
+            return self._ask_each(layer, hidden, experts, weights, shared)
         plan = self._plan
         passed: PassLog | None = self._local.passed
         log = None if passed is None else LayerLog(passed.turn_ns)
@@ -124,6 +133,26 @@ class RemoteExperts:
         total = torch.zeros(hidden.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
         for (_, _, places), sums in zip(sent, answers, strict=True):
             total.index_add_(0, places, sums.to(total.dtype))
+        return total.to(hidden.dtype).to(hidden.device)
+
+    def _ask_each(
+        self, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor, shared: Callable[[], None] | None
+    ) -> Tensor:
+        """Do what `run` does with one message for each expert, whose outputs are weighed and added here."""
+        if shared is not None:
+            shared()
+        here, choices, shares = hidden.cpu(), experts.cpu(), weights.float().cpu()
+        total = torch.zeros(here.shape, dtype=torch.promote_types(here.dtype, torch.float32))
+        for worker, (link, held) in enumerate(zip(self._links, self._ranges[layer], strict=True)):
+            for expert in held:
+                places, ranks = (choices == expert).nonzero(as_tuple=True)
+                if len(places) == 0:
+                    continue
+                local = torch.full((len(places), 1), expert - held.start, dtype=torch.int32)
+                message = Rows(layer, self._plan.num_micro_batches, 0, here[places], local, torch.ones(len(places), 1))
+                link.send(message)
+                self._num_sent[worker] += 1
+                total.index_add_(0, places, link.receive(message).to(total.dtype) * shares[places, ranks, None])
         return total.to(hidden.dtype).to(hidden.device)
 
     def _send(

@@ -11,7 +11,7 @@ from laconic.cost.infer.engine_plan import EngineChoice, EngineLimits
 from laconic.errors import ConfigError
 from laconic.infer.auto_plan import AutoPlan
 from laconic.infer.split import Split
-from laconic.infer.transformers_seam import TRIED, find_experts, read_config
+from laconic.infer.transformers_seam import find_experts, num_positions, read_config
 from laconic.schedule.inference import InferencePlan, Order
 
 __all__ = ["ServingPlan", "plan_serving", "serving_split"]
@@ -27,6 +27,7 @@ class ServingPlan:
         choice: what an automatic plan chose; None without.
         notes: what was chosen, and what differs from what was asked for.
         vocabulary: number of the model's tokens.
+        positions: of the model; None if its configuration names no number.
     """
 
     split: Split
@@ -34,6 +35,7 @@ class ServingPlan:
     choice: EngineChoice | None
     notes: tuple[str, ...]
     vocabulary: int
+    positions: int | None
 
 
 def plan_serving(
@@ -68,11 +70,6 @@ def plan_serving(
             f"{model_dir.name} is a {config.model_type} model without experts that could be elsewhere, so every"
             " attention worker holds all of it",
         )
-    elif split.experts and config.model_type not in TRIED:
-        notes += (
-            f"{config.model_type} is served split, but has not been tried; compare some of its tokens with"
-            " those of experts=0",
-        )
     choice = None
     if automatic is not None and split.experts:
         choice = automatic.choose(model_dir, split, limits, dtype=dtype, may_unsplit=experts is None and not traced)
@@ -82,7 +79,7 @@ def plan_serving(
             split = Split(split.num_workers, 0)
         plan = choice.plan
     runs, changed = _runnable(plan if isinstance(plan, InferencePlan) else InferencePlan(), split)
-    return ServingPlan(split, runs, choice, notes + changed, config.get_text_config().vocab_size)
+    return ServingPlan(split, runs, choice, notes + changed, config.get_text_config().vocab_size, num_positions(config))
 
 
 def serving_split(model_dir: Path, wanted: Split) -> Split:

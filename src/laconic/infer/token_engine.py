@@ -69,6 +69,11 @@ class TokenEngine(Protocol):
         """What ended the engine; None while it takes requests."""
         ...
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would run now; it waits while workers start again."""
+        ...
+
     def stream(self, prompt: Sequence[int], sampling: Sampling, listener: TokenListener) -> TokenHandle:
         """Start a request and return at once.
 

@@ -7,6 +7,8 @@ What is used of it, and for what:
 - `core_model_loading` and `conversion_mapping`: an expert worker reads its share of each layer's experts through the
   same renaming and merging of a checkpoint's tensors as `from_pretrained`.
 - `init_continuous_batching` and ContinuousBatchingManager: requests, the paged cache, prefill mixed with decode.
+- The manager's loop and its scheduler's choice of a batch: a forward that fails ends those requests alone that make it
+  fail, not the loop.
 - The manager's `logit_processor`, which is told the requests of each batch, and `_sample` of its ModelRunner, which is
   called with their logits: the tokens are chosen there.
 - `GenerationMixin._get_logits_processor`: the processors of one request, made by logits_rules.py, which is given the
@@ -14,16 +16,19 @@ What is used of it, and for what:
 - `ALL_ATTENTION_FUNCTIONS`: attention whose values are narrower than its keys (multi-head latent attention) gets values
   of the keys' width, since the paged cache has one width for both.
 
-`check_transformers` says at once if the installed version lacks a name.
+`check_transformers` says at once if the installed version lacks a name or an argument.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import inspect
 import logging
 import re
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +38,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from laconic.errors import ConfigError, LaconicError, ModelError
+from laconic.errors import CollectiveError, ConfigError, LaconicError, ModelError
 from laconic.infer.logits_rules import LogitsRules, make_rules, try_rules
 from laconic.infer.sampling import ChosenToken, Sampling, sample
 from laconic.json_text import parse_json
@@ -45,10 +50,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 __all__ = [
-    "SUPPORTED",
-    "TRIED",
+    "FIRST",
     "CacheLimits",
     "Finished",
+    "Replay",
     "Requests",
     "check_transformers",
     "check_weights",
@@ -56,19 +61,15 @@ __all__ = [
     "load_attention_model",
     "load_experts",
     "load_whole_model",
+    "num_positions",
     "quiet_transformers",
     "read_config",
 ]
 
-SUPPORTED = ((5, 23), (5, 24))
-"""Versions of transformers, from the first to before the second, with which this file has been tried."""
-
-TRIED = (
-    *("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe"),
-    *("ernie4_5_moe", "phimoe", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "afmoe", "minimax_m2", "dots1"),
-    "flex_olmo",
-)
-"""Families whose tokens, split, are compared with those of `generate` by our tests."""
+FIRST = (5, 23)
+"""Version of transformers from which on all names are there that are used here."""
+_TRIED = ((5, 23), (5, 24))
+"""Versions with which this file has been tried. Others are warned of, not refused: every load checks itself."""
 
 _NAMES = {
     "transformers": ("AutoConfig", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "GenerationConfig"),
@@ -90,6 +91,8 @@ _NAMES = {
     "transformers.generation.continuous_batching.continuous_api": (
         "ContinuousMixin.init_continuous_batching",
         "ContinuousBatchingManager._create_batch_processor",
+        "ContinuousBatchingManager._generation_loop_body",
+        "ContinuousBatchingManager._generation_step",
         "ContinuousBatchingManager.add_request",
         "ContinuousBatchingManager.cancel_request",
         "ContinuousBatchingManager.get_result",
@@ -104,37 +107,90 @@ _NAMES = {
         "ContinuousBatchingLogitsProcessorList.prepare_tensor_args",
     ),
     "transformers.generation.continuous_batching.model_runner": ("ModelRunner._sample",),
-    "transformers.generation.continuous_batching.requests": ("FutureRequestState", "RequestState.generated_len"),
+    "transformers.generation.continuous_batching.requests": (
+        "FutureRequestState",
+        "RequestState.create_equivalent_initial_request",
+        "RequestState.generated_len",
+        "RequestState.to_generation_output",
+    ),
+    "transformers.generation.continuous_batching.scheduler": (
+        "FIFOScheduler.add_waiting_request",
+        "FIFOScheduler.finish_request",
+        "FIFOScheduler.schedule_batch",
+    ),
     "transformers.generation.continuous_batching.cache": ("PagedAttentionCache.update", "group_layers_by_attn_type"),
 }
 
 
-def check_transformers() -> None:
+_ARGUMENTS = {
+    ("transformers.generation.configuration_utils", "ContinuousBatchingConfig"): (
+        *("page_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch"),
+        *("auto_switch_to_flash", "use_cuda_graph", "use_async_batching"),
+    ),
+    ("transformers.generation.continuous_batching.continuous_api", "ContinuousMixin.init_continuous_batching"): (
+        *("generation_config", "continuous_batching_config"),
+    ),
+    ("transformers.generation.continuous_batching.continuous_api", "ContinuousBatchingManager.add_request"): (
+        *("input_ids", "request_id", "max_new_tokens", "eos_token_id", "logit_processor_kwargs"),
+    ),
+    ("transformers.generation.continuous_batching.continuous_api", "ContinuousBatchingManager.stop"): (
+        *("block", "timeout", "hard_stop"),
+    ),
+}
+
+
+def check_transformers(warns: bool = True) -> None:
     """Check the installed transformers.
 
+    Args:
+        warns: whether to log, once, that the version has not been tried.
+
     Raises:
-        ConfigError: it is missing, of another version, or lacks a name that is used here.
+        ConfigError: it is missing, or lacks a name or an argument that is used here.
     """
+    remedy = f"pip install 'transformers>={FIRST[0]}.{FIRST[1]}'"
     try:
         import transformers
     except ImportError:
-        raise ConfigError("inference needs transformers: pip install 'laconic[hf]'") from None
-    first, end = (".".join(map(str, version)) for version in SUPPORTED)
-    remedy = f"install a version from {first} to before {end}"
-    parts = re.match(r"(\d+)\.(\d+)", transformers.__version__)
-    if parts is None or not SUPPORTED[0] <= (int(parts[1]), int(parts[2])) < SUPPORTED[1]:
-        raise ConfigError(f"transformers is {transformers.__version__}, which laconic.infer does not know; {remedy}")
+        raise ConfigError(f"inference needs transformers: {remedy}") from None
+    version = transformers.__version__
     for module, names in _NAMES.items():
         for name in names:
-            try:
-                found: Any = importlib.import_module(module)
-                for part in name.split("."):
-                    found = getattr(found, part)
-            except (ImportError, AttributeError):
-                raise ConfigError(
-                    f"transformers {transformers.__version__} has no {module}.{name}, which laconic.infer uses;"
-                    f" {remedy}"
-                ) from None
+            _find(module, name, version, remedy)
+    for (module, name), arguments in _ARGUMENTS.items():
+        known = inspect.signature(_find(module, name, version, remedy)).parameters
+        if lost := [argument for argument in arguments if argument not in known]:
+            raise ConfigError(
+                f"{module}.{name} of transformers {version} has no argument {', '.join(lost)}, which laconic.infer"
+                f" gives; {remedy}"
+            )
+    if warns:
+        _warn_if_untried(version)
+
+
+def _find(module: str, name: str, version: str, remedy: str) -> Any:
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        raise ConfigError(
+            f"transformers {version} has no {module}.{name}, which laconic.infer uses; {remedy}"
+        ) from None
+    return found
+
+
+@functools.cache
+def _warn_if_untried(version: str) -> None:
+    parts = re.match(r"(\d+)\.(\d+)", version)
+    if parts is None or (int(parts[1]), int(parts[2])) not in _TRIED:
+        tried = " and ".join(f"{major}.{minor}" for major, minor in _TRIED)
+        logging.getLogger("laconic").warning(
+            "laconic.infer has been tried with transformers %s, and this is %s; it has all names that are used, and"
+            " each load compares its logits with those of the model's plain forward",
+            tried,
+            version,
+        )
 
 
 def read_config(model_dir: Path) -> PretrainedConfig:
@@ -168,12 +224,18 @@ def read_config(model_dir: Path) -> PretrainedConfig:
         )
     try:
         group_layers_by_attn_type(config.get_text_config())
-    except ValueError as error:
+    except Exception as error:  # layers of another kind, or no list of layers at all
         raise ModelError(
             f"{str(model_dir)!r} is a model of type {config.model_type}, for some of whose layers transformers has no"
             f" paged cache ({error}); only models of full and sliding attention can be served"
         ) from None
     return config
+
+
+def num_positions(config: PretrainedConfig) -> int | None:
+    """Return how many positions a model has, prompt and answer together; None if its configuration names no number."""
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def find_experts(config: PretrainedConfig, dtype: torch.dtype | None = None) -> tuple[Any, dict[str, Block]]:
@@ -475,11 +537,35 @@ class CacheLimits:
 
 @dataclass(frozen=True)
 class Finished:
-    """A request's end: its tokens, or the error that ended it."""
+    """A request's end.
+
+    Attributes:
+        name: of the request.
+        tokens: that it was given.
+        error: what ended it, if anything did.
+        is_own: whether that is the request's own error, after which others go on.
+    """
 
     name: str
     tokens: list[int]
     error: str | None = None
+    is_own: bool = False
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A request whose tokens are given: its logits are heard, not obeyed.
+
+    Attributes:
+        tokens: of the answer, in order.
+        hear: is called, on the thread that runs the model, with the number of a token and the logits before any
+            processor, float32 [vocabulary] on the CPU; they are the caller's only until it returns.
+        on_end: is called, on another thread, at the end.
+    """
+
+    tokens: list[int]
+    hear: Callable[[int, Tensor], None]
+    on_end: Callable[[Finished], None]
 
 
 class _Sampler:
@@ -491,19 +577,23 @@ class _Sampler:
     Args:
         processors: of the manager.
         on_tokens: called once per batch, with each request's name and the token it is given.
-        on_failed: called with a request's name and why no token can be chosen.
+        on_failed: called with a request's name and what keeps a token from being chosen.
+
+    Attributes:
+        replays: requests whose tokens are given, by name.
     """
 
     def __init__(
         self,
         processors: Any,
         on_tokens: Callable[[list[tuple[str, ChosenToken]]], None],
-        on_failed: Callable[[str, str], None],
+        on_failed: Callable[[str, Exception], None],
     ) -> None:
         self._processors, self._on_tokens, self._on_failed = processors, on_tokens, on_failed
         self.tensors_required: int = processors.tensors_required
         self.do_processing: bool = processors.do_processing
         self._states: list[Any] = []
+        self.replays: dict[str, Replay] = {}
 
     def fill_defaults(self, storage: Tensor) -> None:
         self._processors.fill_defaults(storage)
@@ -536,6 +626,13 @@ class _Sampler:
         chosen: list[tuple[str, ChosenToken]] = []
         tokens = places.tolist()
         for number, state in enumerate(self._states):
+            if (replay := self.replays.get(state.request_id)) is not None:
+                step = _position(state)
+                replay.hear(step, rows[number])
+                with contextlib.suppress(LaconicError):  # logits without a number
+                    sample(rows[number], _TRIAL, step)  # what is tried is all that a request meets
+                tokens[number] = replay.tokens[step]
+                continue
             options = state.logit_processor_kwargs
             rules: LogitsRules | None = options["rules"]
             if finite[number] and rules is None and _takes_greatest(options["sampling"]):
@@ -549,22 +646,141 @@ class _Sampler:
         self._on_tokens(chosen)
 
     def _sample(self, state: Any, logits: Tensor, rules: LogitsRules | None) -> ChosenToken | None:
-        # A request that lost its place in the cache comes again with its tokens in the prompt.
-        options = state.logit_processor_kwargs
-        position = len(state.initial_tokens) - options["prompt_tokens"] + state.generated_len()
+        position = _position(state)
         try:
             if rules is None:
-                return sample(logits, options["sampling"], position)
+                return sample(logits, state.logit_processor_kwargs["sampling"], position)
             token = sample(logits, rules.sampling, position, rules.scores(logits, position))
-        except Exception as error:  # rules are foreign code, and other requests go on
-            self._on_failed(state.request_id, str(error) if isinstance(error, LaconicError) else repr(error))
+        except Exception as error:  # of this request alone
+            self._on_failed(state.request_id, error)
             return None
         rules.take(token.token, position)
         return token
 
 
+_TRIAL = Sampling(temperature=1.0, top_p=0.9)
+
+
+def _position(state: Any) -> int:
+    """Number of tokens that a request has been given.
+
+    One that lost its place in the cache comes again with its tokens in the prompt.
+    """
+    return len(state.initial_tokens) - int(state.logit_processor_kwargs["prompt_tokens"]) + int(state.generated_len())
+
+
 def _takes_greatest(sampling: Sampling) -> bool:
     return sampling.is_greedy and sampling.logprobs is None
+
+
+class _BatchFailedError(Exception):
+    """A forward, or the choice of its tokens, has raised `error`."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+class _FaultyBatches:
+    """Lets a manager's loop outlive a batch that raises.
+
+    The requests of such a batch are tried again, each alone until it has its next token. One that fails alone ends; the
+    others go on with the tokens that they have. What else the loop may raise, of the scheduler or the cache, ends it:
+    nothing that it leaves behind could be trusted.
+
+    Args:
+        manager: whose loop it is.
+        on_alone: called, on its thread, with the name of a request that has failed alone, the tokens that it was given,
+            and why it failed; the manager knows nothing of it any more.
+        on_ended: called, on its thread, with what ends the loop, before any request hears of it.
+    """
+
+    def __init__(
+        self, manager: Any, on_alone: Callable[[str, list[int], Exception], None], on_ended: Callable[[Exception], None]
+    ) -> None:
+        self._on_alone, self._on_ended = on_alone, on_ended
+        self._body, self._step = manager._generation_loop_body, manager._generation_step
+        self._suspects: deque[str] = deque()
+        manager._generation_loop_body, manager._generation_step = self._run_body, self._run_step
+
+    def watch(self, processor: Any) -> None:
+        """Choose the batches of a manager's processor."""
+        scheduler = processor.scheduler
+        for owner, names in (
+            (scheduler, ("active_requests", "waiting_requests", "waiting_requests_order", "block_new_requests")),
+            (processor.inputs_and_outputs, ("requests_in_batch",)),
+        ):
+            if lost := [name for name in names if not hasattr(owner, name)]:
+                raise ConfigError(
+                    f"{type(owner).__name__} of transformers has no {', '.join(lost)}, which is used here"
+                )
+        schedule = scheduler.schedule_batch
+        scheduler.schedule_batch = lambda *budgets: self._schedule(scheduler, schedule, *budgets)
+
+    def _run_step(self) -> None:
+        try:
+            self._step()
+        except CollectiveError:  # an expert worker is lost
+            raise
+        except Exception as error:
+            raise _BatchFailedError(error) from error
+
+    def _run_body(self, processor: Any, bootstrapping: bool) -> bool:
+        try:
+            goes_on: bool = self._body(processor, bootstrapping)
+            if goes_on and self._suspects:
+                self._clear(processor.inputs_and_outputs.requests_in_batch)
+            return goes_on
+        except _BatchFailedError as failed:
+            self._recover(processor, failed.error)
+            return True
+        except CollectiveError:
+            raise
+        except Exception as error:
+            self._on_ended(error)
+            raise
+
+    def _clear(self, batch: list[Any]) -> None:
+        for future in batch:
+            if future.has_new_token and self._suspects and future.state.request_id == self._suspects[0]:
+                self._suspects.popleft()
+
+    def _recover(self, processor: Any, error: Exception) -> None:
+        states = [future.state for future in processor.inputs_and_outputs.requests_in_batch]
+        names = [state.request_id for state in states]
+        logging.getLogger("laconic").error("a forward of %d requests failed", len(states), exc_info=error)
+        if len(states) == 1:
+            self._suspects = deque(name for name in self._suspects if name != names[0])
+            processor.scheduler.finish_request(names[0])
+            self._on_alone(names[0], states[0].to_generation_output().generated_tokens, error)
+            return
+        for state in states:
+            again = state.create_equivalent_initial_request()
+            processor.scheduler.finish_request(state.request_id)
+            processor.scheduler.add_waiting_request(again)
+        self._suspects.extend(name for name in names if name not in self._suspects)
+
+    def _schedule(self, scheduler: Any, schedule: Callable[..., Any], *budgets: int) -> Any:
+        """Choose a batch; while there are suspects, from the first of them alone."""
+        active, waiting = scheduler.active_requests, scheduler.waiting_requests
+        while self._suspects and self._suspects[0] not in active and self._suspects[0] not in waiting:
+            self._suspects.popleft()  # it was cancelled
+        if not self._suspects:
+            return schedule(*budgets)
+        name = self._suspects[0]
+        order, blocked = scheduler.waiting_requests_order, scheduler.block_new_requests
+        scheduler.active_requests = {key: state for key, state in active.items() if key == name}
+        scheduler.waiting_requests = {key: state for key, state in waiting.items() if key == name}
+        scheduler.waiting_requests_order = deque(scheduler.waiting_requests)
+        scheduler.block_new_requests = False
+        try:
+            return schedule(*budgets)
+        finally:
+            active.update(scheduler.active_requests)
+            if name not in scheduler.waiting_requests and waiting.pop(name, None) is not None:
+                order.remove(name)
+            scheduler.active_requests, scheduler.waiting_requests = active, waiting
+            scheduler.waiting_requests_order, scheduler.block_new_requests = order, blocked
 
 
 class Requests:
@@ -576,9 +792,15 @@ class Requests:
         on_finished: called, on another thread, for every request that ends; not for those that were cancelled. A
             request for which no token can be chosen may end a second time.
         on_tokens: called, on another thread, once per forward, with each request's name and the token it is given.
+        on_trouble: called, on another thread, with the name of a request that has failed by itself in a way that may
+            not be its own, and with what ends it, to be called once the others are known to be well.
+        on_ended: called, on another thread, with what ends the loop of requests, before any of them hears of it.
 
     Attributes:
         eos_token_ids: tokens that end every request.
+
+    Raises:
+        ModelError: transformers does not batch requests of such a model.
     """
 
     def __init__(
@@ -587,6 +809,8 @@ class Requests:
         limits: CacheLimits,
         on_finished: Callable[[Finished], None],
         on_tokens: Callable[[list[tuple[str, ChosenToken]]], None] = lambda tokens: None,
+        on_trouble: Callable[[str, Callable[[], None]], None] = lambda name, end: end(),
+        on_ended: Callable[[str], None] = lambda why: None,
     ) -> None:
         from transformers import GenerationConfig
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -597,26 +821,34 @@ class Requests:
         try_rules(model, self._generation)
         # Without rules: see logits_rules.py.
         generation = GenerationConfig(do_sample=False, num_beams=1, eos_token_id=eos)
-        self._manager = model.init_continuous_batching(
-            generation_config=generation,
-            continuous_batching_config=ContinuousBatchingConfig(
-                page_size=limits.PAGE_TOKENS,
-                num_blocks=-(-limits.cache_tokens // limits.PAGE_TOKENS),
-                max_batch_tokens=limits.batch_tokens,
-                max_requests_per_batch=limits.batch_tokens,
-                auto_switch_to_flash=False,
-                use_cuda_graph=False,
-                use_async_batching=False,
-            ),
+        batching = ContinuousBatchingConfig(
+            page_size=limits.PAGE_TOKENS,
+            num_blocks=-(-limits.cache_tokens // limits.PAGE_TOKENS),
+            max_batch_tokens=limits.batch_tokens,
+            max_requests_per_batch=limits.batch_tokens,
+            auto_switch_to_flash=False,
+            use_cuda_graph=False,
+            use_async_batching=False,
         )
+        try:
+            self._manager = model.init_continuous_batching(generation, batching)
+        except Exception as error:  # foreign code may raise anything
+            raise ModelError(
+                f"transformers does not batch requests of {model.config.model_type} models ({type(error).__name__}:"
+                f" {error}); use its own generate for this model"
+            ) from error
         self.eos_token_ids = tuple(token for token in ([eos] if isinstance(eos, int) else eos) if token >= 0)
-        self._on_finished = on_finished
-        sampler = _Sampler(self._manager.logit_processor, on_tokens, self._fail)
+        self._on_finished, self._on_trouble = on_finished, on_trouble
+        faults = _FaultyBatches(
+            self._manager, self._fail_alone, lambda error: on_ended(f"{type(error).__name__}: {error}")
+        )
+        sampler = self._sampler = _Sampler(self._manager.logit_processor, on_tokens, self._fail)
         create = self._manager._create_batch_processor
 
         def create_with_sampler() -> Any:
             processor = create()
             processor.model_runner._sample = sampler.choose
+            faults.watch(processor)
             return processor
 
         self._manager.logit_processor = sampler
@@ -635,19 +867,33 @@ class Requests:
         try:
             rules = make_rules(self._model, self._generation, sampling, prompt, eos)
         except Exception as error:  # transformers checks the values of a request's rules
-            self._on_finished(Finished(name, [], f"the request's rules for logits are refused: {error}"))
+            self._end(Finished(name, [], f"the request's rules for logits are refused: {error}", is_own=True))
             return
+        self._add(name, prompt, sampling, eos or [-1], rules)
+
+    def replay(self, name: str, prompt: list[int], replay: Replay) -> None:
+        """Add a request whose tokens are given; neither `on_finished` nor `on_tokens` hears of it."""
+        self._sampler.replays[name] = replay
+        self._add(name, prompt, Sampling(max_new_tokens=len(replay.tokens)), [-1], None)
+
+    def _add(
+        self, name: str, prompt: list[int], sampling: Sampling, end_tokens: list[int], rules: LogitsRules | None
+    ) -> None:
         added = self._manager.add_request(
             prompt,
             name,
             sampling.max_new_tokens,
-            eos_token_id=eos or -1,
+            eos_token_id=end_tokens,
             sampling=sampling,
             rules=rules,
             prompt_tokens=len(prompt),
         )
         if added is None:
-            self._on_finished(Finished(name, [], "the generation loop has ended"))
+            self._end(Finished(name, [], "the generation loop has ended"))
+
+    def _end(self, finished: Finished) -> None:
+        replay = self._sampler.replays.pop(finished.name, None)
+        (self._on_finished if replay is None else replay.on_end)(finished)
 
     def cancel(self, name: str) -> None:
         """Forget a request; nothing more is heard of it, unless it has ended already."""
@@ -657,15 +903,24 @@ class Requests:
         """End the manager's thread; requests in flight fail."""
         self._manager.stop(block=True, timeout=5.0, hard_stop=True)
 
-    def _fail(self, name: str, why: str) -> None:
+    def _fail(self, name: str, error: Exception) -> None:
+        """End a request for which no token can be chosen."""
         self._manager.cancel_request(name)
-        self._on_finished(Finished(name, [], why))
+        if isinstance(error, LaconicError):
+            self._end(Finished(name, [], str(error), is_own=True))
+        else:
+            logging.getLogger("laconic").error("no token can be chosen for %s", name, exc_info=error)
+            self._fail_alone(name, [], error)
+
+    def _fail_alone(self, name: str, tokens: list[int], error: Exception) -> None:
+        finished = Finished(name, tokens, str(error) or type(error).__name__, is_own=True)
+        self._on_trouble(name, lambda: self._end(finished))
 
     def _watch(self) -> None:
         while True:
             running = self._manager.is_running()
             output = self._manager.get_result(timeout=0.1)
             if output is not None and output.is_finished():
-                self._on_finished(Finished(output.request_id, output.generated_tokens, output.error))
+                self._end(Finished(output.request_id, output.generated_tokens, output.error))
             elif output is None and not running:
                 return

@@ -9,7 +9,8 @@ A rank of torchrun does the same over a connection (laconic.infer.control).
     events: {"is": "ready", ...}, {"is": "failed", "error", "refused"},
             {"is": "tokens", "tokens"}: one of each forward, a list of [name, token, logprob, top] of the requests with
             "stream",
-            {"is": "finished", "name", "tokens", "error", "traffic"}, traffic a2e and e2a of this worker so far,
+            {"is": "finished", "name", "tokens", "error", "is_own", "traffic"}: an error that is the request's own loses
+            no other; traffic a2e and e2a of this worker so far,
             {"is": "progress", "stalled_seconds"} from attention workers: blocks of the model have ended since the last;
             how long ago the last was of the micro-batch, of those with requests, that has waited longest,
             {"is": "deserted"} from expert workers: all attention workers have ended, and so does this one
@@ -101,7 +102,7 @@ def _work(settings: WorkerSettings, events: _Events, commands: IO[str]) -> None:
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    check_transformers()
+    check_transformers(warns=False)  # the engine has
     # Under torchrun, whose store has an address, several machines have ranks.
     local_rank = int(os.environ["LOCAL_RANK"]) if settings.store.startswith("tcp://") else settings.rank
     device = take_device(settings.device, local_rank)
@@ -206,12 +207,18 @@ def _serve_requests(
     def finished(end: Finished) -> None:
         streams.discard(end.name)
         traffic = [asdict(direction) for direction in worker.traffic()]
-        events.write("finished", name=end.name, tokens=end.tokens, error=end.error, traffic=traffic)
+        events.write("finished", name=end.name, tokens=end.tokens, error=end.error, is_own=end.is_own, traffic=traffic)
 
     def lost(why: str) -> None:
         # The engine sees the end of a process by itself, and knows more of it. This is for one that hangs.
         time.sleep(_ENGINE_KNOWS_SECONDS)
         events.write("failed", error=why, refused=False)
+        os._exit(3)
+
+    def broken(why: str) -> None:
+        # At once, and on the thread that found it: whoever hears that a request has failed must find the engine failed.
+        events.write("failed", error=why, refused=False)
+        sys.stderr.flush()
         os._exit(3)
 
     open_once = functools.cache(lambda: open_store(settings.store, settings.split.num_workers))
@@ -238,6 +245,7 @@ def _serve_requests(
         tell_tokens,
         lambda why: threading.Thread(target=lost, args=(why,)).start(),
         recorder,
+        broken,
     )
     events.write("ready", nbytes=worker.nbytes, notes=worker.notes, eos_token_ids=worker.eos_token_ids)
     ready.set()

@@ -292,7 +292,8 @@ class WorkerSet:
         if event["error"] is None:
             self._requests.end(name, event["tokens"])
         elif name in self._requests:
-            self._await_cause()
+            if not event["is_own"]:
+                self._await_cause()
             self._requests.fail(name, self._failure or CollectiveError(f"{name} failed: {event['error']}"))
 
     def _await_cause(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -36,6 +37,7 @@ __all__ = ["create_app"]
 
 _T = TypeVar("_T")
 _DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
+_OWN_ERROR = "an error of the server's own; its log has more"
 _BURST = 32  # tokens of a whole answer that are read together: nobody sees them one by one
 
 
@@ -45,8 +47,8 @@ def create_app(
     """Return an ASGI application that serves a model as OpenAI's API does.
 
     It has POST /v1/completions, /v1/chat/completions, /tokenize and /detokenize, GET /v1/models, /v1/models/{id},
-    /health and /metrics, and no more.
-    The engine stays the caller's, who closes it after the server has ended. One process serves: run one worker.
+    /health, /ready and /metrics, and no more. The engine stays the caller's, who closes it after the server has ended.
+    One process serves: run one worker.
 
     Args:
         engine: that makes the tokens; it must have no other user.
@@ -76,6 +78,7 @@ class _Server:
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
             Route("/health", self._health, methods=["GET"]),
+            Route("/ready", self._ready, methods=["GET"]),
             Route("/metrics", self._show_metrics, methods=["GET"]),
         ]
         app = Starlette(
@@ -99,7 +102,12 @@ class _Server:
     async def _health(self, request: Request) -> Response:
         if self._engine.error is not None:
             return JSONResponse({"status": "failed", "error": str(self._engine.error)}, 503)
-        return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "ok" if self._engine.is_ready else "restarting"})
+
+    async def _ready(self, request: Request) -> Response:
+        if self._engine.error is None and not self._engine.is_ready:
+            return JSONResponse({"status": "restarting"}, 503)
+        return await self._health(request)
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -311,6 +319,10 @@ async def _events(reply: Reply, generation: Generation, num_choices: int, with_u
     except Refusal as refusal:
         yield frame(refusal.body())
         return
+    except Exception:
+        logging.getLogger("laconic").exception("an answer could not be made")
+        yield frame(Refusal(500, _OWN_ERROR).body())
+        return
     yield b"data: [DONE]\n\n"
 
 
@@ -370,13 +382,13 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
 
 
 class _RequireKey:
-    """Lets only requests with the key through, and those for /health."""
+    """Lets only requests with the key through, and those for /health and /ready."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app, self._digest = app, hashlib.sha256(api_key.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health" and not self._has_key(scope):
+        if scope["type"] == "http" and scope["path"] not in ("/health", "/ready") and not self._has_key(scope):
             refusal = Refusal(
                 401,
                 "the API key is missing or wrong; send the header Authorization: Bearer KEY",
@@ -434,4 +446,4 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    return Refusal(500, "an error of the server's own; its log has more").response()
+    return Refusal(500, _OWN_ERROR).response()

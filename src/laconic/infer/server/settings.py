@@ -15,7 +15,7 @@ class ServerSettings:
 
     Attributes:
         model_name: what clients call the model.
-        api_key: that every request but /health must carry as a bearer token; None lets everybody in.
+        api_key: that every request but /health and /ready must carry as a bearer token; None lets everybody in.
         max_model_tokens: tokens of prompt and answer that the model was made for; None leaves the engine's limit.
         max_waiting: requests that wait for room in the cache; one more is refused with 429.
         retry_after_seconds: what a refused client is told to wait.
