@@ -20,9 +20,9 @@ from laconic.infer.transformers_seam import (
     Finished,
     Requests,
     find_experts,
+    fit_latent_attention,
     load_attention_model,
     load_experts,
-    pad_narrow_values,
     read_config,
 )
 from laconic.schedule.inference import InferencePlan
@@ -48,7 +48,7 @@ class Inside:
         self.moved, self.left = put_remote_experts(self.model, self.experts)
         self.limits = CacheLimits(cache_tokens=256, batch_tokens=64)
         self.expected = expected_logits(self.model, made_up_trials(self.model.config, self.limits))
-        pad_narrow_values(self.model.config)
+        fit_latent_attention(self.model)
 
     def check(self) -> str:
         """What a worker does when it has loaded."""

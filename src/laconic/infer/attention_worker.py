@@ -23,8 +23,8 @@ from laconic.infer.transformers_seam import (
     Finished,
     Requests,
     find_experts,
+    fit_latent_attention,
     load_attention_model,
-    pad_narrow_values,
     read_config,
 )
 
@@ -103,7 +103,7 @@ class AttentionWorker:
         limits = CacheLimits(settings.cache_tokens, settings.batch_tokens)
         coarse = split.experts > 0 and settings.payload == "int8"
         expected = self._expected = expected_logits(model, made_up_trials(model.config, limits), coarse)
-        pad_narrow_values(model.config)
+        fit_latent_attention(model)
         self._watch_blocks(model)
         self.nbytes = sum(p.nbytes for p in model.parameters())
         self._progress_times = [time.monotonic()] * plan.num_micro_batches

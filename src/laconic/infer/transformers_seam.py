@@ -13,8 +13,8 @@ What is used of it, and for what:
   called with their logits: the tokens are chosen there.
 - `GenerationMixin._get_logits_processor`: the processors of one request, made by logits_rules.py, which is given the
   model. Those of a manager see a request's last token alone.
-- `ALL_ATTENTION_FUNCTIONS`: attention whose values are narrower than its keys (multi-head latent attention) gets values
-  of the keys' width, since the paged cache has one width for both.
+- `PagedAttentionCache.update`: rows of multi-head latent attention, which are narrower than the paged cache, are filled
+  with zeros.
 
 `check_transformers` says at once if the installed version lacks a name or an argument.
 """
@@ -77,7 +77,6 @@ _NAMES = {
     "transformers.modeling_utils": (
         "PreTrainedModel._load_pretrained_model",
         "LoadStateDictConfig",
-        "ALL_ATTENTION_FUNCTIONS",
     ),
     "transformers.core_model_loading": (
         "convert_and_load_state_dict_in_model",
@@ -119,6 +118,7 @@ _NAMES = {
         "FIFOScheduler.schedule_batch",
     ),
     "transformers.generation.continuous_batching.cache": ("PagedAttentionCache.update", "group_layers_by_attn_type"),
+    "transformers.integrations.sdpa_attention": ("sdpa_attention_forward",),
 }
 
 
@@ -490,29 +490,37 @@ def quiet_transformers() -> Iterator[None]:
         loading.removeFilter(is_no_table)
 
 
-def pad_narrow_values(config: PretrainedConfig) -> None:
-    """Let the paged cache hold keys and values of multi-head latent attention.
+def fit_latent_attention(model: Any) -> None:
+    """Let the paged cache, which `Requests` makes, hold the rows of multi-head latent attention.
 
-    Such keys are wider than its values, and than the `head_dim` of its configuration, which counts the rotary part
-    alone. The cache has one width for both and takes it from there. So `head_dim` becomes the keys' width (the model's
-    modules have been built by then), and "sdpa" widens values with zeros and cuts its output. For a process that does
-    nothing but serve this model.
+    The cache has one width for keys and values, and takes it, and their number of heads, from the configuration, whose
+    `head_dim` counts the rotary part alone. Where attention functions fill the cache, they have keys and values, of
+    which the keys are wider. From transformers 5.24 on the model's layers do, with the latents that both are made of,
+    as one head. The model's modules have been built by then.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    text = config.get_text_config()
+    text = model.config.get_text_config()
     if getattr(text, "kv_lora_rank", None) is None:
         return
-    text.head_dim = text.qk_nope_head_dim + text.qk_rope_head_dim
+    by_layers = "cache" not in inspect.signature(sdpa_attention_forward).parameters
+    if by_layers and any(hasattr(module, "expand_kv") for module in model.modules()):
+        text.head_dim, text.num_key_value_heads = max(text.kv_lora_rank, text.qk_rope_head_dim), 1
+    else:
+        text.head_dim = text.qk_nope_head_dim + text.qk_rope_head_dim
 
-    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        width = value.shape[-1]
-        value = nn.functional.pad(value, (0, key.shape[-1] - width))
-        output, weights = sdpa_attention_forward(module, query, key, value, *args, **kwargs)
-        return output[..., :width], weights
 
-    ALL_ATTENTION_FUNCTIONS.register("sdpa", attend)
+def _widen_rows(cache: Any) -> None:
+    """Let a paged cache take rows that are narrower than it is: zeros fill them, and are cut off what it returns."""
+    update = cache.update
+
+    def widened(key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]) -> Any:
+        width = cache.layer_to_allocator[layer_idx].head_dim
+        rows = (key_states, value_states)
+        found = update(*(nn.functional.pad(each, (0, width - each.shape[-1])) for each in rows), layer_idx, kwargs)
+        return tuple(whole[..., : each.shape[-1]].contiguous() for whole, each in zip(found, rows, strict=True))
+
+    cache.update = widened
 
 
 @dataclass(frozen=True)
@@ -849,6 +857,8 @@ class Requests:
             processor = create()
             processor.model_runner._sample = sampler.choose
             faults.watch(processor)
+            if getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None:
+                _widen_rows(processor.cache)
             return processor
 
         self._manager.logit_processor = sampler

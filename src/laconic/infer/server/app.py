@@ -225,6 +225,10 @@ class _Server:
             parts = await _unless_gone(request.receive, _collect(generation.parts()))
         except BaseException as error:
             self._close(generation, arrival, isinstance(error, ClientDisconnect))
+            if isinstance(error, Exception) and not isinstance(error, Refusal | LaconicError | ClientDisconnect):
+                # Answered here: behind what it lets through, uvicorn hangs up on the next request of the connection.
+                logging.getLogger("laconic").exception("an answer could not be made")
+                raise Refusal(500, _OWN_ERROR) from error
             raise
         self._close(generation, arrival, False)
         return JSONResponse(reply.whole(parts, generation))
