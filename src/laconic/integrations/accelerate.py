@@ -116,19 +116,20 @@ def attach_anew(accelerator: Accelerator, model: nn.Module, config: LaconicConfi
     # Accelerate wraps nothing that it has prepared before, be it for evaluation: replicas would train each on its own.
     if accelerator.num_processes > 1 and getattr(model, "_is_accelerate_prepared", False):
         model._is_accelerate_prepared = False
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        from laconic.integrations import deepspeed
-
-        deepspeed.attach(model, accelerator.state.deepspeed_plugin.deepspeed_config, config)
-        return Attached(model)
     if is_spread(model):
         if config.gradients != 32:
             raise ConfigError(
                 f"gradients is {config.gradients}, but experts that are spread over processes are reduced over others"
                 " than the rest; leave gradients at 32"
             )
+        _check_spread(accelerator)
         saved_by_host(model)
         _save_whole(accelerator, model)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        from laconic.integrations import deepspeed
+
+        deepspeed.attach(model, accelerator.state.deepspeed_plugin.deepspeed_config, config)
+        return Attached(model)
     compress(model, config)
     attached = Attached(model)
     if config.gradients == 32:
@@ -168,6 +169,21 @@ def check_fsdp_not_dropped(state: Any) -> None:
     )
 
 
+def _check_spread(accelerator: Any) -> None:
+    """Refuse what would train experts that are spread over processes wrongly."""
+    if accelerator.distributed_type in _WITHOUT_GRADIENTS:
+        raise ConfigError(
+            f"experts are spread over processes, but {accelerator.distributed_type.value} would shard and reduce them"
+            " as if each process had all; train under DDP, or, in a loop of your own, call fully_shard of what"
+            " parallelize returns"
+        )
+    if accelerator.scaler is not None:
+        raise ConfigError(
+            "mixed_precision is 'fp16', whose GradScaler would leave out a step on some processes only, since they have"
+            " other experts; take 'bf16'"
+        )
+
+
 def _save_whole(accelerator: Any, model: nn.Module) -> None:
     """Let an accelerator save, load and clip spread experts as one process that has all of them does."""
     get_state_dict, save_state = accelerator.get_state_dict, accelerator.save_state
@@ -196,7 +212,7 @@ def _save_whole(accelerator: Any, model: nn.Module) -> None:
         if norm_type != 2:
             return clip_grad_norm_(parameters, max_norm, norm_type)
         accelerator.unscale_gradients()
-        return clip([parameters] if isinstance(parameters, Tensor) else [*parameters], max_norm)
+        return clip([parameters] if isinstance(parameters, nn.Parameter) else [*parameters], max_norm)
 
     for name, function in zip(_OF_EXPERTS, (gathered, save, load, clip_all), strict=True):
         function.laconic_model = model  # type: ignore[attr-defined]

@@ -143,29 +143,31 @@ class LaconicCallback(Callback):
         if stage != "fit":
             return
         if is_overridden("configure_model", pl_module) and next(pl_module.parameters(), None) is None:
-            self._convert_when_made(pl_module)
+            self._convert_when_made(trainer, pl_module)
         else:
-            self._convert(pl_module)
+            self._convert(trainer, pl_module)
 
-    def _convert(self, pl_module: LightningModule) -> None:
+    def _convert(self, trainer: Trainer, pl_module: LightningModule) -> None:
         model = _chosen(pl_module, self._submodule)
         if is_cut_otherwise(model):
             raise ModelError(
                 f"{type(model).__name__} is sharded already; call laconic.compress_activations in configure_model, "
                 "before fully_shard, and leave the callback out"
             )
-        saved_by_host(model)
+        if is_spread(model):
+            _check_spread(trainer)
+            saved_by_host(model)
         compress(model, self.laconic)
         self._model = model
 
-    def _convert_when_made(self, pl_module: LightningModule) -> None:
+    def _convert_when_made(self, trainer: Trainer, pl_module: LightningModule) -> None:
         make = pl_module.configure_model
 
         @wraps(make)
         def made() -> None:
             del pl_module.configure_model  # the class's own again
             make()
-            self._convert(pl_module)
+            self._convert(trainer, pl_module)
 
         pl_module.configure_model = made  # type: ignore[method-assign]
 
@@ -204,6 +206,21 @@ class LaconicCallback(Callback):
         if strategy.sent_nbytes:
             found["laconic/gradient_sent_nbytes"] = float(strategy.sent_nbytes)
         pl_module.log_dict(found, on_step=True, on_epoch=False)
+
+
+def _check_spread(trainer: Trainer) -> None:
+    """Refuse what would train experts that are spread over processes wrongly."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, DDPStrategy) or isinstance(strategy, LaconicStrategy):
+        raise ConfigError(
+            f"experts are spread over processes, but {type(strategy).__name__} would hold and reduce them as if each"
+            " process had all; take strategy='ddp'"
+        )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise ConfigError(
+            "precision is '16-mixed', whose GradScaler would leave out a step on some processes only, since they have"
+            " other experts; take 'bf16-mixed'"
+        )
 
 
 def _chosen(module: LightningModule, name: str | None) -> nn.Module:

@@ -76,7 +76,7 @@ def check_adaptable(names: str, num_mp: int, movable: bool) -> None:
 def _wrapper(kind: Any) -> Any:
     """Return the subclass of PEFT's ParamWrapper for experts of which a process may have a part."""
 
-    class PartialParamWrapper(kind):  # type: ignore[misc]
+    class PartialParamWrapper(kind):
         """ParamWrapper; see laconic.moe.huggingface.adapters [Note: adapters are replicas]."""
 
         @contextmanager

@@ -95,7 +95,7 @@ class FusedExperts(Experts):
             bias = self._local(f"{name}_bias")
             if name == "down_proj" and not self._adds_down_bias:
                 # Nothing, with the gradient that the process has that adds it; adapters' is added up over all.
-                own = local_part(self.down_proj_bias)
+                own = local_part(self.get_parameter("down_proj_bias"))
                 bias = own - own.detach() + 0 * (bias - own).to(own.dtype)
             return out + bias.to(out.dtype)[of_row]
 
@@ -117,13 +117,13 @@ class FusedExperts(Experts):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Take this process's part of whole tensors, which hosts load; DTensors are loaded as ever."""
-        for name, parameter in self._parameters.items():
+        parameters: dict[str, Any] = self._parameters
+        for name, like in parameters.items():
             value = state_dict.get(prefix + name)
             is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
-            if isinstance(parameter, DTensor) and is_whole and value.shape == parameter.shape:  # else torch raises
-                runs = local_runs(parameter.shape, parameter.device_mesh, parameter.placements)
-                part = taken(value, runs).to(parameter.device, copy=True)
-                state_dict[prefix + name] = sharded_like(part.contiguous(), parameter)
+            if isinstance(like, DTensor) and is_whole and value.shape == like.shape:  # other shapes torch refuses
+                part = taken(value, local_runs(like.shape, like.device_mesh, like.placements))
+                state_dict[prefix + name] = sharded_like(part.to(like.device, copy=True).contiguous(), like)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:

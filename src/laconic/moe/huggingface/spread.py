@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from laconic.errors import ConfigError
 from laconic.moe.huggingface.layer import ExpertsLayer
 from laconic.moe.layer import moe_layers
 
@@ -32,6 +33,15 @@ def is_cut_otherwise(model: nn.Module) -> bool:
 
 
 def saved_by_host(model: nn.Module) -> None:
-    """Note that the host that is going to wrap a model saves and loads spread experts, so that it is not refused."""
+    """Note that the host that is going to wrap a model saves and loads spread experts, so that it is not refused.
+
+    Raises:
+        ConfigError: processes of the grid have the same tokens, while hosts give each process others.
+    """
     for layer in spread_layers(model):
+        if layer.num_mp > 1:
+            raise ConfigError(
+                f"mp is {layer.num_mp}, so that as many processes expect the same tokens, but this host gives each"
+                " process others; make the Grid without mp, or train in a loop of your own"
+            )
         layer.is_saved_by_host = True
