@@ -71,18 +71,29 @@ class Parallelized:
         known = {id(p) for p in self.experts()}
         return [p for p in self.model.parameters() if id(p) not in known]
 
-    def parameter_groups(self) -> list[dict[str, list[nn.Parameter]]]:
+    def parameter_groups(
+        self, weight_decay: Callable[[str, nn.Parameter], float] | None = None
+    ) -> list[dict[str, Any]]:
         """Return groups for an optimizer, dense and experts: a fused step cannot mix tensors, DTensors and meshes.
 
         Under tensor parallelism the dense part is more than one group.
+
+        Args:
+            weight_decay: of each parameter, from its name and itself; makes groups of their own. None leaves it to the
+                optimizer.
         """
-        groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        groups: dict[tuple[bool, Any, float | None], list[nn.Parameter]] = {}
         for of_experts, parameters in enumerate((self.dense(), self.experts())):
             for p in parameters:
                 if p.requires_grad:
                     mesh = p.device_mesh if isinstance(p, DTensor) else None
-                    groups.setdefault((bool(of_experts), mesh), []).append(p)
-        return [{"params": group} for group in groups.values()]
+                    decay = None if weight_decay is None else float(weight_decay(names[id(p)], p))
+                    groups.setdefault((bool(of_experts), mesh, decay), []).append(p)
+        return [
+            {"params": group} | ({} if decay is None else {"weight_decay": decay})
+            for (_, _, decay), group in groups.items()
+        ]
 
     def reduce_gradients(self, *, codec: Codec | str = "auto") -> None:
         """Make gradients those of the mean of all processes' losses, after backward; see laconic.moe.reduce_gradients.
@@ -192,7 +203,8 @@ def parallelize(
         reason = (
             " left, since it is parallelized already"
             if moe_layers(model)
-            else f"; what {', '.join(left[:3])} holds follows no ExpertsInterface of transformers 5.8 or later"
+            else f"; what {', '.join(left[:3])} holds follows no ExpertsInterface of transformers 5.8 or later; put a"
+            " laconic.moe.MoELayer in its place by hand"
             if left
             else "; fused experts are looked for"
         )

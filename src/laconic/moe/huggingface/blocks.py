@@ -35,6 +35,9 @@ class Block:
     """Experts per token, where the router or the block says it."""
 
 
+_NUMBERS = ("num_experts", "moe_num_experts")
+
+
 def find_blocks(model: nn.Module) -> dict[str, Block]:
     """Find all fused experts of `model`, by module name, in the order of its modules.
 
@@ -80,16 +83,21 @@ def place_in_block(experts: str) -> tuple[str, str]:
 def unknown_experts(model: nn.Module) -> list[str]:
     """List modules of `model` that seem to hold experts, but not as `find_blocks` expects: 'name (class)'.
 
-    These are modules with stacks of weights [experts, ., .], several or beside a number of experts, and lists of
-    modules under the name "experts".
+    These are modules with stacks of weights, [experts, ., .] or, beside a number of experts, [experts * ., .], several
+    or beside that number, and lists of modules under the name "experts".
     """
     found = []
     for name, module in model.named_modules():
         if is_fused_experts(module):
             continue
         stacks = sum(p is not None and p.dim() == 3 and len(p) > 1 for p in module._parameters.values())
+        number = next((n for n in (getattr(module, key, None) for key in _NUMBERS) if isinstance(n, int)), None)
+        behind = [
+            p for p in module._parameters.values() if p is not None and p.dim() == 2 and number and len(p) > number
+        ]
+        flat = len(behind) > 1 and all(len(p) % (number or 1) == 0 for p in behind)  # DBRX
         listed = isinstance(module, nn.ModuleList | nn.ModuleDict) and name.endswith("experts") and len(module) > 1
-        if listed or stacks > 1 or (stacks and isinstance(getattr(module, "num_experts", None), int)):
+        if listed or stacks > 1 or flat or (stacks and number is not None):
             found.append(f"{name} ({type(module).__name__})")
     return found
 

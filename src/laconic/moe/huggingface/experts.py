@@ -119,7 +119,7 @@ class FusedExperts(Experts):
         """Take this process's part of whole tensors, which hosts load; DTensors are loaded as ever."""
         parameters: dict[str, Any] = self._parameters
         for name, like in parameters.items():
-            value = state_dict.get(prefix + name)
+            value: Any = state_dict.get(prefix + name)
             is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
             if isinstance(like, DTensor) and is_whole and value.shape == like.shape:  # other shapes torch refuses
                 part = taken(value, local_runs(like.shape, like.device_mesh, like.placements))
