@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -134,8 +135,12 @@ def adapters_are_saved_loaded_and_merged(folder: Path) -> None:
             if dist.get_rank() == 0:
                 model.save_pretrained(place)
                 reference.save_pretrained(place / "one")
-                for name in ("adapter_model.safetensors", "adapter_config.json"):
-                    assert (place / name).read_bytes() == (place / "one" / name).read_bytes()
+                weights, config = "adapter_model.safetensors", "adapter_config.json"
+                assert (place / weights).read_bytes() == (place / "one" / weights).read_bytes()
+                configs = [json.loads((each / config).read_text()) for each in (place, place / "one")]
+                for each in configs:
+                    each["target_modules"].sort()  # a set
+                assert configs[0] == configs[1]
             dist.barrier()
             base = tiny("qwen3_moe")
             parallelize(base, Grid(ep=2))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from laconic.activations.whole_model.suspended import is_compressed
 from laconic.errors import ConfigError
@@ -50,6 +50,28 @@ def trained(folder: Path, spread: bool, config: LaconicConfig, resume: Path | No
     if spread:
         parallelize(model, Grid(ep=2))
     trainer = LaconicTrainer(model, arguments, train_dataset=data, eval_dataset=data[:8], laconic=config)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return trainer
+
+
+def with_adapters(folder: Path, kind: Any, first: bool, resume: Path | None = None, **changes: Any) -> Any:
+    """Fine-tuned by LoRA on experts; `get_peft_model` comes first, or `parallelize`."""
+    peft = pytest.importorskip("peft")
+    data = [{"input_ids": ids, "labels": ids} for ids in make_ids(16, 16)]
+    usual: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "report_to": [], "ddp_backend": "gloo"}
+    usual |= {"per_device_train_batch_size": 2, "max_steps": 4, "learning_rate": 1e-2, "save_strategy": "steps"}
+    arguments = TrainingArguments(str(folder), **usual, save_steps=2, remove_unused_columns=False, **changes)
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets)
+    model = make_model("qwen3_moe", use_cache=False)
+    torch.manual_seed(1)
+    if first:
+        model = peft.get_peft_model(model, config)
+    parallelize(model, Grid(ep=2))
+    if not first:
+        model = peft.get_peft_model(model, config)
+    own = {} if kind is Trainer else {"laconic": LaconicConfig(activations=4)}
+    trainer = kind(model, arguments, train_dataset=data, eval_dataset=data[:8], **own)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return trainer
 
@@ -119,6 +141,31 @@ def _everything(rank: int, world: int, folder: Path, port: int) -> None:
 def test_everything_together_trains_saves_and_resumes(tmp_path: Path) -> None:
     for world in (1, 2):
         run_ranks(_everything, (world, tmp_path, free_port()), world)
+
+
+def _adapted(rank: int, folder: Path, port: int) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    os.environ.update(rank_environment(rank, 2, port))
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    for kind in (Trainer, LaconicTrainer):
+        for first in (True, False):
+            place = folder / f"{kind.__name__}-{first}"
+            whole = with_adapters(place / "whole", kind, first)
+            resumed = with_adapters(place / "resumed", kind, first, place / "whole" / "checkpoint-2", **best)
+            assert resumed.state.best_model_checkpoint.endswith("checkpoint-4")
+            expected = weights(whole.model)
+            for name, got in weights(resumed.model).items():
+                assert torch.equal(got, expected[name]), name
+            assert any("experts" in name and "lora_B" in name and bool(p.any()) for name, p in expected.items())
+            files = {path.name for path in (place / "whole" / "checkpoint-4").iterdir()}
+            assert {"adapter_model.safetensors", "adapter_config.json", "optimizer.pt"} <= files
+    leave(0)
+
+
+@pytest.mark.ci
+def test_adapters_on_experts_are_trained_saved_and_resumed(tmp_path: Path) -> None:
+    run_ranks(_adapted, (tmp_path, free_port()), 2)
 
 
 def _refused(rank: int, folder: Path, port: int) -> None:

@@ -51,6 +51,7 @@ def adapt(wrapped: Any, module: Any) -> bool:
         check_adaptable(module.parameter_name, layer.num_mp, experts.placement is not None)
     if not isinstance(module, own := _wrapper(kind)):
         module.__class__ = own
+        experts.adapters.append(module)
     return True
 
 
@@ -81,14 +82,28 @@ def _wrapper(kind: Any) -> Any:
 
         @contextmanager
         def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
-            experts = self.get_base_layer()
-            added = [_Product(self, adapter) for adapter in active_adapters if adapter in self.lora_A]
-            before = experts.added.get(self.parameter_name, ())
-            experts.added[self.parameter_name] = (*before, *added)
-            try:
-                yield
-            finally:
-                experts.added[self.parameter_name] = before
+            yield  # the experts ask for products when they run, which may be again in backward
+
+        def added_to(self, name: str, held: Tensor, parameter: Tensor) -> Tensor:
+            """Return `held`, this process's part of the experts' parameter `name`, with active products added."""
+            if name != self.parameter_name or self.disable_adapters or self.merged:
+                return held
+            for adapter in self.active_adapters:
+                if adapter in self.lora_A:
+                    held = self._with_product(adapter, held, parameter)
+            return held
+
+        def unload_and_optionally_merge_module(self, *args: Any, **kwargs: Any) -> Any:
+            experts = super().unload_and_optionally_merge_module(*args, **kwargs)
+            experts.adapters.clear()
+            return experts
+
+        def _with_product(self, adapter: str, held: Tensor, parameter: Tensor) -> Tensor:
+            if self.num_experts == 1:  # of biases [E, ...], which PEFT takes for one matrix
+                return held + _part(self.get_delta_weight(adapter).view(parameter.shape), parameter)
+            first, second, scaling = self.get_delta_factors(adapter)
+            with torch.autocast(held.device.type, enabled=False):
+                return torch.baddbmm(held, _part(first, parameter, 2), _part(second, parameter, 1), alpha=scaling)
 
         def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
             from peft.tuners.tuners_utils import check_adapters_to_merge
@@ -106,28 +121,13 @@ def _wrapper(kind: Any) -> Any:
         def _add(self, adapter: str, sign: float, checks: bool) -> None:
             parameter = self.get_param()
             zeros = torch.zeros_like(local_part(parameter))
-            product = _Product(self, adapter).added_to(zeros, parameter).mul_(sign)
+            product = self._with_product(adapter, zeros, parameter).mul_(sign)
             if checks and not _all_finite(product, parameter):
                 raise ValueError(f"adapter {adapter} would make {self.parameter_name} NaN or infinite")
             local_part(parameter).add_(product)
 
     PartialParamWrapper.__name__ = kind.__name__  # by which PEFT knows its own
     return PartialParamWrapper
-
-
-class _Product:
-    """What one adapter adds to one parameter."""
-
-    def __init__(self, wrapper: Any, adapter: str) -> None:
-        self._wrapper, self._adapter = wrapper, adapter
-
-    def added_to(self, held: Tensor, parameter: Tensor) -> Tensor:
-        """Return `held`, this process's part of `parameter`, with this process's part of the product added."""
-        if self._wrapper.num_experts == 1:  # of biases [E, ...], which PEFT takes for one matrix
-            return held + _part(self._wrapper.get_delta_weight(self._adapter).view(parameter.shape), parameter)
-        first, second, scaling = self._wrapper.get_delta_factors(self._adapter)
-        with torch.autocast(held.device.type, enabled=False):
-            return torch.baddbmm(held, _part(first, parameter, 2), _part(second, parameter, 1), alpha=scaling)
 
 
 def _part(whole: Tensor, like: Tensor, uncut: int = -1) -> Tensor:

@@ -52,8 +52,8 @@ class FusedExperts(Experts):
         self.training = original.training
         self._adds_down_bias = adds_down_bias
         self.placement: Placement | None = None
-        self.added: dict[str, tuple[Any, ...]] = {}
-        """What adapters add to parameters in the current forward, by name; see laconic.moe.huggingface.adapters."""
+        self.adapters: list[Any] = []
+        """Wrappers around this module that add to its parameters; see laconic.moe.huggingface.adapters."""
         for flag in FLAGS:
             setattr(self, flag, getattr(original, flag))  # PEFT reads the layout
         for name, child in original.named_children():
@@ -111,8 +111,8 @@ class FusedExperts(Experts):
         """Return this process's part of a parameter, with what adapters add to it."""
         parameter = getattr(self, name)
         held = local_part(parameter)
-        for product in self.added.get(name, ()):
-            held = product.added_to(held, parameter)
+        for adapter in self.adapters:
+            held = adapter.added_to(name, held, parameter)
         return held
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
