@@ -205,6 +205,9 @@ def meshes_name_their_grids() -> None:
         ((half, 2), ("dp", "tp"), GridLayout(world, mp=2)),
         ((half, 2), ("edp", "ep"), GridLayout(world, ep=2)),
         ((half, 2), ("data", "ep"), GridLayout(world, ep=2)),
+        ((half, 2), ("dp", "ep"), GridLayout(world, ep=2)),
+        ((1, half, 2), ("dp_replicate", "dp_shard", "ep"), GridLayout(world, ep=2)),
+        ((half, 1, 2), ("dp", "cp", "ep"), GridLayout(world, ep=2)),
         ((half, 2), ("ep", "esp"), GridLayout(world, ep=half, esp=2)),
     ):
         assert Grid.from_mesh(init_device_mesh("cpu", shape, mesh_dim_names=names)).layout == layout
@@ -213,6 +216,13 @@ def meshes_name_their_grids() -> None:
     if world > 2:
         with pytest.raises(ConfigError, match="order the dimensions"):
             Grid.from_mesh(init_device_mesh("cpu", (2, half), mesh_dim_names=("ep", "edp")))
+        calls = rf"pass Grid\(mp=2, ep={half}, esp=2\), .* or Grid\(mp=2, ep={world}\), which spreads"
+        with pytest.raises(ConfigError, match=calls):
+            Grid.from_mesh(init_device_mesh("cpu", (half, 2), mesh_dim_names=("ep", "tp")))
+        assert Grid(mp=2, ep=half, esp=2).layout.ranks("mp") == Grid(mp=2, ep=world).layout.ranks("mp")
+        part = init_device_mesh("cpu", (half, 2), mesh_dim_names=("dp", "ep"))["ep"]
+        with pytest.raises(ConfigError, match=r"pass the mesh of all ranks, or Grid\(ep=2\)"):
+            Grid.from_mesh(part)
     with pytest.raises(ConfigError, match="must divide num_ranks = "):
         Grid(ep=3)
 

@@ -400,6 +400,8 @@ def _called(experts: nn.Module, parameters: dict[str, Tensor], rows: Tensor) -> 
 
 def _cut_out(experts: nn.Module, number: int) -> dict[str, Tensor] | None:
     """The parameters of one expert, [1, ...] each; None if they are not all cut by expert."""
+    if getattr(experts, "adapters", ()):
+        return None  # PEFT's add to all experts' parameters at once
     if is_sharded_by_fsdp(experts) or any(not name.startswith("placement.") for name, _ in experts.named_buffers()):
         return None
     found = {name: local_part(parameter.detach()) for name, parameter in experts.named_parameters()}

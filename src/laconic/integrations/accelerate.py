@@ -6,23 +6,31 @@ import os
 import warnings
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME, DistributedType
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from laconic.activations.whole_model.report import Report
 from laconic.collectives.runtime.torch_compat import sent_in_background_nbytes
-from laconic.errors import ConfigError
+from laconic.errors import CheckpointError, ConfigError
 from laconic.gradients import CompressedGradients
 from laconic.gradients.replicas import check_same_settings
 from laconic.integrations.config import LaconicConfig, compress, given, hold_gradients, release_gradients, report_of
+from laconic.integrations.whole_states import take_whole_states, whole, whole_states
+from laconic.moe.huggingface.gradients import clip
+from laconic.moe.huggingface.spread import is_cut_otherwise, is_spread, saved_by_host
 
 __all__ = ["Attached", "LaconicConfig", "attach", "attach_anew", "check_fsdp_not_dropped"]
 
+_OF_GRADIENTS = ("prepare_model", "backward")
+_OF_EXPERTS = ("get_state_dict", "save_state", "load_state", "clip_grad_norm_")
+"""Functions of an accelerator that are replaced for coded gradients and for spread experts."""
 _WITHOUT_GRADIENTS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
 
@@ -90,7 +98,7 @@ def attach_anew(accelerator: Accelerator, model: nn.Module, config: LaconicConfi
         ConfigError, ModelError: as `attach`.
     """
     check_fsdp_not_dropped(accelerator.state)
-    if accelerator.unwrap_model(model) is not model or any(isinstance(p, DTensor) for p in model.parameters()):
+    if accelerator.unwrap_model(model) is not model or is_cut_otherwise(model):
         raise ConfigError(
             "the model is wrapped or sharded already (evaluating before training does so, too); convert it before"
         )
@@ -102,12 +110,21 @@ def attach_anew(accelerator: Accelerator, model: nn.Module, config: LaconicConfi
     world = dist.group.WORLD if accelerator.num_processes > 1 else None
     if world is not None:
         check_same_settings(asdict(config), world)
-    for name in ("prepare_model", "backward"):  # those of an earlier model
+    for name in (*_OF_GRADIENTS, *_OF_EXPERTS):  # those of an earlier model
         if hasattr(accelerator.__dict__.get(name), "laconic_model"):
             delattr(accelerator, name)
     # Accelerate wraps nothing that it has prepared before, be it for evaluation: replicas would train each on its own.
     if accelerator.num_processes > 1 and getattr(model, "_is_accelerate_prepared", False):
         model._is_accelerate_prepared = False
+    if is_spread(model):
+        if config.gradients != 32:
+            raise ConfigError(
+                f"gradients is {config.gradients}, but experts that are spread over processes are reduced over others"
+                " than the rest; leave gradients at 32"
+            )
+        _check_spread(accelerator)
+        saved_by_host(model)
+        _save_whole(accelerator, model)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         from laconic.integrations import deepspeed
 
@@ -150,6 +167,76 @@ def check_fsdp_not_dropped(state: Any) -> None:
         f"{found}: all {state.num_processes} processes would hold the whole model; leave FSDP out, and unset "
         "ACCELERATE_USE_FSDP, to train as under DDP"
     )
+
+
+def _check_spread(accelerator: Any) -> None:
+    """Refuse what would train experts that are spread over processes wrongly."""
+    if accelerator.distributed_type in _WITHOUT_GRADIENTS:
+        raise ConfigError(
+            f"experts are spread over processes, but {accelerator.distributed_type.value} would shard and reduce them"
+            " as if each process had all; train under DDP, or, in a loop of your own, call fully_shard of what"
+            " parallelize returns"
+        )
+    if accelerator.scaler is not None:
+        raise ConfigError(
+            "mixed_precision is 'fp16', whose GradScaler would leave out a step on some processes only, since they have"
+            " other experts; take 'bf16'"
+        )
+
+
+def _save_whole(accelerator: Any, model: nn.Module) -> None:
+    """Let an accelerator save, load and clip spread experts as one process that has all of them does."""
+    get_state_dict, save_state = accelerator.get_state_dict, accelerator.save_state
+    load_state, clip_grad_norm_ = accelerator.load_state, accelerator.clip_grad_norm_
+
+    def optimizers() -> list[Any]:
+        return [getattr(one, "optimizer", one) for one in accelerator._optimizers]
+
+    def gathered(saved: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return whole(get_state_dict(saved, *args, **kwargs))
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        with whole_states(optimizers()):
+            return save_state(*args, **kwargs)
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        for optimizer in optimizers():
+            take_whole_states(optimizer)
+        hook = accelerator.register_load_state_pre_hook(_load_models)
+        try:
+            return load_state(*args, **kwargs)
+        finally:
+            hook.remove()
+
+    def clip_all(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        if norm_type != 2:
+            return clip_grad_norm_(parameters, max_norm, norm_type)
+        accelerator.unscale_gradients()
+        return clip([parameters] if isinstance(parameters, nn.Parameter) else [*parameters], max_norm)
+
+    for name, function in zip(_OF_EXPERTS, (gathered, save, load, clip_all), strict=True):
+        function.laconic_model = model  # type: ignore[attr-defined]
+        setattr(accelerator, name, function)
+
+
+def _load_models(models: list[nn.Module], input_dir: str) -> None:
+    """Load models in Accelerate's place, which asks safetensors for the memory of parameters: DTensors have none."""
+    for number, model in enumerate(models):
+        ending = f"_{number}" if number else ""
+        file = Path(input_dir) / f"{SAFE_MODEL_NAME}{ending}.safetensors"
+        if file.exists():
+            state = load_file(file)
+        else:
+            state = torch.load(file.with_name(f"{MODEL_NAME}{ending}.bin"), map_location="cpu", weights_only=True)
+        tied = {name for part in model.modules() for name in getattr(part, "all_tied_weights_keys", None) or ()}
+        missing, unexpected = model.load_state_dict(state, strict=False)
+        missing = [name for name in missing if name.removeprefix("module.") not in tied]
+        if missing or unexpected:
+            raise CheckpointError(
+                f"{input_dir} does not fit the model: {', '.join([*missing, *unexpected][:5])} are missing or unknown;"
+                " make the model that was saved"
+            )
+    models.clear()
 
 
 def _reduce_in(accelerator: Any, model: nn.Module, attached: Attached, gradients: CompressedGradients) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
 from torch import nn
-from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from laconic.activations.whole_model.report import Report
 from laconic.errors import ConfigError
 from laconic.integrations.accelerate import Attached, attach_anew, check_fsdp_not_dropped
 from laconic.integrations.config import LaconicConfig, compress, given, logged, report_of
+from laconic.integrations.whole_states import take_whole_states, whole_states
+from laconic.moe.huggingface.blocks import is_fused_experts
+from laconic.moe.huggingface.experts import FusedExperts
+from laconic.moe.huggingface.pretrained import load_pretrained
+from laconic.moe.huggingface.spread import is_cut_otherwise, is_spread, saved_by_host
 from laconic.optim import AdamW8bit
 
 if TYPE_CHECKING:
@@ -82,12 +87,52 @@ class LaconicTrainerMixin:
         return optimizer
 
     def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> nn.Module:
+        trainer: Any = self
         if training:
             # A subclass may make its optimizer itself and so have called neither of the two above.
             self._convert_laconic()
             _check_optimizer(self)
+        saved_by_host(trainer.model)
         wrapped: nn.Module = super()._wrap_model(model, training, *args, **kwargs)  # type: ignore[misc]
         return wrapped
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        trainer: Any = self
+        if state_dict is None and not trainer.args.should_save and is_spread(trainer.model):
+            # The others take part in what rank 0 gathers.
+            trainer.model.save_pretrained(output_dir or trainer.args.output_dir, is_main_process=False)
+        else:
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        trainer: Any = self
+        if not is_spread(trainer.model) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        with whole_states([_bare(trainer.optimizer)]):
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            if not trainer.args.should_save:
+                trainer.optimizer.state_dict()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        trainer: Any = self
+        if _has_files_of_experts(trainer, resume_from_checkpoint):
+            load_pretrained(trainer.model if model is None else model, resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        trainer: Any = self
+        if _has_files_of_experts(trainer, trainer.state.best_model_checkpoint):
+            load_pretrained(trainer.model, trainer.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        trainer: Any = self
+        if is_spread(trainer.model):
+            take_whole_states(_bare(trainer.optimizer))
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of a micro-batch, as the trainer's."""
@@ -160,7 +205,7 @@ class LaconicCallback(TrainerCallback):
         model: nn.Module = kwargs["model"]
         if self._model is model:
             return
-        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        if is_cut_otherwise(model):
             raise ConfigError("the model is sharded already; make class Mine(LaconicTrainerMixin, Trainer)")
         _check_arguments(args, self.laconic)
         check_fsdp_not_dropped(PartialState())
@@ -212,9 +257,24 @@ def _check(trainer: Any, config: LaconicConfig) -> None:
         )
 
 
+def _has_files_of_experts(trainer: Any, folder: str) -> bool:
+    """Return whether a checkpoint may hold experts one by one, which the Trainer leaves out (transformers 5.23)."""
+    return (
+        isinstance(trainer.model, PreTrainedModel)
+        and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+        and any(is_fused_experts(part) or isinstance(part, FusedExperts) for part in trainer.model.modules())
+        and any(Path(folder).glob("model*.safetensors*"))
+    )
+
+
+def _bare(optimizer: Any) -> Any:
+    """Return the optimizer that Accelerate has wrapped."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
 def _check_optimizer(trainer: Any) -> None:
     """Refuse an optimizer that a subclass makes instead of the one the configuration asks for."""
-    made = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    made = _bare(trainer.optimizer)
     if trainer.laconic.optimizer == "host" or isinstance(made, AdamW8bit):
         return
     own = (

@@ -14,13 +14,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from laconic.activations.whole_model.report import Report
 from laconic.collectives.runtime.torch_compat import sent_in_background_nbytes
 from laconic.errors import ConfigError, ModelError
 from laconic.gradients import CompressedGradients
 from laconic.integrations.config import LaconicConfig, compress, given, hold_gradients, logged, report_of
+from laconic.integrations.whole_states import take_whole_states, whole
+from laconic.moe.huggingface.gradients import clip
+from laconic.moe.huggingface.spread import is_cut_otherwise, is_spread, saved_by_host
 
 __all__ = ["LaconicCallback", "LaconicConfig", "LaconicStrategy"]
 
@@ -141,34 +143,49 @@ class LaconicCallback(Callback):
         if stage != "fit":
             return
         if is_overridden("configure_model", pl_module) and next(pl_module.parameters(), None) is None:
-            self._convert_when_made(pl_module)
+            self._convert_when_made(trainer, pl_module)
         else:
-            self._convert(pl_module)
+            self._convert(trainer, pl_module)
 
-    def _convert(self, pl_module: LightningModule) -> None:
+    def _convert(self, trainer: Trainer, pl_module: LightningModule) -> None:
         model = _chosen(pl_module, self._submodule)
-        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        if is_cut_otherwise(model):
             raise ModelError(
                 f"{type(model).__name__} is sharded already; call laconic.compress_activations in configure_model, "
                 "before fully_shard, and leave the callback out"
             )
+        if is_spread(model):
+            _check_spread(trainer)
+            saved_by_host(model)
         compress(model, self.laconic)
         self._model = model
 
-    def _convert_when_made(self, pl_module: LightningModule) -> None:
+    def _convert_when_made(self, trainer: Trainer, pl_module: LightningModule) -> None:
         make = pl_module.configure_model
 
         @wraps(make)
         def made() -> None:
             del pl_module.configure_model  # the class's own again
             make()
-            self._convert(pl_module)
+            self._convert(trainer, pl_module)
 
         pl_module.configure_model = made  # type: ignore[method-assign]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log anew."""
+        """Log anew, and let Lightning clip and load spread experts."""
         self._is_logged = False
+        if is_spread(pl_module):
+            plugin: Any = trainer.precision_plugin
+            plugin.clip_grad_by_norm = lambda optimizer, clip_val: clip([*plugin.main_params(optimizer)], clip_val)
+            for optimizer in trainer.optimizers:
+                take_whole_states(optimizer)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Gather spread experts and their optimizer states; Lightning calls it on all processes, and rank 0 writes."""
+        if is_spread(pl_module):
+            for key in ("state_dict", "optimizer_states"):
+                if key in checkpoint:
+                    checkpoint[key] = whole(checkpoint[key])
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Note what is held: modules with an optimization of their own may drop it before the batch ends."""
@@ -189,6 +206,21 @@ class LaconicCallback(Callback):
         if strategy.sent_nbytes:
             found["laconic/gradient_sent_nbytes"] = float(strategy.sent_nbytes)
         pl_module.log_dict(found, on_step=True, on_epoch=False)
+
+
+def _check_spread(trainer: Trainer) -> None:
+    """Refuse what would train experts that are spread over processes wrongly."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, DDPStrategy) or isinstance(strategy, LaconicStrategy):
+        raise ConfigError(
+            f"experts are spread over processes, but {type(strategy).__name__} would hold and reduce them as if each"
+            " process had all; take strategy='ddp'"
+        )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise ConfigError(
+            "precision is '16-mixed', whose GradScaler would leave out a step on some processes only, since they have"
+            " other experts; take 'bf16-mixed'"
+        )
 
 
 def _chosen(module: LightningModule, name: str | None) -> nn.Module:

@@ -98,6 +98,39 @@ def test_every_block_becomes_a_layer_and_dense_ones_stay() -> None:
     assert [len(group["params"]) for group in done.parameter_groups()] == [len(done.dense()), 2]
 
 
+def test_groups_have_the_weight_decay_of_each_parameter() -> None:
+    done = parallelize(make_model("gpt_oss"))
+    seen: list[str] = []
+
+    def decay(name: str, parameter: nn.Parameter) -> float:
+        seen.append(name)
+        return 0.0 if name.endswith("bias") or parameter.dim() < 2 else 0.1
+
+    groups = done.parameter_groups(decay)
+    assert sorted(seen) == sorted(name for name, _ in done.model.named_parameters())
+    assert sorted(group["weight_decay"] for group in groups) == [0.0, 0.0, 0.1, 0.1]
+    found = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    for name, parameter in done.model.named_parameters():
+        assert found[id(parameter)] == (0.0 if name.endswith("bias") or parameter.dim() < 2 else 0.1), name
+    torch.optim.AdamW(groups, lr=1e-3)
+
+
+def test_experts_in_flat_stacks_are_refused_by_name() -> None:
+    from transformers import DbrxConfig, DbrxForCausalLM
+
+    ffn = {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32}
+    config = DbrxConfig(
+        vocab_size=64,
+        d_model=32,
+        n_heads=4,
+        n_layers=2,
+        ffn_config=ffn,
+        attn_config={"kv_n_heads": 2, "rope_theta": 1e4},
+    )
+    with pytest.raises(ModelError, match=r"transformer\.blocks\.0\.ffn\.experts\.mlp \(DbrxExpertGLU\).*by hand"):
+        parallelize(DbrxForCausalLM(config))
+
+
 def test_layers_report_their_load() -> None:
     _, twin = pair("mixtral")
     twin(input_ids=make_ids(2, 12))

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from laconic.collectives.codec import Codec
 from laconic.errors import ConfigError, ModelError
@@ -26,16 +25,18 @@ from laconic.moe.dispatch.base import Dispatcher, LocalDispatcher, StartsDispatc
 from laconic.moe.dispatch.parm import Path
 from laconic.moe.gates import Gate, make_gate
 from laconic.moe.hooks import Hook
-from laconic.moe.huggingface.blocks import FLAGS, Block, find_blocks, unknown_experts
+from laconic.moe.huggingface.adapters import adapt_above, check_adaptable
+from laconic.moe.huggingface.blocks import FLAGS, Block, find_blocks, place_in_block, unknown_experts
 from laconic.moe.huggingface.dispatching import choose_dispatcher
 from laconic.moe.huggingface.experts import FusedExperts, check
 from laconic.moe.huggingface.gate import GivenRouting, RouterGate
 from laconic.moe.huggingface.gradients import clip
-from laconic.moe.huggingface.layer import ExpertsLayer, has_own_replicas
+from laconic.moe.huggingface.layer import ExpertsLayer
 from laconic.moe.huggingface.saving import save_gathered
 from laconic.moe.huggingface.sharding import hidden_dim, shard
 from laconic.moe.huggingface.shared_experts import SharedCall, SharedExperts
 from laconic.moe.huggingface.shared_recognition import find_shared_experts
+from laconic.moe.huggingface.wrapping import watch_wrappers
 from laconic.moe.layer import Schedule, moe_layers
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.permute import Order
@@ -70,18 +71,29 @@ class Parallelized:
         known = {id(p) for p in self.experts()}
         return [p for p in self.model.parameters() if id(p) not in known]
 
-    def parameter_groups(self) -> list[dict[str, list[nn.Parameter]]]:
+    def parameter_groups(
+        self, weight_decay: Callable[[str, nn.Parameter], float] | None = None
+    ) -> list[dict[str, Any]]:
         """Return groups for an optimizer, dense and experts: a fused step cannot mix tensors, DTensors and meshes.
 
         Under tensor parallelism the dense part is more than one group.
+
+        Args:
+            weight_decay: of each parameter, from its name and itself; makes groups of their own. None leaves it to the
+                optimizer.
         """
-        groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        groups: dict[tuple[bool, Any, float | None], list[nn.Parameter]] = {}
         for of_experts, parameters in enumerate((self.dense(), self.experts())):
             for p in parameters:
                 if p.requires_grad:
                     mesh = p.device_mesh if isinstance(p, DTensor) else None
-                    groups.setdefault((bool(of_experts), mesh), []).append(p)
-        return [{"params": group} for group in groups.values()]
+                    decay = None if weight_decay is None else float(weight_decay(names[id(p)], p))
+                    groups.setdefault((bool(of_experts), mesh, decay), []).append(p)
+        return [
+            {"params": group} | ({} if decay is None else {"weight_decay": decay})
+            for (_, _, decay), group in groups.items()
+        ]
 
     def reduce_gradients(self, *, codec: Codec | str = "auto") -> None:
         """Make gradients those of the mean of all processes' losses, after backward; see laconic.moe.reduce_gradients.
@@ -191,7 +203,8 @@ def parallelize(
         reason = (
             " left, since it is parallelized already"
             if moe_layers(model)
-            else f"; what {', '.join(left[:3])} holds follows no ExpertsInterface of transformers 5.8 or later"
+            else f"; what {', '.join(left[:3])} holds follows no ExpertsInterface of transformers 5.8 or later; put a"
+            " laconic.moe.MoELayer in its place by hand"
             if left
             else "; fused experts are looked for"
         )
@@ -200,6 +213,8 @@ def parallelize(
     if not (grid is None or isinstance(grid, Grid)):
         raise ConfigError(f"mesh is {mesh!r}, but it must be a Grid, a DeviceMesh or None; make one, as in Grid(ep=8)")
     _check_fit(model, blocks, grid)
+    if any(name.endswith(".base_layer") for name in blocks):
+        check_adaptable("experts", 1 if grid is None else grid.layout.mp, movable)
     dispatchers = [choose_dispatcher(grid, dispatcher, codec) for _ in blocks]
     gates = [_gate_of(model, block, gate, check_logits) for block in blocks.values()]
 
@@ -225,8 +240,10 @@ def parallelize(
             placement=Placement(block.num_experts, _device_of(experts, grid)) if movable else None,
             grid=grid,
         )
-        owner, _, child = name.rpartition(".")
-        setattr(model.get_submodule(owner), child, experts)
+        above, _, child = name.rpartition(".")
+        setattr(model.get_submodule(above), child, experts)
+        adapt_above(model, name)
+        owner, _ = place_in_block(name)
         if name in shared and (place := shared[name].place) is not None:
             layer = layers[name]
             moved = SharedCall(
@@ -240,12 +257,9 @@ def parallelize(
             moved.attach()
         # Free the whole experts before the next ones are sharded.
         original._parameters.clear()
-    if grid is not None and has_own_replicas(grid):
-        sharded = {id(p) for layer in layers.values() for p in layer.experts.parameters()}
-        names = [name for name, parameter in model.named_parameters() if id(parameter) in sharded]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    if is_cut and hasattr(model, "save_pretrained"):
-        model.__dict__["save_pretrained"] = save_gathered(model, grid.stages if grid is not None else 1)
+    watch_wrappers()
+    if is_cut:
+        save_gathered(model, grid.stages if grid is not None else 1)
     return Parallelized(model, layers, grid, left, shared)
 
 
@@ -263,14 +277,14 @@ def _shared_experts(
     for name, dispatcher in zip(blocks, dispatchers, strict=True):
         if isinstance(dispatcher, LocalDispatcher):
             continue
-        owner = name.rpartition(".")[0]
+        owner, child = place_in_block(name)
         block = model.get_submodule(owner)
         # Blocks of one model mostly are of one kind; one of each kind is tried.
         plain = {key: value for key, value in vars(block).items() if isinstance(value, bool | int | float | str)}
         dtypes = [(parameter.dtype, parameter.device.type) for parameter in block.parameters()]
         kind = (type(block), str(block), str(plain), str(dtypes))
         if kind not in tried:
-            tried[kind] = find_shared_experts(model, name)
+            tried[kind] = find_shared_experts(model, f"{owner}.{child}")
         one = tried[kind]
         if one is not None:
             if one.place is not None and not isinstance(dispatcher, StartsDispatch):

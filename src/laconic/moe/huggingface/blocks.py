@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from laconic.errors import ModelError
 
-__all__ = ["FLAGS", "Block", "find_blocks", "unknown_experts"]
+__all__ = ["FLAGS", "Block", "find_blocks", "place_in_block", "unknown_experts"]
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 """Flags by which transformers' ExpertsInterface describes the parameters and their layout."""
@@ -32,6 +33,9 @@ class Block:
     """A module beside the experts with a weight [num_experts, hidden]; None if there is none, or more than one."""
     top_k: int | None = None
     """Experts per token, where the router or the block says it."""
+
+
+_NUMBERS = ("num_experts", "moe_num_experts")
 
 
 def find_blocks(model: nn.Module) -> dict[str, Block]:
@@ -57,10 +61,10 @@ def find_blocks(model: nn.Module) -> dict[str, Block]:
                 f"{name} is a {type(experts).__name__} called with ({', '.join(list(arguments)[1:])}), but fused"
                 " experts get hidden states, indices and weights; put a laconic.moe.MoELayer there by hand"
             )
-        owner, _, child = name.rpartition(".")
+        owner, child = place_in_block(name)
         block = model.get_submodule(owner)
         _check_top_k(owner, block, num_experts)
-        router = _router_beside(block, child, num_experts)
+        router = _router_beside(block, child, experts)
         says = (block,) if router is None else (block.get_submodule(router), block)
         top_k = next((k for one in says if isinstance(k := getattr(one, "top_k", None), int)), None)
         path = None if router is None else f"{owner}.{router}".lstrip(".")
@@ -68,19 +72,32 @@ def find_blocks(model: nn.Module) -> dict[str, Block]:
     return found
 
 
+def place_in_block(experts: str) -> tuple[str, str]:
+    """Return the name of the block that calls `experts`, and the name there; PEFT's adapters may lie in between."""
+    while experts.endswith(".base_layer"):
+        experts = experts.removesuffix(".base_layer")
+    owner, _, child = experts.rpartition(".")
+    return owner, child
+
+
 def unknown_experts(model: nn.Module) -> list[str]:
     """List modules of `model` that seem to hold experts, but not as `find_blocks` expects: 'name (class)'.
 
-    These are modules with stacks of weights [experts, ., .], several or beside a number of experts, and lists of
-    modules under the name "experts".
+    These are modules with stacks of weights, [experts, ., .] or, beside a number of experts, [experts * ., .], several
+    or beside that number, and lists of modules under the name "experts".
     """
     found = []
     for name, module in model.named_modules():
         if is_fused_experts(module):
             continue
         stacks = sum(p is not None and p.dim() == 3 and len(p) > 1 for p in module._parameters.values())
+        number = next((n for n in (getattr(module, key, None) for key in _NUMBERS) if isinstance(n, int)), None)
+        behind = [
+            p for p in module._parameters.values() if p is not None and p.dim() == 2 and number and len(p) > number
+        ]
+        flat = len(behind) > 1 and all(len(p) % (number or 1) == 0 for p in behind)  # DBRX
         listed = isinstance(module, nn.ModuleList | nn.ModuleDict) and name.endswith("experts") and len(module) > 1
-        if listed or stacks > 1 or (stacks and isinstance(getattr(module, "num_experts", None), int)):
+        if listed or stacks > 1 or flat or (stacks and number is not None):
             found.append(f"{name} ({type(module).__name__})")
     return found
 
@@ -93,6 +110,7 @@ def is_fused_experts(module: nn.Module) -> bool:
         down is not None
         and down.dim() == 3
         and isinstance(num_experts, int)
+        and "layer" not in module.__dict__  # a layer's already
         and all(isinstance(getattr(module, flag, None), bool) for flag in FLAGS)
     )
 
@@ -107,15 +125,14 @@ def _check_top_k(name: str, block: nn.Module, num_experts: int) -> None:
             )
 
 
-def _router_beside(block: nn.Module, experts: str, num_experts: int) -> str | None:
+def _router_beside(block: nn.Module, child_of_experts: str, experts: Any) -> str | None:
     """Return the name of the only child with a weight [E, M] and none [M, E]: hidden states to a value per expert."""
-    held = block.get_submodule(experts)
-    down = held.get_parameter("down_proj")
-    hidden = down.shape[2 if held.is_transposed else 1]
+    down = experts.get_parameter("down_proj")
+    num_experts, hidden = len(down), down.shape[2 if experts.is_transposed else 1]
     routers = []
     for name, child in block.named_children():
         shapes = {tuple(p.shape) for p in child.parameters()}
         into, back = (num_experts, hidden), (hidden, num_experts)
-        if name != experts and into in shapes and (into == back or back not in shapes):
+        if name != child_of_experts and into in shapes and (into == back or back not in shapes):
             routers.append(name)
     return routers[0] if len(routers) == 1 else None

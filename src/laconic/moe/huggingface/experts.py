@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from laconic.errors import ModelError
-from laconic.formats.shards import local_part
+from laconic.formats.shards import local_part, local_runs, sharded_like, taken
 from laconic.moe.experts.grouped_mm import expert_by_expert, grouped_mm, runs_expert_by_expert
 from laconic.moe.experts.modules import Experts
+from laconic.moe.huggingface.blocks import FLAGS
 from laconic.moe.huggingface.sharding import hidden_placement
 from laconic.moe.layer import MoELayer
 from laconic.moe.placement.expert_map import Placement
@@ -50,6 +52,10 @@ class FusedExperts(Experts):
         self.training = original.training
         self._adds_down_bias = adds_down_bias
         self.placement: Placement | None = None
+        self.adapters: list[Any] = []
+        """Wrappers around this module that add to its parameters; see laconic.moe.huggingface.adapters."""
+        for flag in FLAGS:
+            setattr(self, flag, getattr(original, flag))  # PEFT reads the layout
         for name, child in original.named_children():
             self.register_module(name, child)
         for name, parameter in parameters.items():
@@ -86,9 +92,11 @@ class FusedExperts(Experts):
         of_row = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
 
         def biased(out: Tensor, name: str) -> Tensor:
-            bias = local_part(getattr(self, f"{name}_bias"))
+            bias = self._local(f"{name}_bias")
             if name == "down_proj" and not self._adds_down_bias:
-                bias = bias - bias.detach()  # nothing, with the gradient that the process has that adds it
+                # Nothing, with the gradient that the process has that adds it; adapters' is added up over all.
+                own = local_part(self.get_parameter("down_proj_bias"))
+                bias = own - own.detach() + 0 * (bias - own).to(own.dtype)
             return out + bias.to(out.dtype)[of_row]
 
         inner = activation(biased(grouped_mm(rows, up, counts), first))
@@ -96,8 +104,27 @@ class FusedExperts(Experts):
 
     def _weights(self, name: str) -> Tensor:
         """Return a weight as [E_local, inputs, outputs], whatever the parameter's layout."""
-        weights = local_part(getattr(self, name))
+        weights = self._local(name)
         return weights if self.__dict__["_behaviour"].is_transposed else weights.transpose(1, 2)
+
+    def _local(self, name: str) -> Tensor:
+        """Return this process's part of a parameter, with what adapters add to it."""
+        parameter = getattr(self, name)
+        held = local_part(parameter)
+        for adapter in self.adapters:
+            held = adapter.added_to(name, held, parameter)
+        return held
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Take this process's part of whole tensors, which hosts load; DTensors are loaded as ever."""
+        parameters: dict[str, Any] = self._parameters
+        for name, like in parameters.items():
+            value: Any = state_dict.get(prefix + name)
+            is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+            if isinstance(like, DTensor) and is_whole and value.shape == like.shape:  # other shapes torch refuses
+                part = taken(value, local_runs(like.shape, like.device_mesh, like.placements))
+                state_dict[prefix + name] = sharded_like(part.to(like.device, copy=True).contiguous(), like)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
         """Show the numbers of local and of all experts."""

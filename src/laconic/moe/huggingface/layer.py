@@ -78,6 +78,10 @@ class ExpertsLayer(MoELayer):
         """Pipeline stages, of which the model is one."""
         self._signature = inspect.signature(original.forward)
         experts.stand_for(self)
+        self.num_mp = 1 if grid is None else grid.layout.mp
+        """Processes that have the same tokens."""
+        self.is_saved_by_host = False
+        """Whether the host that wraps the model knows that its processes have different experts."""
         self._own_replicas = grid if grid is not None and has_own_replicas(grid) else None
         """None where DDP averages experts like all others."""
         self._mean_under_ddp = None if self._own_replicas is None else ExpertMean(self._own_replicas)

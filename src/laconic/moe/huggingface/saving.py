@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,19 +29,43 @@ def gathered_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return gathered
 
 
-def save_gathered(model: Any, stages: int = 1) -> Callable[..., None]:
-    """Return a `model.save_pretrained` that all processes call together: rank 0 writes what the unsharded model would.
+def save_gathered(model: nn.Module, stages: int = 1) -> None:
+    """Let all processes call `save_pretrained` of `model` and its parts together; rank 0 writes what one would.
 
-    It takes the same arguments.
+    They take the same arguments; with `state_dict`, nothing is gathered. PEFT's models save adapters, of which every
+    process has all: rank 0 writes those, whoever else calls.
 
     Raises:
-        CheckpointError: everywhere, if writing fails, or the model is one of several pipeline stages.
+        CheckpointError: of the calls, everywhere, if writing fails, or the model is one of several pipeline stages.
     """
-    return _SaveGathered(model, stages)
+    for part in model.modules():
+        if hasattr(type(part), "save_pretrained"):
+            save = _SaveAdapters(part) if hasattr(type(part), "get_base_model") else _SaveGathered(part, stages)
+            part.__dict__["save_pretrained"] = save
+
+
+class _SaveAdapters:
+    """Saves adapters on rank 0."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(
+        self, save_directory: str | os.PathLike[str], *args: Any, is_main_process: bool = True, **options: Any
+    ) -> None:
+        model = self._model
+        is_main_process = is_main_process and dist.get_rank() == 0
+        trained = [name for name, p in model.named_parameters() if p.requires_grad and isinstance(p, DTensor)]
+        if trained:
+            raise CheckpointError(
+                f"{trained[0]} is trained beside the adapters and cut over processes, which PEFT cannot save; freeze"
+                " it, or save all weights with laconic.moe.huggingface.save_sharded"
+            )
+        type(model).save_pretrained(model, save_directory, *args, is_main_process=is_main_process, **options)
 
 
 class _SaveGathered:
-    """Callable of `save_gathered`; a class, so that a copy of the model saves the copy."""
+    """Gathers a model's weights and saves them; a class, so that a copy of the model saves the copy."""
 
     def __init__(self, model: Any, stages: int) -> None:
         self._model, self._stages = model, stages
@@ -60,7 +83,11 @@ class _SaveGathered:
                 f"the model is one of {self._stages} pipeline stages, and save_pretrained would write the first only;"
                 " use laconic.moe.huggingface.save_sharded, with the names of the whole model in each stage"
             )
-        tensors = gathered_state_dict(model) if state_dict is None else state_dict
+        if state_dict is not None:  # gathered already: nothing is sent, so that rank 0 may call alone
+            if dist.get_rank() == 0:
+                type(model).save_pretrained(model, save_directory, is_main_process, state_dict, **options)
+            return
+        tensors = gathered_state_dict(model)
         failure: Exception | None = None
         if dist.get_rank() == 0:
             try:

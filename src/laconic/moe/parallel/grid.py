@@ -102,9 +102,10 @@ class Grid:
     def from_mesh(mesh: DeviceMesh, *, levels: Sequence[int] = ()) -> Grid:
         """Make the grid of a mesh over the whole world by the names of its dimensions.
 
-        "mp" or "tp", "ep" and "esp" give sizes (1 if there is no such dimension); "dp" and "edp" may be there too, and
-        the only dimension of a mesh without names is ep. A first dimension "pp" gives the stages. The groups of every
-        such dimension have to be the grid's.
+        "mp" or "tp", "ep" and "esp" give sizes (1 if there is no such dimension), and the only dimension of a mesh
+        without names is ep. A first dimension "pp" gives the stages. The groups of every such dimension have to be the
+        grid's; so have those of "dp" in a mesh of the dense part. Before "ep", dimensions of other names ("dp",
+        "dp_replicate", "dp_shard", "cp", "edp") are of processes that hold the same experts and have other tokens.
 
         Raises:
             ConfigError: the mesh is not over ranks 0, 1, ... of the world, or a dimension has other groups.
@@ -113,7 +114,7 @@ class Grid:
         if ranks != list(range(dist.get_world_size())):
             raise ConfigError(
                 f"mesh has the ranks {ranks}, but a grid is over all {dist.get_world_size()} of the world in order;"
-                " make the mesh with init_device_mesh"
+                f" pass the mesh of all ranks, or Grid({_sizes_as_call(mesh)})"
             )
         names = mesh.mesh_dim_names or (("ep",) if mesh.ndim == 1 else ())
         if not names or not {*_NAMED_SIZES} & {*names}:
@@ -129,10 +130,12 @@ class Grid:
         layout = GridLayout(len(ranks) // stages, sizes["mp"], sizes["ep"], sizes["esp"])
         for dim, name in enumerate(names):
             wanted = {"tp": "mp"}.get(name, name)
+            if wanted == "dp" and "ep" in names and sizes["mp"] == 1:
+                continue  # ranks of ep have tokens of their own, too: it is a part of the grid's dp
             if wanted in GROUPS and sorted(_lines(mesh.mesh, dim)) != _in_stages(layout, wanted, stages):
                 raise ConfigError(
                     f"dimension {name} of the mesh {tuple(mesh.shape)} {names} has the groups {_lines(mesh.mesh, dim)},"
-                    f" but a grid's are {layout.ranks(wanted)}; order the dimensions (dp, mp) or (edp, ep, esp)"
+                    f" but a grid's are {layout.ranks(wanted)}; {_remedy(names, sizes)}"
                 )
         return Grid(**sizes, levels=levels, stages=stages, device_type=mesh.device_type)
 
@@ -142,6 +145,25 @@ class Grid:
             f"Grid(dp={layout.dp}, mp={layout.mp}, edp={layout.edp}, ep={layout.ep}, esp={layout.esp},"
             f" levels={layout.levels})"
         )
+
+
+def _sizes_as_call(mesh: DeviceMesh) -> str:
+    """Return the arguments of Grid that have the sizes of a mesh's named dimensions."""
+    names = mesh.mesh_dim_names or (("ep",) if mesh.ndim == 1 else ())
+    sizes = {_NAMED_SIZES[name]: mesh.size(dim) for dim, name in enumerate(names) if name in _NAMED_SIZES}
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def _remedy(names: Sequence[str], sizes: dict[str, int]) -> str:
+    """Say which call makes a grid of the dimensions of a mesh whose groups are others."""
+    inner = names[-1]
+    if _NAMED_SIZES.get(inner) == "mp" and "ep" in names and sizes["esp"] == 1:
+        mp, ep = sizes["mp"], sizes["ep"]
+        return (
+            f"pass Grid(mp={mp}, ep={ep}, esp={mp}), which cuts each expert over {inner}, or Grid(mp={mp},"
+            f" ep={ep * mp}), which spreads experts over ep and {inner}"
+        )
+    return "order the dimensions (dp, mp) or (dp, ep, esp)"
 
 
 def _in_stages(layout: GridLayout, group: str, stages: int) -> list[list[int]]:

@@ -1,0 +1,88 @@
+"""What a wrapper that takes in a model with spread experts has to know of them, in whatever order it comes.
+
+[Note: wrappers are seen when they register the model]
+Hosts wrap models themselves: Lightning puts one into a module of its own, PEFT replaces experts by a module around
+them, Accelerate calls DistributedDataParallel on what it is given. Each registers what it wraps as its child, and torch
+calls a global hook then.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from laconic.errors import ConfigError
+from laconic.moe.huggingface.adapters import adapt
+from laconic.moe.huggingface.layer import ExpertsLayer
+from laconic.moe.huggingface.spread import spread_layers
+from laconic.moe.layer import moe_layers
+
+__all__ = ["watch_wrappers"]
+
+_REMEDIES = {
+    ("transformers.trainer", "Trainer"): "take LaconicTrainer, or class Mine(LaconicTrainerMixin, ...), of"
+    " laconic.integrations.huggingface",
+    ("lightning.pytorch.trainer.trainer", "Trainer"): "give it callbacks=[LaconicCallback()] of"
+    " laconic.integrations.lightning",
+    ("pytorch_lightning.trainer.trainer", "Trainer"): "import it from lightning, and give it"
+    " callbacks=[LaconicCallback()] of laconic.integrations.lightning",
+    ("accelerate.accelerator", "Accelerator"): "call attach(accelerator, model) of laconic.integrations.accelerate"
+    " before prepare",
+}
+"""What to do with hosts that save on rank 0 what they take for the whole model, by module and name of their class."""
+
+
+@cache
+def watch_wrappers() -> None:
+    """Let DDP leave spread experts alone, and PEFT's adapters find their parts, from now on."""
+    register_module_module_registration_hook(_registered)
+
+
+def _registered(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    if isinstance(module, DistributedDataParallel) and name == "module" and child is not None:
+        _leave_experts(module, child)
+    elif type(module).__name__ == "ParamWrapper" and name == "base_layer":
+        adapt(child, module)
+
+
+def _leave_experts(ddp: Any, model: nn.Module) -> None:
+    """Take experts with replicas of their own out of what DDP broadcasts and reduces, before it does either."""
+    sharded = {
+        id(parameter)
+        for layer in moe_layers(model).values()
+        if isinstance(layer, ExpertsLayer) and layer._own_replicas is not None
+        for parameter in layer.experts.parameters()
+    }
+    _check_host(model)
+    ddp.parameters_to_ignore |= {name for name, p in model.named_parameters() if id(p) in sharded}
+
+
+def _check_host(model: nn.Module) -> None:
+    """Refuse a host that would save rank 0's experts as if they were all, or wait for the others in vain.
+
+    Raises:
+        ConfigError: the model is wrapped by a host that was not told; the message has the call that tells it.
+    """
+    layers = [layer for layer in spread_layers(model) if any(p.requires_grad for p in layer.experts.parameters())]
+    if all(layer.is_saved_by_host for layer in layers):
+        return
+    found = None
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        for (module, name), remedy in _REMEDIES.items():
+            kind = getattr(sys.modules.get(module), name, None)
+            if kind is not None and isinstance(frame.f_locals.get("self"), kind):
+                found = name, module.partition(".")[0], remedy  # the outermost of them decides
+        frame = frame.f_back
+    if found is not None:
+        name, package, remedy = found
+        raise ConfigError(
+            f"experts are spread over processes, but {package}'s {name} saves and resumes on rank 0 what it takes for"
+            f" the whole model; {remedy}"
+        )
