@@ -151,6 +151,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.collect()
         gc.freeze()
+        gc.set_threshold(20_000)  # with 700 a twentieth of the run is spent on it
         gc.enable()
 
 
