@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import re
@@ -151,13 +152,9 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.collect()
         gc.freeze()
+        atexit.register(gc.unfreeze)  # libraries that look for leaks at exit would find all of it
         gc.set_threshold(20_000)  # with 700 a twentieth of the run is spent on it
         gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    """Give the collector back what it was kept from: libraries that look for leaks at exit would find all of it."""
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
