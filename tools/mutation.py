@@ -59,6 +59,10 @@ def main() -> int:
     args = parser.parse_args()
     if _git("status", "--porcelain", "--", SRC):
         parser.error(f"{SRC} has changes that are not committed; mutants are made in place, so commit or stash them")
+    where = [args.python, "-c", "import laconic; print(laconic.__file__)"]
+    imported = subprocess.run(where, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    if not Path(imported).is_relative_to(ROOT / SRC):
+        parser.error(f"--python {args.python} imports {imported}, which no mutant changes; install this checkout in it")
     args.report.parent.mkdir(parents=True, exist_ok=True)
     scores = []
     for name in args.rooms:
