@@ -29,9 +29,11 @@ def served(folder: Path) -> Iterator[str]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:  # also of a test that is skipped: the interpreter would wait for the thread without end
+            server.shutdown()
+            thread.join()
 
 
 @contextmanager
@@ -42,5 +44,7 @@ def browser() -> Iterator[Any]:
         pytest.skip("needs Chromium")
     with api.sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        yield started
-        started.close()
+        try:
+            yield started
+        finally:
+            started.close()

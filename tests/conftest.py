@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import re
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from zlib import crc32
 
 import pytest
@@ -46,6 +48,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", metavar="K/N", help="the tests of every N-th file or so, from K = 1")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files whose tests are all slow are not even imported by the default run, unless they are named."""
+    if config.option.markexpr == "not slow" and collection_path.suffix == ".py":
+        return is_all_slow(collection_path) or None
+    return None
+
+
+def is_all_slow(file: Path) -> bool:
+    """Whether a file of tests marks all of them, each by a line above it or the whole file by `pytestmark`."""
+    text = file.read_text(encoding="utf-8")
+    if re.search(r"^pytestmark = .*(\n .*)*?pytest\.mark\.(slow|ci)\b", text, re.MULTILINE):
+        return True
+    blocks = [
+        block for block in text.split("\n\n") if re.search(r"^(def test|class Test|[Tt]est\w* = )", block, re.MULTILINE)
+    ]
+    return bool(blocks) and all(re.search(r"^@pytest\.mark\.(slow|ci)$", block, re.MULTILINE) for block in blocks)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that share an expensive fixture, or the machine's network, run in the same worker of pytest-xdist."""
@@ -58,6 +78,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("ci") is not None:
             item.add_marker(pytest.mark.slow)
+    for file in {item.path for item in items if item.get_closest_marker("slow") is None}:
+        assert not is_all_slow(file), f"the default run leaves out {file}, which has tests that are not slow"
     groups = {}
     for item in items:
         file = item.nodeid.partition("::")[0]
@@ -130,12 +152,9 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.collect()
         gc.freeze()
+        atexit.register(gc.unfreeze)  # libraries that look for leaks at exit would find all of it
+        gc.set_threshold(20_000)  # with 700 a twentieth of the run is spent on it
         gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    """Give the collector back what it was kept from: libraries that look for leaks at exit would find all of it."""
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -90,6 +90,7 @@ def test_torch_finds_the_backends_by_itself(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.ci
 def test_functions_of_torch_are_its_own_until_a_group_is_laconics(tmp_path: Path) -> None:
     ending = finish(start(["-c", UNCHANGED], environment(PYTHONPATH=_installed(tmp_path))))
     assert ending.code == 0, ending.err

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tests.conftest import in_shard, one_of_each
+from tests.conftest import in_shard, is_all_slow, one_of_each
 from tests.distributed.processes import ROOT
 
 
@@ -71,6 +73,26 @@ def test_shards_have_every_file_once() -> None:
             in_shard(items, wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("text", "all_slow"),
+    [
+        ("pytestmark = pytest.mark.slow  # it draws\n\n\ndef test_a():\n    pass\n", True),
+        ("pytestmark = [\n    pytest.mark.timeout(9),\n    pytest.mark.ci,\n]\n", True),
+        ("pytestmark = pytest.mark.timeout(9)\nSLOW = pytest.mark.slow\n\n\ndef test_a():\n    pass\n", False),
+        ("@pytest.mark.slow\ndef test_a():\n    pass\n\n\n@pytest.mark.ci\n@other\ndef test_b():\n    pass\n", True),
+        ("@pytest.mark.slow\ndef test_a():\n    pass\n\n\ndef test_b():\n    pass\n", False),
+        ("@pytest.mark.slow\ndef test_a():\n    pass\n\n\nTestMachine = Machine.TestCase\n", False),
+        ("@pytest.mark.slow\ndef test_a():\n    pass\n\n\nclass TestB:\n    pass\n", False),
+        ('@pytest.mark.parametrize("x", [pytest.param(1, marks=pytest.mark.slow)])\ndef test_a(x):\n    pass\n', False),
+        ("def help():\n    pass\n", False),
+    ],
+)
+def test_files_with_a_quick_test_are_imported_by_the_default_run(text: str, all_slow: bool, tmp_path: Path) -> None:
+    file = tmp_path / "test_x.py"
+    file.write_text(text)
+    assert is_all_slow(file) == all_slow
+
+
 @pytest.fixture
 def nightly(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
@@ -84,6 +106,19 @@ def test_a_nights_shards_run_every_part(nightly: ModuleType) -> None:
         assert [shard.pop("slow")[-1] for shard in shards] == [f"--shard={k}/{num}" for k in range(1, num + 1)]
         assert sorted(name for shard in shards for name in shard) == sorted(whole.keys() - {"slow"})
         assert all(command == whole[name] for shard in shards for name, command in shard.items())
+
+
+def test_what_parts_of_a_night_name_is_there(nightly: ModuleType) -> None:
+    rooms = importlib.import_module("mutation_rooms").ROOMS.values()
+    named = [f"src/laconic/{file}" for room in rooms for file in room.files]
+    named += [f"tests/{file}" for room in rooms for file in room.tests]
+    commands = " ".join(word for command in nightly.parts(seed=7).values() for word in command)
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", "")
+    for prefix, names in re.findall(r"\$\(addprefix (tests/[^,]+),([^)]+)\)", makefile):
+        named += [prefix + name for name in names.split()]
+    named += re.findall(r"(?<= )tests/[\w/]+(?:\.py)?(?=[\s;]|$)", f"{commands} {makefile}")
+    assert len(named) > 80
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 def test_every_part_of_a_night_ends_with_a_line(

@@ -72,20 +72,24 @@ def _hands_on(value: Callable[..., Any]) -> bool:
     return any(one.kind is one.VAR_KEYWORD for one in parameters)
 
 
-def _refuses(value: Callable[..., Any], arguments: dict[str, Any]) -> str:
+def _refuses(name: str, value: Callable[..., Any], arguments: dict[str, Any]) -> str:
     """The message with which a callable refuses an argument that does not exist."""
-    with pytest.raises((TypeError, LaconicError)) as caught:
+    try:
         value(**arguments, **{MADE_UP: 1})
-    return str(caught.value)
+    except (TypeError, LaconicError) as error:
+        return str(error)
+    pytest.fail(f"{name} takes {MADE_UP}")
 
 
-@pytest.mark.parametrize("name", CALLABLES)
-def test_arguments_that_do_not_exist_are_refused(name: str, tmp_path: Path) -> None:
-    value = CALLABLES[name]
-    message = _refuses(value, ARGUMENTS.get(name, lambda _: {})(tmp_path))
-    if getattr(value, "_is_protocol", False) or "takes no arguments" in message or "takes exactly one" in message:
-        return  # whatever it is given, it cannot be made
-    assert MADE_UP in message, message
+def test_arguments_that_do_not_exist_are_refused(tmp_path: Path) -> None:
+    silent = {}
+    for name, value in CALLABLES.items():
+        message = _refuses(name, value, ARGUMENTS.get(name, lambda _: {})(tmp_path))
+        if getattr(value, "_is_protocol", False) or "takes no arguments" in message or "takes exactly one" in message:
+            continue  # whatever it is given, it cannot be made
+        if MADE_UP not in message:
+            silent[name] = message
+    assert silent == {}
 
 
 def test_the_walk_meets_what_hands_keywords_on() -> None:

@@ -27,68 +27,10 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkResult
+from mutation_rooms import ROOMS
 
 ROOT = Path(__file__).resolve().parent.parent
 SRC = "src/laconic"
-
-
-@dataclass(frozen=True)
-class Room:
-    """Files whose mutants the same tests have to notice.
-
-    Attributes:
-        files: below src/laconic.
-        tests: below tests, the quick ones first: a run ends with the first that fails.
-    """
-
-    files: tuple[str, ...]
-    tests: tuple[str, ...]
-
-
-ROOMS = {
-    "blockwise": Room(
-        ("ops/reference/blockwise.py", "formats/blockwise.py"),
-        ("ops/test_numerics.py", "ops/test_affine.py", "ops/test_native.py", "formats/test_blockwise.py"),
-    ),
-    "adamw": Room(("ops/reference/adamw.py",), ("ops/test_adamw.py", "ops/test_adamw_multi.py")),
-    "other ops": Room(
-        tuple(f"ops/reference/{name}.py" for name in ("accumulate", "bits", "gated", "reduce", "rows")),
-        tuple(f"ops/test_{name}.py" for name in ("accumulate", "bits", "gated", "reduce", "rows")),
-    ),
-    "lossless": Room(
-        ("ops/reference/lossless.py", "ops/reference/lossless_ranked.py", "formats/lossless.py"),
-        (
-            "ops/test_lossless.py",
-            "ops/test_lossless_native.py",
-            "formats/test_lossless.py",
-            "formats/test_lossless_ranked.py",
-        ),
-    ),
-    "activations": Room(
-        (
-            *(f"activations/{name}.py" for name in ("functions", "gated", "kept", "norms", "witnesses")),
-            "ops/derivatives.py",
-        ),
-        (
-            *(f"activations/test_{name}.py" for name in ("kept", "functions", "norms", "gated_products", "notes")),
-            "ops/test_derivatives.py",
-            "activations/test_second_derivatives.py",
-            *(f"activations/test_{name}.py" for name in ("witnesses", "hand_written", "compress")),
-        ),
-    ),
-    "gradients": Room(
-        ("gradients/store.py", "formats/coded_gradient.py", "formats/gradient.py"),
-        ("gradients/test_store.py", "gradients/test_coded_gradient.py"),
-    ),
-    "coded sums": Room(
-        ("gradients/reduce.py",),
-        ("gradients/test_store_ranks.py", "gradients/test_flipped_messages.py", "distributed/test_reduce.py"),
-    ),
-    "dispatch": Room(
-        tuple(f"moe/dispatch/{name}.py" for name in ("chunking", "flat", "send_plan", "staged", "traffic")),
-        tuple(f"moe/test_{name}.py" for name in ("traffic", "legs", "cuts", "flat", "pipeline")),
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -117,6 +59,10 @@ def main() -> int:
     args = parser.parse_args()
     if _git("status", "--porcelain", "--", SRC):
         parser.error(f"{SRC} has changes that are not committed; mutants are made in place, so commit or stash them")
+    where = [args.python, "-c", "import laconic; print(laconic.__file__)"]
+    imported = subprocess.run(where, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    if not Path(imported).is_relative_to(ROOT / SRC):
+        parser.error(f"--python {args.python} imports {imported}, which no mutant changes; install this checkout in it")
     args.report.parent.mkdir(parents=True, exist_ok=True)
     scores = []
     for name in args.rooms:

@@ -144,6 +144,7 @@ def train_under_hosts(rank: int, store: str) -> None:
         assert ("left out: all, as the model is sharded" in said) == (rank == 0), said
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("work", [audit_shards, train_under_hosts])
 def test_between_two_ranks(work: Callable[[int, str], None]) -> None:
     with tempfile.TemporaryDirectory() as folder:

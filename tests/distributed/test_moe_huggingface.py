@@ -391,6 +391,7 @@ def chain(folder: Path, family: str, worlds: list[int], eight_bits: bool = False
             assert all(close(moments[key], others[key], tolerance) for key in moments), name
 
 
+@pytest.mark.ci
 def test_a_pair_computes_what_one_process_does(tmp_path: Path) -> None:
     scenarios = [
         pair_is_like_one_process,

@@ -148,6 +148,7 @@ def what_would_count_twice_is_refused() -> None:
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+@pytest.mark.ci
 def test_two_processes_share_experts_or_tokens(tmp_path: Path) -> None:
     scenarios = [
         partial(all_paths, 2, 1, 2),

@@ -21,6 +21,8 @@ from tests.train.runs import ALONE, exact_metrics, losses, tiny_config
 # compared use an Adam whose eps keeps updates within 0.2 times their gradient, so rounding stays rounding.
 ROUNDING = 4e-5
 
+pytestmark = pytest.mark.ci  # 27 trainings of two processes
+
 NAMES = [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_RUNS)]
 
 

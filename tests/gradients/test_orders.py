@@ -27,6 +27,8 @@ from laconic.optim import AdamW8bit
 from laconic.train.launch.worker import leave
 from tests.distributed.processes import run_ranks
 
+pytestmark = pytest.mark.ci  # hundreds of orders on two processes
+
 WORLD = 2
 CLIP = 0.05
 Found = dict[str, Any]

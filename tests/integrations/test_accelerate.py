@@ -113,6 +113,7 @@ def add_two_losses() -> None:
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=float(found[0].abs().max()) * 1e-3)
 
 
+@pytest.mark.ci
 def test_two_processes(tmp_path: Path) -> None:
     run_ranks(_agree, (tmp_path, free_port()), 2)
 

@@ -292,6 +292,7 @@ def with_adapters() -> Any:
     return peft.get_peft_model(llama(), config)
 
 
+@pytest.mark.ci
 def test_adapters_are_trained_and_saved(tmp_path: Path) -> None:
     alone = trained(tmp_path, None, model=with_adapters(), learning_rate=1e-2)
     trainer = trained(tmp_path, EVERYTHING, model=with_adapters(), learning_rate=1e-2)
@@ -369,6 +370,7 @@ def words() -> Any:
 
 
 @pytest.mark.parametrize("changes", slow_but([{}, {"packing": True, "max_length": 32}], {}))
+@pytest.mark.ci
 def test_supervised_fine_tuning_with_trl(changes: dict[str, Any], tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     from datasets import Dataset

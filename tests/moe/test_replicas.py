@@ -182,6 +182,7 @@ TWO = [
 FOUR = trained((1, 2, 1, "joint"), (2, 2, 1, "s2"), (2, 2, 2, "s1"), (2, 1, 2, "baseline"), (2, 2, 1, "sharded"))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_is_that_of_one_process(world: int, tmp_path: Path) -> None:
     run_world(TWO if world == 2 else FOUR, world, tmp_path)

@@ -18,10 +18,9 @@ GONE = ("python -m laconic.testing.netlab",)
 """What the changelog says is named differently now."""
 
 
-@pytest.mark.parametrize("page", TEXTS)
-def test_commands_of_a_page_are_there_with_all_they_name(page: str) -> None:
-    wrong = {shown.line: problem for shown in shown_in(TEXTS[page]) if (problem := wrong_with(shown))}
-    wrong = {line: problem for line, problem in wrong.items() if line not in GONE}
+def test_commands_of_a_page_are_there_with_all_they_name() -> None:
+    shown = [(page, one) for page, text in TEXTS.items() for one in shown_in(text) if one.line not in GONE]
+    wrong = {(page, one.line): problem for page, one in shown if (problem := wrong_with(one))}
     assert not wrong, wrong
 
 
@@ -43,10 +42,10 @@ def test_the_shell_parses_what_pages_let_readers_paste() -> None:
         assert (done.returncode, done.stderr) == (0, ""), f"{page}: {block}\n{done.stderr}"
 
 
-# What the changelog says of earlier files need not be there any more.
-@pytest.mark.parametrize("page", sorted(set(TEXTS) - {"CHANGELOG.md"}))
-def test_files_and_folders_that_a_page_names_are_there(page: str) -> None:
-    assert not missing_paths(TEXTS[page])
+def test_files_and_folders_that_a_page_names_are_there() -> None:
+    # What the changelog says of earlier files need not be there any more.
+    missing = {page: paths for page, text in TEXTS.items() if page != "CHANGELOG.md" and (paths := missing_paths(text))}
+    assert not missing, missing
 
 
 def test_every_target_is_said_at_the_head_of_the_makefile() -> None:

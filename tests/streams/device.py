@@ -28,7 +28,7 @@ import sys
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -367,7 +367,7 @@ class Device(TorchDispatchMode):
         if func.is_view and not self._before_use:
             self._note_place(self.memory_of(args[0]))
             return func(*args, **kwargs)
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = [*_tensors(args), *_tensors(kwargs.values())]
         memories = [memory for x in given if (memory := self.memory_of(x)) is not None]
         if not memories:
             result = func(*args, **kwargs)
@@ -396,7 +396,8 @@ class Device(TorchDispatchMode):
         self._note_place(memories[0] if (memories := [self.memory_of(x) for x in given if self.has(x)]) else None)
         queue = self.current if on_device else self.host
         written = _written(func, args, kwargs)
-        real_args, real_kwargs = tree_map(lambda x: self._real(x, written), (args, kwargs))
+        real_args = [self._real(x, written) for x in args]
+        real_kwargs = {name: self._real(x, written) for name, x in kwargs.items()}
         settle = self.settle.get(func._schema.name)
         compute = _AS_ON_CUDA.get(func, func) if on_device else func
         result = compute(*args, **kwargs)
@@ -413,7 +414,7 @@ class Device(TorchDispatchMode):
         numbers = [x for x in outs if not isinstance(x, Tensor) and x is not None]
         if not fresh and not written and not numbers:
             return result  # a view
-        reals = [x for x in tree_leaves((real_args, real_kwargs)) if isinstance(x, Tensor)]
+        reals = [*_tensors(real_args), *_tensors(real_kwargs.values())]
         real_written = [real for x, real in zip(given, reals, strict=True) if any(x is one for one in written)]
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         writes = [*[x for x in given if any(x is one for one in written)], *[outs[i] for i in fresh]]
@@ -464,6 +465,8 @@ class Device(TorchDispatchMode):
         return torch.empty_like(x) if self.memory_of(x) is None else self._like(x)
 
     def _real(self, x: Any, written: Sequence[Tensor]) -> Any:
+        if isinstance(x, list | tuple) and any(isinstance(one, Tensor) for one in x):
+            return [self._real(one, written) for one in x]
         if not isinstance(x, Tensor):
             return x
         return x.detach().clone() if self.memory_of(x) is None else self._like(x)
@@ -552,7 +555,8 @@ class Device(TorchDispatchMode):
         """Of each node with work: those with work that it has to wait for, but for what follows from the others."""
         # Queues keep their order: of all nodes before one, the last of each queue says the rest.
         ends: dict[Node, dict[Queue, Node]] = {}  # of a node without work: what whoever waits for it waits for
-        all_before: dict[Node, dict[Queue, int]] = {}
+        bits: dict[Node, int] = {}  # of a node with work: its own bit
+        all_before: dict[Node, int] = {}  # the bits of all with work before one
         found: dict[Node, list[Node]] = {}
         for node in self._nodes:
             last: dict[Queue, Node] = {}
@@ -564,14 +568,14 @@ class Device(TorchDispatchMode):
                 ends[node] = last
                 continue
             ends[node] = {node.queue: node}
-            clocks = [all_before[end] for end in last.values()]
-            found[node] = [
-                end for queue, end in last.items() if all(clock.get(queue, -1) < end.number for clock in clocks)
-            ]
-            mine = all_before[node] = {queue: end.number for queue, end in last.items()}
-            for clock in clocks:
-                for queue, number in clock.items():
-                    mine[queue] = max(number, mine.get(queue, -1))
+            bits[node] = 1 << len(bits)
+            earlier = 0
+            for end in last.values():
+                earlier |= all_before[end]
+            found[node] = [end for end in last.values() if not earlier & bits[end]]
+            for end in found[node]:
+                earlier |= bits[end]
+            all_before[node] = earlier
         return found
 
     def _run(self, seed: int, missing: dict[Node, int], following: dict[Node, list[Node]]) -> None:
@@ -626,8 +630,17 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
-            found += [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+            found += _tensors((value,))
     return found
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among values and their lists."""
+    for x in values:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, list | tuple):
+            yield from _tensors(x)
 
 
 def _leaves(result: Any) -> Sequence[Any]:

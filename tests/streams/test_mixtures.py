@@ -17,6 +17,7 @@ from laconic.activations.keep import kept
 from laconic.collectives import Raw
 from laconic.moe import ChunkedSchedule, FlatDispatcher, GatedExperts, MoELayer, SoftmaxGate
 from tests.activations.models import MIXTURES, are_equal, gradients_of, make_ids, make_model
+from tests.grid import grid
 from tests.streams.cuda import CUDA, cuda, lost_waits
 from tests.streams.device import RaceError
 from tests.streams.echo import echo
@@ -177,8 +178,7 @@ def trained(model: nn.Module) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize(("chunks", "size"), grid([1, 2, 3], [1, 2], strength=1))
 def test_a_layer_in_chunks_in_a_compressed_model(chunks: int, size: int) -> None:
     """The bits of a device with one stream (on the CPU the layer runs other operations)."""
     with one_thread(), cuda() as device, echo(size) as group:

@@ -77,11 +77,11 @@ OPTIONS: list[dict[str, Any]] = [{}, {"policy": lambda site: Offload(INT8)}, {"m
 
 
 @pytest.mark.parametrize(
-    ("options", "orders"),
-    [(OPTIONS[0], FEW), (OPTIONS[1], FEW), *(pytest.param(one, MANY, marks=pytest.mark.slow) for one in OPTIONS)],
+    ("options", "orders", "has_stream"),
+    [(OPTIONS[0], FEW, True), (OPTIONS[1], FEW, False)]
+    + [pytest.param(one, MANY, has, marks=pytest.mark.slow) for one in OPTIONS for has in (False, True)],
     ids=lambda value: str(value) if isinstance(value, int) else "-".join(value) or "sites",
 )
-@pytest.mark.parametrize("has_stream", [False, True])
 def test_stages_on_two_devices(options: dict[str, Any], orders: int, has_stream: bool) -> None:
     """They end with the bits of one CPU, in every order."""
     expected = trained(stages_of(options), [CPU, CPU])

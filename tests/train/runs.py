@@ -38,6 +38,7 @@ _TINY: dict[str, Any] = {
     "eval_sequences": 6,
     "nproc": 1,
     "zip": "off",  # tests of --zip switch it on; the others count bytes
+    "audit": False,  # a fifth of such a run; tests/audit and test_audited_runs.py switch it on
 }
 
 

@@ -93,7 +93,6 @@ def five_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(family_models, "_SIZES", family_models._SIZES | more)
 
 
-QUICK = {"qwen3_moe": "fp32", "vit": "fp32"}
 # Decoders, mixtures, encoders, encoder-decoders, state spaces, images.
 WIDE = """
     llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 olmo olmo2 granite starcoder2 stablelm gpt_neox gpt2
@@ -105,7 +104,8 @@ WIDE = """
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [*QUICK.items(), *(pytest.param(name, "fp32", marks=pytest.mark.slow) for name in WIDE.split())]
+    [("qwen3_moe", "fp32"), pytest.param("vit", "fp32", marks=pytest.mark.ci)]
+    + [pytest.param(name, "fp32", marks=pytest.mark.slow) for name in WIDE.split()]
     + [pytest.param(name, "bf16", marks=pytest.mark.slow) for name in ("llama", "qwen3_moe", "gpt_oss", "bert", "vit")]
     + [pytest.param("deepseek_v3", "bf16-pure", marks=pytest.mark.slow)],
 )
@@ -151,6 +151,7 @@ def test_the_peak_of_a_step_is_predicted(tmp_path: Path, bits: int) -> None:
     assert kinds["activations"] + kinds["logits"] + kinds["workspace"] == pytest.approx(measured, rel=0.05)
 
 
+@pytest.mark.ci
 def test_expert_parallelism_cuts_experts_and_nothing_else(tmp_path: Path) -> None:
     traced = trace_directory(mixture(tmp_path), BATCH, PRECISIONS["fp32"])
     whole, shared, sharded = (
