@@ -186,10 +186,10 @@ def _warn_if_untried(version: str) -> None:
     if parts is None or (int(parts[1]), int(parts[2])) not in _TRIED:
         tried = " and ".join(f"{major}.{minor}" for major, minor in _TRIED)
         logging.getLogger("laconic").warning(
-            "laconic.infer has been tried with transformers %s, and this is %s; it has all names that are used, and"
-            " each load compares its logits with those of the model's plain forward",
-            tried,
+            "transformers %s is installed, and laconic.infer has been tried with %s; all names that are used are there,"
+            " and each load compares its logits with those of the model's plain forward",
             version,
+            tried,
         )
 
 
