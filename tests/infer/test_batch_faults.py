@@ -199,7 +199,7 @@ def test_a_token_that_cannot_be_chosen_ends_its_request_alone(
             raise ZeroDivisionError("no weights")
         return sample(logits, sampling, position)
 
-    monkeypatch.setattr("laconic.infer.transformers_seam.sample", draw)
+    monkeypatch.setattr("laconic.infer.transformers_seam.sampler.sample", draw)
     with held.manager.pause():
         held.worker.add("bad", [5], Sampling(temperature=1.0, seed=99))
     found = held.run({str(number): prompt for number, prompt in enumerate(PROMPTS)})

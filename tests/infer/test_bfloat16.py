@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from laconic.infer import transformers_seam
 from laconic.infer.transformers_seam import CacheLimits
+from laconic.infer.transformers_seam.sampler import Sampler
 from laconic.schedule.inference import InferencePlan
 from tests.infer.inside import Inside
 from tests.infer.models import make
@@ -30,13 +30,13 @@ def split_logits(path: Path, plan: str, monkeypatch: pytest.MonkeyPatch) -> list
     inside = Inside(path, *PLANS[plan], dtype=torch.bfloat16)
     seen: list[Tensor] = []
 
-    choose = transformers_seam._Sampler.choose
+    choose = Sampler.choose
 
     def record(self: Any, scores: Tensor, output_ids: Tensor) -> None:
         seen.append(scores[0, 0].clone())  # what follows is padding
         choose(self, scores, output_ids)
 
-    monkeypatch.setattr(transformers_seam._Sampler, "choose", record)
+    monkeypatch.setattr(Sampler, "choose", record)
     found = []
     for prompt in PROMPTS:
         seen.clear()

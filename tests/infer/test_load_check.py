@@ -22,7 +22,8 @@ from laconic.infer.messages import Rows
 from laconic.infer.remote_experts import RemoteExperts
 from laconic.infer.settings import WorkerSettings
 from laconic.infer.split import Split
-from laconic.infer.transformers_seam import CacheLimits, _Sampler, load_whole_model
+from laconic.infer.transformers_seam import CacheLimits, load_whole_model
+from laconic.infer.transformers_seam.sampler import Sampler
 from laconic.schedule.inference import InferencePlan
 from tests.infer.inside import Inside
 from tests.infer.models import make
@@ -267,12 +268,12 @@ def test_a_fault_of_the_paged_attention_is_noticed(
 def test_logits_that_go_to_other_requests_are_noticed(
     models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    choose = _Sampler.choose
+    choose = Sampler.choose
 
     def swapped(self: Any, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         choose(self, scores.flip(1), output_ids)
 
-    monkeypatch.setattr(_Sampler, "choose", swapped)
+    monkeypatch.setattr(Sampler, "choose", swapped)
     with pytest.raises(ModelError, match="llama models cannot be served"):
         worker(models("llama"), dtype)
 

@@ -24,7 +24,6 @@ from laconic.infer.transformers_seam import (
     CacheLimits,
     Finished,
     Requests,
-    _Sampler,
     check_transformers,
     find_experts,
     load_attention_model,
@@ -32,6 +31,7 @@ from laconic.infer.transformers_seam import (
     load_whole_model,
     read_config,
 )
+from laconic.infer.transformers_seam.sampler import Sampler
 from tests.distributed.processes import ROOT
 from tests.infer.models import make
 from tests.patience import patient
@@ -182,7 +182,7 @@ def _chosen(
     """What the sampler says of a batch, one request a row and one row of padding, and what it gives the manager."""
     heard: list[list[tuple[str, ChosenToken]]] = []
     failed: dict[str, str] = {}
-    sampler = _Sampler(_NoProcessors(), heard.append, failed.__setitem__)
+    sampler = Sampler(_NoProcessors(), heard.append, failed.__setitem__)
     states = [
         SimpleNamespace(
             request_id=str(number),

@@ -1,0 +1,331 @@
+"""Models, their configurations and weights from a directory, whole or in the parts that workers hold."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from laconic.errors import ModelError
+from laconic.json_text import parse_json
+from laconic.moe.huggingface.blocks import Block, find_blocks
+from laconic.moe.huggingface.experts import FusedExperts, check
+from laconic.train.model import no_progress_bars
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = [
+    "check_weights",
+    "find_experts",
+    "load_attention_model",
+    "load_experts",
+    "load_whole_model",
+    "num_positions",
+    "quiet_transformers",
+    "read_config",
+]
+
+
+def read_config(model_dir: Path) -> PretrainedConfig:
+    """Read the configuration of the model in `model_dir`.
+
+    Raises:
+        ModelError: the directory holds no model that can be served, or a quantized one.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+
+    if not (model_dir / "config.json").is_file():
+        raise ModelError(
+            f"{str(model_dir)!r} holds no config.json, so it is no model; give a directory that save_pretrained or"
+            " `laconic export` wrote"
+        )
+    try:
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # foreign code may raise anything
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"{str(model_dir / 'config.json')!r} cannot be read: {why}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"{str(model_dir)!r} is a model of type {config.model_type}, which transformers does not know as a causal"
+            " language model; only those can be served"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"{str(model_dir)!r} holds quantized weights, which laconic.infer does not read; load the model with"
+            " dequantize=True and save it"
+        )
+    try:
+        group_layers_by_attn_type(config.get_text_config())
+    except Exception as error:  # layers of another kind, or no list of layers at all
+        raise ModelError(
+            f"{str(model_dir)!r} is a model of type {config.model_type}, for some of whose layers transformers has no"
+            f" paged cache ({error}); only models of full and sliding attention can be served"
+        ) from None
+    return config
+
+
+def num_positions(config: PretrainedConfig) -> int | None:
+    """Return how many positions a model has, prompt and answer together; None if its configuration names no number."""
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def find_experts(config: PretrainedConfig, dtype: torch.dtype | None = None) -> tuple[Any, dict[str, Block]]:
+    """Build the model on the meta device and find its experts, by module name and in the order of layers.
+
+    A model without any is dense.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        wanted = dtype or config.dtype or torch.float32
+        model = AutoModelForCausalLM.from_config(config, dtype=wanted, trust_remote_code=False)
+    return model, find_blocks(model)
+
+
+def load_whole_model(model_dir: Path, dtype: torch.dtype | None) -> nn.Module:
+    """Load a model with its experts, for inference.
+
+    Raises:
+        ModelError: weights are missing or cannot be read.
+    """
+    return load_attention_model(model_dir, dtype, None)
+
+
+def load_attention_model(
+    model_dir: Path, dtype: torch.dtype | None, replace: Callable[[int, nn.Module], nn.Module] | None
+) -> nn.Module:
+    """Load a model for inference, with something else in the place of each layer's experts.
+
+    The weights of the experts are not read.
+
+    Args:
+        model_dir: directory of the model.
+        dtype: of the weights; None takes the checkpoint's.
+        replace: returns, for a layer's number and its experts (on the meta device), what stands there instead; None
+            loads the experts too.
+
+    Raises:
+        ModelError: weights are missing or cannot be read.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = read_config(model_dir)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    taken_out: list[str] = []
+
+    def load(model: Any, *args: Any, **kwargs: Any) -> Any:
+        for layer, name in enumerate(find_blocks(model) if replace is not None else ()):
+            owner, _, child = name.rpartition(".")
+            assert replace is not None
+            setattr(model.get_submodule(owner), child, replace(layer, model.get_submodule(name)))
+            taken_out.append(f"{name}.")
+        return kind._load_pretrained_model(model, *args, **kwargs)
+
+    # Conversions of weights are registered by the name of the class; whether its experts can be grouped is read from
+    # the source of its module.
+    own = {"_load_pretrained_model": staticmethod(load), "__module__": kind.__module__}
+    without_experts: Any = type(kind.__name__, (kind,), own)
+    with quiet_transformers():
+        try:
+            model, info = without_experts.from_pretrained(
+                model_dir,
+                config=config,
+                dtype=dtype or "auto",
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+            )
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError(f"the weights in {str(model_dir)!r} cannot be loaded: {error}") from error
+    _check_loaded(model_dir, info["missing_keys"], info["mismatched_keys"])
+    if strange := sorted(key for key in info["unexpected_keys"] if not key.startswith(tuple(taken_out))):
+        logging.getLogger("laconic").warning(
+            "%s holds %d tensors that a %s has not, and that are left aside: %s%s",
+            model_dir.name,
+            len(strange),
+            kind.__name__,
+            ", ".join(strange[:5]),
+            ", ..." * (len(strange) > 5),
+        )
+    model.__class__ = kind
+    return model.eval()
+
+
+def load_experts(model_dir: Path, dtype: torch.dtype | None, share: Callable[[int], range]) -> list[FusedExperts]:
+    """Load a range of the experts of every layer, and nothing else.
+
+    Args:
+        model_dir: directory of the model.
+        dtype: of the weights; None takes the checkpoint's.
+        share: returns the range of a layer's experts that are wanted, for their number.
+
+    Raises:
+        ModelError: weights are missing or cannot be read, or the experts compute something unknown.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        MergeModulelist,
+        WeightConverter,
+        WeightRenaming,
+        convert_and_load_state_dict_in_model,
+        rename_source_key,
+    )
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    # 1. The model without memory, its experts cut down to the share.
+    config = read_config(model_dir)
+    model, blocks = find_experts(config, dtype)
+    shares: dict[str, range] = {}
+    checked: set[object] = set()
+    for name, block in blocks.items():
+        experts = model.get_submodule(name)
+        if (kind := (type(experts), str(experts))) not in checked:
+            check(experts, name)
+            checked.add(kind)
+        held = share(block.num_experts)
+        for key, parameter in list(experts.named_parameters()):
+            shares[f"{name}.{key}"] = held
+            experts._parameters[key] = nn.Parameter(parameter[held.start : held.stop], requires_grad=False)
+
+    # 2. The checkpoint's tensors of that share, as transformers would rename and merge them.
+    mapping: list[Any] = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    merged = {
+        pattern
+        for converter in converters
+        for pattern in converter.source_patterns
+        if any(isinstance(operation, MergeModulelist) for operation in converter.operations)
+    }
+    known = model.state_dict()
+    wanted: dict[str, Tensor | _Lazy] = {}
+    for key, tensor in _tensors(model_dir).items():
+        target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+        if (held_here := shares.get(target)) is None:
+            continue
+        if pattern not in merged:  # one tensor holds all experts
+            wanted[key] = _Lazy(tensor, held_here)
+        elif (number := _expert_number(key)) is not None and number in held_here:
+            wanted[key] = _Lazy(tensor, None)
+    with quiet_transformers():
+        try:
+            info, _ = convert_and_load_state_dict_in_model(
+                model, wanted, LoadStateDictConfig(dtype=model.dtype, weight_mapping=mapping)
+            )
+        except Exception as error:
+            raise ModelError(f"the weights in {str(model_dir)!r} cannot be loaded: {error}") from error
+    failed = {str(key) for key in info.conversion_errors} & set(shares)
+    _check_loaded(model_dir, (info.missing_keys & set(shares)) | failed, info.mismatched_keys)
+
+    # 3. Experts on sorted rows.
+    layers = []
+    for name in blocks:
+        experts = model.get_submodule(name)
+        layers.append(FusedExperts(experts, {key: _frozen(p) for key, p in experts.named_parameters()}))
+    return layers
+
+
+class _Lazy:
+    """A tensor of a checkpoint, or the part of it along the first dimension, that is read when it is indexed."""
+
+    def __init__(self, source: Any, part: range | None) -> None:
+        self._source, self._part = source, part
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if self._part is None:
+            tensor: Tensor = self._source[index]
+        else:
+            tensor = self._source[self._part.start : self._part.stop]
+        return tensor
+
+
+def _frozen(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach(), requires_grad=False)
+
+
+def _expert_number(key: str) -> int | None:
+    """Return the expert of a checkpoint's tensor, which has its number between dots behind its list of experts."""
+    found = re.search(r"experts\.(\d+)\.", key)
+    return None if found is None else int(found[1])
+
+
+def check_weights(model_dir: Path) -> None:
+    """Check that the weights are safetensors files and whole, without reading any.
+
+    Raises:
+        ModelError: a file is missing, cut short or of another kind.
+    """
+    _tensors(model_dir)
+
+
+def _tensors(model_dir: Path) -> dict[str, Any]:
+    """List the tensors of all safetensors files, each to be read when it is indexed."""
+    found: dict[str, Any] = {}
+    for file in _weight_files(model_dir):
+        if not (model_dir / file).is_file():
+            pickled = sorted(path.name for path in model_dir.glob("*.bin"))
+            instead = f" (it holds {pickled[0]}, a pickle, which is never opened)" if pickled else ""
+            raise ModelError(
+                f"{str(model_dir)!r} holds no {file}{instead}; only safetensors are served: load the model with"
+                " transformers and save it with save_pretrained"
+            )
+        try:
+            opened = safe_open(str(model_dir / file), framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"{str(model_dir / file)!r} is no whole safetensors file ({error}); copy or download it again"
+            ) from None
+        found |= {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+    return found
+
+
+def _weight_files(model_dir: Path) -> list[str]:
+    """Names of the safetensors files of a checkpoint, by its index if it has one."""
+    index = model_dir / "model.safetensors.index.json"
+    if not index.is_file():
+        return ["model.safetensors"]
+    try:
+        return sorted({str(file) for file in parse_json(index.read_bytes())["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"{str(index)!r} is no index of safetensors files ({type(error).__name__}: {error}); save the model again"
+        ) from None
+
+
+def _check_loaded(model_dir: Path, missing: Any, mismatched: Any) -> None:
+    wrong = sorted(missing) or sorted(str(key[0]) for key in mismatched)
+    if wrong:
+        shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        raise ModelError(
+            f"the checkpoint in {str(model_dir)!r} lacks {shown}, or holds it in another shape than config.json says;"
+            " save the model again"
+        )
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No bar for each of the workers, and no table of tensors that were left out on purpose; all else is heard."""
+
+    def is_no_table(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in str(record.msg)
+
+    loading = logging.getLogger("transformers.modeling_utils")
+    loading.addFilter(is_no_table)
+    try:
+        with no_progress_bars():
+            yield
+    finally:
+        loading.removeFilter(is_no_table)

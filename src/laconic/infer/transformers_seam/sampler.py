@@ -1,0 +1,160 @@
+"""The token of each request of a batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from laconic.errors import LaconicError
+from laconic.infer.logits_rules import LogitsRules
+from laconic.infer.sampling import ChosenToken, Sampling, sample
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["Finished", "Replay", "Sampler"]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A request's end.
+
+    Attributes:
+        name: of the request.
+        tokens: that it was given.
+        error: what ended it, if anything did.
+        is_own: whether that is the request's own error, after which others go on.
+    """
+
+    name: str
+    tokens: list[int]
+    error: str | None = None
+    is_own: bool = False
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A request whose tokens are given: its logits are heard, not obeyed.
+
+    Attributes:
+        tokens: of the answer, in order.
+        hear: is called, on the thread that runs the model, with the number of a token and the logits before any
+            processor, float32 [vocabulary] on the CPU; they are the caller's only until it returns.
+        on_end: is called, on another thread, at the end.
+    """
+
+    tokens: list[int]
+    hear: Callable[[int, Tensor], None]
+    on_end: Callable[[Finished], None]
+
+
+class Sampler:
+    """Chooses the token of each request, in the place of a manager's own choice.
+
+    A manager tells its logits processors which requests are in a batch. The sampler stands before them for that alone:
+    there are none, since each request has its own rules. As `ModelRunner._sample` it gets the logits.
+
+    Args:
+        processors: of the manager.
+        on_tokens: called once per batch, with each request's name and the token it is given.
+        on_failed: called with a request's name and what keeps a token from being chosen.
+
+    Attributes:
+        replays: requests whose tokens are given, by name.
+    """
+
+    def __init__(
+        self,
+        processors: Any,
+        on_tokens: Callable[[list[tuple[str, ChosenToken]]], None],
+        on_failed: Callable[[str, Exception], None],
+    ) -> None:
+        self._processors, self._on_tokens, self._on_failed = processors, on_tokens, on_failed
+        self.tensors_required: int = processors.tensors_required
+        self.do_processing: bool = processors.do_processing
+        self._states: list[Any] = []
+        self.replays: dict[str, Replay] = {}
+
+    def fill_defaults(self, storage: Tensor) -> None:
+        """As transformers' processors do."""
+        self._processors.fill_defaults(storage)
+
+    def check_kwargs(self, kwargs: dict[str, Any]) -> None:
+        """Accept what `Requests.add` gives."""
+
+    def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: Tensor) -> Tensor:
+        """Take note of the requests that get a token in this batch, in its order."""
+        self._states = [request.state for request in requests_in_batch if request.has_new_token]
+        return self._processors.prepare_tensor_args(requests_in_batch, arg_storage)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, arguments: Tensor) -> Tensor:
+        """Process logits; called if `do_processing`."""
+        return self._processors(input_ids, scores, arguments)
+
+    def choose(self, scores: Tensor, output_ids: Tensor) -> None:
+        """Write the chosen tokens into `output_ids`.
+
+        Args:
+            scores: float32 [1, rows, vocabulary]; the first rows are those of the requests with a new token, in order,
+                and what follows is padding.
+            output_ids: integers [1 or more, at least rows]; tokens belong into the first row.
+        """
+        if not self._states:
+            return
+        rows = scores[0, : len(self._states)].cpu()
+        # NumPy's argmax is 10 times as fast as torch's here. Both take the first of equals, and NaN for the greatest.
+        places = torch.from_numpy(rows.numpy().argmax(-1))
+        finite = rows.gather(-1, places[:, None])[:, 0].isfinite().tolist()
+        chosen: list[tuple[str, ChosenToken]] = []
+        tokens = places.tolist()
+        for number, state in enumerate(self._states):
+            if (replay := self.replays.get(state.request_id)) is not None:
+                step = position_of(state)
+                replay.hear(step, rows[number])
+                with contextlib.suppress(LaconicError):  # logits without a number
+                    sample(rows[number], _TRIAL, step)  # what is tried is all that a request meets
+                tokens[number] = replay.tokens[step]
+                continue
+            options = state.logit_processor_kwargs
+            rules: LogitsRules | None = options["rules"]
+            if finite[number] and rules is None and _takes_greatest(options["sampling"]):
+                token: ChosenToken | None = ChosenToken(tokens[number])
+            else:
+                token = self._sample(state, rows[number], rules)
+            if token is not None:
+                tokens[number] = token.token
+                chosen.append((state.request_id, token))
+        output_ids[0, : len(tokens)] = torch.tensor(tokens)
+        self._on_tokens(chosen)
+
+    def _sample(self, state: Any, logits: Tensor, rules: LogitsRules | None) -> ChosenToken | None:
+        position = position_of(state)
+        try:
+            if rules is None:
+                return sample(logits, state.logit_processor_kwargs["sampling"], position)
+            token = sample(logits, rules.sampling, position, rules.scores(logits, position))
+        except Exception as error:  # of this request alone
+            self._on_failed(state.request_id, error)
+            return None
+        rules.take(token.token, position)
+        return token
+
+
+_TRIAL = Sampling(temperature=1.0, top_p=0.9)
+
+
+def position_of(state: Any) -> int:
+    """Number of tokens that a request has been given.
+
+    One that lost its place in the cache comes again with its tokens in the prompt.
+    """
+    return len(state.initial_tokens) - int(state.logit_processor_kwargs["prompt_tokens"]) + int(state.generated_len())
+
+
+def _takes_greatest(sampling: Sampling) -> bool:
+    return sampling.is_greedy and sampling.logprobs is None
