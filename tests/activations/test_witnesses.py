@@ -417,7 +417,7 @@ def test_what_a_device_finds_late_is_raised_by_the_next_forward_and_the_next_ste
 def test_a_cuda_device_finds_faults_without_waiting(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = feed_forward().cuda(), torch.randn(40, FEATURES, device="cuda").requires_grad_()
     model(x).sum().backward()
-    witnesses.settle(wait=True)
+    witnesses.make_checks(wait=True)
     plain = BlockTensor.dequantize
     if fault == "scales":
         monkeypatch.setattr(BlockTensor, "dequantize", lambda self, **kwargs: plain(neighbours(self), **kwargs))
@@ -429,7 +429,7 @@ def test_a_cuda_device_finds_faults_without_waiting(fault: str, monkeypatch: pyt
     finally:
         torch.cuda.set_sync_debug_mode("default")
     with pytest.raises(ModelError, match="what backward computes with"):
-        witnesses.settle(wait=True)
+        witnesses.make_checks(wait=True)
 
 
 # No false alarm

@@ -18,7 +18,7 @@ import laconic
 import laconic.auditing
 from laconic.activations import seed_rounding
 from laconic.auditing import audit_first_call
-from laconic.auditing.runs import Outcome, Runs, Way
+from laconic.auditing.runs import Outcome, RunKind, Runs
 from laconic.errors import AuditError
 from tests.activations.models import FAMILIES, MIXTURES, OTHERS, make_ids, make_model
 from tests.grid import few, grid, slow_but
@@ -338,7 +338,7 @@ def test_sparse_and_complex_gradients_are_compared(monkeypatch: pytest.MonkeyPat
     assert not report.left_out
     run = Runs.run
 
-    def conjugated(self: Runs, way: Way) -> Outcome:
+    def conjugated(self: Runs, way: RunKind) -> Outcome:
         outcome = run(self, way)
         if way == "compressed":
             gradient = outcome.gradients["filter"]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from laconic.collectives import all_gather, all_to_all, audit, broadcast, gather, scatter
 from laconic.collectives.policy import selector as choosing
 from laconic.collectives.policy.microbench import Ranks
-from laconic.collectives.policy.selector import choose, learn, needs_sync, note, observe, prepare, use_rates
+from laconic.collectives.policy.selector import choose, merge_notes, needs_sync, note, observe, prepare, use_rates
 from laconic.collectives.runtime.background import run_in_background
 from laconic.cost.comm.rates import WireRates
 from laconic.cost.comm.seconds import RAW
@@ -43,7 +43,7 @@ def choices(group: dist.ProcessGroup) -> list[Any]:
                 rank = group.rank()
                 sizes, seconds = (3000, 2000 + 100 * rank + call), 0.01 * (1 + rank)
                 observe(operation, numel, torch.bfloat16, group, choice, *sizes, seconds)
-                learn(group, said_by_all(group))
+                merge_notes(group, said_by_all(group))
     return found
 
 

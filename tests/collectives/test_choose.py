@@ -47,7 +47,7 @@ def chooser(num_ranks: int = 4, **more: Any) -> Chooser:
 def tell(own: Chooser, call: Call, choice: AlgorithmChoice, raw: int, sent: int, nanoseconds: int = 1000) -> None:
     """Observe, and learn it as if all ranks had observed the same."""
     own.observe(call, choice, raw, sent, nanoseconds)
-    own.learn([own.note()])
+    own.merge_notes([own.note()])
 
 
 def test_without_observations_the_choice_is_the_model_s() -> None:
@@ -118,7 +118,7 @@ def test_a_note_that_was_damaged_is_refused() -> None:
     note = bytearray(own.note())
     note[3] ^= 1
     with pytest.raises(FormatError, match="arrived damaged"):
-        own.learn([bytes(note)])
+        own.merge_notes([bytes(note)])
 
 
 # --- what calls take ---
@@ -135,7 +135,7 @@ def simulated(
         is_coded = choice.codec != RAW
         own.observe(call, choice, 1500 * is_coded, 1000 * is_coded, round(1e9 * seconds(number, is_coded)))
         if is_coded:
-            own.learn([own.note()])
+            own.merge_notes([own.note()])
     return choices
 
 
@@ -205,7 +205,7 @@ def test_ranks_always_agree_whatever_they_observe(num_ranks: int, seed: int, rep
         if first.codec != RAW:
             notes = [own.note() for own in ranks]
             for own in ranks:
-                own.learn(notes)
+                own.merge_notes(notes)
         for own, noise in zip(ranks, data, strict=True):
             sent = noise.randint(1, 2 * numel) if first.codec != RAW else 0
             own.observe(call, first, 2 * numel if sent else 0, sent, round(10 ** noise.uniform(0, 12)))
@@ -261,8 +261,8 @@ def test_calls_refused_in_advance_change_no_choice_and_no_note(seed: int) -> Non
         else:
             notes = [each.note() for each in (asked, own)]
             assert notes[0] == notes[1]
-            asked.learn(notes[:1])
-            own.learn(notes[:1])
+            asked.merge_notes(notes[:1])
+            own.merge_notes(notes[:1])
             # Gathered data shrinks, but coding takes longer for a while; sums do not shrink, for most of the time.
             raw = 2 * call.numel
             sent = round(raw * (1.0 if call.operation == "all_reduce" and calls.random() < 0.95 else 0.7))

@@ -20,7 +20,7 @@ from laconic.collectives import Lossless, Raw, all_reduce, audit
 from laconic.collectives.codec import Codec
 from laconic.collectives.engine import call as engine_call
 from laconic.collectives.engine.call import Call, Exchange
-from laconic.collectives.runtime.late_checks import left_on, settle
+from laconic.collectives.runtime.late_checks import left_on, make_checks
 from laconic.train.launch.worker import leave
 from tests.distributed.in_order import is_used_on_cpu
 from tests.distributed.processes import run_ranks
@@ -92,14 +92,14 @@ def checked_anywhere(rank: int, world: int, folder: str, num_steps: int) -> None
             assert all(map(torch.equal, last_outs, last_rights))  # what nobody has looked at until then
             num_left += len(left_on(group))
             if own.random() < 0.5:
-                settle(group)
+                make_checks(group)
                 assert all(map(torch.equal, outs, rights))
             if shared.random() < 0.3:  # others that check at once
                 x = torch.full((300,), float(rank))
                 all_reduce(x, group, codec=shared.choice(OTHERS))
                 assert x[0] == sum(range(world))
                 assert all(map(torch.equal, outs, rights))
-    settle(group)
+    make_checks(group)
     assert all(map(torch.equal, outs, rights))
     assert num_left > num_steps // 2
     entries = (audit.snapshot() - before).entries

@@ -24,7 +24,7 @@ from laconic.auditing.comparison import TOLERANCE, Difference, compare, in_doubl
 from laconic.auditing.gradient_store import check_store
 from laconic.auditing.optimizer_update import check_updates
 from laconic.auditing.replicated import compare_replicas
-from laconic.auditing.runs import Outcome, Runs, Way
+from laconic.auditing.runs import Outcome, RunKind, Runs
 from laconic.auditing.state import ModelState
 from laconic.auditing.training_call import LossOf, TrainingCall, copied, find_loss
 from laconic.collectives.runtime.group_facts import ranks_of
@@ -344,9 +344,9 @@ class _Audit:
             except AuditError as error:
                 faults.append(error)
 
-        def run(way: Way) -> Outcome | None:
+        def run(kind: RunKind) -> Outcome | None:
             try:
-                return runs.run(way)
+                return runs.run(kind)
             except AuditError as error:
                 faults.append(error)
             except ModelError as error:  # of a second run that decides otherwise, say

@@ -20,9 +20,9 @@ from laconic.errors import AuditError
 from laconic.formats.digest import digest
 from laconic.formats.shards import local_part
 
-__all__ = ["Outcome", "Runs", "Way"]
+__all__ = ["Outcome", "Runs", "RunKind"]
 
-Way = Literal["exact", "unrounded", "rounded", "compressed", "nudged"]
+RunKind = Literal["exact", "unrounded", "rounded", "compressed", "nudged"]
 """Ways to compute that comparison.py tells apart; `nudged` is exact, but for noise of some roundings in backward."""
 
 _NUDGE = 4
@@ -55,7 +55,7 @@ class Runs:
         leaves = {} if is_sharded_by_fsdp(model) else spread_experts(model)
         self._through_leaves = any(isinstance(p, DTensor) and p not in leaves for p in self._parameters.values())
 
-    def run(self, way: Way) -> Outcome:
+    def run(self, kind: RunKind) -> Outcome:
         """Loss and gradients in one of the ways; the model's state and gradients stay as they were.
 
         Raises:
@@ -64,13 +64,13 @@ class Runs:
         """
         rounding = Rounding()
         switch: AbstractContextManager[None] = nullcontext()
-        if way in ("exact", "nudged"):
+        if kind in ("exact", "nudged"):
             switch = running_originals()
-        elif way != "compressed":
-            switch = keeping_values(unrounded if way == "unrounded" else rounding)
+        elif kind != "compressed":
+            switch = keeping_values(unrounded if kind == "unrounded" else rounding)
         state = ModelState(self._model)
         try:
-            with torch.enable_grad(), _interpreted(), in_an_audit(), switch, self._nudging(way):
+            with torch.enable_grad(), _interpreted(), in_an_audit(), switch, self._nudging(kind):
                 loss = self._loss()
                 gradients = self._backward(loss)
             buffers = {name: int(digest(local_part(x))) for name, x in self._model.named_buffers() if not x.is_meta}
@@ -82,7 +82,7 @@ class Runs:
         return Outcome(loss.detach().clone(), found, buffers)
 
     @contextmanager
-    def _nudging(self, way: Way) -> Iterator[None]:
+    def _nudging(self, kind: RunKind) -> Iterator[None]:
         """Multiply the gradient of each layer's output by numbers near one, in the run that is nudged."""
         noise = torch.Generator().manual_seed(2611)
 
@@ -95,7 +95,7 @@ class Runs:
                 output.register_hook(nudge)
 
         with ExitStack() as stack:
-            for module in self._model.modules() if way == "nudged" else ():
+            for module in self._model.modules() if kind == "nudged" else ():
                 if next(module.children(), None) is None:
                     stack.callback(module.register_forward_hook(hook).remove)
             yield

@@ -62,7 +62,7 @@ __all__ = [
     "same",
     "saw_gradients",
     "saw_product",
-    "settle",
+    "make_checks",
     "witness_of",
 ]
 
@@ -111,12 +111,12 @@ class RootForward:
         """`forward(*args, **kwargs)`, of this model.
 
         Raises:
-            ModelError: a CUDA device has found that something it did earlier was wrong (see `settle`).
+            ModelError: a CUDA device has found that something it did earlier was wrong (see `make_checks`).
         """
         if torch.compiler.is_compiling() or _RUNNING.root is not None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if _LEFT:
-            settle()
+            make_checks()
         self._num_forwards = number = self._num_forwards + 1
         _RUNNING.root = root = _Root(number <= ALWAYS or number % EVERY == 0)
         try:
@@ -514,7 +514,7 @@ _LEFT: list[Any] = []
 
 
 def _leave(bad: Tensor, group: list[_Entry]) -> None:
-    """Leave what the device finds to `settle`."""
+    """Leave what the device finds to `make_checks`."""
     from laconic.collectives.runtime.late_checks import LateCheck  # only CUDA needs it
 
     def check(numbers: list[int]) -> bool:
@@ -527,16 +527,16 @@ def _leave(bad: Tensor, group: list[_Entry]) -> None:
     _LEFT.append(LateCheck([first], check, bad.device))
 
 
-def settle(*, wait: bool = False) -> None:
+def make_checks(*, wait: bool = False) -> None:
     """Make the checks that devices have got to; with `wait` all.
 
     Raises:
         ModelError: one has found that backward computed with another tensor than forward.
     """
     while _LEFT and (wait or _LEFT[0].is_over):
-        _LEFT.pop(0).settle()
+        _LEFT.pop(0).make()
 
 
 @cache
 def _hook_optimizers() -> None:
-    register_optimizer_step_pre_hook(lambda *_: settle())
+    register_optimizer_step_pre_hook(lambda *_: make_checks())

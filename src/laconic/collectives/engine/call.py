@@ -32,12 +32,12 @@ from laconic.collectives.engine.chunks import (
 from laconic.collectives.engine.handshake import Announcement, Peers, Settings, Splits
 from laconic.collectives.engine.layouts import OneRank, TwoLevelExchange
 from laconic.collectives.engine.transport import WIRE_VERSION, Outgoing, Wire, has_tags
-from laconic.collectives.policy.selector import choose, learn, needs_sync, note, observe, sent_by_one
+from laconic.collectives.policy.selector import choose, merge_notes, needs_sync, note, observe, sent_by_one
 from laconic.collectives.runtime import torch_compat
 from laconic.collectives.runtime.background import Groups, Work, done, run_in_background
 from laconic.collectives.runtime.failure_diagnosis import broken_off, losses_named
 from laconic.collectives.runtime.group_facts import ranks_of
-from laconic.collectives.runtime.late_checks import leave, settle
+from laconic.collectives.runtime.late_checks import leave, make_checks
 from laconic.collectives.runtime.thread_state import may_write
 from laconic.cost.comm.seconds import RAW, AlgorithmChoice
 from laconic.errors import CollectiveError
@@ -100,7 +100,7 @@ class Call:
             return run_in_background(job, self.groups, self.device, (result,))
         with may_write((result,)):
             act(self.on(self.groups))
-            settle(*self.groups)
+            make_checks(*self.groups)
         return done(result)
 
     def on(self, groups: Groups) -> Exchange | TwoLevelExchange:
@@ -366,7 +366,7 @@ class Exchange:
     def _run_raw(
         self, raw: Callable[[], torch_compat.Started], numel: int, nbytes: int, choice: AlgorithmChoice
     ) -> None:
-        settle(self.group)  # what an earlier call has to send again comes before this one, on every rank
+        make_checks(self.group)  # what an earlier call has to send again comes before this one, on every rank
         began = time.perf_counter()
         try:
             raw().wait()
@@ -456,7 +456,7 @@ def sync(wire: Wire) -> None:
     wire.agree()
     notes = wire.take_notes()
     if notes:
-        learn(wire.group, notes, wire.device)
+        merge_notes(wire.group, notes, wire.device)
 
 
 def finish(wire: Wire, operation: str, route: Route) -> None:

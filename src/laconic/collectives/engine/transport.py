@@ -41,7 +41,7 @@ from laconic.collectives.runtime import torch_compat
 from laconic.collectives.runtime.failure_diagnosis import broke_off
 from laconic.collectives.runtime.group_facts import timeout_of
 from laconic.collectives.runtime.group_failures import fail, raise_if_failed
-from laconic.collectives.runtime.late_checks import LateCheck, settle
+from laconic.collectives.runtime.late_checks import LateCheck, make_checks
 from laconic.errors import CollectiveError, ConfigError, FormatError
 
 __all__ = ["WIRE_VERSION", "InFlightMessages", "Incoming", "Outgoing", "UnreadMessages", "Wire", "has_tags"]
@@ -137,7 +137,7 @@ class Wire:
         self._early: list[InFlightMessages] = []
         self._unread: list[UnreadMessages] = []
         if not has_tags(device):
-            settle(group)  # what an earlier call has to send again comes before this call, on every rank
+            make_checks(group)  # what an earlier call has to send again comes before this call, on every rank
         if has_tags(device):
             self._handshake = Handshake(group, peers, announcement, self.send, self.receive, self.wait)
         elif kind is None:

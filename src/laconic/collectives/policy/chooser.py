@@ -84,7 +84,7 @@ class Chooser:
         self._learns = learns
         self._times_sums = not repeats or group_shape.num_ranks == 2
         self._shrinkages: dict[tuple[str, str, str], Shrinkage] = {}
-        self._paces: dict[tuple[str, str, str, int], Pace] = {}
+        self._times: dict[tuple[str, str, str, int], CallTimes] = {}
         self._kept: dict[tuple[str, int, str, int], AlgorithmChoice] = {}
         # Observed and not announced yet, and announced and not learnt yet.
         self._coded: tuple[Call, bool, int, int, int] | None = None
@@ -102,12 +102,12 @@ class Chooser:
             return replace(coded, predicted_seconds=coded.raw_seconds, reason=PROBE)
         if choice.codec == RAW or not self._is_timed(call):
             return choice
-        way = self._paces.setdefault(call.size, Pace()).next()
-        if way == CODED:
+        next_call = self._times.setdefault(call.size, CallTimes()).next()
+        if next_call == CODED:
             return choice
-        if way == TRY:
+        if next_call == TRY:
             return replace(choice, reason=PROBE_CODED)
-        reason = MEASURED_SLOWER if way == SLOWER else PROBE_RAW
+        reason = MEASURED_SLOWER if next_call == SLOWER else PROBE_RAW
         return AlgorithmChoice(RAW, 1, choice.levels, choice.raw_seconds, choice.raw_seconds, reason)
 
     def why_always_raw(self, operation: str, numel: int, dtype: str) -> str | None:
@@ -119,16 +119,16 @@ class Chooser:
 
     def refusal(self, call: Call) -> Refusal | None:
         """What tells call by call, instead of `choose`, that those like `call` are left raw still; None if unknown."""
-        shrinkage, pace = self._shrinkages.get(call.kind), self._paces.get(call.size)
+        shrinkage, times = self._shrinkages.get(call.kind), self._times.get(call.size)
         if shrinkage is None or self.must_measure(call.dtype):
             return None
         choice = self._decide(call, shrinkage.steps)
         if choice.reason == LOW_RATIO:
             return Refusal(LOW_RATIO, shrinkage.factor, shrinkage)
-        if choice.codec == RAW or pace is None or not pace.is_slower or not self._is_timed(call):
+        if choice.codec == RAW or times is None or not times.is_slower or not self._is_timed(call):
             return None
         slower = replace(choice, codec=RAW, reason=MEASURED_SLOWER)
-        return Refusal(MEASURED_SLOWER, shrinkage.factor, shrinkage, pace, partial(self.observe, call, slower, 0, 0))
+        return Refusal(MEASURED_SLOWER, shrinkage.factor, shrinkage, times, partial(self.observe, call, slower, 0, 0))
 
     def must_measure(self, dtype: str) -> bool:
         """Whether to choose for this dtype the ranks have to measure something together."""
@@ -152,7 +152,7 @@ class Chooser:
         values = (*(coded[2:] if coded else (0, 0, 0)), raw[1] // raw[2] if raw else 0)
         return _NOTE.pack(*values, _checksum(values))
 
-    def learn(self, notes: Sequence[bytes]) -> None:
+    def merge_notes(self, notes: Sequence[bytes]) -> None:
         """Take the notes of all ranks, this one's included, in the order of ranks.
 
         Raises:
@@ -171,9 +171,9 @@ class Chooser:
         if coded is not None:
             call, tried = coded
             self._shrinkages.setdefault(call.kind, Shrinkage()).update(sum(messages), sum(expected))
-            self._paces.setdefault(call.size, Pace()).update_coded(min(coded_ns) / call.numel, tried)
+            self._times.setdefault(call.size, CallTimes()).update_coded(min(coded_ns) / call.numel, tried)
         if raw is not None:
-            self._paces.setdefault(raw.size, Pace()).update_raw(min(raw_ns) / raw.numel)
+            self._times.setdefault(raw.size, CallTimes()).update_raw(min(raw_ns) / raw.numel)
 
     def _is_timed(self, call: Call) -> bool:
         return self._learns and (self._times_sums or call.operation not in _SUMS)
@@ -261,7 +261,7 @@ CODED, SLOWER, TRY = "coded", "slower", "try"
 
 
 @dataclass
-class Pace:
+class CallTimes:
     """What raw and coded calls of one kind and size take, in nanoseconds per element; decides between them.
 
     A call takes what it takes on the rank that comes to it last: on the others waiting counts in.
@@ -329,27 +329,27 @@ class Refusal:
     Args:
         reason: LOW_RATIO or MEASURED_SLOWER.
         factor: of `shrinkage` when that was found.
-        shrinkage, pace: of the calls; a pace where they are left raw because coding is slower.
+        shrinkage, times: of the calls; times where they are left raw because coding is slower.
         observe: takes the nanoseconds of a call, where the estimates need them.
     """
 
     reason: str
     factor: float | None
     shrinkage: Shrinkage
-    pace: Pace | None = None
+    times: CallTimes | None = None
     observe: Callable[[int], None] | None = None
 
     def holds(self) -> bool:
         """Whether the next call is left raw; counts it then. If not, `choose` has to be asked."""
-        shrinkage, pace = self.shrinkage, self.pace
+        shrinkage, times = self.shrinkage, self.times
         if shrinkage.factor != self.factor:
             return False
-        if pace is None:
+        if times is None:
             if shrinkage.num_refused + 1 >= shrinkage.probe_after:
                 return False
             shrinkage.num_refused += 1
         else:
-            if pace.num_probes or not pace.is_slower or pace.num_refused + 1 >= pace.coded_after:
+            if times.num_probes or not times.is_slower or times.num_refused + 1 >= times.coded_after:
                 return False
-            pace.num_refused += 1
+            times.num_refused += 1
         return True

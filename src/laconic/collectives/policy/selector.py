@@ -52,7 +52,7 @@ __all__ = [
     "choose",
     "predict",
     "leaves_raw",
-    "learn",
+    "merge_notes",
     "note",
     "observe",
     "prepare",
@@ -248,11 +248,11 @@ def note(group: dist.ProcessGroup, device: torch.device = _CPU) -> bytes:
     return bytes(NOTE_NBYTES) if chooser is None else chooser.note()
 
 
-def learn(group: dist.ProcessGroup, notes: Sequence[bytes], device: torch.device = _CPU) -> None:
+def merge_notes(group: dist.ProcessGroup, notes: Sequence[bytes], device: torch.device = _CPU) -> None:
     """Take the notes of all ranks, in their order; every rank must do so at the same call."""
     chooser = _made(group, device)
     if chooser is not None and any(map(any, notes)):
-        chooser.learn(notes)
+        chooser.merge_notes(notes)
 
 
 def use_rates(rates: WireRates | str | Path | None) -> None:

@@ -41,7 +41,7 @@ from laconic.collectives.runtime.group_facts import (
     timeout_of,
 )
 from laconic.collectives.runtime.group_failures import raise_if_failed
-from laconic.collectives.runtime.late_checks import LateCheck, left_on, settle
+from laconic.collectives.runtime.late_checks import LateCheck, left_on, make_checks
 from laconic.collectives.runtime.thread_state import as_here
 from laconic.collectives.runtime.torch_compat import in_background
 from laconic.errors import CollectiveTimeoutError
@@ -94,7 +94,7 @@ class Work(ABC, Generic[T]):
 def _run_and_check(job: Job[T], groups: Groups) -> T:
     """Run a job, and make the checks that it has left on the groups."""
     result = job(groups)
-    settle(*groups)
+    make_checks(*groups)
     return result
 
 
@@ -426,22 +426,22 @@ class _StreamWork(Work[T]):
     def wait(self) -> T:
         for group in self._groups:
             raise_if_failed(group)
-        self.settle()
+        self.make_checks()
         self._ready.wait()
         self._held.release()
         return self._result.wait()  # which records the tensors of the result on the current stream
 
-    def settle(self) -> None:
+    def make_checks(self) -> None:
         """Make the host's checks: the result is what it should be for all that is issued afterwards."""
         for check in self.checks:
-            check.settle()
+            check.make()
         self.checks = ()
 
     def is_completed(self) -> bool:
         return self._result.done() and all(check.is_over for check in self.checks)
 
     def get_future(self) -> torch.futures.Future[T]:
-        self.settle()
+        self.make_checks()
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(self._result.value())):
             self._ready.synchronize()  # such a future lets nobody wait for the stream
         return self._result
@@ -451,7 +451,7 @@ class _StreamWork(Work[T]):
         return _LateWork(lambda: self._map(change), self.is_completed) if self.checks else self._map(change)
 
     def _map(self, change: Callable[[T], S]) -> Work[S]:
-        self.settle()
+        self.make_checks()
         return self._executor.map(self._result, self._held, self._groups, change)
 
 

@@ -216,7 +216,7 @@ def follow(
     """
     result: Future[Any] = Future()
 
-    def settle(done: torch.futures.Future[Any]) -> None:
+    def finish(done: torch.futures.Future[Any]) -> None:
         try:
             result.set_result(change(done.value()))
         except RuntimeError as error:
@@ -224,7 +224,7 @@ def follow(
         except Exception as error:
             result.set_exception(error)
 
-    future.add_done_callback(settle)
+    future.add_done_callback(finish)
     return CallbackFuture(result, queue, here=True)
 
 

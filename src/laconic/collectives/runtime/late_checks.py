@@ -25,7 +25,7 @@ from torch import Tensor
 from laconic.collectives.runtime.device_streams import Ready
 from laconic.collectives.runtime.thread_state import as_here
 
-__all__ = ["LateCheck", "leave", "left_on", "settle"]
+__all__ = ["LateCheck", "leave", "left_on", "make_checks"]
 
 
 class LateCheck:
@@ -54,10 +54,10 @@ class LateCheck:
 
     @property
     def is_over(self) -> bool:
-        """Whether `settle` would not make the host wait, unless something has to be sent again."""
+        """Whether `make` would not make the host wait, unless something has to be sent again."""
         return self.is_made or self._ready.is_over
 
-    def settle(self) -> None:
+    def make(self) -> None:
         """Make the check, waiting for what it needs; afterwards the call is done, and its values may be used.
 
         Raises:
@@ -84,7 +84,7 @@ _left: WeakKeyDictionary[dist.ProcessGroup, LateCheck] = WeakKeyDictionary()
 
 def leave(group: dist.ProcessGroup, check: LateCheck) -> None:
     """Leave a check of the newest call on `group` for later."""
-    settle(group)
+    make_checks(group)
     _left[group] = check
 
 
@@ -93,7 +93,7 @@ def left_on(*groups: dist.ProcessGroup) -> list[LateCheck]:
     return [check for group in groups if (check := _left.get(group)) is not None]
 
 
-def settle(*groups: dist.ProcessGroup) -> None:
+def make_checks(*groups: dist.ProcessGroup) -> None:
     """Make the checks that are left on groups: before anything else is sent there, and where a call has to be done.
 
     Raises:
@@ -102,4 +102,4 @@ def settle(*groups: dist.ProcessGroup) -> None:
     for group in groups if _left else ():
         check = _left.pop(group, None)
         if check is not None and not check.is_made:
-            check.settle()
+            check.make()
