@@ -157,8 +157,9 @@ def run_well(world: World, folder: Path) -> None:
     said: list[str] = []
     with Patch.context() as patch:
         patch.setattr(RunLogger, "message", lambda self, text: said.append(text))
+        audited = {"audit": True, "verify.every": 0, "eval_every": 0, "steps": 2}
         for name, changes in (("ddp", {}), ("codes", AGOQ), ("ep", EP | QWEN)):
-            config = tiny_config(folder, name, {"verify.every": 0, "eval_every": 0, "steps": 2} | changes)
+            config = tiny_config(folder, name, audited | changes)
             assert Pair(folder, world).train(config) == 0
     found = [line for line in said if line.startswith("audit: after step 1, ")]
     assert len(found) == 3, said
