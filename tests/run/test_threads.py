@@ -10,7 +10,9 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
 
 from laconic.run import savings as run_savings
 from laconic.run.models import Wishes
@@ -120,5 +122,34 @@ def test_threads_that_build_and_train_at_once_are_all_compressed() -> None:
             assert not errors
             assert [model.name for model in savings.models] == ["Net"] * 3
             assert all(model.report is not None for model in savings.models)
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_parameters_that_threads_register_while_others_are_met_stay_expected() -> None:
+    parameters = [[nn.Parameter(torch.zeros(1)) for _ in range(300)] for _ in range(3)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with Savings(Wishes(audit=False)) as savings:
+            ended = threading.Event()
+
+            def meet() -> None:
+                met = [nn.Parameter(torch.zeros(1))]
+                while not ended.is_set():
+                    savings._no_longer_pending(met)
+                    savings._unwatch_if_all_is_met()
+
+            meeting = threading.Thread(target=meet)
+            meeting.start()
+            registering = [threading.Thread(target=lambda own=own: [SGD([p]) for p in own]) for own in parameters]
+            for thread in registering:
+                thread.start()
+            for thread in registering:
+                thread.join()
+            ended.set()
+            meeting.join()
+            assert savings._pending == {id(p) for own in parameters for p in own}
+            assert nn.Module.__call__ is not savings._call
     finally:
         sys.setswitchinterval(before)

@@ -21,7 +21,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -70,6 +70,8 @@ class Savings:
     def __post_init__(self) -> None:
         self._process = os.getpid()
         self._busy = threading.Lock()
+        self._changing = threading.RLock()
+        """Held while one of `_trained`, `_pending` and what `nn.Module.__call__` is changes, by any thread."""
         self._noted_by: int | None = None
         self._trained: dict[int, weakref.ref[Tensor]] = {}
         self._pending: set[int] = set()
@@ -139,13 +141,14 @@ class Savings:
         """Look for the model of these parameters from now on."""
         if not self.wishes.converts:
             return
-        self._trained = {key: ref for key, ref in self._trained.items() if ref() is not None}
-        self._trained.update((id(parameter), weakref.ref(parameter)) for parameter in parameters)
-        self._pending = self._pending & self._trained.keys() | {id(parameter) for parameter in parameters}
-        for model in self.models:
-            self._pending -= model.known_parameters()
-        self._judged.discard(optimizer)
-        self._watch()
+        new = {id(parameter): weakref.ref(parameter) for parameter in parameters}
+        with self._changing:
+            # New objects, since other threads may be reading the old ones.
+            self._trained = {key: ref for key, ref in self._trained.items() if ref() is not None} | new
+            pending = self._pending & self._trained.keys() | new.keys()
+            self._pending = pending.difference(*(model.known_parameters() for model in self.models))
+            self._judged.discard(optimizer)
+            self._watch()
 
     def _watch(self) -> None:
         self._checked.clear()
@@ -162,8 +165,13 @@ class Savings:
         nn.Module.__call__ = self._call  # type: ignore[method-assign]
 
     def _unwatch_if_all_is_met(self) -> None:
-        if not self._pending and all(model.is_measured for model in self.models):
-            self._unwatch()
+        with self._changing:
+            if not self._pending and all(model.is_measured for model in self.models):
+                self._unwatch()
+
+    def _no_longer_pending(self, parameters: Iterable[Tensor]) -> None:
+        with self._changing:
+            self._pending = self._pending - {id(parameter) for parameter in parameters}
 
     @contextmanager
     def _noting(self) -> Iterator[bool]:
@@ -230,7 +238,7 @@ class Savings:
             return None
         model = Model.of(module, self.wishes, self._num_steps(module) + 1)
         self.models.append(model)
-        self._pending -= {id(parameter) for parameter in module.parameters()}
+        self._no_longer_pending(module.parameters())
         return model
 
     def _num_steps(self, module: nn.Module) -> int:
@@ -301,7 +309,7 @@ class Savings:
         in_modules = {id(p) for holder in holders for p in holder._parameters.values()}
         outside = [parameter for parameter in parameters if id(parameter) not in in_modules]
         self.outside += sum(parameter.numel() for parameter in outside)
-        self._pending -= {id(parameter) for parameter in outside}
+        self._no_longer_pending(outside)
         for holder in holders:
             if self._model_with(holder) is not None:
                 continue
@@ -311,7 +319,7 @@ class Savings:
                 self._due.add(module)
             elif module not in self._due:
                 self.models.append(Model.left(module, self.wishes, _UNCALLED))
-                self._pending -= {id(parameter) for parameter in module.parameters()}
+                self._no_longer_pending(module.parameters())
 
     def _extend(self, module: nn.Module, step: int) -> None:
         """Convert a model in which other models lie that were converted before, or that has grown."""
@@ -320,7 +328,7 @@ class Savings:
         for model in inside:
             model.undo()
         found = Model.of(module, self.wishes, step)
-        self._pending -= {id(parameter) for parameter in module.parameters()}
+        self._no_longer_pending(module.parameters())
         if found.left_exact is None and not found.is_scripts:
             self.models = [model for model in self.models if model not in inside] + [found]
             return
