@@ -100,8 +100,11 @@ def test_a_missing_field_of_the_scheduler_is_named(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(FIFOScheduler, "reset", without)
     ended: queue.SimpleQueue[Finished] = queue.SimpleQueue()
     requests = Requests(held, CacheLimits(), ended.put)
-    requests.add("one", [5], Sampling())
-    assert "FIFOScheduler of transformers has no waiting_requests_order" in str(ended.get(timeout=patient(20)).error)
+    for name in ("early", "late"):  # the second one comes when nobody takes it any more
+        requests.add(name, [5], Sampling())
+        error = str(ended.get(timeout=patient(20)).error)
+        assert "FIFOScheduler of transformers has no waiting_requests_order" in error
+        requests._manager._generation_thread.join()
     requests.stop()
 
 

@@ -97,18 +97,26 @@ class Requests:
             ) from error
         self.eos_token_ids = tuple(token for token in ([eos] if isinstance(eos, int) else eos) if token >= 0)
         self._on_finished, self._on_trouble = on_finished, on_trouble
-        faults = FaultyBatches(
-            self._manager, self._fail_alone, lambda error: on_ended(f"{type(error).__name__}: {error}")
-        )
+        self._why_ended = ""
+
+        def end(error: Exception) -> None:
+            self._note_end(error)
+            on_ended(f"{type(error).__name__}: {error}")
+
+        faults = FaultyBatches(self._manager, self._fail_alone, end)
         sampler = self._sampler = Sampler(self._manager.logit_processor, on_tokens, self._fail)
         create = self._manager._create_batch_processor
 
         def create_with_sampler() -> Any:
-            processor = create()
-            processor.model_runner._sample = sampler.choose
-            faults.watch(processor)
-            if getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None:
-                widen_rows(processor.cache)
+            try:
+                processor = create()
+                processor.model_runner._sample = sampler.choose
+                faults.watch(processor)
+                if getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None:
+                    widen_rows(processor.cache)
+            except Exception as error:
+                self._note_end(error)
+                raise
             return processor
 
         self._manager.logit_processor = sampler
@@ -149,7 +157,10 @@ class Requests:
             prompt_tokens=len(prompt),
         )
         if added is None:
-            self._end(Finished(name, [], "the generation loop has ended"))
+            self._end(Finished(name, [], f"the generation loop has ended{self._why_ended}"))
+
+    def _note_end(self, error: Exception) -> None:
+        self._why_ended = f": {type(error).__name__}: {error}"
 
     def _end(self, finished: Finished) -> None:
         replay = self._sampler.replays.pop(finished.name, None)
