@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 from laconic.infer.connections import Connection
+from laconic.infer.grammars import grammar_tokenizer
 from laconic.infer.links import TcpExpertLink
 from laconic.infer.load_check import expected_logits, made_up_trials, recheck, try_engine
 from laconic.infer.payload import LinkTraffic, prepared_coder
 from laconic.infer.remote_experts import RemoteExperts, RemoteLayer
 from laconic.infer.shared_experts import overlap_shared, shared_experts
+from laconic.infer.tokenizer import load_text_tokenizer
 from laconic.infer.transformers_seam import (
     CacheLimits,
     Finished,
@@ -113,10 +115,15 @@ class AttentionWorker:
         self._troubled: list[list[Callable[[], None]]] = [[] for _ in range(plan.num_micro_batches)]
         self._troubled_lock = threading.Lock()
         ended = self._end(on_finished)
+        self._grammar_tokenizer = functools.cache(
+            lambda: grammar_tokenizer(load_text_tokenizer(model_dir), self._requests[0].eos_token_ids)
+        )
         try:
             for number in range(plan.num_micro_batches):
                 trouble = functools.partial(self._recheck, number)
-                self._requests.append(Requests(model, limits, ended, on_tokens, trouble, self._break))
+                self._requests.append(
+                    Requests(model, limits, ended, on_tokens, trouble, self._break, self._grammar_tokenizer)
+                )
             self.notes.append(try_engine(expected, self._requests, self._explain))
         except BaseException:
             for requests in self._requests:

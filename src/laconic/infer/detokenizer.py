@@ -169,6 +169,7 @@ def _decode_by(state: str) -> Callable[[list[str]], str]:
     return decode
 
 
+@cache
 def _byte_level_alphabet() -> dict[str, int]:
     """Characters that stand for bytes: printable ones of Latin-1 for themselves, U+0100 and on for the others."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from laconic.errors import ModelError
 from laconic.infer.generation_config import PROCESSORS, WARPERS
+from laconic.infer.grammars import GrammarMask
 from laconic.infer.sampling import Sampling
 
 __all__ = ["LogitsRules", "make_rules", "try_rules"]
@@ -47,7 +48,12 @@ class LogitsRules:
 
 
 def make_rules(
-    model: Any, generation: Any, sampling: Sampling, prompt: list[int], eos: list[int]
+    model: Any,
+    generation: Any,
+    sampling: Sampling,
+    prompt: list[int],
+    eos: list[int],
+    grammar: GrammarMask | None = None,
 ) -> LogitsRules | None:
     """Return the rules of a request; None if it has none.
 
@@ -57,6 +63,7 @@ def make_rules(
         sampling: of the request.
         prompt: of the request.
         eos: tokens that end the request.
+        grammar: that the answer follows; its mask comes after all rules but the cuts and the watermark.
 
     Raises:
         Exception: transformers refuses a value.
@@ -72,7 +79,11 @@ def make_rules(
         values["exponential_decay_length_penalty"] = None  # raises the score of the end, and nothing ends this one
     left_out = WARPERS if sampling.is_greedy else ()
     values = {name: value for name, value in values.items() if value not in (None, [], {}) and name not in left_out}
-    own = [_Penalties(sampling, len(prompt))] if sampling.frequency_penalty or sampling.presence_penalty else []
+    own: list[Any] = []
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        own.append(_Penalties(sampling, len(prompt)))
+    if grammar is not None:
+        own.append(grammar)
     if not values and not own:
         return None
     # Cuts that laconic does not make come after those that it does, and a watermark after all of them: transformers'

@@ -19,7 +19,7 @@ from torch import Tensor
 from laconic.errors import ConfigError, ModelError
 from laconic.infer.generation_config import PROCESSORS, WARPERS
 
-__all__ = ["ChosenToken", "Sampling", "sample"]
+__all__ = ["ChosenToken", "Sampling", "report_token", "sample"]
 
 _FIRST_TRY = 512  # tokens among which top_p looks first: sorting a whole vocabulary takes as long as many layers
 
@@ -42,10 +42,12 @@ class Sampling:
             answer.
         logprobs: how many of the most probable tokens to report at each position; None reports no logprob at all.
         rules: for logits, by their names in transformers' GenerationConfig (repetition_penalty, min_p, ...), in place
+        prompt_logprobs: the same for each token of the prompt but the first; they come with the answer's first token.
             of the model's; None switches one off, and sequence_bias is added to the model's.
         frequency_penalty: taken from a token's logit for each time that it is in the answer, as in OpenAI's API.
         presence_penalty: taken from the logits of tokens that are in the answer.
         ignore_eos: whether the model's end-of-sequence tokens do not end the request.
+        grammar: that the answer follows, of `laconic.infer.grammars.make_grammar`; None is any text.
 
     Raises:
         ConfigError: a value breaks its rule.
@@ -59,10 +61,12 @@ class Sampling:
     max_new_tokens: int = 20
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     rules: Mapping[str, Any] = field(default_factory=dict)
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     ignore_eos: bool = False
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         self._check_number("temperature", lambda value: 0 <= value < math.inf, "a finite number of at least 0")
@@ -79,9 +83,15 @@ class Sampling:
         if isinstance(bias := self.rules.get("sequence_bias"), dict):
             pairs = [[list(tokens), value] for tokens, value in bias.items()]
             object.__setattr__(self, "rules", {**self.rules, "sequence_bias": pairs})
-        if self.logprobs is not None:
-            self._check_integer("logprobs", 0, 2**63 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._check_integer(name, 0, 2**63 - 1)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.grammar is not None and (self.ignore_eos or self.rules.get("min_new_tokens")):
+            raise ConfigError(
+                "grammar is given with ignore_eos or min_new_tokens, but its answer ends where it allows no more;"
+                " leave these out"
+            )
         for token in self.stop_token_ids:
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
                 raise ConfigError(f"stop_token_ids holds {token!r}, but a token id is an integer of at least 0")
@@ -128,11 +138,24 @@ class ChosenToken:
         logprob: natural logarithm of its probability under the model, before rules, temperature, top_k and top_p; None
             if it was not asked for.
         top: the most probable tokens (id, logprob) in descending order, as many as `Sampling.logprobs` asks for.
+        prompt: with the first token of an answer, the tokens of its prompt, if their logprobs were asked for. The
+            first has none, as nothing comes before it.
     """
 
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    prompt: tuple[ChosenToken, ...] = ()
+
+    def to_fields(self) -> tuple[Any, ...]:
+        """Return the values, as JSON can hold them."""
+        return self.token, self.logprob, self.top, [each.to_fields() for each in self.prompt]
+
+    @classmethod
+    def from_fields(cls, token: int, logprob: float | None, top: Any = (), prompt: Any = ()) -> ChosenToken:
+        """Make a token of what `to_fields` returns, also after JSON."""
+        pairs = tuple((each, its) for each, its in top)
+        return cls(token, logprob, pairs, tuple(cls.from_fields(*each) for each in prompt))
 
 
 def sample(logits: Tensor, sampling: Sampling, position: int, scores: Tensor | None = None) -> ChosenToken:
@@ -165,9 +188,20 @@ def sample(logits: Tensor, sampling: Sampling, position: int, scores: Tensor | N
         return ChosenToken(token)
     if ruled and not math.isfinite(float(logits.max())):
         logits = scores  # the rules have removed what is no number
+    return report_token(logits, token, sampling.logprobs)
+
+
+def report_token(logits: Tensor, token: int, count: int) -> ChosenToken:
+    """Return a token with its logprob and the `count` most probable ones.
+
+    Args:
+        logits: floating [vocabulary].
+        token: that stands where they were asked for.
+        count: of tokens to report besides.
+    """
     logprobs = logits.double().log_softmax(0)
-    order = _most_probable(logits, sampling.logprobs).tolist()
-    return ChosenToken(token, float(logprobs[token]), tuple((each, float(logprobs[each])) for each in order))
+    top = tuple((each, float(logprobs[each])) for each in _most_probable(logits, count).tolist())
+    return ChosenToken(token, float(logprobs[token]), top)
 
 
 def _draw(scores: Tensor, greatest: float, sampling: Sampling, position: int) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,12 +32,27 @@ __all__ = ["ByteTokenizer", "HuggingFaceTokenizer", "TextTokenizer", "load_text_
 class TextTokenizer(Protocol):
     """Turns requests into tokens and tokens into text; on any thread."""
 
+    @property
+    def chat_template(self) -> str | None:
+        """Text of the template of conversations with tools; None if there is none."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt, with the special tokens that the model begins with."""
         ...
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Return the tokens of a conversation by the model's chat template, up to where the assistant answers.
+
+        Args:
+            messages: role, content and whatever else templates know.
+            tools: that the model may call, as OpenAI's API has them.
+            variables: further ones of the template.
 
         Raises:
             ConfigError: there is no template, or it does not accept these messages.
@@ -56,6 +73,14 @@ class TextTokenizer(Protocol):
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that a token adds to a text that has begun; its name's, if it adds none."""
+        ...
+
+    def is_special(self, token: int) -> bool:
+        """Return whether a token adds nothing to a text."""
+        ...
+
+    def vocabulary(self) -> tuple[list[bytes], frozenset[int]]:
+        """Return `token_bytes` of all tokens, by id, and the tokens that add nothing to a text."""
         ...
 
 
@@ -92,18 +117,46 @@ class HuggingFaceTokenizer:
         with self._lock:
             return list(self._tokenizer(text)["input_ids"])
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    @property
+    def chat_template(self) -> str | None:
+        """See TextTokenizer."""
+        try:
+            return str(self._tokenizer.get_chat_template(tools=[{}]))  # that for tools, where there are several
+        except Exception:  # there is none
+            return None
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """See TextTokenizer."""
         if self._tokenizer.chat_template is None:
             raise ConfigError("the model's tokenizer has no chat template; ask /v1/completions with a prompt")
+        self._check_variables(variables or {}, bool(tools))
         with self._lock:
             try:
                 text = self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                    [dict(message) for message in messages],
+                    tools=[dict(tool) for tool in tools] or None,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **variables or {},
                 )
             except Exception as error:  # templates are programs and raise what they like
                 raise ConfigError(f"the model's chat template does not accept these messages: {error}") from error
             return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _check_variables(self, variables: Mapping[str, Any], with_tools: bool) -> None:
+        """Refuse variables that the template does not have, or that are not the client's to set."""
+        taken = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        template = str(self._tokenizer.get_chat_template(tools=[{}] if with_tools else None)) if variables else ""
+        for name in variables:
+            if name in taken or name == "messages" or not re.search(rf"\b{re.escape(name)}\b", template):
+                raise ConfigError(
+                    f"the model's chat template has no variable {name!r} that a request can set; leave it out"
+                )
 
     def decode(self, tokens: Sequence[int]) -> str:
         """See TextTokenizer."""
@@ -124,6 +177,15 @@ class HuggingFaceTokenizer:
             known = self._bytes[token] = self._make_bytes(token)
         return known
 
+    def is_special(self, token: int) -> bool:
+        """See TextTokenizer."""
+        return token in self._skipped
+
+    def vocabulary(self) -> tuple[list[bytes], frozenset[int]]:
+        """See TextTokenizer."""
+        size = max(self._names, default=-1) + 1
+        return [self.token_bytes(token) for token in range(size)], frozenset(self._skipped)
+
     def _make_bytes(self, token: int) -> bytes:
         if self._decoder is None or (name := self._shown_name(token)) is None:
             return self.token_name(token).encode()
@@ -143,7 +205,14 @@ class ByteTokenizer:
         """See TextTokenizer."""
         return list(text.encode())
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    chat_template = None
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """See TextTokenizer."""
         raise ConfigError("the model's tokens are bytes, without a chat template; ask /v1/completions with a prompt")
 
@@ -162,6 +231,14 @@ class ByteTokenizer:
     def token_bytes(self, token: int) -> bytes:
         """See TextTokenizer."""
         return bytes([token]) if token < 256 else self.token_name(token).encode()
+
+    def is_special(self, token: int) -> bool:
+        """See TextTokenizer."""
+        return token >= 256
+
+    def vocabulary(self) -> tuple[list[bytes], frozenset[int]]:
+        """See TextTokenizer."""
+        return [self.token_bytes(token) for token in range(257)], frozenset({256})
 
 
 def _known_decoder(tokenizer: Any) -> tuple[Any, Callable[[str], str] | None] | None:

@@ -7,8 +7,8 @@ A rank of torchrun does the same over a connection (laconic.infer.control).
     commands: {"do": "request", "name", "prompt", "sampling", "stream"}, {"do": "cancel", "name"}, {"do": "stop"},
               {"do": "record", "on"} for workers of both roles, answered by {"is": "recorded"} with a WorkerLog
     events: {"is": "ready", ...}, {"is": "failed", "error", "refused"},
-            {"is": "tokens", "tokens"}: one of each forward, a list of [name, token, logprob, top] of the requests with
-            "stream",
+            {"is": "tokens", "tokens"}: one of each forward, a list of [name, token, logprob, top, prompt] (see
+            ChosenToken.to_fields) of the requests with "stream",
             {"is": "finished", "name", "tokens", "error", "is_own", "traffic"}: an error that is the request's own loses
             no other; traffic a2e and e2a of this worker so far,
             {"is": "progress", "stalled_seconds"} from attention workers: blocks of the model have ended since the last;
@@ -200,7 +200,7 @@ def _serve_requests(
     threading.Thread(target=read_commands, name="laconic-engine", daemon=True).start()
 
     def tell_tokens(chosen: list[tuple[str, ChosenToken]]) -> None:
-        told = [(name, token.token, token.logprob, token.top) for name, token in chosen if name in streams]
+        told = [(name, *token.to_fields()) for name, token in chosen if name in streams]
         if told:
             events.write("tokens", tokens=told)
 

@@ -269,12 +269,7 @@ class WorkerSet:
             self._ready[rank] = event
             self._ready_count.release()
         elif event["is"] == "tokens":
-            self._requests.hear(
-                [
-                    (name, ChosenToken(token, logprob, tuple((each, its) for each, its in top)))
-                    for name, token, logprob, top in event["tokens"]
-                ]
-            )
+            self._requests.hear([(name, ChosenToken.from_fields(*token)) for name, *token in event["tokens"]])
         elif event["is"] == "finished":
             a2e, e2a = (LinkTraffic(**direction) for direction in event["traffic"])
             with self._lock:

@@ -11,6 +11,8 @@ What is used of it, and for what:
   fail, not the loop.
 - The manager's `logit_processor`, which is told the requests of each batch, and `_sample` of its ModelRunner, which is
   called with their logits: the tokens are chosen there.
+- `ContinuousBatchingIOs.get_model_kwargs` and `PagedAttentionCache.search_prefix_match`: rows of prompts whose logprobs
+  are asked for (prompt_rows.py).
 - `GenerationMixin._get_logits_processor`: the processors of one request, made by logits_rules.py, which is given the
   model. Those of a manager see a request's last token alone.
 - `PagedAttentionCache.update`: rows of multi-head latent attention, which are narrower than the paged cache, are filled

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from laconic.errors import ConfigError, LaconicError, ModelError
+from laconic.infer.grammars import GrammarMask
 from laconic.infer.logits_rules import LogitsRules, make_rules, try_rules
 from laconic.infer.sampling import ChosenToken, Sampling
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     pass
 from laconic.infer.transformers_seam.faulty_batches import FaultyBatches
 from laconic.infer.transformers_seam.latent_attention import widen_rows
+from laconic.infer.transformers_seam.prompt_rows import PromptReport
 from laconic.infer.transformers_seam.sampler import Finished, Replay, Sampler
 
 __all__ = ["CacheLimits", "Requests"]
@@ -53,6 +55,7 @@ class Requests:
         on_trouble: called, on another thread, with the name of a request that has failed by itself in a way that may
             not be its own, and with what ends it, to be called once the others are known to be well.
         on_ended: called, on another thread, with what ends the loop of requests, before any of them hears of it.
+        grammar_tokenizer: returns that of the model, as `laconic.infer.grammars` has it; None if there are no grammars.
 
     Attributes:
         eos_token_ids: tokens that end every request.
@@ -69,6 +72,7 @@ class Requests:
         on_tokens: Callable[[list[tuple[str, ChosenToken]]], None] = lambda tokens: None,
         on_trouble: Callable[[str, Callable[[], None]], None] = lambda name, end: end(),
         on_ended: Callable[[str], None] = lambda why: None,
+        grammar_tokenizer: Callable[[], Any] | None = None,
     ) -> None:
         from transformers import GenerationConfig
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -97,6 +101,7 @@ class Requests:
             ) from error
         self.eos_token_ids = tuple(token for token in ([eos] if isinstance(eos, int) else eos) if token >= 0)
         self._on_finished, self._on_trouble = on_finished, on_trouble
+        self._grammar_tokenizer = grammar_tokenizer
         self._why_ended = ""
 
         def end(error: Exception) -> None:
@@ -112,6 +117,7 @@ class Requests:
                 processor = create()
                 processor.model_runner._sample = sampler.choose
                 faults.watch(processor)
+                sampler.prompts.watch(processor)
                 if getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None:
                     widen_rows(processor.cache)
             except Exception as error:
@@ -133,11 +139,19 @@ class Requests:
         """Add a request for tokens after `prompt`."""
         eos = [*(() if sampling.ignore_eos else self.eos_token_ids), *sampling.stop_token_ids]
         try:
-            rules = make_rules(self._model, self._generation, sampling, prompt, eos)
+            grammar = self._grammar(sampling, len(prompt))
+            rules = make_rules(self._model, self._generation, sampling, prompt, eos, grammar)
         except Exception as error:  # transformers checks the values of a request's rules
             self._end(Finished(name, [], f"the request's rules for logits are refused: {error}", is_own=True))
             return
         self._add(name, prompt, sampling, eos or [-1], rules)
+
+    def _grammar(self, sampling: Sampling, prompt_tokens: int) -> GrammarMask | None:
+        if sampling.grammar is None:
+            return None
+        if self._grammar_tokenizer is None:
+            raise ConfigError("no tokenizer is there for a grammar")
+        return GrammarMask(self._grammar_tokenizer(), sampling.grammar, prompt_tokens)
 
     def replay(self, name: str, prompt: list[int], replay: Replay) -> None:
         """Add a request whose tokens are given; neither `on_finished` nor `on_tokens` hears of it."""
@@ -155,6 +169,7 @@ class Requests:
             sampling=sampling,
             rules=rules,
             prompt_tokens=len(prompt),
+            report=None if sampling.prompt_logprobs is None else PromptReport(prompt, sampling.prompt_logprobs),
         )
         if added is None:
             self._end(Finished(name, [], f"the generation loop has ended{self._why_ended}"))

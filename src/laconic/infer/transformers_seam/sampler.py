@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from laconic.errors import LaconicError
 from laconic.infer.logits_rules import LogitsRules
 from laconic.infer.sampling import ChosenToken, Sampling, sample
+from laconic.infer.transformers_seam.prompt_rows import PromptReport, PromptRows
 
 if TYPE_CHECKING:
     pass
@@ -66,6 +68,7 @@ class Sampler:
 
     Attributes:
         replays: requests whose tokens are given, by name.
+        prompts: what is asked of prompts.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Sampler:
         self.do_processing: bool = processors.do_processing
         self._states: list[Any] = []
         self.replays: dict[str, Replay] = {}
+        self.prompts = PromptRows(on_failed)
 
     def fill_defaults(self, storage: Tensor) -> None:
         """As transformers' processors do."""
@@ -89,6 +93,7 @@ class Sampler:
 
     def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: Tensor) -> Tensor:
         """Take note of the requests that get a token in this batch, in its order."""
+        self.prompts.prepare(requests_in_batch)
         self._states = [request.state for request in requests_in_batch if request.has_new_token]
         return self._processors.prepare_tensor_args(requests_in_batch, arg_storage)
 
@@ -101,9 +106,10 @@ class Sampler:
 
         Args:
             scores: float32 [1, rows, vocabulary]; the first rows are those of the requests with a new token, in order,
-                and what follows is padding.
+                then padding, or rows of prompts.
             output_ids: integers [1 or more, at least rows]; tokens belong into the first row.
         """
+        self.prompts.hear(scores[0])
         if not self._states:
             return
         rows = scores[0, : len(self._states)].cpu()
@@ -126,6 +132,7 @@ class Sampler:
                 token: ChosenToken | None = ChosenToken(tokens[number])
             else:
                 token = self._sample(state, rows[number], rules)
+            token = self._with_prompt(state, token)
             if token is not None:
                 tokens[number] = token.token
                 chosen.append((state.request_id, token))
@@ -143,6 +150,16 @@ class Sampler:
             return None
         rules.take(token.token, position)
         return token
+
+    def _with_prompt(self, state: Any, token: ChosenToken | None) -> ChosenToken | None:
+        """Return a token, the first of an answer with the prompt's, if they were asked for; None if that fails."""
+        report: PromptReport | None = state.logit_processor_kwargs["report"]
+        if token is None or report is None or position_of(state) > 0:
+            return token
+        try:
+            return dataclasses.replace(token, prompt=report.tokens())
+        except KeyError:  # a row without logprobs, of which the request's end has told
+            return None
 
 
 _TRIAL = Sampling(temperature=1.0, top_p=0.9)

@@ -67,7 +67,12 @@ _NAMES = {
         "FIFOScheduler.finish_request",
         "FIFOScheduler.schedule_batch",
     ),
-    "transformers.generation.continuous_batching.cache": ("PagedAttentionCache.update", "group_layers_by_attn_type"),
+    "transformers.generation.continuous_batching.cache": (
+        "PagedAttentionCache.search_prefix_match",
+        "PagedAttentionCache.update",
+        "group_layers_by_attn_type",
+    ),
+    "transformers.generation.continuous_batching.input_outputs": ("ContinuousBatchingIOs.get_model_kwargs",),
     "transformers.integrations.sdpa_attention": ("sdpa_attention_forward",),
 }
 
