@@ -127,6 +127,18 @@ def test_an_answer_ends_by_its_grammar_alone() -> None:
         grammar_tokenizer(ByteTokenizer(), [])
 
 
+def test_tokens_without_known_bytes_are_refused_and_holes_are_nothing() -> None:
+    ours = HuggingFaceTokenizer(tokenizer("Llama 2", False))
+    size = len(ours.vocabulary()[0])
+    ours._names[size + 2] = "▁more"
+    tokens, special = ours.vocabulary()
+    assert tokens[size:] == [b"", b"", b" more"]
+    assert all(tokens[token] for token in special)
+    ours._decoder = None
+    with pytest.raises(ConfigError, match="are not known"):
+        ours.vocabulary()
+
+
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConfigError, match=r"pip install 'laconic\[grammar\]'"):
@@ -138,6 +150,7 @@ def test_requests_of_a_batch_follow_their_grammars_and_fail_alone(tmp_path: Path
     model: Any = load_whole_model(path, torch.float32)
     known = grammar_tokenizer(ByteTokenizer(), [EOS])
     ended: queue.SimpleQueue[Finished] = queue.SimpleQueue()
+    model.generation_config.min_new_tokens = 5  # is not for answers by a grammar
     requests = Requests(model, CacheLimits(512, 32), ended.put, grammar_tokenizer=lambda: known)
     grammars = {
         "choice": make_grammar("choice", ["yes", "no"]),
@@ -159,4 +172,4 @@ def test_requests_of_a_batch_follow_their_grammars_and_fail_alone(tmp_path: Path
     assert set(errors) == {"bad", "bad, drawn"}
     assert all("the grammar is refused" in str(error) and is_own for error, is_own in errors.values())
     (found,) = [end.tokens for end in ends if end.name == "none"]
-    assert found == generated(path, [[5, 9, 2]], 8)[0]
+    assert found == generated(path, [[5, 9, 2]], 8)[0]  # which does not end before

@@ -19,6 +19,9 @@ from laconic.infer.sampling import Sampling
 
 __all__ = ["LogitsRules", "make_rules", "try_rules"]
 
+_LEAST_LENGTHS = ("min_length", "min_new_tokens")
+"""Rules of a model that an answer by a grammar does not follow: it ends where the grammar allows no more."""
+
 
 class LogitsRules:
     """The logits processors of one request, and the tokens that they look at.
@@ -84,6 +87,7 @@ def make_rules(
         own.append(_Penalties(sampling, len(prompt)))
     if grammar is not None:
         own.append(grammar)
+        values = {name: value for name, value in values.items() if name not in _LEAST_LENGTHS}
     if not values and not own:
         return None
     # Cuts that laconic does not make come after those that it does, and a watermark after all of them: transformers'

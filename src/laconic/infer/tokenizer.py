@@ -80,7 +80,11 @@ class TextTokenizer(Protocol):
         ...
 
     def vocabulary(self) -> tuple[list[bytes], frozenset[int]]:
-        """Return `token_bytes` of all tokens, by id, and the tokens that add nothing to a text."""
+        """Return the bytes that tokens add to a text that has begun, by id, and the special tokens, with their names'.
+
+        Raises:
+            ConfigError: they are not known.
+        """
         ...
 
 
@@ -183,8 +187,14 @@ class HuggingFaceTokenizer:
 
     def vocabulary(self) -> tuple[list[bytes], frozenset[int]]:
         """See TextTokenizer."""
-        size = max(self._names, default=-1) + 1
-        return [self.token_bytes(token) for token in range(size)], frozenset(self._skipped)
+        if self._decoder is None:
+            raise ConfigError(
+                f"the bytes of {type(self._tokenizer).__name__}'s tokens are not known: it decodes in a way of its own"
+            )
+        found = [b""] * (max(self._names, default=-1) + 1)
+        for token, name in self._names.items():
+            found[token] = name.encode() if token in self._skipped else token_bytes(name, self._stages())
+        return found, frozenset(self._skipped)
 
     def _make_bytes(self, token: int) -> bytes:
         if self._decoder is None or (name := self._shown_name(token)) is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from laconic.errors import ModelError
 from laconic.infer.sampling import ChosenToken, report_token
 
-__all__ = ["PromptReport", "PromptRows"]
+__all__ = ["PromptReport", "PromptRows", "report_of"]
 
 
 class PromptReport:
@@ -63,7 +63,7 @@ class PromptRows:
 
         def search_match(name: str, tokens: list[int]) -> int:
             state = scheduler.waiting_requests.get(name)
-            return 0 if state is not None and _report(state) is not None else int(search(name, tokens))
+            return 0 if state is not None and report_of(state) is not None else int(search(name, tokens))
 
         def with_prompts(*args: Any, **kwargs: Any) -> Any:
             made = model_kwargs(*args, **kwargs)
@@ -79,7 +79,7 @@ class PromptRows:
         """Take note of what is wanted of a batch: a row of the model's input has the logits of the token behind it."""
         self._wanted, start = [], 0
         for request in requests_in_batch:
-            report, count = _report(request.state), request.query_length
+            report, count = report_of(request.state), request.query_length
             if report is not None:
                 before = request.state.position_offset - count
                 places = range(before + 1, min(before + count + 1, len(report.prompt)))
@@ -99,6 +99,7 @@ class PromptRows:
                 self._on_failed(state.request_id, error)
 
 
-def _report(state: Any) -> PromptReport | None:
+def report_of(state: Any) -> PromptReport | None:
+    """Return what a request's prompt is reported to; None if nobody asks."""
     found: PromptReport | None = state.logit_processor_kwargs.get("report")
     return found

@@ -14,7 +14,7 @@ from torch import Tensor
 from laconic.errors import LaconicError
 from laconic.infer.logits_rules import LogitsRules
 from laconic.infer.sampling import ChosenToken, Sampling, sample
-from laconic.infer.transformers_seam.prompt_rows import PromptReport, PromptRows
+from laconic.infer.transformers_seam.prompt_rows import PromptRows, report_of
 
 if TYPE_CHECKING:
     pass
@@ -153,7 +153,7 @@ class Sampler:
 
     def _with_prompt(self, state: Any, token: ChosenToken | None) -> ChosenToken | None:
         """Return a token, the first of an answer with the prompt's, if they were asked for; None if that fails."""
-        report: PromptReport | None = state.logit_processor_kwargs["report"]
+        report = report_of(state)
         if token is None or report is None or position_of(state) > 0:
             return token
         try:
