@@ -29,6 +29,14 @@ def answer(prompt: Sequence[int], sampling: Sampling) -> list[int]:
     return list(text[: sampling.max_new_tokens])
 
 
+def report(prompt: Sequence[int], count: int | None) -> tuple[ChosenToken, ...]:
+    """Logprobs of a prompt, of FakeEngine: each token has that of its place."""
+    if count is None:
+        return ()
+    made = [ChosenToken(token, -float(place), ((token, -float(place)),)[:count]) for place, token in enumerate(prompt)]
+    return (ChosenToken(prompt[0]), *made[1:])
+
+
 @dataclass
 class _Request:
     tokens: list[int]
@@ -36,6 +44,7 @@ class _Request:
     listener: TokenListener
     cache_tokens: int
     engine: FakeEngine
+    prompt: Sequence[int]
     count: int = 0
 
     def cancel(self) -> bool:
@@ -82,7 +91,7 @@ class FakeEngine:
         if max(prompt) > EOS:
             raise ConfigError(f"the prompt has tokens up to {max(prompt)}, but this model's are from 0 to {EOS}")
         tokens = self.answer(prompt, sampling)
-        request = _Request(tokens, sampling, listener, len(prompt) + sampling.max_new_tokens, self)
+        request = _Request(tokens, sampling, listener, len(prompt) + sampling.max_new_tokens, self, prompt)
         with self._lock:
             self._requests.append(request)
             self.peak = max(self.peak, self.cache_tokens - self.free_cache_tokens)
@@ -114,7 +123,8 @@ class FakeEngine:
                 request.count += 1
                 logprobs = request.sampling.logprobs
                 top = () if logprobs is None else tuple((65 + n, -1.0 - n) for n in range(logprobs))
-                request.listener.on_token(ChosenToken(token, None if logprobs is None else -0.5, top))
+                prompt = () if request.count > 1 else report(request.prompt, request.sampling.prompt_logprobs)
+                request.listener.on_token(ChosenToken(token, None if logprobs is None else -0.5, top, prompt))
                 if request.count == len(request.tokens) and self.forget(request):
                     request.listener.on_end(None)
             time.sleep(self._step_seconds)

@@ -30,7 +30,7 @@ MODEL = "tiny"
 class ChatBytes(ByteTokenizer):
     """Bytes with a chat template."""
 
-    def encode_chat(self, messages: Sequence[Any]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Any], tools: Sequence[Any] = (), variables: Any = None) -> list[int]:
         if messages[-1]["role"] != "user":
             raise ConfigError("the last message must be the user's")
         return self.encode("".join(f"{message['role']}: {message['content']}\n" for message in messages))
@@ -404,7 +404,8 @@ USER: list[Any] = [{"role": "user", "content": "Hi"}]
         ("completions", {"model": MODEL, "prompt": "x" * 500}, 400, "prompt", "at most 512"),
         ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 512}, 400, "prompt", "at most 512"),
         ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 500, "n": 9}, 400, "prompt", "smaller n"),
-        ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 0}, 400, "max_tokens", "greater than or equal"),
+        ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 0}, 400, "max_tokens", "echo is not true"),
+        ("completions", {"model": MODEL, "prompt": "x", "max_tokens": -1}, 400, "max_tokens", "greater than or equal"),
         ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 1.5}, 400, "max_tokens", "integer"),
         ("completions", {"model": MODEL, "prompt": "x", "max_tokens": True}, 400, "max_tokens", "integer"),
         ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 10**30}, 400, "max_tokens", "max_tokens is"),
@@ -412,7 +413,7 @@ USER: list[Any] = [{"role": "user", "content": "Hi"}]
         ("completions", {"model": MODEL, "prompt": "x", "temperature": 2.1}, 400, "temperature", "less than or equal"),
         ("completions", {"model": MODEL, "prompt": "x", "temperature": "1"}, 400, "temperature", "valid number"),
         ("completions", {"model": MODEL, "prompt": "x", "top_p": 0}, 400, "top_p", "greater than 0"),
-        ("completions", {"model": MODEL, "prompt": "x", "top_k": -1}, 400, "top_k", "greater than or equal"),
+        ("completions", {"model": MODEL, "prompt": "x", "top_k": -2}, 400, "top_k", "greater than or equal"),
         ("completions", {"model": MODEL, "prompt": "x", "seed": 2**63}, 400, "seed", "seed is"),
         ("completions", {"model": MODEL, "prompt": "x", "n": 0}, 400, "n", "greater than or equal"),
         ("completions", {"model": MODEL, "prompt": "x", "n": 65}, 400, "n", "less than or equal"),
@@ -422,7 +423,7 @@ USER: list[Any] = [{"role": "user", "content": "Hi"}]
         ("completions", {"model": MODEL, "prompt": "x", "stop": ["x"] * 17}, 400, "stop", "at most 16"),
         ("completions", {"model": MODEL, "prompt": "x", "stream": 1}, 400, "stream", "valid boolean"),
         ("completions", {"model": MODEL, "prompt": "x", "stream_options": {}}, 400, "stream_options", "stream is not"),
-        ("completions", {"model": MODEL, "prompt": "x", "echo": True}, 400, "echo", "echo is not served"),
+        ("completions", {"model": MODEL, "prompt": "x", "suffix": "y"}, 400, "suffix", "suffix is not served"),
         ("completions", {"model": MODEL, "prompt": "x", "top_q": 1}, 400, "top_q", "top_q is no field that is served"),
         ("completions", {"model": MODEL, "messages": USER}, 400, "prompt", "prompt is missing"),
         ("chat/completions", {"model": MODEL}, 400, "messages", "messages is missing"),
@@ -432,8 +433,8 @@ USER: list[Any] = [{"role": "user", "content": "Hi"}]
             "chat/completions",
             {"model": MODEL, "messages": [{"role": "tool", "content": ""}]},
             400,
-            "messages.0.role",
-            "must be 'system'",
+            "messages.0.tool_call_id",
+            "must be given with the role tool",
         ),
         (
             "chat/completions",
@@ -449,7 +450,7 @@ USER: list[Any] = [{"role": "user", "content": "Hi"}]
             "messages",
             "must be the user's",
         ),
-        ("chat/completions", {"model": MODEL, "messages": USER, "tools": [{}]}, 400, "tools", "not served"),
+        ("chat/completions", {"model": MODEL, "messages": USER, "tools": [{}]}, 400, "tools.0.type", "is missing"),
         ("chat/completions", {"model": MODEL, "messages": USER, "top_logprobs": 1}, 400, "top_logprobs", "give both"),
         (
             "chat/completions",

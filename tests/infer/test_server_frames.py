@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laconic.infer.sampling import ChosenToken
-from laconic.infer.server.frames import PartFrames, frame
+from laconic.infer.server.frames import PartFrames
 from laconic.infer.server.generation import Part
 from laconic.infer.server.replies import ChatReply, CompletionReply
 from laconic.infer.tokenizer import ByteTokenizer
@@ -38,6 +38,6 @@ def test_events_of_parts_are_those_of_their_chunks(
     for part in parts:
         chunks = list(reply.chunks(part))
         events = frames.of(part)
-        assert events == b"".join(frame(chunk) for chunk in chunks)
+        assert events == b"".join(reply.frame(chunk) for chunk in chunks)
         carried = [event.removeprefix(b"data: ") for event in events.split(b"\n\n")[:-1]]
         assert [json.loads(each) for each in carried] == chunks

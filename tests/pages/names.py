@@ -287,7 +287,7 @@ def chat_tokenizer() -> Any:
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokens.decoder = decoders.ByteLevel()
     made = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="!")
-    made.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    made.chat_template = "{{ tools or '' }}{% for message in messages %}{{ message.content }}{% endfor %}"
     return made
 
 

@@ -62,6 +62,8 @@ def _serve(options: argparse.Namespace, api_key: str | None, listening: socket.s
         max_model_tokens=getattr(config, "max_position_embeddings", None),
         max_waiting=options.max_waiting,
         default_max_tokens=options.default_max_tokens,
+        tool_call_parser=options.tool_call_parser,
+        allowed_origins=tuple(options.allowed_origins),
     )
     with start_engine(options) as engine:
         app = create_app(engine, tokenizer, settings)
@@ -95,6 +97,18 @@ def make_parser() -> Parser:
         type=int,
         metavar="N",
         help="most tokens of a chat's answer whose request does not say (default: the model's, or all that fit)",
+    )
+    server.add_argument(
+        "--tool-call-parser",
+        choices=["hermes", "llama3_json", "mistral"],
+        help="how the model writes calls of tools (default: by its chat template)",
+    )
+    server.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        default=[],
+        metavar="ORIGIN",
+        help="pages whose scripts may ask, such as https://a.example; '*' is all (default: none)",
     )
     server.add_argument(
         "--max-connections",

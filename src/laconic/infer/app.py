@@ -61,6 +61,8 @@ class _ServerArguments(BaseModel):
     max_body_seconds: int | None = None
     max_unread_tokens: int | None = None
     default_max_tokens: int | None = None
+    tool_call_parser: str | None = None
+    allowed_origins: list[str] | None = None
 
 
 _Arguments = TypeVar("_Arguments", bound=BaseModel)

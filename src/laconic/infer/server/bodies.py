@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import from_json
 
+from laconic.infer.server.conversation import Message, NamedTool, Strict, Tool, ToolChoice
 from laconic.infer.server.refusals import Refusal
+from laconic.infer.server.unserved import NEUTRAL_IN_CHATS, NEUTRAL_IN_COMPLETIONS
 
-__all__ = ["ChatBody", "CompletionBody", "DetokenizeBody", "Message", "RequestBody", "TokenizeBody", "parse_body"]
-
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "moderation": (),
-    "prediction": (),
-    "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
-"""Fields that are not served, and the values that ask for nothing; clients send them unasked."""
+__all__ = ["ChatBody", "CompletionBody", "DetokenizeBody", "RequestBody", "TokenizeBody", "make_body", "parse_body"]
 
 
 def _check_stop(value: object) -> object:
@@ -72,86 +56,95 @@ def _check_stop_tokens(value: object) -> object:
     return value
 
 
-def _check_nothing(value: object) -> object:
-    if value is not None and value != []:
-        raise ValueError("must be null: only text is served; leave it out")
+def _check_false(value: object) -> object:
+    if value not in (None, False):
+        raise ValueError("must be false: it is not served; leave it out")
     return None
 
 
-def _check_content(value: object) -> object:
-    if isinstance(value, list) and value:
-        if not all(
-            isinstance(part, dict)
-            and part.keys() == {"type", "text"}
-            and part["type"] == "text"
-            and isinstance(part["text"], str)
-            for part in value
-        ):
-            raise ValueError("must be a string or a list of parts of type text; other parts are not served")
-        return "".join(part["text"] for part in value)
-    return value
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """Options of an answer in pieces.
 
     Attributes:
         include_usage: end with a chunk of numbers of tokens.
         include_obfuscation: is accepted; no padding is sent either way.
+        continuous_usage_stats: numbers of tokens in every chunk, of vLLM; not served.
     """
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: Annotated[None, BeforeValidator(_check_false)] = None
 
 
-class Message(_Strict):
-    """A message of a conversation.
+class _JsonSchema(Strict):
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """What an answer must be.
 
     Attributes:
-        role: who says it.
-        content: the text, or a list of {"type": "text", "text": ...}, which are joined; an assistant's may be null.
-        name: of the speaker, for templates that use it.
-        annotations, audio, function_call, refusal, tool_calls: null or empty, as clients send answers back.
+        type: any text, any JSON object, or JSON by a schema.
+        json_schema: the schema, with json_schema.
     """
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | None, BeforeValidator(_check_content)] = None
-    name: str | None = None
-    annotations: Annotated[None, BeforeValidator(_check_nothing)] = None
-    audio: Annotated[None, BeforeValidator(_check_nothing)] = None
-    function_call: Annotated[None, BeforeValidator(_check_nothing)] = None
-    refusal: Annotated[None, BeforeValidator(_check_nothing)] = None
-    tool_calls: Annotated[None, BeforeValidator(_check_nothing)] = None
-
-    def for_template(self) -> dict[str, str]:
-        """Return what chat templates know of a message."""
-        return {"role": self.role, "content": self.content or ""} | ({} if self.name is None else {"name": self.name})
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
 
 
-class RequestBody(_Strict):
+class StructuredOutputs(Strict):
+    """What an answer must be, as vLLM has it; one of json, regex, choice, grammar and json_object.
+
+    Attributes:
+        json_: a JSON schema, `json` in the body.
+        regex: a regular expression for the whole answer.
+        choice: the texts that it may be.
+        grammar: in Lark's format.
+        json_object: any JSON object.
+        disable_any_whitespace, disable_additional_properties, disable_fallback, structural_tag, whitespace_pattern:
+            false or null.
+    """
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1)
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: Annotated[None, BeforeValidator(_check_false)] = None
+    disable_additional_properties: Annotated[None, BeforeValidator(_check_false)] = None
+    disable_fallback: Annotated[None, BeforeValidator(_check_false)] = None
+    structural_tag: Annotated[None, BeforeValidator(_check_false)] = None
+    whitespace_pattern: Annotated[None, BeforeValidator(_check_false)] = None
+
+
+class RequestBody(Strict):
     """Fields that completions and chats share; see OpenAI's API reference. None is as if left out.
 
     Attributes:
+        response_format: what the answer must be.
         metadata, prompt_cache_key, prompt_cache_options, prompt_cache_retention, safety_identifier, service_tier,
             store, user: are accepted and not used: they change no token.
         top_k: beyond OpenAI's API, as all that follow, and as vLLM has them: draw from that many most probable tokens;
-            0 draws from all.
+            0 and -1 draw from all.
         min_p: draw from tokens with at least that share of the greatest probability.
         repetition_penalty: divides logits of tokens that are in the prompt or the answer.
         min_tokens: of the answer, before which no token ends it.
         ignore_eos: the model's end-of-sequence tokens do not end the answer.
         stop_token_ids: further tokens that do.
         return_tokens_as_token_ids: logprobs name tokens "token_id:7".
+        structured_outputs: what the answer must be.
+        guided_json, guided_regex, guided_choice, guided_grammar: the same, by the names that vLLM gave them before.
+        json_schema, regex: the same, by SGLang's names; the schema as a string.
+        guided_decoding_backend, request_id, return_mm_kwargs, rid, session_id: are accepted and not used.
     """
 
     model: str
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, le=2**31)
+    top_k: int | None = Field(None, ge=-1, le=2**31)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     n: int | None = Field(None, ge=1, le=64)
     max_tokens: int | None = Field(None, ge=1, le=2**31)
@@ -161,11 +154,19 @@ class RequestBody(_Strict):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_check_bias)] = None
+    response_format: ResponseFormat | None = None
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     min_tokens: int | None = Field(None, ge=0, le=2**31)
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int] | None, BeforeValidator(_check_stop_tokens)] = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(None, min_length=1)
+    guided_grammar: str | None = None
+    json_schema: str | None = None
+    regex: str | None = None
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
@@ -175,6 +176,11 @@ class RequestBody(_Strict):
     store: bool | None = None
     user: str | None = None
     return_tokens_as_token_ids: bool | None = None
+    guided_decoding_backend: str | None = None
+    request_id: str | None = None
+    return_mm_kwargs: bool | None = None
+    rid: str | None = None
+    session_id: str | None = None
 
     @property
     def rules(self) -> dict[str, Any]:
@@ -193,6 +199,11 @@ class RequestBody(_Strict):
         return bool(self.return_tokens_as_token_ids)
 
     @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with numbers of tokens."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
     def longest_answer(self) -> int | None:
         """Tokens of the longest answer that the client takes; None if it does not say."""
         return self.max_tokens
@@ -202,6 +213,11 @@ class RequestBody(_Strict):
         """Value of Sampling.logprobs."""
         return None
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Value of Sampling.prompt_logprobs."""
+        return None
+
 
 class CompletionBody(RequestBody):
     """Body of /v1/completions.
@@ -209,15 +225,24 @@ class CompletionBody(RequestBody):
     Attributes:
         prompt: a text, a list of token ids, or a list of either.
         logprobs: how many tokens to report at each position.
+        max_tokens: of the answer; 0 is for echo.
+        echo: begin the answer with the prompt, and its logprobs.
     """
 
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_check_prompt)]
     logprobs: int | None = Field(None, ge=0, le=20)
+    max_tokens: int | None = Field(None, ge=0, le=2**31)
+    echo: bool | None = None
 
     @property
     def num_logprobs(self) -> int | None:
         """Value of Sampling.logprobs."""
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Value of Sampling.prompt_logprobs."""
+        return self.logprobs if self.echo else None
 
 
 class ChatBody(RequestBody):
@@ -227,15 +252,21 @@ class ChatBody(RequestBody):
         messages: of the conversation, at least one.
         max_completion_tokens: the same as max_tokens.
         logprobs: report the logprob of each token.
-        parallel_tool_calls: is accepted and not used: there are no tools.
         top_logprobs: how many tokens to report at each position, with logprobs.
+        tools: that the model may call.
+        tool_choice: "none", "auto" (the default), "required", or the tool that it must call.
+        parallel_tool_calls: whether an answer may have several calls; true is the default.
+        chat_template_kwargs: further variables of the chat template, as vLLM has them.
     """
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31)
     logprobs: bool | None = None
-    parallel_tool_calls: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def longest_answer(self) -> int | None:
@@ -247,24 +278,32 @@ class ChatBody(RequestBody):
         """Value of Sampling.logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """The tools that the model may call; none with tool_choice "none"."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
-class TokenizeBody(_Strict):
+
+class TokenizeBody(Strict):
     """Body of /tokenize, as vLLM has it.
 
     Attributes:
         model: may be left out.
         prompt: a text, whose tokens are those of /v1/completions.
         messages: of a conversation, whose tokens are those of /v1/chat/completions; one of both is given.
+        tools, chat_template_kwargs: of the conversation.
         return_token_strs: tell also what the vocabulary calls the tokens.
     """
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(_Strict):
+class DetokenizeBody(Strict):
     """Body of /detokenize, as vLLM has it.
 
     Attributes:
@@ -276,11 +315,20 @@ class DetokenizeBody(_Strict):
     tokens: Annotated[list[int], BeforeValidator(_check_stop_tokens)]
 
 
-Body = TypeVar("Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+Body = TypeVar("Body", bound=Strict)
+_NEUTRAL: dict[type[BaseModel], Mapping[str, tuple[object, ...]]] = {
+    ChatBody: NEUTRAL_IN_CHATS,
+    CompletionBody: NEUTRAL_IN_COMPLETIONS,
+}
 
 
-def parse_body(kind: type[Body], content: bytes) -> Body:
+def parse_body(kind: type[Body], content: bytes, neutral: Mapping[str, tuple[object, ...]] | None = None) -> Body:
     """Read the body of a request.
+
+    Args:
+        kind: of the body.
+        content: of the request.
+        neutral: values of fields that are not served, which ask for nothing; None takes those of the kind.
 
     Raises:
         Refusal: it is not JSON, a field is unknown or missing, breaks its rule, or contradicts another (400).
@@ -291,12 +339,22 @@ def parse_body(kind: type[Body], content: bytes) -> Body:
         raise Refusal(400, f"the body is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise Refusal(400, f"the body is {reprlib.repr(values)}, but it must be a JSON object")
-    for name, neutral in _NEUTRAL.items():
-        if values.get(name) is not None and values[name] not in neutral:
+    neutral = _NEUTRAL.get(kind, {}) if neutral is None else neutral
+    for name, allowed in neutral.items():
+        if values.get(name) is not None and values[name] not in allowed:
             shown = reprlib.repr(values[name])
             raise Refusal(400, f"{name} is {shown}, but {name} is not served; leave it out", name, "unsupported")
+    return make_body(kind, {name: value for name, value in values.items() if name not in neutral})
+
+
+def make_body(kind: type[Body], values: Mapping[str, Any]) -> Body:
+    """Return the body with these fields.
+
+    Raises:
+        Refusal: a field is unknown or missing, breaks its rule, or contradicts another (400).
+    """
     try:
-        body = kind.model_validate({name: value for name, value in values.items() if name not in _NEUTRAL})
+        body = kind.model_validate(values)
     except ValidationError as error:
         raise _refusal(kind, error) from None
     _check_contradictions(body)
@@ -306,7 +364,9 @@ def parse_body(kind: type[Body], content: bytes) -> Body:
 def _refusal(kind: type[BaseModel], error: ValidationError) -> Refusal:
     """Make the first mistake that was found a sentence."""
     first = error.errors(include_url=False)[0]
-    name = ".".join(map(str, first["loc"]))
+    # pydantic's marks of a union's members are left out: no field is called so
+    places = [str(part) for part in first["loc"]]
+    name = ".".join(each for each in places if each not in ("bool", "str") and not each.startswith("dict["))
     if first["type"] == "missing":
         return Refusal(400, f"{name} is missing, but it must be given", name)
     if first["type"] == "extra_forbidden":
@@ -317,16 +377,15 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> Refusal:
     return Refusal(400, f"{name} is {reprlib.repr(first['input'])}, but it {rule}", name)
 
 
-def _check_contradictions(body: CompletionBody | ChatBody | TokenizeBody | DetokenizeBody) -> None:
+def _check_contradictions(body: Strict) -> None:
     if isinstance(body, TokenizeBody) and (body.prompt is None) == (body.messages is None):
         raise Refusal(400, "prompt and messages are both given or both missing; give one", "prompt")
     for place, message in enumerate(getattr(body, "messages", None) or ()):
-        if message.content is None and message.role != "assistant":
-            name = f"messages.{place}.content"
-            raise Refusal(400, f"{name} is missing or null, but only an assistant's may be; give a text", name)
-    if isinstance(body, (TokenizeBody, DetokenizeBody)):
+        _check_message(f"messages.{place}", message)
+    if not isinstance(body, RequestBody):
         return
-    if None not in (body.min_tokens, longest := body.longest_answer) and (body.min_tokens or 0) > (longest or 0):
+    longest = body.longest_answer
+    if body.min_tokens is not None and longest is not None and body.min_tokens > longest:
         raise Refusal(
             400,
             f"min_tokens is {body.min_tokens}, but the longest answer is {longest}; give at most that",
@@ -334,12 +393,48 @@ def _check_contradictions(body: CompletionBody | ChatBody | TokenizeBody | Detok
         )
     if body.stream_options is not None and not body.stream:
         raise Refusal(400, "stream_options is given, but stream is not true; give both or neither", "stream_options")
+    if isinstance(body, CompletionBody) and longest == 0 and not body.echo:
+        raise Refusal(
+            400, "max_tokens is 0, but echo is not true, so nothing is asked for; give at least 1", "max_tokens"
+        )
     if isinstance(body, ChatBody):
-        if body.top_logprobs is not None and not body.logprobs:
-            raise Refusal(400, "top_logprobs is given, but logprobs is not true; give both or neither", "top_logprobs")
-        if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
-            raise Refusal(
-                400,
-                f"max_tokens is {body.max_tokens}, but max_completion_tokens is {body.max_completion_tokens}; give one",
-                "max_tokens",
-            )
+        _check_chat(body)
+
+
+def _check_message(name: str, message: Message) -> None:
+    if message.content is None and message.role != "assistant":
+        raise Refusal(
+            400,
+            f"{name}.content is missing or null, but only an assistant's may be; give a text",
+            f"{name}.content",
+        )
+    if message.tool_calls and message.role != "assistant":
+        raise Refusal(400, f"{name}.tool_calls is given, but only an assistant has calls", f"{name}.tool_calls")
+    if (message.tool_call_id is None) != (message.role != "tool"):
+        raise Refusal(
+            400,
+            f"{name}.tool_call_id must be given with the role tool, which answers a call, and with no other",
+            f"{name}.tool_call_id",
+        )
+
+
+def _check_chat(body: ChatBody) -> None:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise Refusal(400, "top_logprobs is given, but logprobs is not true; give both or neither", "top_logprobs")
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        raise Refusal(
+            400,
+            f"max_tokens is {body.max_tokens}, but max_completion_tokens is {body.max_completion_tokens}; give one",
+            "max_tokens",
+        )
+    names = [tool.function.name for tool in body.tools or ()]
+    if len(set(names)) < len(names):
+        raise Refusal(400, "tools has a name twice, but calls name their tool; give each a name of its own", "tools")
+    if body.tool_choice == "required" and not names:
+        raise Refusal(400, "tool_choice is 'required', but there are no tools; give some", "tool_choice")
+    if isinstance(body.tool_choice, NamedTool) and body.tool_choice.name not in names:
+        raise Refusal(
+            400,
+            f"tool_choice names {body.tool_choice.name!r}, but tools are {', '.join(names) or 'missing'}",
+            "tool_choice",
+        )

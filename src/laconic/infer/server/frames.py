@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import json
 import uuid
-from typing import Any
 
 from laconic.infer.server.generation import Part
 from laconic.infer.server.replies import Reply
 
-__all__ = ["PartFrames", "frame"]
+__all__ = ["PartFrames"]
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
-
-
-def frame(value: dict[str, Any]) -> bytes:
-    """Return the event that carries a chunk of an answer, or an error."""
-    return f"data: {_encode(value)}\n\n".encode()
 
 
 class PartFrames:
@@ -35,8 +29,8 @@ class PartFrames:
 
     def of(self, part: Part) -> bytes:
         """Return the events of a part, those of `reply.chunks(part)`; there may be none."""
-        if self._reply.with_logprobs or part.finish_reason is not None or not part.text:
-            return b"".join(frame(chunk) for chunk in self._reply.chunks(part))
+        if not self._reply.differs_in_text_alone or part.finish_reason is not None or not part.text:
+            return b"".join(self._reply.frame(chunk) for chunk in self._reply.chunks(part))
         if (around := self._around_text.get(part.index)) is None:
             around = self._around_text[part.index] = self._cut(part.index)
         before, after = around
@@ -45,5 +39,5 @@ class PartFrames:
     def _cut(self, index: int) -> tuple[str, str]:
         mark = uuid.uuid4().hex
         (chunk,) = self._reply.chunks(Part(index, mark, None, 0, None))
-        before, _, after = frame(chunk).decode().partition(f'"{mark}"')
+        before, _, after = self._reply.frame(chunk).decode().partition(f'"{mark}"')
         return before, after

@@ -29,7 +29,7 @@ class Part:
     Attributes:
         index: of the choice.
         text: to append, perhaps empty; it may be the text of earlier tokens.
-        token: that was made; None if an end-of-sequence token ended the choice, or no token did.
+        token: that was made, also one that ends the choice; None if none did.
         offset: characters of the choice's text before the token.
         finish_reason: of the choice, in its last part.
     """
@@ -254,7 +254,7 @@ class _Choice:
     def push(self, token: ChosenToken) -> Part:
         self.count += 1
         if token.token in self._stop_tokens:
-            return self.end()
+            return replace(self.end(), token=token)
         self._tokens.append(token.token)
         offset = self._offset
         shown, self.found_stop = self._stopper.push(self._take(self._detokenizer.push(token.token)))

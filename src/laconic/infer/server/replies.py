@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from laconic.infer.sampling import ChosenToken
 from laconic.infer.server.generation import Generation, Part
+from laconic.infer.server.refusals import Refusal
+from laconic.infer.server.tool_calls import CallDelta, ToolParser
 from laconic.infer.tokenizer import TextTokenizer
 
 __all__ = ["ChatReply", "CompletionReply", "Reply"]
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
 
 class Reply(ABC):
-    """Shapes that completions and chats share.
+    """Shapes that all answers share.
 
     Args:
         model: name of the model.
@@ -25,17 +30,21 @@ class Reply(ABC):
         as_token_ids: name tokens in logprobs by their ids, which no two share, and not by their texts.
 
     Attributes:
-        with_logprobs: the same.
+        differs_in_text_alone: whether the chunk of a part that has nothing but text, amid a choice, differs from the
+            choice's others in that text alone.
+        end: bytes behind the last event of a stream.
     """
 
     prefix = ""
     object_whole = ""
     object_chunk = ""
+    end = b"data: [DONE]\n\n"
 
     def __init__(self, model: str, tokenizer: TextTokenizer, with_logprobs: bool, as_token_ids: bool = False) -> None:
-        self._as_token_ids = as_token_ids
-        self._model, self._tokenizer, self.with_logprobs = model, tokenizer, with_logprobs
+        self._as_token_ids, self._with_logprobs = as_token_ids, with_logprobs
+        self._model, self._tokenizer = model, tokenizer
         self._id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+        self.differs_in_text_alone = not with_logprobs
 
     def whole(self, parts: Sequence[Part], generation: Generation) -> dict[str, Any]:
         """Return the whole answer."""
@@ -43,7 +52,7 @@ class Reply(ABC):
         for part in parts:
             by_choice.setdefault(part.index, []).append(part)
         choices = [self._choice(index, by_choice[index]) for index in sorted(by_choice)]
-        return self._head(self.object_whole) | {"choices": choices, "usage": usage(generation)}
+        return self._head(self.object_whole) | {"choices": choices, "usage": self._usage(generation)}
 
     def opening(self, num_choices: int) -> Iterator[dict[str, Any]]:
         """Yield the chunks before the first part."""
@@ -53,9 +62,18 @@ class Reply(ABC):
     def chunks(self, part: Part) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a part."""
 
-    def usage_chunk(self, generation: Generation) -> dict[str, Any]:
-        """Return the chunk after the last part, for clients that ask for numbers of tokens."""
-        return self._head(self.object_chunk) | {"choices": [], "usage": usage(generation)}
+    def closing(self, generation: Generation, with_usage: bool) -> Iterator[dict[str, Any]]:
+        """Yield the chunks after the last part: numbers of tokens, for clients that ask for them."""
+        if with_usage:
+            yield self._head(self.object_chunk) | {"choices": [], "usage": self._usage(generation)}
+
+    def frame(self, chunk: dict[str, Any]) -> bytes:
+        """Return the event that carries a chunk."""
+        return f"data: {_encode(chunk)}\n\n".encode()
+
+    def failure(self, refusal: Refusal) -> dict[str, Any]:
+        """Return the chunk of what ended a stream before its end."""
+        return refusal.body()
 
     @abstractmethod
     def _choice(self, index: int, parts: Sequence[Part]) -> dict[str, Any]:
@@ -66,6 +84,10 @@ class Reply(ABC):
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+    def _usage(self, generation: Generation) -> dict[str, int]:
+        prompt, completion = generation.prompt_tokens, generation.completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _token_text(self, token: int) -> str:
         """Return the text of a token amid others; the vocabulary's name for it if it is part of a character."""
@@ -78,37 +100,81 @@ class Reply(ABC):
 
 
 class CompletionReply(Reply):
-    """Answers of /v1/completions."""
+    """Answers of /v1/completions.
+
+    Args:
+        model, tokenizer, with_logprobs, as_token_ids: of Reply.
+        prompts: text of the prompt of each choice, with which it begins; None does not repeat them.
+        only_prompts: leave out what was generated: the prompt was asked for and nothing else.
+    """
 
     prefix = "cmpl"
     object_whole = object_chunk = "text_completion"
 
+    def __init__(
+        self,
+        model: str,
+        tokenizer: TextTokenizer,
+        with_logprobs: bool,
+        as_token_ids: bool = False,
+        prompts: Sequence[str] | None = None,
+        only_prompts: bool = False,
+    ) -> None:
+        super().__init__(model, tokenizer, with_logprobs, as_token_ids)
+        self._unsent = dict(enumerate(prompts or ()))
+        self._lengths = {index: len(prompt) for index, prompt in self._unsent.items()}
+        self._only_prompts = only_prompts
+        if prompts is not None:
+            self.differs_in_text_alone = False
+
     def chunks(self, part: Part) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a part: one, or none if there is nothing to tell."""
-        if part.text or part.finish_reason or (self.with_logprobs and part.token):
-            yield self._chunk(**self._choice(part.index, [part]))
+        choice = self._choice(part.index, [part])
+        if choice["text"] or part.finish_reason or (self._with_logprobs and part.token):
+            yield self._chunk(**choice)
 
     def _choice(self, index: int, parts: Sequence[Part]) -> dict[str, Any]:
+        text = "" if self._only_prompts else "".join(part.text for part in parts)
         return {
             "index": index,
-            "text": "".join(part.text for part in parts),
-            "logprobs": self._logprobs(parts) if self.with_logprobs else None,
-            "finish_reason": parts[-1].finish_reason,
+            "text": self._unsent.pop(index, "") + text,
+            "logprobs": self._logprobs(parts) if self._with_logprobs else None,
+            "finish_reason": "length" if self._only_prompts else parts[-1].finish_reason,
         }
 
+    def _usage(self, generation: Generation) -> dict[str, int]:
+        found = super()._usage(generation)
+        return found | {"completion_tokens": 0, "total_tokens": found["prompt_tokens"]} if self._only_prompts else found
+
     def _logprobs(self, parts: Sequence[Part]) -> dict[str, Any]:
-        made = [(part, part.token) for part in parts if part.token is not None]
+        """Return logprobs of the prompt, which come with a choice's first token, and of the answer."""
+        made: list[tuple[ChosenToken, int]] = []
+        for part in parts:
+            length = self._lengths.get(part.index, 0)
+            if part.token is None:
+                continue
+            made += zip(part.token.prompt, self._offsets(part.token.prompt, length), strict=True)
+            if not self._only_prompts:
+                made.append((part.token, length + part.offset))
         return {
-            "tokens": [self._token_text(token.token) for _, token in made],
-            "token_logprobs": [_finite(token.logprob) for _, token in made],
-            "top_logprobs": [self._top(token) for _, token in made],
-            "text_offset": [part.offset for part, _ in made],
+            "tokens": [self._token_text(token.token) for token, _ in made],
+            "token_logprobs": [_finite(token.logprob) for token, _ in made],
+            "top_logprobs": [None if token.logprob is None else self._top(token) for token, _ in made],
+            "text_offset": [offset for _, offset in made],
         }
+
+    def _offsets(self, prompt: Sequence[ChosenToken], length: int) -> list[int]:
+        """Return where the tokens of a prompt begin in its text, which has `length` characters."""
+        detokenizer, offsets, offset = self._tokenizer.detokenizer(), [], 0
+        for token in prompt:
+            offsets.append(min(offset, length))
+            offset += len(detokenizer.push(token.token))
+        return offsets
 
     def _top(self, token: ChosenToken) -> dict[str, float | None]:
         """Return the most probable tokens by their texts; where several share one, all but the first by their ids.
 
-        The token that was chosen comes first, so that its text is its key.
+        The token itself comes first, so that its text is its key.
         """
         owners = {self._token_text(token.token): token.token}
         found: dict[str, float | None] = {}
@@ -119,10 +185,32 @@ class CompletionReply(Reply):
 
 
 class ChatReply(Reply):
-    """Answers of /v1/chat/completions."""
+    """Answers of /v1/chat/completions.
+
+    Args:
+        model, tokenizer, with_logprobs, as_token_ids: of Reply.
+        make_parser: of calls of tools; None takes the text as it is.
+        one_call: give no call but the first of an answer.
+    """
 
     prefix = "chatcmpl"
     object_whole, object_chunk = "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: TextTokenizer,
+        with_logprobs: bool,
+        as_token_ids: bool = False,
+        make_parser: Callable[[], ToolParser] | None = None,
+        one_call: bool = False,
+    ) -> None:
+        super().__init__(model, tokenizer, with_logprobs, as_token_ids)
+        self._make_parser, self._one_call = make_parser, one_call
+        self._parsers: dict[int, ToolParser] = {}
+        self._callers: set[int] = set()
+        if make_parser is not None:
+            self.differs_in_text_alone = False
 
     def opening(self, num_choices: int) -> Iterator[dict[str, Any]]:
         """Yield the chunks before the first part: the role of each choice's message."""
@@ -131,21 +219,61 @@ class ChatReply(Reply):
             yield self._chunk(index=index, delta=delta, logprobs=None, finish_reason=None)
 
     def chunks(self, part: Part) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of a part: its text, if it has any, and the end of the choice."""
-        if part.text or (self.with_logprobs and part.token):
-            logprobs = self._logprobs([part]) if self.with_logprobs else None
-            yield self._chunk(index=part.index, delta={"content": part.text}, logprobs=logprobs, finish_reason=None)
+        """Yield the chunks of a part: its text and calls, if it has any, and the end of the choice."""
+        logprobs = self._logprobs([part]) if self._with_logprobs and part.token else None
+        found = self._found(part)
+        deltas = [{"content": each} if isinstance(each, str) else {"tool_calls": [each]} for each in found]
+        for delta in deltas or ([{"content": ""}] if logprobs else []):
+            yield self._chunk(index=part.index, delta=delta, logprobs=logprobs, finish_reason=None)
+            logprobs = None
         if part.finish_reason:
-            yield self._chunk(index=part.index, delta={}, logprobs=None, finish_reason=part.finish_reason)
+            yield self._chunk(index=part.index, delta={}, logprobs=None, finish_reason=self._finish_reason(part))
 
     def _choice(self, index: int, parts: Sequence[Part]) -> dict[str, Any]:
-        text = "".join(part.text for part in parts)
+        found = [each for part in parts for each in self._found(part)]
+        text = "".join(each for each in found if isinstance(each, str))
+        calls: dict[int, dict[str, Any]] = {}
+        for each in found:
+            if isinstance(each, dict) and (call := calls.setdefault(each.pop("index"), each)) is not each:
+                call["function"]["arguments"] += each["function"]["arguments"]
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": list(calls.values())}
         return {
             "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": self._logprobs(parts) if self.with_logprobs else None,
-            "finish_reason": parts[-1].finish_reason,
+            "message": message,
+            "logprobs": self._logprobs(parts) if self._with_logprobs else None,
+            "finish_reason": self._finish_reason(parts[-1]),
         }
+
+    def _found(self, part: Part) -> list[str | dict[str, Any]]:
+        """Return what a part adds: texts and calls' deltas, in the shape of a stream."""
+        if self._make_parser is None:
+            return [part.text] if part.text else []
+        if (parser := self._parsers.get(part.index)) is None:
+            parser = self._parsers[part.index] = self._make_parser()
+        text, token = part.text, part.token and part.token.token
+        if (
+            token is not None
+            and parser.marker == self._tokenizer.token_name(token)
+            and self._tokenizer.is_special(token)
+        ):
+            text += parser.marker
+        found = [*parser.push(text), *(parser.flush() if part.finish_reason else ())]
+        wanted = [each for each in found if isinstance(each, str) or each.index == 0 or not self._one_call]
+        return [each if isinstance(each, str) else self._call(part.index, parser, each) for each in wanted]
+
+    def _call(self, index: int, parser: ToolParser, delta: CallDelta) -> dict[str, Any]:
+        self._callers.add(index)
+        function = {"arguments": delta.arguments}
+        if delta.name is None:
+            return {"index": delta.index, "function": function}
+        name = uuid.uuid4().hex
+        name = name[:9] if parser.nine_letter_ids else f"call_{name[:24]}"
+        return {"index": delta.index, "id": name, "type": "function", "function": {"name": delta.name} | function}
+
+    def _finish_reason(self, part: Part) -> str | None:
+        return "tool_calls" if part.finish_reason == "stop" and part.index in self._callers else part.finish_reason
 
     def _logprobs(self, parts: Sequence[Part]) -> dict[str, Any]:
         tokens = [part.token for part in parts if part.token is not None]
@@ -170,9 +298,3 @@ def _id_text(token: int) -> str:
 def _finite(logprob: float | None) -> float | None:
     """Return the logprob, or -9999 (as in OpenAI's API) for less: JSON has no -inf."""
     return None if logprob is None else max(logprob, -9999.0)
-
-
-def usage(generation: Generation) -> dict[str, int]:
-    """Return the numbers of tokens of a request."""
-    prompt, completion = generation.prompt_tokens, generation.completion_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from laconic.errors import ConfigError
+from laconic.infer.server.tool_calls import PARSERS
 
 __all__ = ["ServerSettings"]
 
@@ -24,6 +25,9 @@ class ServerSettings:
         max_unread_tokens: of one request that its client has not taken; one more cancels the request.
         default_max_tokens: most tokens of an answer in a chat for which the client gives none; None takes those of the
             model's generation_config.json, or all that the model has positions for.
+        tool_call_parser: how the model writes calls of tools: "hermes", "llama3_json" or "mistral"; None reads it off
+            the model's chat template.
+        allowed_origins: of pages whose scripts may ask (CORS), such as "https://a.example"; "*" is all.
 
     Raises:
         ConfigError: a value breaks its rule.
@@ -38,6 +42,8 @@ class ServerSettings:
     max_body_seconds: int = 60
     max_unread_tokens: int = 1024
     default_max_tokens: int | None = None
+    tool_call_parser: str | None = None
+    allowed_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.model_name:
@@ -46,6 +52,12 @@ class ServerSettings:
             raise ConfigError("api_key must be of printable ASCII characters and not empty; None lets everybody in")
         if self.max_model_tokens is not None:
             self._check_least("max_model_tokens", 2)
+        if self.tool_call_parser is not None and self.tool_call_parser not in PARSERS:
+            raise ConfigError(
+                f"tool_call_parser is {self.tool_call_parser!r}, but it must be one of {', '.join(PARSERS)}"
+            )
+        if not isinstance(self.allowed_origins, (list, tuple)):
+            raise ConfigError(f"allowed_origins is {self.allowed_origins!r}, but it must be a list of origins")
         self._check_least("max_waiting", 0)
         for name in (
             "retry_after_seconds",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["StopFinder"]
+__all__ = ["StopFinder", "cut_at"]
 
 
 class StopFinder:
@@ -39,6 +39,19 @@ class StopFinder:
         """Return what was held back as the possible beginning of a stop string."""
         rest, self._held = self._held, ""
         return rest
+
+
+def cut_at(text: str, tag: str) -> tuple[str, str, str | None]:
+    """Cut a text at the first `tag`.
+
+    Returns:
+        What stands before it for certain, what may be its beginning, and what follows it; None if it is not there.
+    """
+    before, found, after = text.partition(tag)
+    if found:
+        return before, "", after
+    length = len(text) - _overlap(text, tag)
+    return text[:length], text[length:], None
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -1,0 +1,213 @@
+"""The answers of a server: admitted to the engine, given whole or as a stream, and counted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from laconic.errors import LaconicError
+from laconic.infer.sampling import Sampling
+from laconic.infer.server.admission import Admission
+from laconic.infer.server.frames import PartFrames
+from laconic.infer.server.generation import Generation, Part
+from laconic.infer.server.handover import Handover
+from laconic.infer.server.metrics import Metrics
+from laconic.infer.server.refusals import Refusal
+from laconic.infer.server.wire import EventStream, unless_gone
+
+if TYPE_CHECKING:
+    from laconic.infer.server.bodies import RequestBody
+    from laconic.infer.server.replies import Reply
+    from laconic.infer.server.settings import ServerSettings
+    from laconic.infer.token_engine import TokenEngine
+    from laconic.infer.tokenizer import TextTokenizer
+
+__all__ = ["OWN_ERROR", "Answers"]
+
+OWN_ERROR = "an error of the server's own; its log has more"
+_BURST = 32  # tokens of a whole answer that are read together: nobody sees them one by one
+
+
+class Answers:
+    """Answers requests for text.
+
+    Args:
+        engine: that makes the tokens.
+        tokenizer: of its model.
+        settings: of the server.
+        metrics: in which answers are counted.
+
+    Attributes:
+        max_tokens: of the longest prompt and its answer together.
+    """
+
+    def __init__(
+        self, engine: TokenEngine, tokenizer: TextTokenizer, settings: ServerSettings, metrics: Metrics
+    ) -> None:
+        self._engine, self._tokenizer, self._settings, self._metrics = engine, tokenizer, settings, metrics
+        self._admission = Admission(engine, settings.max_waiting, settings.retry_after_seconds)
+        self._handover: Handover | None = None
+        self._generations: set[Generation] = set()
+        self.max_tokens = min(engine.max_request_tokens, settings.max_model_tokens or engine.max_request_tokens)
+
+    @property
+    def gauges(self) -> dict[str, int]:
+        """What is so now, by its name in the metrics."""
+        return {
+            "requests_running": len(self._generations) - self._admission.num_waiting,
+            "requests_waiting": self._admission.num_waiting,
+            "cache_tokens": self._engine.cache_tokens,
+            "free_cache_tokens": self._engine.free_cache_tokens,
+        }
+
+    async def give(
+        self,
+        request: Request,
+        body: RequestBody,
+        field: str,
+        prompts: Sequence[list[int]],
+        max_new_tokens: int,
+        reply: Reply,
+        grammar: str | None = None,
+    ) -> Response:
+        """Answer a request.
+
+        Args:
+            request: of HTTP.
+            body: what it asks for.
+            field: of the body, from which the prompts are.
+            prompts: tokens of each.
+            max_new_tokens: of the longest answer.
+            reply: shapes of the answer.
+            grammar: that the answer follows, as `Sampling.grammar`.
+
+        Raises:
+            Refusal: the request does not fit, or its answer cannot be made.
+            LaconicError: the engine does not take it.
+        """
+        arrival = time.monotonic()
+        sampling = self._sampling(body, max_new_tokens, grammar)
+        stops = self._engine.answer_defaults.stop if body.stop is None else body.stop
+        generation = Generation(
+            self._engine,
+            self._tokenizer,
+            prompts,
+            body.n or 1,
+            sampling,
+            stops,
+            self._settings.max_unread_tokens,
+            self._admission.wake,
+            self._handover_here(),
+            burst=1 if body.stream or stops else _BURST,
+        )
+        self._check_size(field, prompts, max_new_tokens, generation)
+        self._generations.add(generation)
+        try:
+            await unless_gone(request.receive, self._admission.admit(generation.cache_tokens, generation.start))
+            if body.stream:
+                events = _events(reply, generation, len(prompts) * (body.n or 1), body.wants_usage)
+                return EventStream(events, lambda gone: self._close(generation, arrival, gone))
+            parts = await unless_gone(request.receive, _collect(generation.parts()))
+        except BaseException as error:
+            self._close(generation, arrival, isinstance(error, ClientDisconnect))
+            if isinstance(error, Exception) and not isinstance(error, Refusal | LaconicError | ClientDisconnect):
+                # Answered here: behind what it lets through, uvicorn hangs up on the next request of the connection.
+                logging.getLogger("laconic").exception("an answer could not be made")
+                raise Refusal(500, OWN_ERROR) from error
+            raise
+        self._close(generation, arrival, False)
+        return JSONResponse(reply.whole(parts, generation))
+
+    def _sampling(self, body: RequestBody, max_new_tokens: int, grammar: str | None) -> Sampling:
+        defaults = self._engine.answer_defaults
+        return Sampling(
+            temperature=defaults.temperature if body.temperature is None else body.temperature,
+            top_p=defaults.top_p if body.top_p is None else body.top_p,
+            top_k=defaults.top_k if body.top_k is None else max(0, body.top_k),
+            seed=secrets.randbits(63) if body.seed is None else body.seed,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            logprobs=body.num_logprobs,
+            prompt_logprobs=body.num_prompt_logprobs,
+            rules=body.rules,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            presence_penalty=body.presence_penalty or 0.0,
+            ignore_eos=bool(body.ignore_eos),
+            grammar=grammar,
+        )
+
+    def _check_size(
+        self, field: str, prompts: Sequence[list[int]], max_new_tokens: int, generation: Generation
+    ) -> None:
+        """Refuse what does not fit however long it waits."""
+        for prompt in prompts:
+            if not prompt:
+                raise Refusal(400, f"{field} has no tokens, but there must be at least one", field)
+            if (needed := len(prompt) + max_new_tokens) > self.max_tokens:
+                raise Refusal(
+                    400,
+                    f"{field} has {len(prompt)} tokens, and with an answer of {max_new_tokens} that makes {needed}, but"
+                    f" this model serves at most {self.max_tokens}; shorten {field} or max_tokens",
+                    field,
+                    "context_length_exceeded",
+                )
+        if generation.cache_tokens > self._engine.cache_tokens:
+            raise Refusal(
+                400,
+                f"all prompts and answers together need {generation.cache_tokens} tokens, but the cache has"
+                f" {self._engine.cache_tokens}; ask for fewer prompts or a smaller n",
+                field,
+            )
+
+    def _handover_here(self) -> Handover:
+        """Return the handover of all requests to the loop that runs."""
+        loop = asyncio.get_running_loop()
+        if self._handover is None or self._handover.loop is not loop:
+            self._handover = Handover(loop)
+        return self._handover
+
+    def _close(self, generation: Generation, arrival: float, client_gone: bool) -> None:
+        """End a request: cancel what still runs and count it."""
+        generation.cancel()
+        self._generations.discard(generation)
+        if generation.too_slow:
+            self._metrics.cancelled["slow_client"] += 1
+        elif client_gone:
+            self._metrics.cancelled["disconnect"] += 1
+        if generation.first_token_time is not None:
+            self._metrics.tokens["prompt"] += generation.prompt_tokens
+            self._metrics.tokens["completion"] += generation.completion_tokens
+            self._metrics.first_token_seconds.add(generation.first_token_time - arrival)
+            self._metrics.request_seconds.add(time.monotonic() - arrival)
+
+
+async def _collect(parts: AsyncIterator[list[Part]]) -> list[Part]:
+    return [part async for some in parts for part in some]
+
+
+async def _events(reply: Reply, generation: Generation, num_choices: int, with_usage: bool) -> AsyncIterator[bytes]:
+    """Yield server-sent events: the chunks of an answer and what ends it, or the error that did."""
+    frames = PartFrames(reply)
+    try:
+        for chunk in reply.opening(num_choices):
+            yield reply.frame(chunk)
+        async for parts in generation.parts():
+            if events := b"".join([frames.of(part) for part in parts]):
+                yield events
+        for chunk in reply.closing(generation, with_usage):
+            yield reply.frame(chunk)
+    except Refusal as refusal:
+        yield reply.frame(reply.failure(refusal))
+        return
+    except Exception:
+        logging.getLogger("laconic").exception("an answer could not be made")
+        yield reply.frame(reply.failure(Refusal(500, OWN_ERROR)))
+        return
+    yield reply.end

@@ -1,0 +1,134 @@
+"""Conversations: their prompts by the model's chat template, the tools that they may call, and their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from laconic.errors import ConfigError
+from laconic.infer.server.answers import Answers
+from laconic.infer.server.bodies import ChatBody
+from laconic.infer.server.conversation import Message, NamedTool, Tool
+from laconic.infer.server.refusals import Refusal
+from laconic.infer.server.replies import ChatReply, Reply
+from laconic.infer.server.responses import ResponseReply, ResponsesBody
+from laconic.infer.server.settings import ServerSettings
+from laconic.infer.server.structure import grammar_of
+from laconic.infer.server.tool_calls import PARSERS, NamedCall, RequiredCalls, ToolParser
+from laconic.infer.token_engine import TokenEngine
+from laconic.infer.tokenizer import TextTokenizer
+
+__all__ = ["Chats"]
+
+
+class Chats:
+    """Answers conversations.
+
+    Args:
+        engine: that makes the tokens.
+        tokenizer: of its model.
+        settings: of the server.
+        answers: that are given.
+    """
+
+    def __init__(
+        self, engine: TokenEngine, tokenizer: TextTokenizer, settings: ServerSettings, answers: Answers
+    ) -> None:
+        self._engine, self._tokenizer, self._settings, self._answers = engine, tokenizer, settings, answers
+        template = tokenizer.chat_template or ""
+        self._takes_tools = "tools" in template
+        self._format = settings.tool_call_parser or _format_of(template)
+
+    async def answer(self, request: Request, body: ChatBody) -> Response:
+        """Answer a request of /v1/chat/completions.
+
+        Raises:
+            Refusal: the request breaks a rule, or its answer cannot be made.
+        """
+        reply = ChatReply(
+            self._settings.model_name,
+            self._tokenizer,
+            bool(body.logprobs),
+            body.names_tokens_by_id,
+            self._parser(body),
+            one_call=body.parallel_tool_calls is False,
+        )
+        return await self._give(request, body, "messages", reply)
+
+    async def respond(self, request: Request, body: ResponsesBody) -> Response:
+        """Answer a request of /v1/responses.
+
+        Raises:
+            Refusal: the request breaks a rule, or its answer cannot be made.
+        """
+        reply = ResponseReply(self._settings.model_name, self._tokenizer, body)
+        return await self._give(request, body.to_chat(), "input", reply)
+
+    async def encode(
+        self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any] | None, field: str
+    ) -> list[int]:
+        """Return the tokens of a conversation; the field is named if the template does not take it.
+
+        Raises:
+            Refusal: the template does not take it, or has no place for the tools (400).
+        """
+        if tools:
+            self._check_template()
+        try:
+            return await asyncio.to_thread(
+                self._tokenizer.encode_chat,
+                [each.for_template() for each in messages],
+                [each.for_template() for each in tools],
+                variables or {},
+            )
+        except ConfigError as error:
+            raise Refusal(400, str(error), field) from error
+
+    async def _give(self, request: Request, body: ChatBody, field: str, reply: Reply) -> Response:
+        grammar = await asyncio.to_thread(grammar_of, body, self._engine)
+        prompt = await self.encode(body.messages, body.callable_tools, body.chat_template_kwargs, field)
+        longest = self._engine.answer_defaults.longest_answer(len(prompt), self._answers.max_tokens)
+        longest = body.longest_answer or min(longest, self._settings.default_max_tokens or longest)
+        return await self._answers.give(request, body, field, [prompt], longest, reply, grammar)
+
+    def _check_template(self) -> None:
+        if not self._takes_tools:
+            why = "tools is given, but the model's chat template has no place for them; leave it out"
+            raise Refusal(400, why, "tools", "unsupported")
+
+    def _parser(self, body: ChatBody) -> Callable[[], ToolParser] | None:
+        """Return what finds calls in an answer; None if there may be none.
+
+        Raises:
+            Refusal: how the model writes calls is not known (400).
+        """
+        if not body.callable_tools:
+            return None
+        self._check_template()
+        if isinstance(body.tool_choice, NamedTool):
+            return functools.partial(NamedCall, body.tool_choice.name)
+        if body.tool_choice == "required":
+            return RequiredCalls
+        if self._format is None:
+            raise Refusal(
+                400,
+                "tools is given, but the chat template does not tell how the model writes calls; start the server with"
+                f" --tool-call-parser {'|'.join(PARSERS)}, or give tool_choice 'required'",
+                "tools",
+                "unsupported",
+            )
+        return PARSERS[self._format]
+
+
+def _format_of(template: str) -> str | None:
+    """Return how a model writes calls, by what its chat template shows it; None if that does not tell."""
+    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
+        return "hermes"
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    return "llama3_json" if "<|python_tag|>" in template or '"parameters": dictionary' in template else None

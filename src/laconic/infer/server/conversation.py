@@ -1,0 +1,152 @@
+"""Messages of conversations and the tools that a model may call, as clients give them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import from_json
+
+__all__ = ["Message", "NamedTool", "Strict", "Tool", "ToolChoice"]
+
+
+class Strict(BaseModel):
+    """An object with no other fields than its own, of the types that are written there."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+def _check_nothing(value: object) -> object:
+    if value is not None and value not in ([], ""):
+        raise ValueError("must be null: only text is served; leave it out")
+    return None
+
+
+def _check_content(value: object) -> object:
+    if isinstance(value, list) and value:
+        if not all(
+            isinstance(part, dict)
+            and part.keys() == {"type", "text"}
+            and part["type"] == "text"
+            and isinstance(part["text"], str)
+            for part in value
+        ):
+            raise ValueError("must be a string or a list of parts of type text; other parts are not served")
+        return "".join(part["text"] for part in value)
+    return value
+
+
+def _check_arguments(value: str) -> str:
+    try:
+        found = from_json(value or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("must be a JSON object, as a string")
+    return value
+
+
+class _CalledFunction(Strict):
+    name: str
+    arguments: Annotated[str, AfterValidator(_check_arguments)]
+
+
+class _ToolCall(Strict):
+    id: str
+    function: _CalledFunction
+    type: Literal["function"] = "function"
+    index: int | None = None  # of a stream, from which a client has the call
+
+    def for_template(self) -> dict[str, Any]:
+        """Return what chat templates know of a call: arguments as an object."""
+        called = {"name": self.function.name, "arguments": from_json(self.function.arguments or "{}")}
+        return {"id": self.id, "type": self.type, "function": called}
+
+
+class Message(Strict):
+    """A message of a conversation.
+
+    Attributes:
+        role: who says it.
+        content: the text, or a list of {"type": "text", "text": ...}, which are joined; an assistant's may be null.
+        name: of the speaker, for templates that use it.
+        tool_calls: of an assistant.
+        tool_call_id: of the call that a tool answers.
+        annotations, audio, function_call, reasoning, reasoning_content, refusal: null or empty, as clients send answers
+            back.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(_check_content)] = None
+    name: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+    annotations: Annotated[None, BeforeValidator(_check_nothing)] = None
+    audio: Annotated[None, BeforeValidator(_check_nothing)] = None
+    function_call: Annotated[None, BeforeValidator(_check_nothing)] = None
+    reasoning: Annotated[None, BeforeValidator(_check_nothing)] = None
+    reasoning_content: Annotated[None, BeforeValidator(_check_nothing)] = None
+    refusal: Annotated[None, BeforeValidator(_check_nothing)] = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Return what chat templates know of a message."""
+        found: dict[str, Any] = {"role": self.role, "content": self.content or ""}
+        if self.name is not None:
+            found["name"] = self.name
+        if self.tool_calls:
+            found["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            found["tool_call_id"] = self.tool_call_id
+        return found
+
+
+class _Function(Strict):
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """A function that the model may call.
+
+    Attributes:
+        type: there is one.
+        function: its name, a description for the model, and the JSON schema of its arguments.
+    """
+
+    type: Literal["function"]
+    function: _Function
+
+    def for_template(self) -> dict[str, Any]:
+        """Return what chat templates know of a tool."""
+        return self.model_dump(exclude_none=True)
+
+
+class NamedTool(Strict):
+    """The tool that the model must call.
+
+    Attributes:
+        name: of its function.
+    """
+
+    name: str
+
+
+def _check_tool_choice(value: object) -> object:
+    if value is None or value in ("none", "auto", "required"):
+        return value
+    if (
+        isinstance(value, dict)
+        and value.keys() == {"type", "function"}
+        and value["type"] == "function"
+        and isinstance(function := value["function"], dict)
+        and function.keys() == {"name"}
+        and isinstance(function["name"], str)
+    ):
+        return NamedTool(name=function["name"])
+    raise ValueError("must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': NAME}}")
+
+
+ToolChoice = Annotated[Any, BeforeValidator(_check_tool_choice)]
+"""None, "none", "auto", "required" or a NamedTool."""

@@ -1,0 +1,102 @@
+"""Fields of OpenAI's API, of vLLM's and of SGLang's that are not served, and the values that ask for nothing.
+
+Clients send such values unasked. Any other value is refused by the field's name; null is as if left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["NEUTRAL_IN_CHATS", "NEUTRAL_IN_COMPLETIONS", "NEUTRAL_IN_RESPONSES"]
+
+_Neutral = Mapping[str, tuple[object, ...]]
+
+_NEUTRAL: _Neutral = {
+    # OpenAI's
+    "best_of": (1,),
+    "suffix": ("",),
+    # vLLM's
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "cache_salt": (),
+    "ec_transfer_params": (),
+    "guided_whitespace_pattern": (),
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logprob_token_ids": (),
+    "priority": (0,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "repetition_detection": (),
+    "return_token_ids": (False,),
+    "return_token_offsets": (False,),
+    "routed_experts_prompt_start": (0,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+    "thinking_token_budget": (-1,),
+    "truncate_prompt_tokens": (),
+    "truncation_side": ("left", "right"),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+    # SGLang's
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    "ebnf": (),
+    "lora_path": (),
+    "no_stop_trim": (False,),
+    "return_hidden_states": (False,),
+    "session_params": ({},),
+}
+
+NEUTRAL_IN_COMPLETIONS: _Neutral = _NEUTRAL | {"add_special_tokens": (True,)}
+
+NEUTRAL_IN_CHATS: _Neutral = _NEUTRAL | {
+    # OpenAI's
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # vLLM's
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "include_reasoning": (True,),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "return_prompt_text": (False,),
+    # SGLang's; no reasoning is told apart from the text
+    "separate_reasoning": (True, False),
+    "stream_reasoning": (True, False),
+}
+
+NEUTRAL_IN_RESPONSES: _Neutral = {
+    "access_programs": ({},),
+    "background": (False,),
+    "background_options": ({},),
+    "context_management": ([],),
+    "conversation": (),
+    "image": (),
+    "include": ([],),
+    "max_tool_calls": (),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "previous_response_id": (),
+    "prompt": (),
+    "reasoning": ({}, {"effort": "none"}, {"effort": None}),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}

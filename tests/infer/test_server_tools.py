@@ -1,0 +1,303 @@
+"""Tools: calls in the texts of models, tool_choice, and messages that carry them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import openai
+import pytest
+
+from laconic.infer.sampling import Sampling
+from laconic.infer.server import ByteTokenizer, ServerSettings, create_app
+from laconic.infer.server.tool_calls import PARSERS, CallDelta, NamedCall, RequiredCalls, ToolParser
+from tests.infer.serving import EOS, FakeEngine, running
+
+MODEL = "tiny"
+TEMPLATE = "{% if tools %}{{ tools }}<tool_call>{% endif %}"
+USER: list[Any] = [{"role": "user", "content": "Hi"}]
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    },
+}
+NOW: Any = {"type": "function", "function": {"name": "now"}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def parse(parser: ToolParser, text: str, size: int) -> list[str | CallDelta]:
+    found: list[str | CallDelta] = []
+    for start in range(0, len(text), size):
+        found += parser.push(text[start : start + size])
+    return found + list(parser.flush())
+
+
+def summary(found: Sequence[str | CallDelta]) -> tuple[str, list[tuple[int, str | None, Any]]]:
+    """All text, and the calls."""
+    calls = [(each.index, each.name, json.loads(each.arguments)) for each in found if isinstance(each, CallDelta)]
+    return "".join(each for each in found if isinstance(each, str)), calls
+
+
+ONE = [(0, "add", {"a": 1})]
+TWO = [*ONE, (1, "now", {})]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "content", "calls"),
+    [
+        ("hermes", "no call < at all <tool", "no call < at all <tool", []),
+        ("hermes", " spaces stay \n", " spaces stay \n", []),
+        ("hermes", CALL, "", ONE),
+        ("hermes", f"I add.\n\n{CALL}\n", "I add.", ONE),
+        ("hermes", CALL + '\n<tool_call>{"name": "now", "arguments": {}}</tool_call>', "", TWO),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}}', "", ONE),
+        ("hermes", "<tool_call>no JSON</tool_call> so", "<tool_call>no JSON</tool_call> so", []),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
+        ("hermes", '<tool_call>{"name": "add", "arg', '<tool_call>{"name": "add", "arg', []),
+        ("hermes", "a <tool_call>x</tool_call>" + CALL, "a <tool_call>x</tool_call>", ONE),
+        ("llama3_json", '{"name": "add", "parameters": {"a": 1}}', "", ONE),
+        (
+            "llama3_json",
+            '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "now", "parameters": {}}',
+            "",
+            TWO,
+        ),
+        ("llama3_json", '\n{"type": "function", "name": "add", "arguments": {"a": 1}}', "", ONE),
+        ("llama3_json", '{"answer": 3}', '{"answer": 3}', []),
+        (
+            "llama3_json",
+            '{"name": "add", "parameters": {"a": 1}} as asked',
+            '{"name": "add", "parameters": {"a": 1}} as asked',
+            [],
+        ),
+        ("llama3_json", "I {think}", "I {think}", []),
+        ("llama3_json", "", "", []),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}, {"name": "now", "arguments": {}}]', "", TWO),
+        ("mistral", 'so [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]', "so ", ONE),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now{}', "", TWO),
+        ("mistral", "[TOOL_CALLS][broken", "[TOOL_CALLS][broken", []),
+        ("mistral", "a [TOOL_ here", "a [TOOL_ here", []),
+        ("required", '[{"name": "add", "parameters": {"a": 1}},{"name": "now", "parameters": {}}]', "", TWO),
+        ("required", '[{"name": "add", "par', '[{"name": "add", "par', []),
+    ],
+)
+def test_calls_in_texts_wherever_they_are_cut(kind: str, text: str, content: str, calls: Any) -> None:
+    make = PARSERS.get(kind, RequiredCalls)
+    for size in (1, 2, 3, 7, 1000):
+        assert summary(parse(make(), text, size)) == (content, calls), size
+
+
+def test_a_named_call_is_told_as_it_comes() -> None:
+    found = parse(NamedCall("add"), '{"a": 1}', 3)
+    assert found == [CallDelta(0, "add", '{"a'), CallDelta(0, None, '": '), CallDelta(0, None, "1}")]
+    assert parse(NamedCall("add"), "", 3) == []
+
+
+class ToolBytes(ByteTokenizer):
+    """Bytes with a chat template that has tools."""
+
+    chat_template = TEMPLATE
+
+    def encode_chat(self, messages: Sequence[Any], tools: Sequence[Any] = (), variables: Any = None) -> list[int]:
+        self.seen = (messages, tools, variables)
+        return self.encode("".join(str(message["content"]) for message in messages) + "|")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[FakeEngine]:
+    engine = FakeEngine()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> ToolBytes:
+    return ToolBytes()
+
+
+@pytest.fixture(scope="module")
+def client(engine: FakeEngine, tokenizer: ToolBytes) -> Iterator[openai.OpenAI]:
+    with (
+        running(create_app(engine, tokenizer, ServerSettings(MODEL))) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def says(engine: FakeEngine, text: str) -> list[Sampling]:
+    """Have the engine answer `text`; returns what it is asked."""
+    asked: list[Sampling] = []
+    engine.answer = lambda prompt, sampling: asked.append(sampling) or [*text.encode(), EOS]  # type: ignore[func-returns-value]
+    return asked
+
+
+def test_calls_of_an_answer_and_their_results(engine: FakeEngine, client: openai.OpenAI, tokenizer: ToolBytes) -> None:
+    says(engine, f"I add.\n{CALL}")
+    ask: dict[str, Any] = {"model": MODEL, "messages": USER, "tools": [ADD, NOW]}
+    done = client.chat.completions.create(**ask).choices[0]
+    assert (done.finish_reason, done.message.content) == ("tool_calls", "I add.")
+    assert tokenizer.seen[1] == [ADD, NOW]
+    (call,) = done.message.tool_calls or []
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+
+    chunks = list(client.chat.completions.create(**ask, stream=True, logprobs=True))
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == "I add."
+    (streamed,) = [each for delta in deltas for each in delta.tool_calls or ()]
+    assert streamed.function is not None
+    assert (streamed.index, streamed.function.name, streamed.function.arguments) == (0, "add", '{"a": 1}')
+    entries = [entry for chunk in chunks if (found := chunk.choices[0].logprobs) for entry in found.content or ()]
+    assert "".join(entry.token for entry in entries) == f"I add.\n{CALL}<0x100>"
+
+    # The client's loop: the answer is sent back as it came, and the tool's result behind it.
+    says(engine, "It is 1.")
+    result = {"role": "tool", "tool_call_id": call.id, "content": "1"}
+    messages = [
+        *USER,
+        done.message,
+        result,
+        {"role": "assistant", "content": "", "tool_calls": [streamed.model_dump() | {"id": "x", "type": "function"}]},
+        result | {"tool_call_id": "x"},
+    ]
+    done = client.chat.completions.create(model=MODEL, messages=messages, tools=[ADD]).choices[0]
+    assert (done.finish_reason, done.message.content, done.message.tool_calls) == ("stop", "It is 1.", None)
+    sent = tokenizer.seen[0]
+    assert sent[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert sent[2] == {"role": "tool", "content": "1", "tool_call_id": call.id}
+
+
+def test_choices_of_tools(engine: FakeEngine, client: openai.OpenAI, tokenizer: ToolBytes) -> None:
+    pytest.importorskip("llguidance")
+    ask: dict[str, Any] = {"model": MODEL, "messages": USER, "tools": [ADD, NOW]}
+    says(engine, CALL)
+    none = client.chat.completions.create(**ask, tool_choice="none").choices[0]
+    assert (none.message.content, none.finish_reason, tokenizer.seen[1]) == (CALL, "stop", [])
+    says(engine, CALL * 2)
+    one = client.chat.completions.create(**ask, parallel_tool_calls=False).choices[0]
+    assert len(one.message.tool_calls or ()) == 1
+
+    asked = says(engine, '{"a": 5}')
+    for stream in (False, True):
+        named: Any = client.chat.completions.create(
+            **ask, tool_choice={"type": "function", "function": {"name": "add"}}, stream=stream
+        )
+        parts = [each.choices[0] for each in named] if stream else named.choices
+        calls = [call for part in parts for call in (part.delta if stream else part.message).tool_calls or ()]
+        assert "".join(call.function.arguments for call in calls) == '{"a": 5}'
+        assert [call.function.name for call in calls if call.function.name] == ["add"]
+        assert parts[-1].finish_reason == "tool_calls"
+    assert '"integer"' in str(asked[0].grammar)
+
+    asked = says(engine, '[{"name": "now", "parameters": {}},{"name": "add", "parameters": {"a": 2}}]')
+    done = client.chat.completions.create(**ask, tool_choice="required").choices[0]
+    assert [call.function.name for call in done.message.tool_calls or ()] == ["now", "add"]  # type: ignore[union-attr]
+    assert done.message.content is None
+    assert "%json" in str(asked[0].grammar)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        ({"tools": [ADD], "tool_choice": "any"}, "tool_choice", "must be 'none', 'auto', 'required'"),
+        (
+            {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+            "tools are add",
+        ),
+        ({"tools": [ADD, ADD]}, "tools", "a name twice"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "must be 'function'"),
+        ({"tools": [ADD], "response_format": {"type": "json_object"}}, "response_format", "tool_choice 'none'"),
+        (
+            {"tools": [ADD], "tool_choice": "required", "guided_regex": "a"},
+            "guided_regex",
+            "guided_regex and tool_choice are both given",
+        ),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
+                "tool_choice": "required",
+            },
+            "tool_choice",
+            "tool_choice is no grammar",
+        ),
+        (
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "messages.0.tool_call_id",
+            "must be given with the role tool",
+        ),
+        (
+            {"messages": [*USER, {"role": "user", "content": "x", "tool_call_id": "y"}]},
+            "messages.1.tool_call_id",
+            "no other",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "[1]"}}],
+                    }
+                ]
+            },
+            "messages.0.tool_calls.0.function.arguments",
+            "must be a JSON object, as a string",
+        ),
+    ],
+)
+def test_bad_tools_are_refused_by_name(client: openai.OpenAI, fields: Any, param: str, message: str) -> None:
+    pytest.importorskip("llguidance")
+    with pytest.raises(openai.BadRequestError, match=message) as refused:
+        client.chat.completions.create(model=MODEL, messages=USER, extra_body=fields)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "message"),
+    [
+        ("{{ messages }}", {}, "has no place for them"),
+        ("{{ tools }}", {}, "--tool-call-parser hermes|llama3_json|mistral"),
+        ("{{ tools }}", {"tool_call_parser": "mistral"}, None),
+        ("{{ tools }}[TOOL_CALLS]", {}, None),
+        ('{{ tools }} {"name": name, "parameters": dictionary of names}', {}, None),
+        ("{{ tools }}<tool_call><function=x>", {}, "does not tell"),
+    ],
+)
+def test_formats_are_read_off_the_template(
+    engine: FakeEngine, template: str, settings: Any, message: str | None
+) -> None:
+    tokenizer = ToolBytes()
+    tokenizer.chat_template = template
+    says(engine, "text")
+    with (
+        running(create_app(engine, tokenizer, ServerSettings(MODEL, **settings))) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        if message is None:
+            done = client.chat.completions.create(model=MODEL, messages=USER, tools=[ADD])
+            assert done.choices[0].message.content == "text"
+            return
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(model=MODEL, messages=USER, tools=[ADD])
+        assert message in str(refused.value)
+
+
+def test_a_marker_that_is_a_special_token_is_found(engine: FakeEngine) -> None:
+    tokenizer = ToolBytes()
+    tokenizer.chat_template = "{{ tools }}[TOOL_CALLS]"
+    tokenizer.token_name = lambda token: "[TOOL_CALLS]" if token == 299 else ByteTokenizer.token_name(tokenizer, token)  # type: ignore[method-assign]
+    engine.answer = lambda prompt, sampling: [299, *b'[{"name": "add", "arguments": {"a": 1}}]', EOS]
+    with (
+        running(create_app(engine, tokenizer, ServerSettings(MODEL))) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        done = client.chat.completions.create(model=MODEL, messages=USER, tools=[ADD]).choices[0]
+    (call,) = done.message.tool_calls or []
+    assert len(call.id) == 9  # as Mistral's templates ask for
+    assert done.message.content is None
