@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import from_json
 
 from laconic.infer.server.conversation import Message, NamedTool, Strict, Tool, ToolChoice
+from laconic.infer.server.formats import ResponseFormat, StructuredOutputs, check_false
 from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.unserved import NEUTRAL_IN_CHATS, NEUTRAL_IN_COMPLETIONS
 
@@ -56,12 +57,6 @@ def _check_stop_tokens(value: object) -> object:
     return value
 
 
-def _check_false(value: object) -> object:
-    if value not in (None, False):
-        raise ValueError("must be false: it is not served; leave it out")
-    return None
-
-
 class StreamOptions(Strict):
     """Options of an answer in pieces.
 
@@ -73,51 +68,7 @@ class StreamOptions(Strict):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    continuous_usage_stats: Annotated[None, BeforeValidator(_check_false)] = None
-
-
-class _JsonSchema(Strict):
-    name: str
-    description: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(Strict):
-    """What an answer must be.
-
-    Attributes:
-        type: any text, any JSON object, or JSON by a schema.
-        json_schema: the schema, with json_schema.
-    """
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: _JsonSchema | None = None
-
-
-class StructuredOutputs(Strict):
-    """What an answer must be, as vLLM has it; one of json, regex, choice, grammar and json_object.
-
-    Attributes:
-        json_: a JSON schema, `json` in the body.
-        regex: a regular expression for the whole answer.
-        choice: the texts that it may be.
-        grammar: in Lark's format.
-        json_object: any JSON object.
-        disable_any_whitespace, disable_additional_properties, disable_fallback, structural_tag, whitespace_pattern:
-            false or null.
-    """
-
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
-    regex: str | None = None
-    choice: list[str] | None = Field(None, min_length=1)
-    grammar: str | None = None
-    json_object: bool | None = None
-    disable_any_whitespace: Annotated[None, BeforeValidator(_check_false)] = None
-    disable_additional_properties: Annotated[None, BeforeValidator(_check_false)] = None
-    disable_fallback: Annotated[None, BeforeValidator(_check_false)] = None
-    structural_tag: Annotated[None, BeforeValidator(_check_false)] = None
-    whitespace_pattern: Annotated[None, BeforeValidator(_check_false)] = None
+    continuous_usage_stats: Annotated[None, BeforeValidator(check_false)] = None
 
 
 class RequestBody(Strict):

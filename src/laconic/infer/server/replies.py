@@ -252,7 +252,7 @@ class ChatReply(Reply):
             return [part.text] if part.text else []
         if (parser := self._parsers.get(part.index)) is None:
             parser = self._parsers[part.index] = self._make_parser()
-        text, token = part.text, part.token and part.token.token
+        text, token = part.text, None if part.token is None else part.token.token
         if (
             token is not None
             and parser.marker == self._tokenizer.token_name(token)

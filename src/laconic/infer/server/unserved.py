@@ -5,11 +5,9 @@ Clients send such values unasked. Any other value is refused by the field's name
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 __all__ = ["NEUTRAL_IN_CHATS", "NEUTRAL_IN_COMPLETIONS", "NEUTRAL_IN_RESPONSES"]
 
-_Neutral = Mapping[str, tuple[object, ...]]
+_Neutral = dict[str, tuple[object, ...]]
 
 _NEUTRAL: _Neutral = {
     # OpenAI's

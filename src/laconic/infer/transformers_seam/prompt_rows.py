@@ -78,6 +78,8 @@ class PromptRows:
     def prepare(self, requests_in_batch: list[Any]) -> None:
         """Take note of what is wanted of a batch: a row of the model's input has the logits of the token behind it."""
         self._wanted, start = [], 0
+        if all(report_of(request.state) is None for request in requests_in_batch):
+            return
         for request in requests_in_batch:
             report, count = report_of(request.state), request.query_length
             if report is not None:

@@ -1,0 +1,62 @@
+"""What an answer must be, as clients say it: OpenAI's response_format and vLLM's structured_outputs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from laconic.infer.server.conversation import Strict
+
+__all__ = ["ResponseFormat", "StructuredOutputs", "check_false"]
+
+
+def check_false(value: object) -> object:
+    """Return None for what asks for nothing; refuse the rest, as a validator of a field that is not served."""
+    if value not in (None, False):
+        raise ValueError("must be false: it is not served; leave it out")
+    return None
+
+
+class _JsonSchema(Strict):
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """What an answer must be.
+
+    Attributes:
+        type: any text, any JSON object, or JSON by a schema.
+        json_schema: the schema, with json_schema.
+    """
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+
+class StructuredOutputs(Strict):
+    """What an answer must be, as vLLM has it; one of json, regex, choice, grammar and json_object.
+
+    Attributes:
+        json_: a JSON schema, `json` in the body.
+        regex: a regular expression for the whole answer.
+        choice: the texts that it may be.
+        grammar: in Lark's format.
+        json_object: any JSON object.
+        disable_any_whitespace, disable_additional_properties, disable_fallback, structural_tag, whitespace_pattern:
+            false or null.
+    """
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1)
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: Annotated[None, BeforeValidator(check_false)] = None
+    disable_additional_properties: Annotated[None, BeforeValidator(check_false)] = None
+    disable_fallback: Annotated[None, BeforeValidator(check_false)] = None
+    structural_tag: Annotated[None, BeforeValidator(check_false)] = None
+    whitespace_pattern: Annotated[None, BeforeValidator(check_false)] = None
