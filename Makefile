@@ -9,6 +9,7 @@
 # make trust   the tests of faults, damage, strangers and bad input, slow ones included: docs/reliability.md
 # make soak    200 faults at random moments of tiny runs, at most 60 minutes (ARGS="--seed 2" for other ones)
 # make hosts   the tests of host packages that cannot be installed beside `make test`'s: torchtitan, litgpt, torchft and others
+# make clients the tests of clients of the server: langchain-openai, lm-evaluation-harness
 # make mutants mutation testing of what must never be wrong: docs/reliability.md (ARGS="--rooms adamw --mutants 10" for less)
 # make load    what is held for long: 100,000 collectives, 30 minutes of saves, 10,000 requests (ARGS="L1 --minutes 5" for less)
 # make sbom    dist/laconic.cdx.json, what the environment holds (CycloneDX)
@@ -29,7 +30,7 @@ PARALLEL ?= -n 3 --dist loadgroup --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/kernels/*)
 
-.PHONY: demo test test-changed slow nightly hosts trust soak mutants load gpu check format wheels reproducible sbom audit smoke matrix stranger site clean
+.PHONY: demo test test-changed slow nightly hosts clients trust soak mutants load gpu check format wheels reproducible sbom audit smoke matrix stranger site clean
 
 demo: $(VENV)/.installed-all
 	$(BIN)/laconic train $(ARGS)
@@ -61,6 +62,13 @@ hosts: $(VENV)/.installed-dev tools/hosts.txt
 	$(BIN)/python tools/host_environment.py $(HOSTS)
 	$(HOSTS)/bin/python -m pip install --quiet --no-deps -r tools/hosts.txt
 	$(HOSTS)/bin/python -m pytest -m "slow or not slow" $(HOST_TESTS) $(ARGS)
+
+CLIENTS := build/clients
+clients: $(VENV)/.installed-dev tools/clients.txt
+	$(PYTHON) -m venv --clear $(CLIENTS)
+	$(BIN)/python tools/host_environment.py $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet -c constraints.txt -r tools/clients.txt
+	$(CLIENTS)/bin/python -m pytest -m "slow or not slow" tests/integrations/test_serving_clients.py $(ARGS)
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
