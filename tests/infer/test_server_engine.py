@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -16,8 +17,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from laconic.cli.main import main
 from laconic.errors import ConfigError
@@ -99,6 +101,24 @@ def served(model: Path, tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[
             process.terminate()
 
 
+def check_prompt_logprobs(client: openai.OpenAI, model: Path) -> None:
+    """An echo of two prompts, one a part of the other, has the logprobs of the plain forward."""
+    prompts = ["Once upon a time", "Once upon a time there was é"]
+    done = client.completions.create(model="tiny", prompt=prompts, echo=True, max_tokens=0, logprobs=1)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for prompt, choice in zip(prompts, done.choices, strict=True):
+        assert choice.text == prompt
+        tokens = AutoTokenizer.from_pretrained(model)(prompt)["input_ids"]
+        with torch.no_grad():
+            expected = plain(input_ids=torch.tensor([tokens])).logits[0].double().log_softmax(-1)
+        assert choice.logprobs is not None
+        first, *found = choice.logprobs.token_logprobs or []
+        assert first is None
+        assert found == pytest.approx(
+            [float(row[token]) for row, token in zip(expected, tokens[1:], strict=False)], abs=1e-4
+        )
+
+
 @pytest.mark.slow
 def test_the_command_serves_what_transformers_generates(served: tuple[str, subprocess.Popen[str]], model: Path) -> None:
     url, process = served
@@ -112,6 +132,12 @@ def test_the_command_serves_what_transformers_generates(served: tuple[str, subpr
         tokens, top = done.choices[0].logprobs.tokens, done.choices[0].logprobs.top_logprobs
         assert top is not None
         assert [list(each) for each in top] == [[token] for token in tokens or []]
+
+        check_prompt_logprobs(client, model)
+        extra = {"guided_regex": "[a-c]{3}"}
+        by_grammar = client.completions.create(model="tiny", prompt="Once", temperature=0, extra_body=extra)
+        assert re.fullmatch("[a-c]{3}", by_grammar.choices[0].text)
+        assert by_grammar.choices[0].finish_reason == "stop"
 
         messages: list[Any] = [{"role": "user", "content": "Hi"}]
         stream = client.chat.completions.create(
