@@ -32,13 +32,18 @@ from tests.patience import patient
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
 
+def bytewise(template: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", chat_template=template)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytewise = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(alphabet)}, []))
-    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytewise.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<end>", chat_template=TEMPLATE)
+    tokenizer = bytewise(TEMPLATE)
     assert len(tokenizer) == 257
     path = make(
         "qwen2_moe",
@@ -69,6 +74,23 @@ def test_the_models_tokenizer(model: Path) -> None:
     chat = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
     assert tokenizer.decode(chat) == "user: Hi\nassistant:"
     assert len({tokenizer.token_name(token) for token in range(257)}) == 257
+
+
+def test_templates_get_tools_and_variables() -> None:
+    called = "messages[0].tool_calls[0].function.arguments.a"
+    template = "{{ tools | tojson if tools else 'no tools' }} {{ thinks }} {{ " + called + " }}"
+    ours = HuggingFaceTokenizer(bytewise(template))
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert ours.decode(ours.encode_chat(messages)) == "no tools  1"
+    assert ours.decode(ours.encode_chat(messages, [{"type": "function"}], {"thinks": False})) == (
+        '[{"type": "function"}] False 1'
+    )
+    for name in ("think", "tokenize", "messages", "chat_template"):
+        with pytest.raises(ConfigError, match=f"no variable '{name}' that a request can set"):
+            ours.encode_chat(messages, variables={name: True})
+    assert "tojson" in str(ours.chat_template)
+    assert HuggingFaceTokenizer(bytewise("")).chat_template in (None, "")
 
 
 def test_models_of_bytes_and_models_without_a_tokenizer(tmp_path: Path) -> None:
