@@ -11,6 +11,7 @@ import torch
 
 from laconic.infer.sampling import ChosenToken, Sampling
 from laconic.infer.transformers_seam import CacheLimits, Finished, Requests, load_whole_model
+from laconic.infer.transformers_seam.prompt_rows import PromptRows
 from tests.infer.models import make
 from tests.patience import patient
 
@@ -84,7 +85,7 @@ def test_a_prompt_without_a_number_fails_its_request_alone(model: Any) -> None:
     handle = model.lm_head.register_forward_hook(spoil)
     try:
         manager.requests.add("bad", SHARED[:10], Sampling(max_new_tokens=2, prompt_logprobs=0))
-        (end,) = manager.wait(1).values()
+        end = manager.ended.get(timeout=patient(60))
         assert end.is_own
         assert "the logits of the prompt's token 9 hold NaN" in str(end.error)
     finally:
@@ -95,6 +96,16 @@ def test_a_prompt_without_a_number_fails_its_request_alone(model: Any) -> None:
     assert end.error is None
     check(expected, SHARED[:10], manager.told["good"][0].prompt, 0)
     manager.requests.stop()
+
+
+def test_a_row_that_has_not_come_fails_its_request(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PromptRows, "hear", lambda self, scores: None)
+    manager = Manager(model)
+    manager.requests.add("one", [5, 9, 2], Sampling(max_new_tokens=2, prompt_logprobs=0))
+    end = manager.ended.get(timeout=patient(60))
+    manager.requests.stop()
+    assert end.is_own
+    assert "the prompt's token 1 has no logprob" in str(end.error)
 
 
 def test_tokens_travel_with_their_prompt() -> None:

@@ -38,7 +38,14 @@ class PromptReport:
         self._found[place] = report_token(logits, self.prompt[place], self._count)
 
     def tokens(self) -> tuple[ChosenToken, ...]:
-        """Return all tokens of the prompt."""
+        """Return all tokens of the prompt.
+
+        Raises:
+            ModelError: logits of some have not come.
+        """
+        if len(self._found) < len(self.prompt):
+            place = next(place for place in range(len(self.prompt)) if place not in self._found)
+            raise ModelError(f"the prompt's token {place} has no logprob: its logits have not been computed")
         return tuple(self._found[place] for place in range(len(self.prompt)))
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from laconic.errors import LaconicError
+from laconic.errors import LaconicError, ModelError
 from laconic.infer.logits_rules import LogitsRules
 from laconic.infer.sampling import ChosenToken, Sampling, sample
 from laconic.infer.transformers_seam.prompt_rows import PromptRows, report_of
@@ -158,7 +158,8 @@ class Sampler:
             return token
         try:
             return dataclasses.replace(token, prompt=report.tokens())
-        except KeyError:  # a row without logprobs, of which the request's end has told
+        except ModelError as error:
+            self._on_failed(state.request_id, error)
             return None
 
 
