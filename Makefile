@@ -67,7 +67,7 @@ CLIENTS := build/clients
 clients: $(VENV)/.installed-dev tools/clients.txt
 	$(PYTHON) -m venv --clear $(CLIENTS)
 	$(BIN)/python tools/host_environment.py $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet -c constraints.txt -r tools/clients.txt
+	$(CLIENTS)/bin/python -m pip install --quiet -r tools/clients.txt
 	$(CLIENTS)/bin/python -m pytest -m "slow or not slow" tests/integrations/test_serving_clients.py $(ARGS)
 
 format: $(VENV)/.installed-dev
