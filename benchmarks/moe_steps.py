@@ -43,7 +43,7 @@ from laconic.schedule.moe import LayerTimes, pipeline_seconds
 
 _RANKS_PER_NODE = 2
 _MODEL_DIM, _TOP_K, _NUM_BLOCKS, _LENGTH, _VOCABULARY = 256, 2, 2, 128, 257
-_SIZES = {100e6: (512, (1024, 4096)), 1e9: (1024, (512, 1024))}
+_SIZES = {100e6: (1024, (1024, 4096)), 1e9: (2048, (512, 1024))}
 """Tokens of a rank with its own, and hidden dimensions of the experts, by bits per second between nodes."""
 _SMOKE_SIZES = (128, (32,))
 
