@@ -17,7 +17,7 @@ from laconic.moe import ChunkedSchedule, MoELayer
 from laconic.schedule.execute import Execution, InlineStream
 from laconic.schedule.moe import COMPUTE, INTER, INTRA, ChunkTime, LayerTimes
 
-__all__ = ["Parts", "layer_times", "parts_alone"]
+__all__ = ["Parts", "layer_times"]
 
 Parts = dict[str, dict[str, float]]
 """Seconds of all chunks of each step, by direction."""
@@ -27,11 +27,11 @@ _FEW, _MANY = 1, 4
 
 def layer_times(layer: MoELayer, batch: Callable[[], Tensor], rounds: int) -> tuple[dict[str, LayerTimes], Parts]:
     """Times by direction, forward and backward, of the layer's plan; and the parts in one chunk that they come from."""
-    few, many = (parts_alone(layer, batch, degree, rounds) for degree in (_FEW, _MANY))
+    few, many = (_parts_alone(layer, batch, degree, rounds) for degree in (_FEW, _MANY))
     return {direction: _fitted(few[direction], many[direction]) for direction in few}, few
 
 
-def parts_alone(layer: MoELayer, batch: Callable[[], Tensor], degree: int, rounds: int) -> Parts:
+def _parts_alone(layer: MoELayer, batch: Callable[[], Tensor], degree: int, rounds: int) -> Parts:
     """Medians over rounds of the seconds of each step, without overlap, of a fresh batch [n, M] in each round.
 
     Of a chunk's experts the slowest rank's count, because all combines wait for them. Of a message the shortest time

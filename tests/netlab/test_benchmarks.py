@@ -34,7 +34,6 @@ ROWS = {
         *("plain", "levels", "levels, swaps", "lossless rows", "2 chunks, windows", "4-bit activations"),
         *("all exact ones", "autotune", "autotune, 4-bit activations"),
     ],
-    "moe-pipeline-lab": ["1", "6"],
     "moe-steps": [
         "joint",
         "levels, 2 chunks",
