@@ -5,19 +5,21 @@ measured once per network and grid. Then layers of other sizes, numbers of exper
 from these, and every candidate is run, forward and backward. Nothing that is run here goes back into a prediction.
 
 The rounds of the candidates near the fastest are dealt into two halves: how often the fastest of one half is among the
-fastest of the other says how well anybody could choose here.
+fastest of the other says how well anybody could choose here. The same measurements judge choices of the model with one
+part left out, and of always the same configuration.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from benchmarks.kit.moe_layers import (
     GRIDS,
+    INT8,
     NEAR,
     SCALES,
     Case,
@@ -31,7 +33,7 @@ from benchmarks.kit.moe_layers import (
 from benchmarks.registry import Options, Table, benchmark
 from laconic.collectives.policy.microbench import Ranks
 from laconic.cost.moe import MoERates
-from laconic.cost.moe.search import best_candidate
+from laconic.cost.moe.search import CostModel, LayerPlan, best_candidate
 from laconic.moe import Grid, autotune
 from laconic.moe.tuning.measure_layer import medians
 from netlab import why_not
@@ -62,7 +64,7 @@ def moe_autotune(options: Options) -> list[Table]:
     if reason is not None:
         return [Table("Autotune", ["not measured"], [[reason]])]
     found, _ = run_cases("benchmarks.moe_autotune", options, _cases)
-    return [_summary(found), _by_path(found), _choices(found)]
+    return [_summary(found), _parts(found), _by_path(found), _choices(found)]
 
 
 def _of_errors(errors: Sequence[float]) -> str:
@@ -135,6 +137,26 @@ def _summary(found: Sequence[dict[str, Any]]) -> Table:
         " times `--rounds`, and only these count for them. Of these rounds, halves are the odd and the even ones:"
         " the noise is what the best of one half loses in the other (the whole is less noisy). Plain: one all-to-all"
         " with its duplicates (in MP groups: the baseline), raw, in one piece.",
+    )
+
+
+def _parts(found: Sequence[Mapping[str, Any]]) -> Table:
+    names = list(dict.fromkeys(name for case in found for name in case["others"]))
+
+    def regrets(name: str) -> list[float]:
+        return [case["others"][name] / case["best_seconds"] - 1 for case in found if name in case["others"]]
+
+    return Table.of(
+        "What each part of the model is worth",
+        names,
+        [
+            ("choice by", str),
+            ("layers", lambda name: str(len(regrets(name)))),
+            ("within 5 % of the fastest", lambda name: _within(regrets(name))),
+            ("mean regret", lambda name: f"{mean(regrets(name)):.1%}"),
+            ("worst", lambda name: f"{max(regrets(name)):.1%}"),
+        ],
+        "Regret: how much longer the choice takes than the fastest measured candidate. Nothing is run to choose.",
     )
 
 
@@ -211,6 +233,7 @@ def _run(case: Case, grid: Grid, rates: MoERates, ranks: Ranks, rounds: int) -> 
         "best_seconds": seconds[best],
         "other_half": other_half,
         "plain_seconds": seconds[plain],
+        "others": _others(choice.cost_model, [codec.name for codec in codecs], dict(zip(plans, seconds, strict=True))),
         "candidates": [
             {
                 "path": str(one.plan),
@@ -227,6 +250,29 @@ def _run(case: Case, grid: Grid, rates: MoERates, ranks: Ranks, rounds: int) -> 
             for i, one in enumerate(candidates)
         ],
     }
+
+
+def _others(cost_model: CostModel, codes: Sequence[str], seconds: Mapping[LayerPlan, float]) -> dict[str, float]:
+    """Seconds of what a model without one part chooses, and of the same plan always."""
+    rates = cost_model.rates
+    raw = {name: both for name, both in rates.overheads.items() if name.endswith(" raw")}
+    groups = {name: link for name, link in rates.groups.items() if not name.startswith("int")}
+    changes: dict[str, dict[str, Any]] = {
+        "the whole model": {},
+        "no fixed overhead lines (copies instead)": {"overheads": {}},
+        "fixed overhead of raw rows for all codes": {"overheads": raw},
+        "no links of levels (those of their kind)": {"groups": groups},
+        "links and copies alone": {"overheads": {}, "groups": groups},
+    }
+    chosen = {
+        name: best_candidate(replace(cost_model, rates=replace(rates, **change)).candidates(codes)).plan
+        for name, change in changes.items()
+    }
+    fixed = [LayerPlan(path) for path in ("flat", "depth 1", "baseline", "s1", "s2", "sharded")]
+    fixed += [LayerPlan(path, INT8.name) for path in ("flat", "depth 1")]
+    fixed.append(LayerPlan("depth 2", INT8.name, inner_code="raw"))
+    chosen |= {f"always {plan_name(plan)}": plan for plan in fixed if plan in seconds}
+    return {name: seconds[plan] for name, plan in chosen.items()}
 
 
 def _lost(seconds: Sequence[float], others: Sequence[float]) -> float:

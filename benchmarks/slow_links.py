@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import wraps
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from benchmarks.kit import timing
 from benchmarks.kit.timing import Case, Timing
-from benchmarks.registry import Benchmark, Options, Table
+from benchmarks.registry import Benchmark, Options, Table, Text
 from netlab import Lab, finish, why_not
 
 __all__ = [
@@ -40,7 +40,7 @@ def in_lab(title: str) -> Callable[[Benchmark], Benchmark]:
 
     def decorate(function: Benchmark) -> Benchmark:
         @wraps(function)
-        def run(options: Options) -> list[Table]:
+        def run(options: Options) -> Iterable[Table | Text]:
             reason = why_not()
             return function(options) if reason is None else [Table(title, ["not measured"], [[reason]])]
 

@@ -94,5 +94,5 @@ def test_a_table_is_made_from_columns() -> None:
 
 def test_every_benchmark_is_found_by_its_name() -> None:
     found = modules()
-    assert found["moe-pipeline-lab"] == "benchmarks.moe_pipeline_lab"
+    assert found["moe-steps"] == "benchmarks.moe_steps"
     assert len(found) >= 29

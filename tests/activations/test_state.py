@@ -219,15 +219,18 @@ class Injected(Exception):
     pass
 
 
-FUNCTIONS = (
-    "find_sites",
-    "find_head",
-    "sample_inputs",
-    "measure_first",
-    "measure",
-    "_convert",
-    "_report",
-    "make_report",
+FUNCTIONS = tuple(
+    step.__name__
+    for step in (
+        apply.find_sites,
+        apply.find_head,
+        apply.sample_inputs,
+        apply.measure_first,
+        apply.measure,
+        apply.convert,
+        apply._report,
+        apply.make_report,
+    )
 )
 CLASSES = (
     apply.AttentionCore,

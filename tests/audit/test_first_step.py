@@ -72,6 +72,12 @@ def test_no_format_mode_or_dtype_alarms(family: str, options: dict[str, Any], dt
     assert report.loss_bits or options.get("loss") == "chunked"
 
 
+def test_hooks_around_a_model_leave_alone_what_stands_in_for_codes() -> None:
+    model = make_model("opt")
+    laconic.compress_activations(model, mode="combined")
+    assert audited(model).loss_bits
+
+
 @pytest.mark.parametrize("kind", ["checkpointing", "reentrant", "autocast", "gradients", "dropout", "tied", "frozen"])
 def test_no_way_of_training_alarms(kind: str) -> None:
     model = make_model("llama", attention_dropout=0.2 if kind == "dropout" else 0.0, tie_word_embeddings=kind == "tied")

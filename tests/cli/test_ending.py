@@ -258,7 +258,7 @@ def test_ctrl_c_at_a_profile(moment: str, tmp_path: Path) -> None:
     if moment == "measuring":  # when the processes have met, there is a store to meet in, and threads of gloo
         while not all(child.num_threads() > 2 for child in children) and time.monotonic() < deadline:
             time.sleep(0.05)
-    time.sleep(1.0)
+    time.sleep(patient(1.0))
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=100)
     assert process.returncode == 130, err

@@ -50,6 +50,17 @@ def test_json_has_the_plan_and_all_candidates(rates: list[str], capsys: pytest.C
     assert plan["memory"]["nbytes"][plan["memory"]["worker"]]["weights"] > 0
 
 
+def test_commands_of_vllm_are_a_script_and_json(rates: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*MODEL, "--workers", "8", "--memory", "141GB", "--prompt", "64", "--output", "64", *rates]
+    flags += ["--requests", "8", "--max-micro-batches", "2", "--max-slices", "2", "--for", "vllm-afd"]
+    assert main([*flags, "--host", "10.0.0.1"]) == 0
+    script = capsys.readouterr().out
+    assert script.startswith("#!/bin/sh\n# predicted for decoding: ")
+    assert script.count("vllm serve qwen3-235b-a22b") == script.count("--host 10.0.0.1") == 2
+    assert main([*flags, "--json"]) == 0
+    assert [one["role"] for one in json.loads(capsys.readouterr().out)["commands"]] == ["attention", "ffn"]
+
+
 @pytest.mark.ci
 def test_arrivals_are_planned_for_their_latency(rates: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*MODEL, "--workers", "16", "--memory", "80GB", "--output", "64", *rates, "--arrivals"]
@@ -114,6 +125,8 @@ def test_rates_can_be_printed(rates: list[str], capsys: pytest.CaptureFixture[st
         ),
         ([*MODEL, "--workers", "2", "--memory", "1GB"], "does not fit on 2 workers"),
         ([*MODEL, "--workers", "2", "--memory", "1GB", "--output", "-9"], "must be a whole number"),
+        ([*MODEL, *SMALL, "--for", "vllm-afd", "--arrivals", "2"], "--arrivals is given with --for vllm-afd"),
+        ([*MODEL, *SMALL, "--host", "10.0.0.1"], "--host is given, but it is an address in the commands of --for"),
     ],
 )
 def test_refusals_are_one_line(

@@ -104,7 +104,7 @@ def four_ranks(world: World) -> None:
         flip(model[0].bias)
     if rank < 2:
         laconic.verify_replicas(model, group=halves[0])
-        with pytest.raises(ConfigError, match=r"rank [01] is not in group, whose ranks are \[2, 3\]"):
+        with pytest.raises(ConfigError, match="group does not contain this process"):
             laconic.verify_replicas(model, group=halves[1])
     else:
         said = refusal(model, group=halves[1])

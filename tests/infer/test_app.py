@@ -130,7 +130,7 @@ def test_uvicorn_builds_the_application(model: Path) -> None:
         def up() -> bool:
             try:
                 return httpx.get(f"{url}/health").status_code == 200
-            except httpx.ConnectError:
+            except httpx.TransportError:
                 return False
 
         until(up, 60)

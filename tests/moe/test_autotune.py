@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,8 @@ import torch.distributed as dist
 from laconic.collectives.codec import Blockwise, Raw
 from laconic.cost.comm.rates import Line, LinkRates, WireRates
 from laconic.cost.comm.seconds import MIN_GAIN
-from laconic.cost.moe import LayerShape, MoERates
-from laconic.cost.moe.search import best_plan
+from laconic.cost.moe import LayerShape, MoERates, Route, Step
+from laconic.cost.moe.search import Candidate, LayerPlan, best_plan
 from laconic.errors import ConfigError
 from laconic.formats import BlockFormat
 from laconic.moe import (
@@ -30,6 +32,7 @@ from laconic.moe import (
     make_dispatcher,
 )
 from laconic.moe.placement.routing_record import record_of
+from laconic.moe.tuning.autotune import Autotuned
 from laconic.moe.tuning.measure_cluster import measure_moe
 from tests.moe.worlds import run_world
 
@@ -160,3 +163,27 @@ def test_choices_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_choices_on_four_ranks_inside_mp_groups(tmp_path: Path) -> None:
     run_world([_measured_choice_is_alike_and_changes_no_output], 4, tmp_path)
+
+
+def test_chunks_are_tried_on_every_path_that_is_near() -> None:
+    """A path that is slower whole may be the one that chunks gain most on; one that is far behind is not run again."""
+    flat, deep, far = (LayerPlan(path) for path in ("flat", "depth 1", "depth 2"))
+    halves = {flat: 10.0, deep: 12.0, far: 13.5}
+    halves |= {replace(flat, degree=2): 9.0, replace(deep, degree=2): 7.0, replace(far, degree=2): 1.0}
+    asked: list[LayerPlan] = []
+
+    def taken(name: str, kind: object, plans: list[LayerPlan]) -> dict[LayerPlan, tuple[float, float]]:
+        asked.extend(plans)
+        return {plan: (halves[plan], halves[plan]) for plan in plans}
+
+    tuned: Any = SimpleNamespace(
+        **{"_num_benchmarked": 5, "_degrees": (2,), "_taken": taken},
+        _records={"layer": SimpleNamespace(input=torch.zeros(1))},
+        grid=SimpleNamespace(layout=SimpleNamespace(joint=4)),
+    )
+    route = Route("route", (Step("experts", 10.0),))
+    candidates = tuple(Candidate(plan, route, route) for plan in (flat, deep, far))
+    choice = Autotuned._benchmark(tuned, "layer", (), SimpleNamespace(), candidates)  # type: ignore[arg-type]
+    assert choice.plan == replace(deep, degree=2)
+    assert choice.chosen is choice.candidates[0]
+    assert replace(far, degree=2) not in asked

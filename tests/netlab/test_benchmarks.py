@@ -21,14 +21,26 @@ ROWS = {
     "choose": ["all_gather | 4 KB", "all_to_all | 256 KB"],
     "auto": ["all_gather | 4 B", "broadcast | 64 KB", "send and receive | 4 B", "reduce_scatter | 64 KB"],
     "process-group": ["all_reduce | 1 KB", "all_gather | 64 KB", "ring | 64 KB"],
-    "moe-paths": ["baseline", "sharded", "s1", "s2 in 1 step", "s2 in 2 steps", "s1, backward s2"],
-    "moe-autotune": ["depth 1 | raw | 1", "depth 2 | raw | 1", "flat | raw | 1", "s2 | raw | 1", "sharded | raw | 1"],
+    "moe-autotune": [
+        "the whole model",
+        "depth 1 | raw | 1",
+        "depth 2 | raw | 1",
+        "flat | raw | 1",
+        "s2 | raw | 1",
+        "sharded | raw | 1",
+    ],
     "moe-dispatch": ["flat", "2 levels", "dedup, 1 level", "dedup, 2 levels, lossless", "dedup, 2 levels, int8"],
     "moe-training": [
         *("plain", "levels", "levels, swaps", "lossless rows", "2 chunks, windows", "4-bit activations"),
         *("all exact ones", "autotune", "autotune, 4-bit activations"),
     ],
-    "moe-pipeline-lab": ["1", "6", "at the end", "in slots, all that waits", "in slots, as planned"],
+    "moe-steps": [
+        "joint",
+        "levels, 2 chunks",
+        "joint, 2 chunks, gradients in slots",
+        "baseline",
+        "sharded, 4 chunks",
+    ],
     "moe-shared": ["after the routed experts, 1 of 128", "before the router, 1 of 128"],
     "infer-split": [
         f"qwen2_moe, M 64, 8 experts of 32, top 2, shared 32, 2 layers, prompts of 64 | 400 Mbit/s | {fit}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from unittest import mock
 
@@ -93,3 +95,17 @@ def test_what_is_made_in_any_mode_can_be_used_by_autograd(mode: Callable[[], Abs
         found = make()
     assert make() is found
     (torch.ones(3, requires_grad=True) * found).sum().backward()  # which keeps it for backward
+
+
+def test_threads_that_make_one_together_get_the_one_that_stays() -> None:
+    """Kernels are given its address, so another one would be freed under them."""
+    together = threading.Barrier(2)
+
+    @constant_tensor
+    def made() -> Tensor:
+        together.wait()
+        return torch.zeros(4)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: made(), range(2))
+    assert first is second is made()

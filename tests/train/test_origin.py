@@ -234,6 +234,15 @@ def test_the_directory_s_tokenizer_is_used(
         assert found.train.read(0, 100).tolist() == ids[:100] or found.validation.read(0, 100).tolist() == ids[:100]
 
 
+def test_a_path_without_a_model_is_refused_before_anything_is_said_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for path, why in ((tmp_path / "nowhere", "must be a directory"), (tmp_path, "has no config.json")):
+        with caplog.at_level(logging.INFO), pytest.raises(ConfigError, match=why):
+            resolve_defaults(config_for(path))
+    assert not caplog.text
+
+
 def test_what_the_user_says_wins(pretrained: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         config = resolve_defaults(

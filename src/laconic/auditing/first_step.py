@@ -27,7 +27,7 @@ from laconic.auditing.replicated import compare_replicas
 from laconic.auditing.runs import Outcome, RunKind, Runs
 from laconic.auditing.state import ModelState
 from laconic.auditing.training_call import LossOf, TrainingCall, copied, find_loss
-from laconic.collectives.runtime.group_facts import ranks_of
+from laconic.collectives.runtime.group_facts import check_member, ranks_of
 from laconic.errors import AuditError, LaconicError, ModelError
 from laconic.gradients import CompressedGradients
 from laconic.gradients.turns import owner_of
@@ -199,6 +199,7 @@ class _Audit:
         group: dist.ProcessGroup | None,
         agrees: bool,
     ) -> None:
+        check_member(group)
         self._model, self._losses, self._optimizer, self._group = model, losses, optimizer, group
         self._agrees = agrees and dist.is_available() and dist.is_initialized()
         self._loss = losses[-1]

@@ -22,6 +22,7 @@ from laconic.cost.infer import (
     choose,
     choose_for_arrivals,
     default_infer_path,
+    plan_vllm_afd,
 )
 from laconic.cost.infer.choice_text import arrivals_text, candidate_name, choice_text, infer_rates_text
 from laconic.cost.sizes import parse_nbytes
@@ -64,6 +65,10 @@ def _plan(options: argparse.Namespace) -> int:
     workers = Workers(options.workers, memory_nbytes, options.attention_workers)
     search = Search(options.max_micro_batches, options.max_slices)
     shares = _shares(options.routing)
+    if options.for_server is not None:
+        return _plan_vllm(options, shape, rates, workers, search, shares)
+    if options.host is not None:
+        raise PlanError("--host is given, but it is an address in the commands of --for; give both or neither")
     if options.arrivals is not None:
         return _plan_arrivals(options, shape, rates, workers, search, shares)
     make = {"prefill": Workload.prefill, "decode": Workload.decode}
@@ -82,6 +87,40 @@ def _plan(options: argparse.Namespace) -> int:
         save_gantt(drawn, options.gantt, f"{shape.name}, {_DRAWN_LAYERS} layers")
         if not options.json:
             print(f"\nwrote {options.gantt}")
+    return 0
+
+
+def _plan_vllm(
+    options: argparse.Namespace,
+    shape: InferenceShape,
+    rates: InferenceRates,
+    workers: Workers,
+    search: Search,
+    shares: tuple[float, ...],
+) -> int:
+    for flag, given in (
+        ("--arrivals", options.arrivals is not None),
+        ("--phase", options.phase == "prefill"),
+        ("--gantt", options.gantt is not None),
+    ):
+        if given:
+            raise PlanError(f"{flag} is given with --for {options.for_server}, which plans decoding; leave out one")
+    found = plan_vllm_afd(
+        shape,
+        rates,
+        workers,
+        options.model,
+        prompt=options.prompt,
+        output=options.output,
+        requests=options.requests,
+        shares=shares,
+        search=search,
+        host=options.host or "127.0.0.1",
+    )
+    if options.json:
+        print_json(found.to_dict())
+    else:
+        print(found.script(), end="")
     return 0
 
 
@@ -174,6 +213,8 @@ def make_parser() -> Parser:
     add("--show-rates", action="store_true", help="print what was measured instead")
     add("--item-nbytes", type=int, metavar="N", help="bytes of a weight (default: the configuration's dtype)")
     add = parser.add_argument_group("output").add_argument
+    add("--for", dest="for_server", choices=["vllm-afd"], help="print vLLM commands with vllm-afd-plugin, as a script")
+    add("--host", help="address of the ranks in these commands (default: 127.0.0.1)")
     add("--gantt", metavar="FILE", help="draw the plan's first layers, for example plan.html")
     add_json(parser, "print the plans as one JSON document instead of tables")
     return parser

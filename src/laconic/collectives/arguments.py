@@ -12,7 +12,7 @@ from torch import Tensor
 from laconic.collectives.engine.call import REDUCIBLE
 from laconic.collectives.engine.layouts import TwoLevel
 from laconic.collectives.runtime.background import Groups
-from laconic.collectives.runtime.group_facts import registered_ranks
+from laconic.collectives.runtime.group_facts import check_member, registered_ranks
 from laconic.errors import ConfigError, FormatError
 
 __all__ = [
@@ -44,13 +44,13 @@ def find_groups(group: Group) -> tuple[int, Groups]:
     Raises:
         ConfigError: there is no process group, or this process is not in it.
     """
+    check_member(group)
     if isinstance(group, TwoLevel):
         return group.node.size() * group.cluster.size(), (_carrier(group.node), _carrier(group.cluster))
     if group is None and not dist.is_initialized():
         raise ConfigError("group is None and no process group exists; call torch.distributed.init_process_group first")
     found = dist.group.WORLD if group is None else group
-    if not isinstance(found, dist.ProcessGroup):
-        raise ConfigError("group does not contain this process; call on members of the group only")
+    assert found is not None
     return found.size(), (_carrier(found),)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from laconic.collectives.runtime.group_facts import check_member
 from laconic.errors import ConfigError, ModelError, TrainingError
 from laconic.formats import QuantizedGradient, quantized_gradient, set_quantized_gradient
 from laconic.formats.coded_gradient import coded_gradient
@@ -68,6 +69,7 @@ def compress_gradients(
         ConfigError: bucket_nbytes is not positive; or the ranks of `group` differ in settings, parameters or versions,
             which raises on every rank alike.
     """
+    check_member(group)
     check_model(model, group)
     QuantizedGradient.zeros((0,), bits)  # refuses other bits
     if bucket_nbytes <= 0:

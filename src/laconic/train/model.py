@@ -19,7 +19,7 @@ import torch
 from laconic.errors import ConfigError, ModelError
 from laconic.train.config.dotted_names import nearest
 from laconic.train.config.schema import ModelConfig
-from laconic.train.model_source import find_weights
+from laconic.train.model_source import check_path, find_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,15 +71,7 @@ def build_model(
         hf_config = family_config(config, _family_fields(config, vocab_size, max_sequence_length, eos_token_id))
         _check_family(hf_config, config)
         return random_model(AutoModelForCausalLM, hf_config, seed, f"a {config.family} of model.family")
-    directory = Path(config.path)
-    if not config.allow_download:
-        if not directory.is_dir():
-            raise ConfigError(
-                f"model.path is {config.path!r}, but it must be a directory; "
-                "for a name on the Hugging Face hub also set model.allow_download"
-            )
-        if not (directory / "config.json").is_file():
-            raise ConfigError(f"model.path is {config.path!r}, but that directory has no config.json")
+    check_path(config)
     hf_config = path_config(config)
     _check_experts(hf_config, f"model.path {config.path!r}")
     longest = getattr(hf_config.get_text_config(), "max_position_embeddings", None)

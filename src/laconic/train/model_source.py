@@ -14,10 +14,10 @@ from typing import Any
 
 from laconic.errors import ConfigError, ModelError
 from laconic.json_text import parse_json
-from laconic.train.config.schema import FINE_TUNING_RATE, TrainConfig
+from laconic.train.config.schema import FINE_TUNING_RATE, ModelConfig, TrainConfig
 from laconic.train.config.tasks import find_task
 
-__all__ = ["find_weights", "own_tokenizer", "resolve_defaults", "tokenizer_files"]
+__all__ = ["check_path", "find_weights", "own_tokenizer", "resolve_defaults", "tokenizer_files"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def resolve_defaults(config: TrainConfig) -> TrainConfig:
     """`config` with what its task resolves and optimizer.learning_rate filled in where left out, logging both.
 
     Raises:
-        ConfigError, ModelError: model.path leaves open which tokenizer or weights are meant.
+        ConfigError, ModelError: model.path is no model, or leaves open which tokenizer or weights are meant.
     """
     config = find_task(config.task).resolve(config)
     path = config.model.path
@@ -52,6 +52,23 @@ def resolve_defaults(config: TrainConfig) -> TrainConfig:
             rate = FINE_TUNING_RATE
         config = replace(config, optimizer=replace(config.optimizer, learning_rate=rate))
     return config
+
+
+def check_path(config: ModelConfig) -> None:
+    """Refuse a model.path that is no directory of a model, where no hub may be asked.
+
+    Raises:
+        ConfigError: as the name says.
+    """
+    if config.path is None or config.allow_download:
+        return
+    if not Path(config.path).is_dir():
+        raise ConfigError(
+            f"model.path is {config.path!r}, but it must be a directory; "
+            "for a name on the Hugging Face hub also set model.allow_download"
+        )
+    if not (Path(config.path) / "config.json").is_file():
+        raise ConfigError(f"model.path is {config.path!r}, but that directory has no config.json")
 
 
 def find_weights(directory: Path) -> str | None:

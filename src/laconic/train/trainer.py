@@ -111,7 +111,8 @@ class Trainer:
         self.synced_at = 0.0
         """When the last step's small all-reduce ended, by the same clock: everywhere at nearly the same moment."""
         self._other_nbytes: int | None = None  # what torch's own collectives send, the same in each step
-        self._num_counted = 0
+        self._num_counted = 0  # steps whose messages were counted; a run counts two
+        self._measured_compiled = False
         self._audits_reduction = False
         self.before_update: Callable[[], None] | None = None
         """Called in each step that updates, between backward and the update."""
@@ -189,8 +190,8 @@ class Trainer:
                 if config.compile:  # what Dynamo meets below a dispatch mode it leaves to Python for ever
                     measuring.enter_context(torch.compiler.set_stance("force_eager"))
                 counter = measuring.enter_context(WireCounter(world.size))
-            elif self._num_counted == 2 and config.compile:
-                self._num_counted += 1
+            elif config.compile and not self._measured_compiled:
+                self._measured_compiled = True
                 self._measure_again()
             loss = self._forward_backward(step, record)
             norm = self._gradients.norm(self._counted_parameters())

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.moe_hierarchy import CLUSTER, FITS, PUBLISHED_RATES, paper_rates
+from benchmarks.kit.moe_papers import HIERMOE_CLUSTER as CLUSTER
+from benchmarks.kit.moe_papers import HIERMOE_FITS as FITS
+from benchmarks.kit.moe_papers import hiermoe_rates as paper_rates
 from laconic.cost.comm.rates import CodecRates, Line
 from laconic.cost.comm.seconds import GroupShape
 from laconic.cost.moe import Coding
@@ -31,6 +33,9 @@ from laconic.cost.moe.hierarchy import (
 )
 from laconic.errors import ConfigError
 from laconic.topology import Levels, Stage
+
+PUBLISHED_RATES = {32: (2, 4, 7, 9), 16: (3, 9, 14, 18), 8: (6, 17, 27, 34), 4: (12, 32, 46, 55)}
+"""Per cent of rows that are duplicates, by number of groups, of top-2, 4, 6 and 8 (table II)."""
 
 Routes = list[list[set[int]]]  # by source rank, then token: its experts
 

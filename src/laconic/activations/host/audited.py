@@ -11,7 +11,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from laconic.formats import BlockFormat
 
@@ -27,12 +29,22 @@ class _Audited(threading.local):
     Attributes:
         originals: every forward runs its original code.
         values: see `StandIn`; None packs codes.
+        stand_ins: storages of such values by address, which hooks around the model that packs have to leave alone: they
+            are codes in training.
         is_running: the forward and backward are an audit's: no tensor is watched, and no hook takes it for training.
     """
 
     originals: bool = False
     is_running: bool = False
     values: StandIn | None = None
+
+    def __init__(self) -> None:
+        self.stand_ins: dict[int, StorageWeakRef] = {}
+
+    def is_stand_in(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage holds values that stand in for codes."""
+        found = self.stand_ins.get(storage._cdata) if self.values is not None else None
+        return found is not None and not found.expired()
 
 
 AUDITED = _Audited()
@@ -56,6 +68,7 @@ def keeping_values(values: StandIn) -> Iterator[None]:
         yield
     finally:
         AUDITED.values = before
+        AUDITED.stand_ins.clear()
 
 
 @contextmanager

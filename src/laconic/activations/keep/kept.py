@@ -38,6 +38,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from laconic.activations.host.audited import AUDITED
 from laconic.activations.host.dtensors import Placed, local_of
@@ -513,6 +514,8 @@ def _stood_in(value: Tensor, laid_out: _LaidOut | None, origin: str, bits: int) 
         value = tensors[0].clone()  # readers may change what they take
         return value if laid_out is None else laid_out(value)
 
+    storage = value.untyped_storage()
+    AUDITED.stand_ins[storage._cdata] = StorageWeakRef(storage)
     return Kept((value, value.new_zeros(1)), Memo(rebuild), origin, bits)
 
 

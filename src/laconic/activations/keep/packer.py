@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
+from laconic.activations.host.audited import AUDITED
 from laconic.activations.host.dtensors import warn_exact
 from laconic.activations.host.storages import place_of
 from laconic.activations.host.streams import record_reader, stream_of
@@ -215,7 +216,7 @@ class Packer(TorchFunctionMode):
     def _packed(self, tensor: Tensor) -> tuple[tuple[Tensor, ...], Callable[[tuple[Tensor, ...]], Tensor]]:
         call = self._call
         storage = tensor.untyped_storage()
-        is_own = storage._cdata in self._own or isinstance(tensor, nn.Parameter)
+        is_own = storage._cdata in self._own or isinstance(tensor, nn.Parameter) or AUDITED.is_stand_in(storage)
         if self.format is not None and call is not None and not is_own:
             coded = call.code(tensor) if call.family is not None else None
             if coded is not None:

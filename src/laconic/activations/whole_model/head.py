@@ -408,7 +408,10 @@ class _Output(dict[str, Any]):
 
 
 class _Returns(nn.Module):
-    """Returns the same value whatever it is called with, and so does every child that it is asked for."""
+    """Returns the same value whatever it is called with, and so does every child that it is asked for.
+
+    So does a function of torch that takes it, as `x.to(head.weight.dtype)` does.
+    """
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -419,6 +422,10 @@ class _Returns(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         return self  # nothing else is there, or this would not be called
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return next(x.value for x in tree_leaves((args, kwargs)) if isinstance(x, cls))
 
 
 class _PassesOn(nn.Module):

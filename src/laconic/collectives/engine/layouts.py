@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic.collectives.runtime.group_facts import check_member
+
 if TYPE_CHECKING:
     from laconic.collectives.engine.call import Exchange
 
@@ -29,12 +31,19 @@ class TwoLevel:
 
     With a mesh of shape (nodes, L) and names ("cluster", "node") the groups are `mesh["node"].get_group()` and
     `mesh["cluster"].get_group()`.
+
+    Raises:
+        ConfigError: a group does not contain this process.
     """
 
     node: dist.ProcessGroup
     """The L processes of this machine, in the same order on every machine."""
     cluster: dist.ProcessGroup
     """The processes that have this one's local rank on their machines."""
+
+    def __post_init__(self) -> None:
+        for group in (self.node, self.cluster):
+            check_member(group)
 
 
 class OneRank:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from laconic.errors import ConfigError
 
 __all__ = [
+    "check_member",
     "follow_timeout",
     "options_of",
     "original_of",
@@ -69,7 +70,18 @@ def registered_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     return found
 
 
+def check_member(group: object) -> None:
+    """Refuse what torch gives a process that is not in a new group, in the place of one.
+
+    Raises:
+        ConfigError: it is that.
+    """
+    if group is dist.GroupMember.NON_GROUP_MEMBER or isinstance(group, int):  # which it is in torch 2.13
+        raise ConfigError("group does not contain this process; call on members of the group only")
+
+
 def _known(group: dist.ProcessGroup) -> tuple[int, ...] | None:
+    check_member(group)
     found = _ranks.get(group)
     if found is None:
         try:

@@ -7,6 +7,7 @@ from laconic.cost.infer.memory import Limit, largest_batch, worker_nbytes
 from laconic.cost.infer.planner import Candidate, Choice, Search, Workers, choose
 from laconic.cost.infer.rates import InferenceRates, default_infer_path
 from laconic.cost.infer.shape import MODELS, InferenceShape
+from laconic.cost.infer.vllm_afd import VllmAfd, VllmServe, plan_vllm_afd
 
 __all__ = [
     "MODELS",
@@ -25,6 +26,8 @@ __all__ = [
     "Search",
     "Steady",
     "Split",
+    "VllmAfd",
+    "VllmServe",
     "Workers",
     "Workload",
     "choose",
@@ -32,5 +35,6 @@ __all__ = [
     "choose_for_engine",
     "default_infer_path",
     "largest_batch",
+    "plan_vllm_afd",
     "worker_nbytes",
 ]

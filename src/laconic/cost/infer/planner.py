@@ -73,6 +73,8 @@ class Workers:
     """Of each."""
     attention: int | None = None
     """How many run attention, if they are split; None: as is best."""
+    attention_first: bool = False
+    """Only splits with at least as many attention as expert workers."""
 
     def __post_init__(self) -> None:
         if type(self.total) is not int or self.total < 1:
@@ -92,7 +94,8 @@ class Workers:
         else:
             sizes = [(groups, self.total // groups) for groups in range(1, self.total + 1) if self.total % groups == 0]
             ways = [(groups, Split(one, size - one)) for groups, size in sizes for one in range(1, size)]
-        return [(groups, split) for groups, split in ways if split.experts <= num_experts]
+        most = {split: min(num_experts, split.attention) if self.attention_first else num_experts for _, split in ways}
+        return [(groups, split) for groups, split in ways if split.experts <= most[split]]
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ class InferenceShape:
     """
 
     name: str = ""
+    family: str = ""
+    """model_type of the configuration, if it was made from one."""
     hidden_size: int
     """M."""
     num_layers: int
@@ -191,7 +193,8 @@ class InferenceShape:
         Raises:
             PlanError: the family is not known, a field is missing, or weights are quantized.
         """
-        return cls(**_Reader(config, latent_cache).fields(), name=name, item_nbytes=item_nbytes or _item_nbytes(config))
+        reader, nbytes = _Reader(config, latent_cache), item_nbytes or _item_nbytes(config)
+        return cls(**reader.fields(), name=name, family=reader.family, item_nbytes=nbytes)
 
 
 class _Reader:

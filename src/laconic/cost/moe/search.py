@@ -7,7 +7,7 @@ and FSMoE's exchange and gather ("sharded"). Each may send rows in a code.
     seconds = gate + experts + links + fixed overhead
 
 Gate and experts are matrix products, links the lines of their groups at the bytes of this routing, and the rest of a
-path's cost is an `Overhead`. Chunks are not priced: `autotune` runs the fastest candidate in chunks, too.
+path's cost is an `Overhead`. Chunks are not priced: `autotune` runs the fastest candidates in chunks, too.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 [Note: who decides]
 Links and the fixed overhead of routes come from a file that `laconic profile --moe` wrote, or are measured. The routing
 is that of an example, of all ranks. From these `laconic.cost.moe` prices every candidate. The first few are run on the
-example, the fastest of them in chunks, too. The first rank's prices and choice count for all, so that rounding cannot
-lead to different choices.
+example, the fastest of each path in chunks, too: the path that is fastest whole may be one that chunks gain little on.
+The first rank's prices and choice count for all, so that rounding cannot lead to different choices.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Autotuned:
     def _benchmark(
         self, name: str, kind: tuple[object, ...], cost_model: CostModel, found: tuple[Candidate, ...]
     ) -> LayerChoice:
-        """Run the first few candidates, and the fastest in chunks.
+        """Run the first few candidates, and the fastest of each path in chunks.
 
         The mean of what the predictions missed in them is added to all. Layers of one kind with the same first few
         share the measurements of the first of them.
@@ -184,10 +184,14 @@ class Autotuned:
         whole = best_plan({plan: sum(both) for plan, both in measured.items()})
         best = next(one for one in found if one.plan == whole)
         if self._degrees and self.grid.layout.joint > 1:
-            cut = self._taken(name, kind, [replace(whole, degree=degree) for degree in (1, *self._degrees)])
+            near = _best_of_paths(measured)
+            cut = self._taken(
+                name, kind, [replace(one, degree=degree) for one in near for degree in (1, *self._degrees)]
+            )
             fastest = best_plan({plan: sum(both) for plan, both in cut.items()})
-            if fastest != whole:
-                best = replace(best, plan=fastest)
+            if fastest.degree > 1:
+                whole = replace(fastest, degree=1)
+                best = replace(next(one for one in found if one.plan == whole), plan=fastest)
                 found, measured = (best, *found), measured | {plan: cut[plan] for plan in (whole, fastest)}
         return LayerChoice(cost_model, found, best, measured)
 
@@ -239,10 +243,10 @@ def autotune(
         example: the model's input, or a function that runs it; run once, without gradients, to see sizes and routing.
         rates: of the cluster; None: the file of `laconic profile --moe` (first rank's), else they are measured now.
         codecs: of rows; the default ones change no bit. Others, as Blockwise(BlockFormat("int8")), round values.
-        degrees: numbers of chunks that the fastest candidate is run in; 1 alone where transformers checkpoints layers
-            without use_reentrant.
+        degrees: numbers of chunks that the fastest candidate of each path is run in; 1 alone where transformers
+            checkpoints layers without use_reentrant.
         num_benchmarked: at most so many of the candidates predicted to be fastest are run on the example, and the
-            fastest of those is taken, whole unless chunks turn out clearly faster; what the predictions missed
+            fastest of those is taken, unless a path in chunks turns out clearly faster; what the predictions missed
             in them is added to all. 0 trusts the predictions, and tries no chunks.
         report: called with the table of candidates, the choice and the reason, on the first rank; None reports nothing.
 
@@ -294,6 +298,14 @@ def _agreed(rates: MoERates | None) -> MoERates | None:
         stored = None if found is None else found.to_dict()
     stored = first_answer(stored, world)
     return None if stored is None else MoERates.from_dict(stored)
+
+
+def _best_of_paths(measured: Mapping[LayerPlan, tuple[float, float]]) -> list[LayerPlan]:
+    """Return the best plan of each path that is near the fastest of all."""
+    seconds = {plan: sum(both) for plan, both in measured.items()}
+    limit = (1 + _BENCHMARKED_WITHIN) * min(seconds.values())
+    near = dict.fromkeys(plan.path for plan in seconds if seconds[plan] <= limit)
+    return [best_plan({plan: taken for plan, taken in seconds.items() if plan.path == path}) for path in near]
 
 
 def _routes(candidate: Candidate) -> tuple[Route, Route]:

@@ -12,7 +12,7 @@ from laconic.errors import ConfigError
 from laconic.train.config.schema import ImagesConfig, TrainConfig
 from laconic.train.config.values import refuse
 from laconic.train.data.sampler import sample_id
-from laconic.train.model_source import own_tokenizer, tokenizer_files
+from laconic.train.model_source import check_path, own_tokenizer, tokenizer_files
 from laconic.train.task import Task
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class LanguageModeling(Task):
     @classmethod
     def resolve(cls, config: TrainConfig) -> TrainConfig:
         """Fill in data.tokenizer where it is left out."""
+        check_path(config.model)
         path = config.model.path
         if config.data.tokenizer is None:
             tokenizer = "bytes" if path is None else own_tokenizer(path, config.model.allow_download)
