@@ -15,14 +15,17 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import psutil
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from laconic.cli.main import main
@@ -122,6 +125,16 @@ def _forget_pytest(parent: int) -> None:
         with suppress(OSError):  # the folder itself
             if int(name) != parent and os.fstat(int(name)).st_ino == os.fstat(parent).st_ino:
                 os.close(int(name))
+
+
+def join_ranks(
+    rank: int, world: int, folder: str, backend: str = "gloo", timeout_seconds: float = 60, **options: Any
+) -> None:
+    """The default group of `world` ranks that meet in `folder`; a timeout under a minute is what a test is about."""
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=timeout_seconds if timeout_seconds < 60 else patient(timeout_seconds))
+    store = dist.FileStore(f"{folder}/store-{backend}", world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, **options)
 
 
 def run_joined(work: Callable[..., object], args: tuple[object, ...], num_ranks: int) -> None:
