@@ -10,6 +10,8 @@ import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -21,6 +23,11 @@ from tests.patience import measure, slowness
 # to ten times as long then. The same holds for processes that tests start. Tests of threads set their own number.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# A seed for a device that is not initialized keeps the text of the stack, three times a seed: a third of what an item
+# of pytest costs. The seeds themselves are kept.
+for _device in (torch.cuda, torch.mtia, torch.xpu):
+    _device.traceback = SimpleNamespace(format_stack=list)  # type: ignore[attr-defined]
 
 
 _FIRST = (
@@ -72,6 +79,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = one_of_each(items) if config.getoption("one_of_each") else set(items)
     if config.getoption("shard"):
         kept &= in_shard(items, config.getoption("shard"))
+    if config.option.markexpr == "not slow":  # before others go through thousands of items that do not run
+        kept = {item for item in kept if not any(map(item.get_closest_marker, ("slow", "ci")))}
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
@@ -143,6 +152,33 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(folder.cleanup)
 
 
+class _LogsForThoseWhoAsk:
+    """Pytest's plugin of logs for tests that take `caplog` alone.
+
+    Around setup, call and teardown it visits all loggers there are, six hundred of them, for those that do not
+    propagate. Without it warnings reach standard error, which is captured as well.
+    """
+
+    def __init__(self, logs: Any) -> None:
+        self._logs = logs
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
+        return (yield from self._logs.pytest_runtest_setup(item)) if _asks(item) else (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        return (yield from self._logs.pytest_runtest_call(item)) if _asks(item) else (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
+        return (yield from self._logs.pytest_runtest_teardown(item)) if _asks(item) else (yield)
+
+
+def _asks(item: pytest.Item) -> bool:
+    return "caplog" in getattr(item, "fixturenames", ())
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What imports and the collection make stays to the end: no garbage collection looks through it again and again."""
@@ -155,6 +191,22 @@ def pytest_collection() -> Generator[None, object, object]:
         atexit.register(gc.unfreeze)  # libraries that look for leaks at exit would find all of it
         gc.set_threshold(20_000)  # with 700 a twentieth of the run is spent on it
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """Before the first test: the process from which ranks and commands are forked; logs for tests that ask alone."""
+    config = session.config
+    processes = sys.modules.get("tests.distributed.processes")
+    if processes is not None and not torch.cuda.is_available():  # the copy of a process that has asked CUDA cannot
+        config.pluginmanager.getplugin("capturemanager").resume_global_capture()  # what they print is captured
+        processes.copy_as_fork_server()
+        config.pluginmanager.getplugin("capturemanager").suspend_global_capture()
+    logs = config.pluginmanager.get_plugin("logging-plugin")
+    if logs is not None and not any(map(config.getoption, ("log_level", "log_cli_level", "log_file"))):
+        config.pluginmanager.unregister(logs)
+        config.pluginmanager.register(_LogsForThoseWhoAsk(logs))
+    return (yield)
 
 
 @pytest.fixture(autouse=True)
@@ -176,9 +228,9 @@ def _nothing_stays() -> Iterator[None]:
     assert _network_settings() == before
 
 
-def _network_settings() -> dict[str, str]:
-    prefixes = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GLOO_", "NCCL_")
-    return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+def _network_settings() -> dict[bytes, bytes]:
+    prefixes = (b"RANK", b"WORLD_SIZE", b"LOCAL_", b"MASTER_", b"GLOO_", b"NCCL_")
+    return {name: value for name, value in os.environb.items() if name.startswith(prefixes)}
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("changed_tests")
 
 
+@pytest.mark.ci
 def test_a_change_reaches_the_tests_of_its_wing_and_with_far_those_of_others(tool: ModuleType) -> None:
     sources = tool.read_sources()
     changed = "infer/engine.py", "vision/densenet.py", "gradients/store.py", "ops/reference/lossless.py"

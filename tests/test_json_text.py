@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laconic.json_text import parse_json
 
+SCALARS = st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.floats(allow_nan=False)
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False), st.lists))
+
+@settings(max_examples=50)
+@given(st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3), max_leaves=6))
 def test_values_come_back(value: object) -> None:
     assert parse_json(json.dumps(value)) == value
 

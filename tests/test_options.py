@@ -140,7 +140,7 @@ def test_exact_attention_is_taken_beside_hooks_as_by_the_other_hosts() -> None:
         laconic.compress_activations(Net(), attention="int8", mode="hooks")
 
 
-@pytest.mark.parametrize("mode", ["sites", "combined"])
+@pytest.mark.parametrize("mode", ["sites", pytest.param("combined", marks=pytest.mark.ci)])
 def test_the_reference_trainer_keeps_attention_as_it_is_told(mode: str, tmp_path: Path) -> None:
     kept = {}
     for attention in ("int8", "recompute"):

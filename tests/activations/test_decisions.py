@@ -25,7 +25,7 @@ from laconic.activations.keep.rounding import quantized
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 from tests.activations.models import MIXTURES, gradients_of, loss_of, make_ids, make_model, relative_error
-from tests.grid import few, grid
+from tests.grid import few, grid, slow_but
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing.*:FutureWarning"
@@ -484,7 +484,7 @@ def test_what_integers_and_parameters_decide_is_not_noted() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which Dynamo reads
-@pytest.mark.parametrize("decides", [False, True])
+@pytest.mark.parametrize("decides", slow_but([False, True], True))
 def test_compiled_code_in_a_region_is_one_graph_in_both_runs(decides: bool) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

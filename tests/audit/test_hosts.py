@@ -16,7 +16,7 @@ from laconic.errors import AuditError
 from laconic.integrations.config import LaconicConfig
 from tests.activations.models import make_ids, make_model
 from tests.audit import faults
-from tests.grid import grid
+from tests.grid import few, grid
 from tests.train.runs import tiny_config, train_alone
 
 PLANTED = {
@@ -132,7 +132,7 @@ def test_a_host_refuses_a_planted_fault(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", few(HOSTS, 2, pytest.mark.ci))
 def test_a_host_leaves_the_audit_out(
     host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -19,16 +18,8 @@ from laconic.collectives.codec import Lossless, Raw
 from laconic.collectives.engine import transport
 from laconic.errors import CollectiveError, FormatError
 from laconic.train.launch.worker import leave
-from tests.distributed.processes import is_running, run_ranks, start_ranks, wait_until
+from tests.distributed.processes import is_running, join_ranks, run_ranks, start_ranks, wait_until
 from tests.patience import patient
-
-
-def join(rank: int, world: int, folder: str, timeout_seconds: float = 60) -> None:
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=timeout_seconds)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timeout
-    )
 
 
 class FlipsBit:
@@ -48,7 +39,7 @@ class FlipsBit:
 
 
 def damaged(rank: int, world: int, folder: str) -> None:
-    join(rank, world, folder)
+    join_ranks(rank, world, folder)
     flips = FlipsBit()
     if rank == 1:
         transport.Wire.send = lambda *arguments: flips(*arguments)  # type: ignore[method-assign]
@@ -79,7 +70,7 @@ def test_flipped_bit_is_reported_where_it_arrives_by_operation_and_rank(tmp_path
 
 def out_of_memory(rank: int, world: int, folder: str) -> None:
     """Rank 0 runs out of memory while it decodes what it got; the others have nothing to do with that."""
-    join(rank, world, folder, timeout_seconds=20)
+    join_ranks(rank, world, folder, timeout_seconds=20)
     x = torch.randn(9000).bfloat16()
     decode_into = Lossless.decode_into
     errors = (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory"))
@@ -110,7 +101,7 @@ def test_an_error_of_a_ranks_own_is_no_fault_of_its_peers(tmp_path: Path) -> Non
 
 def survivor(rank: int, world: int, folder: str, fault: str) -> None:
     """The last rank dies or stops in the middle of a loop of all-reduces; the others say so and end."""
-    join(rank, world, folder, timeout_seconds=4 if fault == "stops" else 60)
+    join_ranks(rank, world, folder, timeout_seconds=4 if fault == "stops" else 60)
     x = torch.randn(100_000)
     for step in range(1000):
         if rank == world - 1 and step == 3:
@@ -144,7 +135,7 @@ def test_rank_that_dies_or_stops_is_named_in_seconds_and_nobody_hangs(tmp_path: 
 
 def gone_before(rank: int, world: int, folder: str) -> None:
     """Rank 1 has ended before rank 0 calls: messages to it cannot even be started."""
-    join(rank, world, folder)
+    join_ranks(rank, world, folder)
     pid, joined = Path(folder) / "pid", Path(folder) / "joined"
     if rank == 1:
         pid.write_text(str(os.getpid()))

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed.forked import ForkedPython, forked_programs
 from tests.distributed.processes import is_running
@@ -49,6 +50,16 @@ def test_arguments_environment_streams_and_exit_code(program: str, tmp_path: Pat
     out, err = process.communicate(20)
     assert (out, err) == (f"__main__ ['end', '7'] {tmp_path} yes False True\n", "a line\n")
     assert process.wait(patient(1)) == process.poll() == process.returncode == 7
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="forked from a fresh interpreter beside CUDA")
+def test_it_has_what_was_collected_and_nothing_of_pytests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "made_up_looks.py").write_text(
+        f"import logging, sys\nprint({__name__!r} in sys.modules)\nlogging.getLogger('made up').warning('heard')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with start("made_up_looks") as process:
+        assert process.communicate(20) == ("True\n", "heard\n")
 
 
 def test_an_error_is_told_and_warnings_are_errors_where_asked(program: str) -> None:

@@ -22,16 +22,10 @@ from laconic.collectives import Lossless, ProcessGroupOptions
 from laconic.collectives.runtime.group_facts import ranks_of, registered_ranks, timeout_of
 from laconic.errors import CollectiveError, CollectiveTimeoutError, ConfigError
 from laconic.train.launch.worker import leave
-from tests.distributed.processes import ROOT, run_ranks, start_ranks
+from tests.distributed.processes import ROOT, join_ranks, run_ranks, start_ranks
 from tests.patience import patient
 
 SMALL, LARGE = 10, 100_000
-
-
-def join(rank: int, world: int, folder: str, backend: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store-{backend}", world)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=patient(60)))
 
 
 def named_groups(backend: str, names: list[str]) -> dict[str, Any]:
@@ -81,7 +75,7 @@ OF_GLOO = ["raw zipped DDP", "raw api large", "raw api"]
 
 
 def loses(rank: int, world: int, folder: str, backend: str, names: list[str]) -> None:
-    join(rank, world, folder, backend)
+    join_ranks(rank, world, folder, backend)
     groups = named_groups(backend, names)
     calls = losses_by_call(groups, backend)
     for name, call in calls.items():
@@ -110,7 +104,7 @@ def test_a_lost_rank_is_named_by_every_call(tmp_path: Path, backend: str, names:
 
 
 def shorter_timeouts(rank: int, world: int, folder: str, backend: str) -> None:
-    join(rank, world, folder, backend)
+    join_ranks(rank, world, folder, backend)
     names = ["raw api large", "coded all_reduce large", "coded async large", "coded recv large"]
     if backend == "gloo":
         names = ["raw api", "raw api large"]
@@ -150,7 +144,7 @@ def test_a_timeout_that_is_changed_holds_for_coded_calls(tmp_path: Path, backend
 
 def waits(rank: int, world: int, folder: str) -> None:
     """A wait that is too short is no OSError, and the call goes on."""
-    join(rank, world, folder, "laconic")
+    join_ranks(rank, world, folder, "laconic")
     groups = named_groups("laconic", ["raw", "coded"])
     for group, numel in ((groups["raw"], SMALL), (groups["coded"], LARGE)):
         x = torch.ones(numel)
@@ -178,7 +172,7 @@ def test_a_wait_that_is_too_short_is_an_error_of_the_same_kind(tmp_path: Path) -
 
 
 def strangers(rank: int, world: int, folder: str) -> None:
-    join(rank, world, folder, "gloo")
+    join_ranks(rank, world, folder, "gloo")
     store = dist.FileStore(f"{folder}/by-hand", world)
     by_hand = dist.ProcessGroup(store, rank, world)
     by_hand._set_default_backend(dist.ProcessGroup.BackendType.GLOO)

@@ -179,7 +179,7 @@ def refusals(rank: int, world: int) -> None:
             call()
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.ci)])
 def test_functions_give_what_the_backend_gives_and_announce_nothing(world: int, tmp_path: Path) -> None:
     run_ranks(through_the_functions, (world, str(tmp_path)), world)
 

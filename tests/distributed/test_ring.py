@@ -23,7 +23,7 @@ from laconic.cost.comm.seconds import AlgorithmChoice
 from laconic.errors import CollectiveError, FormatError
 from laconic.train.launch.worker import leave
 from tests.collectives.simulated import made_up_rates
-from tests.distributed.processes import run_ranks, start_ranks, wait_until
+from tests.distributed.processes import join_ranks, run_ranks, start_ranks, wait_until
 from tests.patience import patient
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,16 +51,8 @@ def around(num_chunks: int) -> None:
     call.choose = lambda *arguments, **more: choice  # type: ignore[assignment]
 
 
-def join(rank: int, world: int, folder: str, timeout_seconds: float = 60) -> None:
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=timeout_seconds)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timeout
-    )
-
-
 def sums(rank: int, world: int, folder: str) -> None:
-    join(rank, world, folder)
+    join_ranks(rank, world, folder)
     draw = random.Random(1)
     for number in range(60):
         dtype, op = draw.choice(FLOATS), draw.choice(["sum", "avg"])
@@ -150,7 +142,7 @@ def test_sums_around_a_ring_have_the_documented_bits_on_every_rank(world: int, t
 
 def chosen(rank: int, world: int, folder: str) -> None:
     """Where a link carries one stream better than several, all-reduces go around."""
-    join(rank, world, folder)
+    join_ranks(rank, world, folder)
     rates = made_up_rates(bytes_per_second=12.5e6)
     link = rates.links["across"]
     use_rates(replace(rates, links={"across": replace(link, travels={RING: Line(2e-4, 0.7 / 12.5e6)})}))
@@ -180,7 +172,7 @@ def test_auto_takes_the_ring_where_that_is_predicted_to_be_faster(tmp_path: Path
 
 
 def survivor(rank: int, world: int, folder: str) -> None:
-    join(rank, world, folder)
+    join_ranks(rank, world, folder)
     around(4)
     x = torch.randn(400_000)
     for step in range(1000):

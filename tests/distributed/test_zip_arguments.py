@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,7 @@ from laconic.collectives.integrations.ddp import ddp_zip_hook
 from laconic.collectives.integrations.fsdp2 import ZipAllGather, ZipReduceScatter
 from laconic.errors import ConfigError, FormatError, ModelError
 from laconic.train.launch.worker import leave
-from tests.distributed.processes import run_ranks
-from tests.patience import patient
-
-
-def join(rank: int, world: int, folder: str, backend: str = "gloo", **options: Any) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store-{backend}", world)
-    timeout = timedelta(seconds=patient(60))
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, **options)
+from tests.distributed.processes import join_ranks, run_ranks
 
 
 def ddp() -> DistributedDataParallel:
@@ -54,7 +45,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def arguments(rank: int, world: int, folder: str) -> None:
-    join(rank, world, folder)
+    join_ranks(rank, world, folder)
     expected = gradients(ddp())
 
     # A name in place of a codec is refused in the call.
@@ -112,7 +103,7 @@ def arguments(rank: int, world: int, folder: str) -> None:
 
 
 def lists(rank: int, world: int, folder: str) -> None:
-    join(rank, world, folder, "laconic", pg_options=ProcessGroupOptions(codec=Lossless(), min_nbytes=0))
+    join_ranks(rank, world, folder, "laconic", pg_options=ProcessGroupOptions(codec=Lossless(), min_nbytes=0))
     for numel in (10, 100_000):
         x = torch.full((numel,), float(rank))
         for count in (0, 1, 3):

@@ -7,6 +7,7 @@ import queue
 import random
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,10 +115,21 @@ def test_every_field_of_transformers_has_one_meaning() -> None:
     assert set(WARPED) == WARPERS
 
 
+@pytest.fixture(scope="module")
+def without(original: Any) -> Callable[[bool], tuple[dict[str, Any], list[list[int]]]]:
+    """A config without the rule under test, which ends soon if asked, and its tokens."""
+
+    @cache
+    def tokens(ends_soon: bool) -> tuple[dict[str, Any], list[list[int]]]:
+        config: dict[str, Any] = {"sequence_bias": [[[EOS], 9.0]]} if ends_soon else {}
+        return config, generated(original, config)
+
+    return tokens
+
+
 @pytest.mark.parametrize("name", sorted(PROCESSED))
-def test_each_rule_is_honoured(original: Any, served: Any, name: str) -> None:
-    others: dict[str, Any] = {"sequence_bias": [[[EOS], 9.0]]} if name.startswith("min_") else {}
-    plain = generated(original, others)
+def test_each_rule_is_honoured(original: Any, served: Any, without: Any, name: str) -> None:
+    others, plain = without(name.startswith("min_"))
     may_change_nothing = name in ("remove_invalid_values", "renormalize_logits")
     for seed in range(1 if may_change_nothing else 20):
         config = others | {name: PROCESSED[name](random.Random(seed))}

@@ -27,8 +27,8 @@ from laconic.integrations.lightning import LaconicCallback, LaconicStrategy  # n
 
 __all__ = ["wandb_offline"]
 
-# Advice of Lightning's that has nothing to do with what is tested.
-pytestmark = pytest.mark.filterwarnings("ignore")
+# Lightning takes a second to import; by default tests/audit/test_hosts.py trains with it. Its advice is not under test.
+pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore")]
 
 
 class Module(lightning.LightningModule):
@@ -83,7 +83,6 @@ def test_activations_are_compressed_and_logged(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.ci
 def test_wandb_gets_what_was_saved_beside_the_modules_own_figures(
     tmp_path: Path, wandb_offline: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +120,6 @@ def test_wandb_gets_what_was_saved_beside_the_modules_own_figures(
         dist.destroy_process_group()
 
 
-@pytest.mark.ci
 def test_a_checkpoint_is_gone_on_from_and_has_the_modules_own_names(tmp_path: Path) -> None:
     whole = Module(laconic.AdamW8bit)
     checkpoint = lightning.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
@@ -258,7 +256,6 @@ def _fit_together(rank: int, folder: Path, port: int) -> None:
         assert torch.equal(first, parameter)
 
 
-@pytest.mark.ci
 def test_two_processes_agree_with_ddp_stay_alike_and_fit_again(tmp_path: Path) -> None:
     run_ranks(_fit_together, (tmp_path, free_port()), 2)
 
@@ -301,6 +298,5 @@ def _validate_and_train(rank: int, folder: Path, port: int) -> None:
     assert losses[0] == losses[1]
 
 
-@pytest.mark.ci
 def test_validation_in_inference_mode_sends_like_training(tmp_path: Path) -> None:
     run_ranks(_validate_and_train, (tmp_path, free_port()), 2)

@@ -11,6 +11,7 @@ from torch import Tensor
 from laconic.errors import FormatError
 from laconic.ops import pack_bits, reference, select_bits, unpack_bits
 from laconic.ops.declarations.bits import MASK_DTYPES
+from tests.grid import slow_but
 from tests.ops.cases import every_pattern, same_bits
 from tests.ops.implementations import Kernels, each_kernel, each_native, num_examples
 
@@ -106,7 +107,7 @@ def test_kernels_agree_on_every_number(kernels: Kernels, dtype: torch.dtype) -> 
 
 
 @each_native
-@pytest.mark.parametrize("dtype", MASK_DTYPES)
+@pytest.mark.parametrize("dtype", slow_but(MASK_DTYPES, torch.bool, torch.float32))
 def test_threads_share_long_tensors(kernels: Kernels, dtype: torch.dtype) -> None:
     threads = torch.get_num_threads()
     try:
