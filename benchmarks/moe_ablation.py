@@ -19,7 +19,6 @@ from benchmarks.kit.moe_layers import (
     SCALES,
     Case,
     layer_of,
-    plan_name,
     run_as_rank,
     run_cases,
     timed_plans,
@@ -28,6 +27,7 @@ from benchmarks.kit.moe_layers import (
 from benchmarks.registry import Options, Table, benchmark
 from laconic.collectives.policy.microbench import Ranks
 from laconic.cost.moe import MoERates
+from laconic.cost.moe.routes_text import plan_text
 from laconic.cost.moe.search import CostModel, LayerPlan, best_candidate, best_plan
 from laconic.moe import Grid, autotune
 from laconic.moe.placement.consensus import first_answer
@@ -35,6 +35,7 @@ from laconic.moe.tuning.measure_layer import benchmark_candidates
 from netlab import why_not
 
 _DEGREES = (1, 2, 4, 8)
+_ALL_SECONDS = 20.0
 _MODEL, _RACED, _ALL = "the whole model", "the model, and a race of its first five", "a race of all, no model"
 _KEPT = "kept from balanced routing", "kept from skewed routing", "kept from other numbers of tokens"
 
@@ -171,7 +172,7 @@ def _run(case: Case, grid: Grid, rates: MoERates, ranks: Ranks, rounds: int) -> 
     autotune(layer, grid, x, rates=rates, codecs=codecs, num_benchmarked=0, report=None)
     took = {_MODEL: time.perf_counter() - started}
     started = time.perf_counter()
-    tuned = autotune(layer, grid, x, rates=rates, codecs=codecs, degrees=_DEGREES, report=None)
+    tuned = autotune(layer, grid, x, rates=rates, codecs=codecs, degrees=_DEGREES, report=None, cache=False)
     took[_RACED] = time.perf_counter() - started
     (choice,) = tuned.choices.values()
     codes = [codec.name for codec in codecs]
@@ -183,20 +184,23 @@ def _run(case: Case, grid: Grid, rates: MoERates, ranks: Ranks, rounds: int) -> 
     started = time.perf_counter()
     uncut = [one.plan for one in choice.cost_model.candidates(codes)]
     uncut = first_answer(uncut, ranks.group)
-    taken = benchmark_candidates(layer, x, [partial(tuned.install, "layer", plan) for plan in uncut], ranks)
-    best = best_plan({plan: sum(both) for plan, both in zip(uncut, taken, strict=True)})
-    cut = [replace(best, degree=degree) for degree in _DEGREES]
-    taken = benchmark_candidates(layer, x, [partial(tuned.install, "layer", plan) for plan in cut], ranks)
-    chosen[_ALL] = best_plan({plan: sum(both) for plan, both in zip(cut, taken, strict=True)})
+
+    def best_of(plans: Sequence[LayerPlan]) -> LayerPlan:
+        installs = [partial(tuned.install, "layer", plan) for plan in plans]
+        found = benchmark_candidates(layer, x, installs, ranks, budget_seconds=_ALL_SECONDS)
+        return best_plan({plan: sum(both) for plan, both in zip(plans, found.seconds, strict=True)})
+
+    best = best_of(uncut)
+    chosen[_ALL] = best_of([replace(best, degree=degree) for degree in _DEGREES])
     took[_ALL] = time.perf_counter() - started
     plans = [*dict.fromkeys([*uncut, *chosen.values(), *(replace(best, degree=d) for d in (2, 4))])]
     timed = timed_plans(tuned, layer, x, plans)
     seconds = [sum(both) for both in timed_twice(ranks, timed, rounds, 2 * rounds).taken]
-    by_name = {plan_name(plan): one for plan, one in zip(plans, seconds, strict=True)}
+    by_name = {plan_text(plan): one for plan, one in zip(plans, seconds, strict=True)}
     return {
         "name": case.title(grid),
         "case": asdict(case),
-        "chosen": {name: plan_name(plan) for name, plan in chosen.items()},
+        "chosen": {name: plan_text(plan) for name, plan in chosen.items()},
         "took": took,
         "best": min(by_name, key=lambda name: by_name[name]),
         "seconds": by_name,

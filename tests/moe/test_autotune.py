@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from laconic.collectives.codec import Blockwise, Raw
 from laconic.cost.comm.rates import Line, LinkRates, WireRates
 from laconic.cost.comm.seconds import MIN_GAIN
 from laconic.cost.moe import LayerShape, MoERates
-from laconic.cost.moe.search import best_plan
+from laconic.cost.moe.search import LayerPlan, best_plan
 from laconic.errors import ConfigError
 from laconic.formats import BlockFormat
 from laconic.moe import (
@@ -30,6 +32,7 @@ from laconic.moe import (
     make_dispatcher,
 )
 from laconic.moe.placement.routing_record import record_of
+from laconic.moe.tuning import autotune as autotune_module
 from laconic.moe.tuning.measure_cluster import measure_moe
 from tests.moe.worlds import run_world
 
@@ -72,7 +75,7 @@ def _measured_choice_is_alike_and_changes_no_output() -> None:
     int8 = Blockwise(BlockFormat("int8"))
     shape = LayerShape(N, M, H, E, top_k=3, item_nbytes=4)
     rates = measure_moe(grid, shape, dtype=torch.float32, wire=WIRE, codecs=[int8], quick=True)
-    tuned = autotune(layer, grid, x, rates=rates, codecs=(Raw(), int8), report=said.append)
+    tuned = autotune(layer, grid, x, rates=rates, codecs=(Raw(), int8), report=said.append, cache=False)
     assert torch.equal(random, torch.get_rng_state())
     assert all(p.grad is None for p in layer.parameters())
     (choice,) = tuned.choices.values()
@@ -132,6 +135,33 @@ def _a_layer_is_priced_anew_by_its_last_forward() -> None:
     assert _told(candidates) == [candidates] * 2
 
 
+def _layers_of_one_shape_are_measured_once_and_once_per_cluster() -> None:
+    grid = Grid(ep=2, device_type="cpu")
+    model, x = torch.nn.Sequential(_layer(grid), _layer(grid)), _tokens(grid)
+    calls: list[int] = []
+    inner = autotune_module.benchmark_candidates
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(len(args[2]))
+        return inner(*args, **options)
+
+    def tuned(cache: bool) -> dict[str, LayerPlan]:
+        calls.clear()
+        found = autotune(
+            model, grid, x, rates=_rates(1.0, 0.0), codecs=(Raw(),), degrees=(1, 2), report=None, cache=cache
+        )
+        return {name: choice.plan for name, choice in found.choices.items()}
+
+    with patch.object(autotune_module, "benchmark_candidates", counted):
+        first = tuned(cache=True)
+        assert calls == [2, 2]  # flat and depth 1; then one of them in chunks
+        assert first["0"] == first["1"]
+        assert tuned(cache=True) == first
+        assert calls == []
+        tuned(cache=False)
+        assert calls == [2, 2]
+
+
 def _bad_input_is_refused() -> None:
     grid = Grid(ep=2, device_type="cpu")
     layer, x = _layer(grid), _tokens(grid)
@@ -144,12 +174,14 @@ def _bad_input_is_refused() -> None:
 
 
 @pytest.mark.ci
-def test_choices_on_two_ranks(tmp_path: Path) -> None:
+def test_choices_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run_world(
         [
             _measured_choice_is_alike_and_changes_no_output,
             _slow_wires_want_fewer_bytes_and_slow_starts_fewer_rounds,
             _a_layer_is_priced_anew_by_its_last_forward,
+            _layers_of_one_shape_are_measured_once_and_once_per_cluster,
             _bad_input_is_refused,
         ],
         2,
