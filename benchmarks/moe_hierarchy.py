@@ -26,7 +26,7 @@ from laconic.cost.moe.hierarchy import (
     duplicate_rate,
     level_costs,
 )
-from laconic.moe.placement.swap_search import SwapTables, plan_swaps, swap_tables
+from laconic.moe.placement.search import Cost, best_swaps
 from laconic.topology import Levels
 
 __all__ = ["CLUSTER", "FITS", "PUBLISHED_RATES", "paper_rates"]
@@ -128,10 +128,10 @@ def _swaps(small: bool) -> Table:
         ("smooth, gamma 10", 10.0, 4),
         ("smooth, gamma 10", 10.0, 8),
     ):
-        seconds = _run(drifting, plan_swaps, gamma, period)
+        seconds = _run(drifting, "swaps", gamma, period)
         rows.append([name, "1", str(period), f"{plain / seconds:.2f}", _PAPER_SWAPS.get((name, period), "-")])
     for pairs, period in ((4, 1), (4, 8), (16, 8)):
-        seconds = _run(drifting, plan_swaps, 10.0, period, num_pairs=pairs)
+        seconds = _run(drifting, "swaps", 10.0, period, num_pairs=pairs)
         rows.append(["smooth, gamma 10", str(pairs), str(period), f"{plain / seconds:.2f}", "-"])
     for period in (1, 8):
         seconds = _run(drifting, "rebalance", 10.0, period)
@@ -180,7 +180,7 @@ def _routing(per_rank: int, popularity: Tensor, seed: int) -> Tensor:
     return (popularity + noise).topk(_TOP_K).indices
 
 
-def _run(steps: Sequence[Tensor], planner: object, gamma: float, period: int, num_pairs: int = 1) -> float:
+def _run(steps: Sequence[Tensor], planner: str | None, gamma: float, period: int, num_pairs: int = 1) -> float:
     """Seconds of all steps; the plan of a step counts from the next one on."""
     rates, seconds = paper_rates(), 0.0
     slots = torch.arange(_EXPERTS)
@@ -195,15 +195,18 @@ def _run(steps: Sequence[Tensor], planner: object, gamma: float, period: int, nu
             slots = torch.tensor(rebalance(loads.tolist(), CLUSTER.num_ranks, current=slots.tolist()))
             continue
         costs = level_costs(counts, 3, _ROW_NBYTES, rates)
-        for _ in range(num_pairs):
-            plan = plan_swaps(_tables(slots[experts], costs), costs, gamma=gamma)
-            slots = torch.tensor(plan.new_slots(_EXPERTS))[slots]
+        plan = best_swaps(_chosen(slots[experts]), torch.ones(len(experts)), _costs(costs), num_pairs, gamma)
+        slots = torch.tensor(plan.new_slots(_EXPERTS))[slots]
     return seconds
 
 
-def _tables(slots: Tensor, costs: Sequence[LevelCost]) -> SwapTables:
-    tokens = torch.arange(len(slots)).repeat_interleave(slots.shape[1])
-    return swap_tables(tokens, slots.flatten(), len(slots), _EXPERTS, [cost.num_groups for cost in costs])
+def _chosen(slots: Tensor, num_slots: int = _EXPERTS) -> Tensor:
+    return torch.zeros(len(slots), num_slots).scatter_(1, slots, 1.0)
+
+
+def _costs(lines: Sequence[LevelCost], num_slots: int = _EXPERTS) -> list[Cost]:
+    slots = torch.arange(num_slots)
+    return [Cost(slots // (num_slots // one.num_groups), one.alpha_seconds, one.seconds_per_row) for one in lines]
 
 
 def _counts(slots: Tensor) -> RowCounts:
@@ -220,16 +223,14 @@ def _planning(options: Options) -> Table:
     rows = []
     for experts in (64, 128, 256):
         choices = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(0)).topk(_TOP_K).indices
-        entry = torch.arange(tokens).repeat_interleave(_TOP_K)
-        costs = [LevelCost(groups, 0.0, 1.0) for groups in (4, 8, 32)]
-        counted = partial(swap_tables, entry, choices.flatten(), tokens, experts, [cost.num_groups for cost in costs])
-        tables = counted()
-        cases = {"tables": counted, "plan": partial(plan_swaps, tables, costs)}
+        costs = _costs([LevelCost(groups, 0.0, 1.0) for groups in (4, 8, 32)], experts)
+        chosen, weights = _chosen(choices, experts), torch.ones(tokens)
+        cases = {f"{pairs}": partial(best_swaps, chosen, weights, costs, pairs) for pairs in (1, 4)}
         seconds = seconds_of(cases, options.rounds, warm_up_rounds=0)
         milliseconds = [f"{1e3 * taken:.1f}" for taken in seconds.values()]
-        rows.append([str(experts), *milliseconds, f"{tables.flat.nbytes / 1e6:.1f}"])
+        rows.append([str(experts), *milliseconds, f"{tokens * experts / 8e6:.2f}"])
     return Table(
-        f"Swap planning on this CPU: {tokens} tokens of a rank, top-8, three levels",
-        ["experts", "tables, ms", "plan, ms", "summed over ranks, MB"],
+        f"Swap planning on this CPU: {tokens} tokens of all ranks, top-8, three levels",
+        ["experts", "one pair, ms", "four pairs, ms", "gathered, MB"],
         rows,
     )
