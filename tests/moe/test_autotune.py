@@ -150,6 +150,7 @@ def _layers_of_one_shape_are_measured_once_and_once_per_cluster() -> None:
         found = autotune(
             model, grid, x, rates=_rates(1.0, 0.0), codecs=(Raw(),), degrees=(1, 2), report=None, cache=cache
         )
+        assert ("kept on disk" in str(found)) == (cache and not calls)
         return {name: choice.plan for name, choice in found.choices.items()}
 
     with patch.object(autotune_module, "benchmark_candidates", counted):

@@ -66,6 +66,8 @@ class Measured:
     chosen: LayerPlan
     undecided: Mapping[LayerPlan, tuple[float, float]] = field(default_factory=dict)
     """Plans that noise leaves open: bounds of their seconds over the fastest's."""
+    is_kept: bool = False
+    """By an earlier run."""
 
     def to_json(self) -> Any:
         """Return it as JSON values."""
@@ -78,7 +80,7 @@ class Measured:
         seconds, undecided = (
             {LayerPlan(**plan): (float(one), float(other)) for plan, one, other in table} for table in values[:2]
         )
-        return cls(seconds, LayerPlan(**values[2]), undecided)
+        return cls(seconds, LayerPlan(**values[2]), undecided, is_kept=True)
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class LayerChoice:
     """Seconds, forward and backward, of the candidates that were run."""
     undecided: Mapping[LayerPlan, tuple[float, float]] = field(default_factory=dict)
     """Plans that noise leaves open: least and most of their seconds over the fastest's."""
+    is_kept: bool = False
+    """Whether an earlier run measured, see `cache` of `autotune`."""
 
     @property
     def plan(self) -> LayerPlan:
@@ -107,7 +111,8 @@ class LayerChoice:
             f" keeping {plan_text(self.plan)}"
             for plan, (low, high) in self.undecided.items()
         ]
-        return "\n".join([text, *doubts])
+        kept = ["measured by an earlier run and kept on disk; autotune(cache=False) measures anew"] * self.is_kept
+        return "\n".join([text, *doubts, *kept])
 
 
 class Autotuned:
@@ -283,7 +288,7 @@ class Autotuned:
         if measured.chosen != best.plan:
             best = replace(best, plan=measured.chosen)
             found = (best, *found)
-        return LayerChoice(cost_model, found, best, measured.seconds, measured.undecided)
+        return LayerChoice(cost_model, found, best, measured.seconds, measured.undecided, measured.is_kept)
 
     def _known_codes(self, dtype: str) -> list[str]:
         rates = self.rates

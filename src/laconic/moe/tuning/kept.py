@@ -38,7 +38,7 @@ class Kept:
         self._ranks, self._is_on = ranks, is_on
         device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else platform.machine()
         threads = str(torch.get_num_threads())
-        self._cluster = {
+        self._cluster: dict[str, Any] = {
             "laconic": laconic.__version__,
             "torch": torch.__version__,
             "ranks": ranks.texts(f"{host_name()} {device} {threads}"),
@@ -48,20 +48,19 @@ class Kept:
         """Return what `read` makes of the values kept of these facts; None if nothing that it takes is there."""
         found: T | None = None
         if self._is_on and self._ranks.group.rank() == 0:
-            path = _path(self._cluster | facts)
+            path = self._path(facts)
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, ConfigError):  # it is measured again
                 found = read(parse_json(path.read_text(encoding="utf-8"))["kept"])
         return first_answer(found, self._ranks.group) if self._is_on else None
 
     def put(self, facts: Mapping[str, Any], values: Any) -> None:
         """Keep JSON values of these facts, if there is a folder for them."""
-        if self._is_on and self._ranks.group.rank() == 0 and not is_homeless(path := _path(self._cluster | facts)):
+        if self._is_on and self._ranks.group.rank() == 0 and not is_homeless(path := self._path(facts)):
             try:
-                save_json({"facts": self._cluster | facts, "kept": values}, path)
+                save_json({"facts": {**self._cluster, **facts}, "kept": values}, path)
             except OSError as error:
                 logging.getLogger("laconic").warning("what autotune has measured is not kept in %s: %s", path, error)
 
-
-def _path(facts: Mapping[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return cache_folder() / "moe_autotune" / f"{digest[:32]}.json"
+    def _path(self, facts: Mapping[str, Any]) -> Path:
+        text = json.dumps({**self._cluster, **facts}, sort_keys=True)
+        return cache_folder() / "moe_autotune" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
