@@ -47,9 +47,7 @@ def expert_copies(options: Options) -> list[Table]:
             means = [f"{fmean(values):.3f}" if values else "not here" for values in found.values()]
             rows.append([kind, str(extra), *means, str(worse), f"{longest * 1e3:.0f} ms"])
     header = ["loads", "copies per rank", "ours", "greedy", "EPLB", "ours worse than either", "longest search"]
-    note = (
-        "Rows of the fullest rank over the mean, in the mean of 8 to 256 experts on 2 to 8 ranks; copies share."
-    )
+    note = "Rows of the fullest rank over the mean, in the mean of 8 to 256 experts on 2 to 8 ranks; copies share."
     return [Table("Balance of placements with copies", header, rows, note)]
 
 

@@ -44,7 +44,7 @@ def compare(
     Args:
         measure: runs a case and returns its seconds, the same on all ranks.
         num_cases: at least one.
-        budget_seconds: after which no further round begins; one round always runs.
+        budget_seconds: no round begins that would exceed it, but one always runs.
         tolerance: share of the fastest's seconds that does not matter.
     """
     samples: list[list[Seconds]] = [[] for _ in range(num_cases)]
@@ -58,7 +58,8 @@ def compare(
         bounds = {case: ratio_bounds(_ratios(samples[case], samples[fastest])) for case in running if case != fastest}
         bounds = {case: bound for case, bound in bounds.items() if bound[0] < 1 - tolerance}
         running = [case for case in running if case == fastest or case in bounds]
-        if spent >= budget_seconds or (len(running) == 1 < num_cases):
+        ahead = sum(sum(samples[case][-1]) for case in running)
+        if spent + ahead > budget_seconds or (len(running) == 1 < num_cases):
             break
     return Comparison(tuple(_as_in_all(one, samples[fastest]) for one in samples), fastest, bounds)
 
