@@ -145,10 +145,10 @@ def _layers_of_one_shape_are_measured_once_and_once_per_cluster() -> None:
         calls.append(len(args[2]))
         return inner(*args, **options)
 
-    def tuned(cache: bool) -> dict[str, LayerPlan]:
+    def tuned(cache: bool, alpha: float = 1.0) -> dict[str, LayerPlan]:
         calls.clear()
         found = autotune(
-            model, grid, x, rates=_rates(1.0, 0.0), codecs=(Raw(),), degrees=(1, 2), report=None, cache=cache
+            model, grid, x, rates=_rates(alpha, 0.0), codecs=(Raw(),), degrees=(1, 2), report=None, cache=cache
         )
         assert ("kept on disk" in str(found)) == (cache and not calls)
         return {name: choice.plan for name, choice in found.choices.items()}
@@ -159,6 +159,8 @@ def _layers_of_one_shape_are_measured_once_and_once_per_cluster() -> None:
         assert first["0"] == first["1"]
         assert tuned(cache=True) == first
         assert calls == []
+        tuned(cache=True, alpha=2.0)  # by other rates other candidates may be run
+        assert calls == [2, 2]
         tuned(cache=False)
         assert calls == [2, 2]
 

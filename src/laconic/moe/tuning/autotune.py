@@ -110,6 +110,7 @@ class LayerChoice:
             f"cannot tell from {plan_text(plan)}, which takes {low:.2f} to {high:.2f} times as long as the fastest:"
             f" keeping {plan_text(self.plan)}"
             for plan, (low, high) in self.undecided.items()
+            if plan != self.plan
         ]
         kept = ["measured by an earlier run and kept on disk; autotune(cache=False) measures anew"] * self.is_kept
         return "\n".join([text, *doubts, *kept])
@@ -215,6 +216,7 @@ class Autotuned:
             "codecs": [*self._codecs],
             "degrees": self._degrees,
             "num_benchmarked": self._num_benchmarked,
+            "rates": repr(self._rates),
         }
         return self._with_measured(cost_model, found, self._measured_of(name, facts, found))
 
@@ -225,6 +227,7 @@ class Autotuned:
         rates = self._kept.get(facts, MoERates.from_dict)
         if rates is None:
             rates = measure_moe(self._leveled, shape, dtype=dtype, device=self._ranks.device, codecs=lossy)
+            rates = MoERates.from_dict(rates.to_dict())  # as a later run reads them: choices are kept by rates
             self._kept.put(facts, rates.to_dict())
         return rates
 
