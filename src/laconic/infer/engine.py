@@ -317,7 +317,7 @@ class Engine:
         return Recording(self._recorder)
 
     def close(self) -> None:
-        """End all workers; requests in flight fail. With `trace`, write it first.
+        """End all workers; requests in flight fail. With `trace` or `expert_loads`, write them first.
 
         In a process that was forked from the engine's it does nothing: the workers are those of the other.
 
@@ -333,14 +333,29 @@ class Engine:
                 self._recorder.stop(recording)
             except CollectiveError as error:
                 logging.getLogger("laconic").warning("%s is not written: %s", path, error)
-        if self._loads_path is not None and self._workers.running:
-            try:
-                save_loads(self._loads_path, self.expert_loads())
-            except (CollectiveError, OSError) as error:
-                logging.getLogger("laconic").warning("%s is not written: %s", self._loads_path, error)
+        self._write_loads()
         self._workers.close()
         if recording is not None and recording._trace is not None and path is not None:
             recording.trace.save(path)
+
+    def _write_loads(self) -> None:
+        """Write the file of `expert_loads`, once; on a thread, as a signal handler may have interrupted a command."""
+        path, self._loads_path = self._loads_path, None
+        if path is None:
+            return
+
+        def write() -> None:
+            try:
+                save_loads(path, self.expert_loads())
+            except (CollectiveError, OSError) as error:
+                logging.getLogger("laconic").warning("%s is not written: %s", path, error)
+
+        writing = threading.Thread(target=write, name="laconic-loads", daemon=True)
+        try:
+            writing.start()
+        except RuntimeError:  # the interpreter ends, and starts no more threads
+            return
+        writing.join(_LOADS_SECONDS * self.split.attention)
 
     def __enter__(self) -> Engine:
         return self
