@@ -1,7 +1,7 @@
 """Experts on ranks by measured load, without replicas: what EPLB's packing does when there are no spare slots.
 
-A baseline for `laconic.moe.placement.swap_search`: it evens out tokens, not the rows that are left without duplicates,
-and moves many experts at once.
+A baseline for the swaps of `laconic.moe.placement.search`: it evens out tokens, not the rows that are left without
+duplicates, and moves many experts at once.
 """
 
 from __future__ import annotations
@@ -9,25 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from laconic.errors import ConfigError
+from laconic.moe.placement.search import packed
 
-__all__ = ["pack", "rebalance"]
-
-
-def pack(loads: Sequence[float], num_packs: int) -> list[list[int]]:
-    """Items in `num_packs` packs of equally many: heaviest first, each into the lightest pack with room.
-
-    Ties go to the lower item and the lower pack. Raises ConfigError if the packs do not divide the items.
-    """
-    if num_packs < 1 or len(loads) % num_packs:
-        raise ConfigError(f"num_packs is {num_packs}, but it must divide the {len(loads)} items")
-    room = len(loads) // num_packs
-    packs: list[list[int]] = [[] for _ in range(num_packs)]
-    weights = [0.0] * num_packs
-    for item in sorted(range(len(loads)), key=lambda item: -loads[item]):
-        lightest = min((p for p in range(num_packs) if len(packs[p]) < room), key=lambda p: weights[p])
-        packs[lightest].append(item)
-        weights[lightest] += loads[item]
-    return packs
+__all__ = ["rebalance"]
 
 
 def rebalance(loads: Sequence[float], num_ranks: int, current: Sequence[int] | None = None) -> list[int]:
@@ -40,8 +24,10 @@ def rebalance(loads: Sequence[float], num_ranks: int, current: Sequence[int] | N
     """
     if current is not None and sorted(current) != list(range(len(loads))):
         raise ConfigError("current is no permutation of the slots; give every expert a slot of its own")
-    packs = pack(loads, num_ranks)
+    if num_ranks < 1 or len(loads) % num_ranks:
+        raise ConfigError(f"num_ranks is {num_ranks}, but it must divide the {len(loads)} experts")
     per_rank = len(loads) // num_ranks
+    packs = packed(loads, [per_rank] * num_ranks)
     slots = [0] * len(loads)
     for rank, experts in enumerate(_placed(packs, current, per_rank)):
         for expert, slot in _within(experts, current, rank * per_rank):

@@ -12,6 +12,8 @@ part left out, and of always the same configuration.
 from __future__ import annotations
 
 import itertools
+import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import mean, median
@@ -24,7 +26,6 @@ from benchmarks.kit.moe_layers import (
     SCALES,
     Case,
     layer_of,
-    plan_name,
     run_as_rank,
     run_cases,
     timed_plans,
@@ -33,6 +34,7 @@ from benchmarks.kit.moe_layers import (
 from benchmarks.registry import Options, Table, benchmark
 from laconic.collectives.policy.microbench import Ranks
 from laconic.cost.moe import MoERates
+from laconic.cost.moe.routes_text import plan_text
 from laconic.cost.moe.search import CostModel, LayerPlan, best_candidate
 from laconic.moe import Grid, autotune
 from laconic.moe.tuning.measure_layer import medians
@@ -99,6 +101,8 @@ def _summary(found: Sequence[dict[str, Any]]) -> Table:
         losses = [case["chosen_seconds"] / case["best_seconds"] - 1 for case in cases]
         alone = [case["alone_seconds"] / case["best_seconds"] - 1 for case in cases]
         plain = [case["plain_seconds"] / case["chosen_seconds"] for case in cases]
+        took = [case["took"] for case in cases]
+        loads = [case["load"] for case in cases]
         rows.append(
             [
                 name,
@@ -111,6 +115,9 @@ def _summary(found: Sequence[dict[str, Any]]) -> Table:
                 f"{max(losses):.1%}",
                 _within([case["other_half"] for case in cases]),
                 f"{median(plain):.2f}x",
+                f"{median(took):.1f} s ({max(took):.1f} s)",
+                f"{sum(case['undecided'] for case in cases)}",
+                f"{min(loads):.0f} to {max(loads):.0f}",
             ]
         )
     header = [
@@ -118,20 +125,23 @@ def _summary(found: Sequence[dict[str, Any]]) -> Table:
         "layers",
         "measured",
         "model alone: median error (90 % below)",
-        "after the race: error",
+        "after running: error",
         "model alone: choice within 5 % of the best",
-        "after the race: within 5 %",
+        "after running: within 5 %",
         "worst choice",
         "noise: best of one half of the rounds within 5 % of the best of the other",
         "faster than plain",
+        "autotune took: median (longest)",
+        "said that it cannot tell",
+        "load of the machine",
     ]
     return Table(
         f"{len(found)} layers over 2 nodes of 2 processes: predicted against measured, and the choice",
         header,
         rows,
-        "Error: the median, of the predicted seconds of forward and backward together. After the race: autotune ran"
-        " those of the five candidates that it predicted to be fastest within 30 % of the first, repeated those that"
-        " were close, took the fastest, and added what it had missed in them to all; errors are those of the others."
+        "Error: the median, of the predicted seconds of forward and backward together. After running: autotune"
+        " ran those of the five candidates that it predicted to be fastest within 30 % of the first, in turn, until the"
+        " fastest was clear, and added what it had missed in them to all; errors are those of the others."
         f" The best is the fastest measured of all candidates, so a choice can only lose. All candidates take turns,"
         f" half of `--rounds`; then those within {NEAR:.0%} of the fastest and the choices take turns again, {_MORE}"
         " times `--rounds`, and only these count for them. Of these rounds, halves are the odd and the even ones:"
@@ -203,7 +213,9 @@ def _grid_name(grid: str) -> str:
 
 def _run(case: Case, grid: Grid, rates: MoERates, ranks: Ranks, rounds: int) -> dict[str, Any]:
     layer, x, codecs = layer_of(case, grid)
-    tuned = autotune(layer, grid, x, rates=rates, codecs=codecs, report=None)
+    started = time.perf_counter()
+    tuned = autotune(layer, grid, x, rates=rates, codecs=codecs, report=None, cache=False)
+    took = time.perf_counter() - started
     (choice,) = tuned.choices.values()
     anchored = {one.plan: one.seconds for one in choice.candidates}
     # By the model alone; and every path in one piece and, with raw rows, in chunks too, whether it was chosen or not.
@@ -225,11 +237,14 @@ def _run(case: Case, grid: Grid, rates: MoERates, ranks: Ranks, rounds: int) -> 
     )  # fmt: skip
     return {
         "name": case.title(grid),
-        "chosen": plan_name(candidates[chosen].plan),
+        "took": took,
+        "undecided": bool(choice.undecided),
+        "load": os.getloadavg()[0],
+        "chosen": plan_text(candidates[chosen].plan),
         "predicted_seconds": anchored[choice.plan],
         "alone_seconds": seconds[alone_chosen],
         "chosen_seconds": seconds[chosen],
-        "best": plan_name(candidates[best].plan),
+        "best": plan_text(candidates[best].plan),
         "best_seconds": seconds[best],
         "other_half": other_half,
         "plain_seconds": seconds[plain],
@@ -239,7 +254,7 @@ def _run(case: Case, grid: Grid, rates: MoERates, ranks: Ranks, rounds: int) -> 
                 "path": str(one.plan),
                 "code": one.plan.rows,
                 "cut": "1" if one.plan.degree == 1 else "more",
-                "plan": plan_name(one.plan),
+                "plan": plan_text(one.plan),
                 "predicted": one.seconds,
                 "anchored": anchored.get(one.plan) if one.plan not in choice.measured else None,
                 "measured": seconds[i],
@@ -271,7 +286,7 @@ def _others(cost_model: CostModel, codes: Sequence[str], seconds: Mapping[LayerP
     fixed = [LayerPlan(path) for path in ("flat", "depth 1", "baseline", "s1", "s2", "sharded")]
     fixed += [LayerPlan(path, INT8.name) for path in ("flat", "depth 1")]
     fixed.append(LayerPlan("depth 2", INT8.name, inner_code="raw"))
-    chosen |= {f"always {plan_name(plan)}": plan for plan in fixed if plan in seconds}
+    chosen |= {f"always {plan_text(plan)}": plan for plan in fixed if plan in seconds}
     return {name: seconds[plan] for name, plan in chosen.items()}
 
 

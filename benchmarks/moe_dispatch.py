@@ -32,7 +32,7 @@ from laconic.formats import BlockFormat
 from laconic.moe import Dispatched, Dispatcher, Grid, HierarchicalDispatcher, Order, Placement, Routing, SortedOrder
 from laconic.moe.dispatch.flat import FlatDispatcher
 from laconic.moe.placement.consensus import agree_on_depth, gather_counts
-from laconic.moe.placement.swap_query import agree_on_swaps
+from laconic.moe.placement.query import agree_on_swaps
 from laconic.moe.row_ops import sum_picked
 
 _NETWORKS = ((2, 100e6, 4), (2, 1e9, 4), (2, 1e9, 2), (4, 100e6, 2), (4, 1e9, 2))

@@ -37,7 +37,6 @@ __all__ = [
     "Case",
     "Timings",
     "layer_of",
-    "plan_name",
     "run_as_rank",
     "run_cases",
     "timed_plans",
@@ -127,11 +126,6 @@ def layer_of(case: Case, grid: Grid) -> tuple[MoELayer, Tensor, list[Codec]]:
     layer = MoELayer(gate, experts, dispatcher=make_dispatcher(grid, "joint" if alone else "s1", codec=Raw()))
     x = torch.randn(case.tokens, case.model_dim, generator=torch.Generator().manual_seed(grid.dp.rank()))
     return layer, x.requires_grad_(), [Raw(), Lossless("tiered"), *([INT8] if alone else [])]
-
-
-def plan_name(plan: LayerPlan) -> str:
-    code = "" if plan.rows == "raw" else f", {plan.rows}"
-    return f"{plan}{code}" + (f", {plan.degree} chunks" if plan.degree > 1 else "")
 
 
 def timed_plans(tuned: Autotuned, layer: MoELayer, x: Tensor, plans: Iterable[LayerPlan]) -> list[Timed[Tensor]]:

@@ -95,7 +95,7 @@ class Spread(Pair):
         """A file with rates of links on which every swap pays, and looking for one costs nothing."""
         rates = self.folder / "rates.json"
         if self.world.is_main:
-            link = {"all_to_all": Line(0.0, 1e-6), "send": Line(0.0, 1e-12), "all_reduce": Line(0.0, 0.0)}
+            link = {"all_to_all": Line(0.0, 1e-6), "send": Line(0.0, 1e-12), "all_gather": Line(0.0, 0.0)}
             groups = {"inter1": LinkRates(2, link, 0.0, 0.0)}
             lines = dict.fromkeys(("all", "node", "across"), link)
             MoERates.of_lines(lines, Line(0.0, 0.0), groups=groups).save(rates)

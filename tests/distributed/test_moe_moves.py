@@ -31,7 +31,7 @@ from tests.moe.worlds import run_world
 
 Optimizers = list[torch.optim.Optimizer]
 
-_LINK = {"all_to_all": Line(0.0, 1e-6), "send": Line(0.0, 1e-12), "all_reduce": Line(0.0, 0.0)}
+_LINK = {"all_to_all": Line(0.0, 1e-6), "send": Line(0.0, 1e-12), "all_gather": Line(0.0, 0.0)}
 PAYING = MoERates.of_lines(dict.fromkeys(("all", "node", "across"), _LINK), Line(0.0, 0.0))
 """Rates with which looks cost nothing, and every swap pays."""
 

@@ -45,6 +45,16 @@ def test_workers_together_hold_every_weight_once(tmp_path: Path, family: str) ->
     assert nbytes == sum(p.nbytes for p in whole.parameters())
 
 
+@pytest.mark.parametrize("family", split_families("mixtral", "gpt_oss"))
+def test_a_worker_holds_any_experts(tmp_path: Path, family: str) -> None:
+    path = make(family, tmp_path)
+    whole = load_experts(path, None, range)
+    some = load_experts(path, None, lambda count: [0, count - 1])
+    for layer, one in zip(whole, some, strict=True):
+        for key, parameter in layer.named_parameters():
+            assert torch.equal(one.get_parameter(key), parameter[[0, -1]]), key
+
+
 @pytest.mark.parametrize("family", few(["llama", *SERVED_SPLIT], 6, pytest.mark.ci))
 def test_a_whole_model_runs_as_the_first_of_a_process_as_transformers_would_run_it(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,7 +33,8 @@ from laconic.moe import (
     make_dispatcher,
 )
 from laconic.moe.placement.routing_record import record_of
-from laconic.moe.tuning.autotune import Autotuned
+from laconic.moe.tuning import autotune as autotune_module
+from laconic.moe.tuning.autotune import Autotuned, Measured
 from laconic.moe.tuning.measure_cluster import measure_moe
 from tests.moe.worlds import run_world
 
@@ -75,7 +77,7 @@ def _measured_choice_is_alike_and_changes_no_output() -> None:
     int8 = Blockwise(BlockFormat("int8"))
     shape = LayerShape(N, M, H, E, top_k=3, item_nbytes=4)
     rates = measure_moe(grid, shape, dtype=torch.float32, wire=WIRE, codecs=[int8], quick=True)
-    tuned = autotune(layer, grid, x, rates=rates, codecs=(Raw(), int8), report=said.append)
+    tuned = autotune(layer, grid, x, rates=rates, codecs=(Raw(), int8), report=said.append, cache=False)
     assert torch.equal(random, torch.get_rng_state())
     assert all(p.grad is None for p in layer.parameters())
     (choice,) = tuned.choices.values()
@@ -135,6 +137,36 @@ def _a_layer_is_priced_anew_by_its_last_forward() -> None:
     assert _told(candidates) == [candidates] * 2
 
 
+def _layers_of_one_shape_are_measured_once_and_once_per_cluster() -> None:
+    grid = Grid(ep=2, device_type="cpu")
+    model, x = torch.nn.Sequential(_layer(grid), _layer(grid)), _tokens(grid)
+    calls: list[int] = []
+    inner = autotune_module.benchmark_candidates
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(len(args[2]))
+        return inner(*args, **options)
+
+    def tuned(cache: bool, alpha: float = 1.0) -> dict[str, LayerPlan]:
+        calls.clear()
+        found = autotune(
+            model, grid, x, rates=_rates(alpha, 0.0), codecs=(Raw(),), degrees=(1, 2), report=None, cache=cache
+        )
+        assert ("kept on disk" in str(found)) == (cache and not calls)
+        return {name: choice.plan for name, choice in found.choices.items()}
+
+    with patch.object(autotune_module, "benchmark_candidates", counted):
+        first = tuned(cache=True)
+        assert calls == [2, 2]  # flat and depth 1; then one of them in chunks
+        assert first["0"] == first["1"]
+        assert tuned(cache=True) == first
+        assert calls == []
+        tuned(cache=True, alpha=2.0)  # by other rates other candidates may be run
+        assert calls == [2, 2]
+        tuned(cache=False)
+        assert calls == [2, 2]
+
+
 def _bad_input_is_refused() -> None:
     grid = Grid(ep=2, device_type="cpu")
     layer, x = _layer(grid), _tokens(grid)
@@ -147,12 +179,14 @@ def _bad_input_is_refused() -> None:
 
 
 @pytest.mark.ci
-def test_choices_on_two_ranks(tmp_path: Path) -> None:
+def test_choices_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run_world(
         [
             _measured_choice_is_alike_and_changes_no_output,
             _slow_wires_want_fewer_bytes_and_slow_starts_fewer_rounds,
             _a_layer_is_priced_anew_by_its_last_forward,
+            _layers_of_one_shape_are_measured_once_and_once_per_cluster,
             _bad_input_is_refused,
         ],
         2,
@@ -168,22 +202,21 @@ def test_choices_on_four_ranks_inside_mp_groups(tmp_path: Path) -> None:
 def test_chunks_are_tried_on_every_path_that_is_near() -> None:
     """A path that is slower whole may be the one that chunks gain most on; one that is far behind is not run again."""
     flat, deep, far = (LayerPlan(path) for path in ("flat", "depth 1", "depth 2"))
-    halves = {flat: 10.0, deep: 12.0, far: 13.5}
-    halves |= {replace(flat, degree=2): 9.0, replace(deep, degree=2): 7.0, replace(far, degree=2): 1.0}
+    halves = {flat: 0.010, deep: 0.012, far: 0.0135}
+    halves |= {replace(flat, degree=2): 0.009, replace(deep, degree=2): 0.007, replace(far, degree=2): 0.001}
     asked: list[LayerPlan] = []
 
-    def taken(name: str, kind: object, plans: list[LayerPlan]) -> dict[LayerPlan, tuple[float, float]]:
+    def compared(name: str, plans: list[LayerPlan], *_: float) -> Measured:
         asked.extend(plans)
-        return {plan: (halves[plan], halves[plan]) for plan in plans}
+        seconds = {plan: (halves[plan], halves[plan]) for plan in plans}
+        return Measured(seconds, best_plan({plan: sum(both) for plan, both in seconds.items()}))
 
     tuned: Any = SimpleNamespace(
-        **{"_num_benchmarked": 5, "_degrees": (2,), "_taken": taken},
-        _records={"layer": SimpleNamespace(input=torch.zeros(1))},
+        **{"_num_benchmarked": 5, "_degrees": (1, 2), "_compared": compared},
         grid=SimpleNamespace(layout=SimpleNamespace(joint=4)),
     )
-    route = Route("route", (Step("experts", 10.0),))
-    candidates = tuple(Candidate(plan, route, route) for plan in (flat, deep, far))
-    choice = Autotuned._benchmark(tuned, "layer", (), SimpleNamespace(), candidates)  # type: ignore[arg-type]
-    assert choice.plan == replace(deep, degree=2)
-    assert choice.chosen is choice.candidates[0]
+    route = Route("route", (Step("experts", 0.010),))
+    found = Autotuned._measure(tuned, "layer", [Candidate(plan, route, route) for plan in (flat, deep, far)])
+    assert found.chosen == replace(deep, degree=2)
+    assert {deep, replace(deep, degree=2)} <= set(found.seconds)
     assert replace(far, degree=2) not in asked

@@ -49,6 +49,18 @@ def add_engine_flags(parser: argparse.ArgumentParser, **defaults: str) -> None:
     workers.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="of all workers after one was lost (default: 0)"
     )
+    workers.add_argument(
+        "--expert-loads",
+        metavar="FILE",
+        help="rows that each expert was chosen for: experts are placed by it if it is there, and the end writes it",
+    )
+    workers.add_argument(
+        "--redundant-experts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="further copies in each layer of the experts that have most to do by --expert-loads (default: 0)",
+    )
     plan = parser.add_argument_group("plan (see `laconic.schedule.inference.InferencePlan`)")
     plan.add_argument("--plan", choices=("auto",), help="auto: what the flags below do not say is chosen by --rates")
     plan.add_argument("--micro-batches", type=int, metavar="N", help="r1 (default: 1)")
@@ -111,6 +123,8 @@ def start_engine(options: argparse.Namespace) -> Engine:
         payload=options.payload,
         launcher="torchrun" if "RANK" in os.environ else "engine",
         max_restarts=options.max_restarts,
+        expert_loads=options.expert_loads,
+        redundant_experts=options.redundant_experts,
     )
 
 

@@ -48,6 +48,8 @@ class _EngineArguments(BaseModel):
     device: str | None = None
     payload: str | None = None
     max_restarts: int | None = None
+    expert_loads: str | None = None
+    redundant_experts: int | None = None
 
 
 class _ServerArguments(BaseModel):

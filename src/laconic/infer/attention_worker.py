@@ -79,16 +79,17 @@ class AttentionWorker:
     ) -> None:
         split, plan, model_dir = settings.split, settings.plan, Path(settings.model_dir)
         self._links: list[TcpExpertLink] = []
+        self._experts: RemoteExperts | None = None
         self.notes: list[str] = []
         if split.experts == 0:
             model: Any = load_attention_model(model_dir, dtype, None).to(device)
         else:
             _, blocks = find_experts(read_config(model_dir), dtype)
-            ranges = [
-                [split.expert_range(worker, block.num_experts) for worker in range(split.experts)]
-                for block in blocks.values()
+            held = [
+                [settings.experts_of(layer, worker, block.num_experts) for worker in range(split.experts)]
+                for layer, block in enumerate(blocks.values())
             ]
-            experts = RemoteExperts(self._links, ranges, plan, recorder)
+            experts = self._experts = RemoteExperts(self._links, held, plan, recorder)
             model = load_attention_model(model_dir, dtype, lambda layer, _: RemoteLayer(experts, layer)).to(device)
             _, left = put_remote_experts(model, experts)
             if left:
@@ -132,6 +133,8 @@ class AttentionWorker:
         self._is_loading = False
         for link in self._links:
             link.forget_traffic()
+        if self._experts is not None:
+            self._experts.forget_loads()
         self.eos_token_ids = self._requests[0].eos_token_ids
 
     def add(self, name: str, prompt: list[int], sampling: Sampling) -> None:
@@ -161,6 +164,11 @@ class AttentionWorker:
         busy = set(list(self._micro_batch_of.values()))
         now = time.monotonic()
         return max((now - self._progress_times[number] for number in busy), default=0.0)
+
+    @property
+    def expert_loads(self) -> list[list[int]]:
+        """Rows that each expert of each layer was chosen for; none where models are whole."""
+        return [] if self._experts is None else self._experts.loads
 
     def traffic(self) -> tuple[LinkTraffic, LinkTraffic]:
         """Return what has passed to all expert workers (a2e) and from them (e2a)."""

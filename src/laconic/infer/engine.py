@@ -27,6 +27,7 @@ from laconic.cost.infer.engine_plan import EngineLimits
 from laconic.errors import CollectiveError, ConfigError, LaconicError, ModelError
 from laconic.infer.auto_plan import AutoPlan
 from laconic.infer.device import DeviceKind, check_device
+from laconic.infer.expert_placement import check_expert_placement, place_experts, save_loads
 from laconic.infer.generation_config import AnswerDefaults, check_generation_config, read_generation_config
 from laconic.infer.in_flight import Generation, InFlight, TakenRequest
 from laconic.infer.launch import Launcher, WorkerLauncher, torchrun_info
@@ -43,6 +44,7 @@ from laconic.schedule.inference import InferencePlan
 
 __all__ = ["Engine", "Generation", "Recording", "WorkerReport"]
 
+_LOADS_SECONDS = 10.0
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -59,7 +61,7 @@ class Engine:
     Args:
         model_dir: directory with config.json and safetensors files.
         attention: number of workers that hold everything but the experts; requests are divided between them.
-        experts: number of workers that hold the experts, each a range of every layer's. 0 serves whole models. None is
+        experts: number of workers that hold the experts, each some of every layer's. 0 serves whole models. None is
             1; an automatic plan may then also make all workers serve whole models.
         plan: micro-batches, slices and order; None is one micro-batch in one slice. "auto" or an AutoPlan chooses them
             once, before workers start.
@@ -81,6 +83,10 @@ class Engine:
             rank 0 and starts attention worker 0, each other rank calls `serve_rank`; one engine per launch.
         max_restarts: how often all workers are started again after one was lost. Requests in flight fail all the same.
         trace: file into which `close` writes a trace of the whole run with `RunTrace.save`; `recording` has it then.
+        expert_loads: file of the rows that each expert was chosen for. Where it is there, experts are placed by it so
+            that the busiest expert worker has least to do; `close` writes this run's.
+        redundant_experts: further copies of experts in each layer, of those that have most to do by `expert_loads`;
+            each row is sent to one of them.
 
     Attributes:
         split: the workers there are. A model without experts has no expert workers, whatever was asked for.
@@ -116,6 +122,8 @@ class Engine:
         launcher: Launcher = "engine",
         max_restarts: int = 0,
         trace: str | os.PathLike[str] | None = None,
+        expert_loads: str | os.PathLike[str] | None = None,
+        redundant_experts: int = 0,
     ) -> None:
         check_transformers()
         _check_arguments(dtype, threads, answer_timeout_seconds, payload, launcher, max_restarts)
@@ -125,6 +133,12 @@ class Engine:
         directory, limits = Path(model_dir), EngineLimits(cache_tokens, batch_tokens)
         serving = plan_serving(directory, attention, experts, plan, rates, limits, dtype, trace is not None)
         self.split, self.plan, self.choice, self.notes = serving.split, serving.plan, serving.choice, serving.notes
+        self._loads_path = None if expert_loads is None else Path(expert_loads)
+        check_expert_placement(self._loads_path, redundant_experts)
+        held: list[list[list[int]]] | None = None
+        if self._loads_path is not None:
+            held, note = place_experts(self.split, serving.num_experts, self._loads_path, redundant_experts)
+            self.notes += (note,)
         self._trace_path = None if trace is None else Path(trace)
         if self._trace_path is not None:
             check_traceable(self.split)
@@ -148,6 +162,7 @@ class Engine:
                 threads=threads,
                 device=device,
                 payload=payload,
+                held=held,
             )
             for rank in range(self.split.num_workers)
         ]
@@ -192,6 +207,20 @@ class Engine:
     def traffic(self) -> tuple[LinkTraffic, LinkTraffic]:
         """Messages from attention to expert workers (a2e) and back (e2a), as of the requests that have ended."""
         return self._workers.traffic
+
+    def expert_loads(self) -> list[list[int]]:
+        """Return the rows that each expert of each layer was chosen for since the workers started.
+
+        Raises:
+            CollectiveError: an attention worker is lost or does not answer.
+        """
+        found: list[list[list[int]]] = []
+        for rank in range(self.split.attention):
+            answer = self._workers.ask(rank, {"do": "loads"}, _LOADS_SECONDS)
+            if answer is None:
+                raise CollectiveError(f"{self._workers.name(rank)} does not say which experts it has asked for")
+            found.append(answer["loads"])
+        return [[sum(each) for each in zip(*layers, strict=True)] for layers in zip(*found, strict=True)]
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int = 20) -> Generation:
         """Ask for at most `max_new_tokens` tokens after the tokens `prompt`; returns at once.
@@ -288,7 +317,7 @@ class Engine:
         return Recording(self._recorder)
 
     def close(self) -> None:
-        """End all workers; requests in flight fail. With `trace`, write it first.
+        """End all workers; requests in flight fail. With `trace` or `expert_loads`, write them first.
 
         In a process that was forked from the engine's it does nothing: the workers are those of the other.
 
@@ -304,9 +333,29 @@ class Engine:
                 self._recorder.stop(recording)
             except CollectiveError as error:
                 logging.getLogger("laconic").warning("%s is not written: %s", path, error)
+        self._write_loads()
         self._workers.close()
         if recording is not None and recording._trace is not None and path is not None:
             recording.trace.save(path)
+
+    def _write_loads(self) -> None:
+        """Write the file of `expert_loads`, once; on a thread, as a signal handler may have interrupted a command."""
+        path, self._loads_path = self._loads_path, None
+        if path is None:
+            return
+
+        def write() -> None:
+            try:
+                save_loads(path, self.expert_loads())
+            except (CollectiveError, OSError) as error:
+                logging.getLogger("laconic").warning("%s is not written: %s", path, error)
+
+        writing = threading.Thread(target=write, name="laconic-loads", daemon=True)
+        try:
+            writing.start()
+        except RuntimeError:  # the interpreter ends, and starts no more threads
+            return
+        writing.join(_LOADS_SECONDS * self.split.attention)
 
     def __enter__(self) -> Engine:
         return self

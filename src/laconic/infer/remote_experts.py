@@ -23,13 +23,17 @@ from laconic.schedule.slices import slice_ranges
 
 __all__ = ["RemoteExperts", "RemoteLayer"]
 
+_KEY_VALUES = 8
+"""Values of a row whose bits decide between copies of an expert."""
+
 
 class RemoteExperts:
     """All layers of experts, on expert workers.
 
     Args:
         links: to the expert workers, in their order.
-        ranges: for each layer, the range of experts of each worker.
+        held: for each layer, the experts of each worker, in the order in which it has them. One that several workers
+            hold is asked for at one of them, row by row.
         plan: how a micro-batch is cut and in what order it computes. Its number of micro-batches is that of the threads
             that call.
         recorder: that is asked, at the begin of a pass, whether to record it; None records nothing.
@@ -38,18 +42,28 @@ class RemoteExperts:
     def __init__(
         self,
         links: Sequence[ExpertLink],
-        ranges: Sequence[Sequence[range]],
+        held: Sequence[Sequence[Sequence[int]]],
         plan: InferencePlan,
         recorder: Recorder | None = None,
     ) -> None:
         self._links = links
-        self._ranges = ranges
+        self._places = [_Places(workers) for workers in held]
         self._plan = plan
         self._turns = ComputeTurns()
         self._local = threading.local()
         self._numbers = itertools.count()
         self._recorder = recorder or Recorder()
         self._num_sent: Counter[int] = Counter()  # messages to each expert worker
+
+    @property
+    def loads(self) -> list[list[int]]:
+        """Rows that each expert of each layer was chosen for, by micro-batches."""
+        return [places.loads.tolist() for places in self._places]
+
+    def forget_loads(self) -> None:
+        """Count rows from here on."""
+        for places in self._places:
+            places.loads.zero_()
 
     def begin_forward(self, num_rows: int | None) -> None:
         """Take the turn for a forward of the model by the calling thread.
@@ -143,12 +157,12 @@ class RemoteExperts:
             shared()
         here, choices, shares = hidden.cpu(), experts.cpu(), weights.float().cpu()
         total = torch.zeros(here.shape, dtype=torch.promote_types(here.dtype, torch.float32))
-        for worker, (link, held) in enumerate(zip(self._links, self._ranges[layer], strict=True)):
-            for expert in held:
+        for worker, link in enumerate(self._links):
+            for number, expert in enumerate(self._places[layer].held[worker]):
                 places, ranks = (choices == expert).nonzero(as_tuple=True)
-                if len(places) == 0:
+                if len(places) == 0 or self._places[layer].owners[0, expert] != worker:
                     continue
-                local = torch.full((len(places), 1), expert - held.start, dtype=torch.int32)
+                local = torch.full((len(places), 1), number, dtype=torch.int32)
                 message = Rows(layer, self._plan.num_micro_batches, 0, here[places], local, torch.ones(len(places), 1))
                 link.send(message)
                 self._num_sent[worker] += 1
@@ -160,20 +174,25 @@ class RemoteExperts:
     ) -> list[tuple[ExpertLink, Rows, Tensor]]:
         """Send every slice to the workers it concerns; return link, rows and the rows' numbers [m] of each message."""
         sent = []
+        layer_places = self._places[layer]
+        num_experts = layer_places.num_experts
+        experts = torch.where((experts < 0) | (experts > num_experts), num_experts, experts)  # no expert: sent nowhere
+        owners = layer_places.owners_of(hidden, experts)
+        layer_places.loads += torch.bincount(experts.flatten(), minlength=num_experts + 1)[:-1]
         for number in range(self._plan.num_slices):
-            for worker, (link, held) in enumerate(zip(self._links, self._ranges[layer], strict=True)):
-                rows, wanted = range(len(hidden)), held
+            for worker, link in enumerate(self._links):
+                rows = range(len(hidden))
                 if self._plan.slicing == "tokens":
                     rows = slice_ranges(len(hidden), self._plan.num_slices)[number]
-                else:
-                    group = slice_ranges(len(held), self._plan.num_slices)[number]
-                    wanted = held[group.start : group.stop]
-                choices = experts[rows.start : rows.stop]
-                mine = (choices >= wanted.start) & (choices < wanted.stop)
+                mine = owners[rows.start : rows.stop] == worker
+                local = layer_places.local[worker][experts[rows.start : rows.stop]]
+                if self._plan.slicing == "experts":
+                    group = slice_ranges(len(layer_places.held[worker]), self._plan.num_slices)[number]
+                    mine &= (local >= group.start) & (local < group.stop)
                 places = mine.any(1).nonzero().squeeze(1)
                 if len(places) == 0:
                     continue
-                local = torch.where(mine, choices - held.start, -1)[places].to(torch.int32)
+                local = torch.where(mine, local, -1)[places]
                 places = places + rows.start
                 message = Rows(layer, self._local.micro_batch, number, hidden[places], local, weights[places])
                 if log is not None:
@@ -189,6 +208,37 @@ class RemoteExperts:
             log.shared_start_ns = log.shared_start_ns or log.attention_end_ns
             log.shared_end_ns = log.shared_end_ns or log.attention_end_ns
         return sent
+
+
+class _Places:
+    """Where the experts of a layer are."""
+
+    def __init__(self, held: Sequence[Sequence[int]]) -> None:
+        self.held = held
+        self.num_experts = 1 + max(expert for worker in held for expert in worker)
+        owners: list[list[int]] = [[] for _ in range(self.num_experts)]
+        self.local = torch.full((len(held), self.num_experts + 1), -1, dtype=torch.int32)
+        """Number of an expert at a worker, [workers, E + 1]; -1 where it is not. The last one is nobody's."""
+        for worker, experts in enumerate(held):
+            self.local[worker, list(experts)] = torch.arange(len(experts), dtype=torch.int32)
+            for expert in experts:
+                owners[expert].append(worker)
+        owners.append([-1])
+        self.copies = torch.tensor([len(workers) for workers in owners])
+        most = int(self.copies.max())
+        self.owners = torch.tensor([[*workers, *[-1] * (most - len(workers))] for workers in owners]).T
+        """Workers that hold an expert, [most copies, E + 1]; the first row has one of each."""
+        self.loads = torch.zeros(self.num_experts, dtype=torch.int64)
+
+    def owners_of(self, hidden: Tensor, experts: Tensor) -> Tensor:
+        """Return the worker that is asked for each choice, [n, k].
+
+        Which copy a row takes follows from the bits of the row alone, so that its sums do not depend on the batch.
+        """
+        if len(self.owners) == 1:
+            return self.owners[0][experts]
+        bits = hidden[:, :_KEY_VALUES].contiguous().view(torch.uint8).sum(1, keepdim=True, dtype=torch.int64)
+        return self.owners[bits % self.copies[experts], experts]
 
 
 def _run_shared(shared: Callable[[], None], log: LayerLog | None) -> None:

@@ -28,6 +28,7 @@ class ServingPlan:
         notes: what was chosen, and what differs from what was asked for.
         vocabulary: number of the model's tokens.
         positions: of the model; None if its configuration names no number.
+        num_experts: of each layer that has experts.
     """
 
     split: Split
@@ -36,6 +37,7 @@ class ServingPlan:
     notes: tuple[str, ...]
     vocabulary: int
     positions: int | None
+    num_experts: tuple[int, ...] = ()
 
 
 def plan_serving(
@@ -79,7 +81,9 @@ def plan_serving(
             split = Split(split.num_workers, 0)
         plan = choice.plan
     runs, changed = _runnable(plan if isinstance(plan, InferencePlan) else InferencePlan(), split)
-    return ServingPlan(split, runs, choice, notes + changed, config.get_text_config().vocab_size, num_positions(config))
+    vocabulary, positions = config.get_text_config().vocab_size, num_positions(config)
+    num_experts = tuple(block.num_experts for block in find_experts(config)[1].values())
+    return ServingPlan(split, runs, choice, notes + changed, vocabulary, positions, num_experts)
 
 
 def serving_split(model_dir: Path, wanted: Split) -> Split:

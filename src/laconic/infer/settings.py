@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ class WorkerSettings:
         threads: that torch computes with; None leaves torch's default.
         device: of the worker, see laconic.infer.device.
         payload: coding of rows and sums, see laconic.infer.payload.
+        held: for each layer, the experts of each expert worker; None: ranges, see Split.
     """
 
     rank: int
@@ -41,10 +43,15 @@ class WorkerSettings:
     threads: int | None = None
     device: str = "cpu"
     payload: str = "raw"
+    held: Sequence[Sequence[Sequence[int]]] | None = None
+
+    def experts_of(self, layer: int, worker: int, num_experts: int) -> Sequence[int]:
+        """Return the experts of a layer of `num_experts` that an expert worker holds."""
+        return self.split.expert_range(worker, num_experts) if self.held is None else self.held[layer][worker]
 
     def to_json(self) -> str:
         """Return the argument of the worker's command line."""
-        return json.dumps(asdict(self))
+        return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> WorkerSettings:

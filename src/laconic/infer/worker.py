@@ -5,7 +5,8 @@ its standard output, one JSON object a line; what libraries print goes to standa
 A rank of torchrun does the same over a connection (laconic.infer.control).
 
     commands: {"do": "request", "name", "prompt", "sampling", "stream"}, {"do": "cancel", "name"}, {"do": "stop"},
-              {"do": "record", "on"} for workers of both roles, answered by {"is": "recorded"} with a WorkerLog
+              {"do": "record", "on"} for workers of both roles, answered by {"is": "recorded"} with a WorkerLog,
+              {"do": "loads"} for attention workers, answered by {"is": "loads", "loads"}: rows by layer and expert
     events: {"is": "ready", ...}, {"is": "failed", "error", "refused"},
             {"is": "tokens", "tokens"}: one of each forward, a list of [name, token, logprob, top, prompt] (see
             ChosenToken.to_fields) of the requests with "stream",
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import queue
@@ -146,8 +148,10 @@ def _serve_experts(
     from laconic.infer.payload import prepared_coder
     from laconic.infer.transformers_seam import load_experts
 
-    split = settings.split
-    layers = load_experts(Path(settings.model_dir), dtype, lambda count: split.expert_range(number, count))
+    split, numbers = settings.split, itertools.count()
+    layers = load_experts(
+        Path(settings.model_dir), dtype, lambda count: settings.experts_of(next(numbers), number, count)
+    )
     share = ExpertShare([layer.to(device) for layer in layers])
     recorder = Recorder()
     # An engine that has ended closes the input; no attention worker says stop then.
@@ -261,6 +265,8 @@ def _serve_requests(
             worker.cancel(command["name"])
         elif command["do"] == "record":
             _record(recorder, command, events)
+        elif command["do"] == "loads":
+            events.write("loads", loads=worker.expert_loads)
         else:
             break
     worker.close()

@@ -275,7 +275,7 @@ class WorkerSet:
             with self._lock:
                 self._traffic[rank] = (a2e, e2a)
             self._finish(event)
-        elif event["is"] == "recorded":
+        elif event["is"] in ("recorded", "loads"):
             self._answers.put((rank, event))
         elif event["is"] == "failed":
             kind = ModelError if event["refused"] else CollectiveError

@@ -34,7 +34,7 @@ from laconic.moe.placement.balancer import ExpertBalancer
 from laconic.moe.placement.consensus import agree_on_depth
 from laconic.moe.placement.expert_map import Placement
 from laconic.moe.placement.migration import ExpertMover, Moved
-from laconic.moe.placement.swap_query import agree_on_swaps
+from laconic.moe.placement.query import agree_on_swaps
 from laconic.moe.replica_gradients import fully_shard_layers, reduce_gradients
 from laconic.moe.routing import RoutedTokens, Routing, SoftRouting
 from laconic.moe.tuning.autotune import Autotuned, LayerChoice, autotune

@@ -104,17 +104,18 @@ def test_state_survives_json() -> None:
 
 def test_a_look_takes_what_its_parts_take() -> None:
     none = Line(0.0, 0.0)
-    lines = {"across": {"all_to_all": none, "all_reduce": Line(1e-3, 1e-6)}}
+    lines = {"across": {"all_to_all": none, "all_gather": Line(1e-3, 1e-6)}}
     world = GroupShape(4, 1)
-    sent = 2 * 3 / 4 * 8 * (2 + 8 * 2 + 8 * 8 + 4 + 8 * 4 + 8 * 8)
-    # Two levels of 2 and 4 groups, 8 experts: the tables, and two messages that tell the plan.
+    # 1024 tokens of each rank, a bit for each of 8 experts; and two messages that tell the plan.
     found = query_seconds(10, 8, (2, 4), world, MoERates.of_lines(lines, none, world=4))
-    assert found == pytest.approx(1e-3 + 1e-6 * sent + 2e-3)
-    multiply_adds = 10 * 8 * (2 + 8) + 10 * 8 * (4 + 8)
-    found = query_seconds(10, 8, (2, 4), world, MoERates.of_lines({"across": {"all_to_all": none}}, Line(0.0, 1.0)))
-    assert found == multiply_adds
+    assert found == pytest.approx(1e-3 + 1e-6 * 3 * 1024 + 2e-3)
+    # Two levels of 2 and 4 groups; one rank counts the tokens of all, no more than the sample.
+    for num_tokens, counted in ((10, 40), (5000, 4096)):
+        multiply_adds = counted * 8 * (2 + 8) + counted * 8 * (4 + 8)
+        computing = MoERates.of_lines({"across": {"all_to_all": none}}, Line(0.0, 1.0))
+        assert query_seconds(num_tokens, 8, (2, 4), world, computing) == multiply_adds
     copying = MoERates.of_lines({"across": {"all_to_all": none}}, none, copy=Line(0.0, 1.0))
-    assert query_seconds(10, 8, (2, 4), world, copying) == 16 * 2 * 10 * 8
+    assert query_seconds(10, 8, (2, 4), world, copying) == 16 * 2 * 40 * 8
 
 
 def test_looks_take_a_small_share() -> None:

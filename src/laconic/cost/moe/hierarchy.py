@@ -311,7 +311,7 @@ def level_lines(
     rates: MoERates,
     coding: Coding | None = None,
 ) -> tuple[LevelCost, ...]:
-    """Return a depth's levels as lines in the rows of their fullest group, for `laconic.moe.placement.swap_search`.
+    """Return a depth's levels as lines in the rows of their fullest group, for `laconic.moe.placement.search`.
 
     Each of a group's ranks receives its share from all peers but itself. With a code the line goes through the points
     of nothing sent and of what is sent now.

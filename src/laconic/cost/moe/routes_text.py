@@ -12,7 +12,7 @@ from laconic.cost.moe.search import UNEXPLAINED, Candidate, LayerPlan, best_plan
 from laconic.cost.sizes import format_nbytes
 from laconic.text_columns import columns
 
-__all__ = ["candidates_data", "candidates_text", "parts_of", "routes_text"]
+__all__ = ["candidates_data", "candidates_text", "parts_of", "plan_text", "routes_text"]
 
 _PARTS = ("all-to-all", "other collectives", "experts", "within the rank", "unexplained", "overlapped")
 
@@ -130,10 +130,14 @@ def _columns(parts: Sequence[Mapping[str, float]]) -> list[str]:
 def _whole(candidate: Candidate) -> Route:
     """Join both directions to one route, named after plan, code and chunks."""
     plan, forward, backward = candidate.plan, candidate.forward, candidate.backward
-    code = "" if plan.rows == RAW else f", {plan.rows}"
-    cut = "" if plan.degree == 1 else f", {plan.degree} chunks"
     overlapped = forward.overlapped_seconds + backward.overlapped_seconds
-    return Route(f"{plan}{code}{cut}", (*forward.steps, *backward.steps), overlapped, plan.degree)
+    return Route(plan_text(plan), (*forward.steps, *backward.steps), overlapped, plan.degree)
+
+
+def plan_text(plan: LayerPlan) -> str:
+    """Name a plan by path, code of rows and chunks, as "depth 1, tiered, 2 chunks"."""
+    code = "" if plan.rows == RAW else f", {plan.rows}"
+    return f"{plan}{code}" + ("" if plan.degree == 1 else f", {plan.degree} chunks")
 
 
 def _reason(ordered: Sequence[Route]) -> str:

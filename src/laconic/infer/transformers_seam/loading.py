@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,13 +164,16 @@ def load_attention_model(
     return model.eval()
 
 
-def load_experts(model_dir: Path, dtype: torch.dtype | None, share: Callable[[int], range]) -> list[FusedExperts]:
-    """Load a range of the experts of every layer, and nothing else.
+def load_experts(
+    model_dir: Path, dtype: torch.dtype | None, share: Callable[[int], Sequence[int]]
+) -> list[FusedExperts]:
+    """Load some of the experts of every layer, and nothing else.
 
     Args:
         model_dir: directory of the model.
         dtype: of the weights; None takes the checkpoint's.
-        share: returns the range of a layer's experts that are wanted, for their number.
+        share: returns which of a layer's experts are wanted, ascending, for their number; called once for each layer,
+            in their order.
 
     Raises:
         ModelError: weights are missing or cannot be read, or the experts compute something unknown.
@@ -188,7 +191,7 @@ def load_experts(model_dir: Path, dtype: torch.dtype | None, share: Callable[[in
     # 1. The model without memory, its experts cut down to the share.
     config = read_config(model_dir)
     model, blocks = find_experts(config, dtype)
-    shares: dict[str, range] = {}
+    shares: dict[str, Sequence[int]] = {}
     checked: set[object] = set()
     for name, block in blocks.items():
         experts = model.get_submodule(name)
@@ -198,7 +201,7 @@ def load_experts(model_dir: Path, dtype: torch.dtype | None, share: Callable[[in
         held = share(block.num_experts)
         for key, parameter in list(experts.named_parameters()):
             shares[f"{name}.{key}"] = held
-            experts._parameters[key] = nn.Parameter(parameter[held.start : held.stop], requires_grad=False)
+            experts._parameters[key] = nn.Parameter(parameter[list(held)], requires_grad=False)
 
     # 2. The checkpoint's tensors of that share, as transformers would rename and merge them.
     mapping: list[Any] = get_model_conversion_mapping(model)
@@ -239,17 +242,19 @@ def load_experts(model_dir: Path, dtype: torch.dtype | None, share: Callable[[in
 
 
 class _Lazy:
-    """A tensor of a checkpoint, or the part of it along the first dimension, that is read when it is indexed."""
+    """A tensor of a checkpoint, or some of it along the first dimension, that is read when it is indexed."""
 
-    def __init__(self, source: Any, part: range | None) -> None:
+    def __init__(self, source: Any, part: Sequence[int] | None) -> None:
         self._source, self._part = source, part
 
     def __getitem__(self, index: Any) -> Tensor:
         if self._part is None:
             tensor: Tensor = self._source[index]
-        else:
+            return tensor
+        if isinstance(self._part, range):
             tensor = self._source[self._part.start : self._part.stop]
-        return tensor
+            return tensor
+        return torch.cat([self._source[number : number + 1] for number in self._part])
 
 
 def _frozen(parameter: nn.Parameter) -> nn.Parameter:

@@ -1,4 +1,4 @@
-"""Migrates experts so that fewer rows cross slow links, when that gains more than it costs (HierMoE, section 4)."""
+"""Migrates experts so that the busiest link and rank take less time, when that gains more than it costs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from laconic.errors import ConfigError
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.placement.consensus import agree_on_depth, first_answer
 from laconic.moe.placement.migration import ExpertMover, Moved
+from laconic.moe.placement.query import RoutingQuery, query_routing
 from laconic.moe.placement.routing_record import record_of
-from laconic.moe.placement.swap_query import RoutingQuery, query_routing
-from laconic.moe.placement.swap_search import SwapPlan
+from laconic.moe.placement.search import SwapPlan
 
 __all__ = ["Balanced", "Policy", "ExpertBalancer"]
 
 T = TypeVar("T")
+
+_PRODUCTS = 3
+"""Products of a row with each weight in a training step: one forward, two backward."""
 
 Policy = Literal["cost_aware", "always"]
 
@@ -143,7 +146,9 @@ class ExpertBalancer:
         if self.choose_depth:
             agree_on_depth(dispatcher, routing, record.row_nbytes, self.rates, self.coding)
         pairs = self.periods[number].pairs if self.policy == "cost_aware" else ()
-        return RoutingQuery(dispatcher, routing, record.row_nbytes, pairs)
+        values = self.mover.expert_numel(number)
+        computing = _PRODUCTS / DIRECTIONS * self.rates.gemm.seconds_per_byte * values
+        return RoutingQuery(dispatcher, routing, record.row_nbytes, pairs, computing)
 
     def _distance(self, asked: RoutingQuery, plan: SwapPlan) -> int:
         """Return the least steps to the next query that keep the time of queries negligible."""

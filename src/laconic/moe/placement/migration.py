@@ -102,6 +102,11 @@ class ExpertMover:
         parts = self._tensors(number).values()
         return sum(math.prod(part.shape[1:]) * part.itemsize for part in parts)
 
+    def expert_numel(self, number: int) -> int:
+        """Count the parameters of one expert of layer `number`."""
+        parameters = dict(self.layers[number].experts.named_parameters())
+        return sum(math.prod(part.shape[1:]) for name, part in self._tensors(number).items() if name in parameters)
+
     def swap(self, pairs: Sequence[tuple[int, int] | None]) -> Moved:
         """Exchange two experts (logical numbers) of each layer; None leaves a layer as it is.
 

@@ -1,4 +1,4 @@
-"""Measures a layer as it is, its code and its weights, on all ranks at once: candidates run in turn, in heats.
+"""Measures a layer as it is, its code and its weights, on all ranks at once: candidates take turns.
 
 The layer is unchanged afterwards: no gradient, no count, no random number.
 """
@@ -23,16 +23,13 @@ from laconic.errors import ConfigError
 from laconic.formats.shards import local_part
 from laconic.moe.layer import MoELayer, num_experts_of
 from laconic.moe.routing import Routing
+from laconic.moe.tuning.elimination import Comparison, compare
 
 __all__ = ["Timed", "benchmark_candidates", "medians", "samples_in_turn", "seconds_in_turn", "shape_of"]
 
 T = TypeVar("T")
 
 _REPEATS = 3
-_HEATS = ((3, 0.25), (4, 0.12), (8, 0.0))
-"""Repeats of each heat, and the share by which candidates that stay may be slower than the fastest."""
-_LIMIT_SECONDS = 20.0
-"""Limit of all heats; one beyond it is not run: on slow networks candidates differ by more than noise."""
 
 
 def shape_of(layer: MoELayer, num_tokens: int, model_dim: int, dtype: torch.dtype, num_shards: int = 1) -> LayerShape:
@@ -65,10 +62,12 @@ def benchmark_candidates(
     installs: Sequence[Callable[[], None]],
     ranks: Ranks,
     routing: Routing | None = None,
-) -> list[tuple[float, float]]:
-    """Measure seconds of the whole layer on tokens x, forward and backward, after each of `installs`; they take turns.
+    *,
+    budget_seconds: float,
+    tolerance: float = 0.02,
+) -> Comparison:
+    """Compare the whole layer on tokens x, forward and backward, after each of `installs`.
 
-    In heats: candidates that are clearly slower drop out, so that most repeats go to close ones (successive halving).
     All ranks call it together. Hooks of the layer are disabled, and the state of the last forward is restored.
 
     Args:
@@ -77,6 +76,7 @@ def benchmark_candidates(
         installs: each installs one candidate.
         ranks: times on all ranks.
         routing: in place of the gate's.
+        budget_seconds, tolerance: see `compare`.
     """
     x = x.detach().requires_grad_()
     wanted = [x, *_trainable(layer)]
@@ -85,33 +85,17 @@ def benchmark_candidates(
         routing, wanted = replace(routing, weights=weights), [*wanted, weights]
     left = layer.hooks, layer.losses, layer.load, layer.num_dropped
 
-    def run(install: Callable[[], None]) -> Tensor:
+    def forward(install: Callable[[], None]) -> Tensor:
         install()
         return layer.run(x, routing)
 
+    cases = [Timed(partial(forward, install), partial(_gradients, wanted)) for install in installs]
     layer.hooks = ()
     try:
         with _undisturbed(layer):
-            return _heats(ranks, [Timed(partial(run, install), partial(_gradients, wanted)) for install in installs])
+            return compare(lambda case: _seconds(ranks, cases[case]), len(cases), budget_seconds, tolerance)
     finally:
         layer.hooks, layer.losses, layer.load, layer.num_dropped = left
-
-
-def _heats(ranks: Ranks, cases: Sequence[Timed[Any]]) -> list[tuple[float, float]]:
-    samples: list[list[tuple[float, float]]] = [[] for _ in cases]
-    found, spent, left = [(0.0, 0.0)] * len(cases), 0.0, list(range(len(cases)))
-    for heat, (repeats, slack) in enumerate(_HEATS):
-        # Seconds are agreed on, so that all ranks end together.
-        if heat and (len(left) == 1 or spent + repeats * sum(sum(found[i]) for i in left) > _LIMIT_SECONDS):
-            break
-        taken = samples_in_turn(ranks, [cases[i] for i in left], repeats, warm_ups=int(heat == 0))
-        for i, more in zip(left, taken, strict=True):
-            spent += sum(map(sum, more))
-            samples[i] += more
-            found[i] = medians(samples[i])
-        best = min(sum(found[i]) for i in left)
-        left = [i for i in left if sum(found[i]) <= (1 + slack) * best]
-    return found
 
 
 @dataclass(frozen=True)
@@ -149,14 +133,20 @@ def samples_in_turn(
         if round_number >= 3 and spent > longest_seconds:
             break
         for case, taken in zip(cases, found, strict=True):
-            there, out = _clock(ranks, case.forward)
-            back, _ = _clock(ranks, partial(case.backward, out))
-            gathered = ranks.exchange([round(there * 1e9), round(back * 1e9)])
-            there, back = (max(column) * 1e-9 for column in zip(*gathered, strict=True))
-            spent += there + back
+            seconds = _seconds(ranks, case)
+            spent += sum(seconds)
             if round_number >= 0:
-                taken.append((there, back))
+                taken.append(seconds)
     return found
+
+
+def _seconds(ranks: Ranks, case: Timed[Any]) -> tuple[float, float]:
+    """Run a case on all ranks at once and return the slowest rank's seconds, forward and backward."""
+    there, out = _clock(ranks, case.forward)
+    back, _ = _clock(ranks, partial(case.backward, out))
+    gathered = ranks.exchange([round(there * 1e9), round(back * 1e9)])
+    there, back = (max(column) * 1e-9 for column in zip(*gathered, strict=True))
+    return there, back
 
 
 def _clock(ranks: Ranks, run: Callable[[], T]) -> tuple[float, T]:
