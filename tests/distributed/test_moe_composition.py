@@ -150,7 +150,7 @@ def stages_with_experts_of_their_own() -> None:
 
 
 def meshes_with_stages_are_checked() -> None:
-    with pytest.raises(ConfigError, match="pp must be the first"):
+    with pytest.raises(ConfigError, match=r"dimension pp .* pass Grid\(ep=2, stages=2\), or order the dimensions \(pp"):
         Grid.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "pp")))
     with pytest.raises(ConfigError, match="stages is 3, but it must divide the 4 ranks"):
         Grid(stages=3)

@@ -42,6 +42,7 @@ from laconic.moe.parallel.grid import Grid
 from laconic.moe.permute import Order
 from laconic.moe.placement.expert_map import Placement
 from laconic.moe.replica_gradients import fully_shard_layers, reduce_gradients
+from laconic.moe.router_bias import CountedBias
 from laconic.options import GateName
 
 __all__ = ["Parallelized", "parallelize"]
@@ -112,13 +113,17 @@ class Parallelized:
             )
         reduce_gradients(self.model, self.grid, codec=codec)
 
-    def fully_shard(self, units: Iterable[nn.Module] = (), **options: Any) -> None:
+    def fully_shard(
+        self, units: Iterable[nn.Module] = (), *, gradient_divide_factor: float | None = None, **options: Any
+    ) -> None:
         """Apply FSDP2: experts over their replicas (edp), the rest over dp; see laconic.moe.fully_shard_layers.
 
         Call it before the optimizer is made.
 
         Args:
             units: modules to be gathered one at a time, as decoder layers are.
+            gradient_divide_factor: None makes gradients the mean of all processes' losses; 1 makes them the sum, for
+                losses that are divided by the tokens of all processes already, as torchtitan's.
             options: of fully_shard.
 
         Raises:
@@ -126,7 +131,7 @@ class Parallelized:
         """
         if self.grid is None:
             raise ConfigError("no mesh was given, but fully_shard needs its groups; call parallelize with one")
-        fully_shard_layers(self.model, self.grid, units=units, **options)
+        fully_shard_layers(self.model, self.grid, units=units, gradient_divide_factor=gradient_divide_factor, **options)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scale gradients so that their 2-norm over the whole model is at most `max_norm`; return the norm before.
@@ -180,8 +185,8 @@ def parallelize(
         order, schedule, hooks: of the layers, see MoELayer.
         gate: decides in the place of the model's router, with its weight: a name of laconic.moe.make_gate, or a
             function from the numbers of experts, their model_dim and the experts per token. It has no parameters but a
-            weight, as "softmax" and "expert_choice"; the model's configuration knows nothing of it, so pass it
-            wherever the model is used. Its losses are `laconic.moe.auxiliary_losses(model)`. None is the router.
+            weight, as "softmax", "sinkhorn" and "expert_choice"; the model's configuration knows nothing of it, so pass
+            it wherever the model is used. Its losses are `laconic.moe.auxiliary_losses(model)`. None is the router.
         dispatcher: a path of laconic.moe.make_dispatcher ("joint", "sharded", "s1", "s2", "baseline"), or a function
             that makes each layer's dispatcher from the grid; None is "s1" with mp, else "joint". The model's router
             sees all tokens on every process, also on paths that share them before their gate.
@@ -244,6 +249,8 @@ def parallelize(
         setattr(model.get_submodule(above), child, experts)
         adapt_above(model, name)
         owner, _ = place_in_block(name)
+        if gate is None:
+            layers[name].router_bias = CountedBias.of_block(model.get_submodule(owner), block.num_experts)
         if name in shared and (place := shared[name].place) is not None:
             layer = layers[name]
             moved = SharedCall(

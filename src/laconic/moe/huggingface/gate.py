@@ -84,7 +84,8 @@ class RouterGate(GivenRouting):
         if more or own is None:
             raise ModelError(
                 f"{type(gate).__name__} has {', '.join(more) or 'no weight'} where the model's checkpoints have only"
-                f" {name}.weight; use a gate with a weight [experts, hidden] alone, as softmax and expert_choice"
+                f" {name}.weight; use a gate with a weight [experts, hidden] alone, as softmax, sinkhorn and"
+                " expert_choice"
             )
         if {*weight} != {"weight"} or weight["weight"].shape != own.shape:
             shapes = {key: list(p.shape) for key, p in weight.items()}
