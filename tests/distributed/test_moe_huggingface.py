@@ -22,7 +22,7 @@ from laconic.moe.parallel.grid import Grid
 from laconic.moe.pipeline.schedule import ChunkedSchedule
 from laconic.moe.placement.migration import ExpertMover
 from laconic.optim import AdamW8bit
-from tests.activations.models import make_ids, make_model
+from tests.activations.models import VOCABULARY, make_ids, make_model
 from tests.moe.worlds import run_world
 
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"]
@@ -45,6 +45,21 @@ def whole(tensor: Tensor) -> Tensor:
 
 def close(got: Tensor, expected: Tensor, tolerance: float = 1e-10) -> bool:
     return got.shape == expected.shape and bool(((got - expected).abs() <= tolerance * (1 + expected.abs())).all())
+
+
+def llama4() -> nn.Module:
+    """Llama 4 calls its experts with a row for each expert and token."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "intermediate_size_mlp": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCABULARY}
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = Llama4TextConfig(**sizes, **special, num_local_experts=4, use_qk_norm=False)
+    model = Llama4ForCausalLM(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model.double()
 
 
 def own_ids(seed: int, length: int = 8) -> Tensor:
@@ -99,6 +114,28 @@ def assert_like_one_process(family: str, grid: Grid, shard: bool = False, **opti
         torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3).step()
     for parameter, one in zip(model.parameters(), reference.parameters(), strict=True):
         assert close(whole(parameter.detach()), one.detach())
+
+
+def llama4_is_like_one_process(folder: Path) -> None:
+    for sizes in ({"ep": 2}, {"ep": 1, "esp": 2}, {"mp": 2, "ep": 2}):
+        reference, model, grid = llama4(), llama4(), Grid(**sizes)
+        done = parallelize(model, grid)
+        ids = make_ids(BATCH, 8, 1)
+        loss_on(reference, ids).backward()
+        loss_on(model, ids if grid.layout.mp > 1 else own_ids(1)).backward()
+        done.reduce_gradients()
+        for (name, parameter), one in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert one.grad is not None
+            assert close(whole(parameter.grad), one.grad, 1e-12), name
+        load = torch.stack([layer.load for layer in done.layers.values() if layer.load is not None])
+        dist.all_reduce(load)
+        assert load.sum(1).tolist() == [ids.numel()] * 2, "rows that no token chose stay"
+    model.save_pretrained(folder)
+    dist.barrier()
+    again = type(model).from_pretrained(folder)
+    for (name, parameter), one in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(whole(parameter.detach()), one.detach()), name
 
 
 def pair_is_like_one_process() -> None:
@@ -408,6 +445,11 @@ def test_a_pair_computes_what_one_process_does(tmp_path: Path) -> None:
         runs_that_a_reentrant_checkpoint_cannot_tell_apart_are_refused,
     ]
     run_world(scenarios, 2, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_pair_computes_what_llama4_does(tmp_path: Path) -> None:
+    run_world([partial(llama4_is_like_one_process, tmp_path / "saved")], 2, tmp_path)
 
 
 @pytest.mark.slow

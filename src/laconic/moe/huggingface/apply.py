@@ -26,10 +26,18 @@ from laconic.moe.dispatch.parm import Path
 from laconic.moe.gates import Gate, make_gate
 from laconic.moe.hooks import Hook
 from laconic.moe.huggingface.adapters import adapt_above, check_adaptable
-from laconic.moe.huggingface.blocks import FLAGS, Block, find_blocks, place_in_block, unknown_experts
+from laconic.moe.huggingface.blocks import (
+    FLAGS,
+    Block,
+    described,
+    find_blocks,
+    place_in_block,
+    takes_rows,
+    unknown_experts,
+)
 from laconic.moe.huggingface.dispatching import choose_dispatcher
 from laconic.moe.huggingface.experts import FusedExperts, check
-from laconic.moe.huggingface.gate import GivenRouting, RouterGate
+from laconic.moe.huggingface.gate import GivenRouting, RoutedRows, RouterGate
 from laconic.moe.huggingface.gradients import clip
 from laconic.moe.huggingface.layer import ExpertsLayer
 from laconic.moe.huggingface.saving import save_gathered
@@ -203,13 +211,12 @@ def parallelize(
         ConfigError: there are fewer experts than N_EP, esp does not divide their hidden dimension, the mesh does not
             fit, or the dispatcher would add up other things than this grid's.
     """
-    blocks, left = find_blocks(model), tuple(unknown_experts(model))
+    blocks, left = find_blocks(model, rows=True), tuple(unknown_experts(model))
     if not blocks:
         reason = (
             " left, since it is parallelized already"
             if moe_layers(model)
-            else f"; what {', '.join(left[:3])} holds follows no ExpertsInterface of transformers 5.8 or later; put a"
-            " laconic.moe.MoELayer in its place by hand"
+            else f"; not {'; '.join(left[:3])}; put a laconic.moe.MoELayer in its place by hand"
             if left
             else "; fused experts are looked for"
         )
@@ -228,7 +235,7 @@ def parallelize(
     shared = _shared_experts(model, blocks, dispatchers, overlap_shared)
     layers: dict[str, ExpertsLayer] = {}
     for (name, block), decides, made in zip(blocks.items(), gates, dispatchers, strict=True):
-        original = model.get_submodule(name)
+        original = described(model.get_submodule(name))
         parameters = {
             key: shard(key, parameter, original, grid) if grid is not None and is_cut else parameter
             for key, parameter in original.named_parameters()
@@ -304,7 +311,8 @@ def _gate_of(
     model: nn.Module, block: Block, wanted: str | Callable[[int, int, int], Gate] | None, check_logits: bool
 ) -> GivenRouting:
     if wanted is None:
-        return GivenRouting(block.num_experts, check_logits)
+        kind = RoutedRows if takes_rows(model.get_submodule(block.experts)) else GivenRouting
+        return kind(block.num_experts, check_logits)
     if block.router is None or block.top_k is None:
         raise ModelError(
             f"gate is {wanted!r}, but beside {block.experts} no one module is its router for certain, with the number"
@@ -321,7 +329,7 @@ def _gate_of(
 def _check_fit(model: nn.Module, blocks: dict[str, Block], grid: Grid | None) -> None:
     tried: set[tuple[object, ...]] = set()
     for name, block in blocks.items():
-        experts = model.get_submodule(name)
+        experts = described(model.get_submodule(name))
         if any(isinstance(p, DTensor) for p in experts.parameters()) or getattr(experts, "_is_expert_parallel", False):
             raise ModelError(
                 f"{name} is sharded already; parallelize a model before fully_shard, and load it unsharded"

@@ -121,12 +121,12 @@ class ExpertsLayer(MoELayer):
         return self._signature.bind(*args, **kwargs).args if kwargs or len(args) != 3 else args
 
     @torch.compiler.disable
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(self, *call: Tensor) -> Tensor:
         """Return outputs [..., M] of hidden states [..., M], with [..., k] choices and weights for each.
 
         torch.compile breaks its graph here: the number of rows of an expert is known only when they arrive.
         """
-        routing = self.gate.routing(hidden_states, top_k_index, top_k_weights)
+        hidden_states, routing = self.gate.of_call(*call)
         if self.router_bias is not None and self.training and torch.is_grad_enabled() and isinstance(routing, Routing):
             self.router_bias.count(routing.counts())
         return self.run(hidden_states, routing)
