@@ -67,7 +67,7 @@ def groups_of_one_process(
 
     def joined(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         groups = []
-        for place, (options, _) in enumerate(wanted):
+        for place, (options, _parameters) in enumerate(wanted):
             like = state["param_groups"][part_of.index(place) if place in part_of else 0]
             more = {} if place in part_of else options
             groups.append({**like, **more, "params": [renumbered[key] for key in keys[place]]})

@@ -52,7 +52,12 @@ def fully_shard_layers(
 
     Raises:
         ModelError: there is no MoELayer.
+        ConfigError: gradient_divide_factor is not positive.
     """
+    if gradient_divide_factor is not None and not gradient_divide_factor > 0:
+        raise ConfigError(
+            f"gradient_divide_factor is {gradient_divide_factor}, but it must be positive; 1 leaves sums as they are"
+        )
     ignored = set(options.pop("ignored_params", ()))
     for layer in _layers(model):
         ignored |= _shard_experts(layer, grid, gradient_divide_factor or float(grid.layout.dp), options)

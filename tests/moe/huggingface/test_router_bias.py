@@ -69,11 +69,11 @@ def test_an_optimizer_may_call_it() -> None:
 
 
 def test_sigmoid_gates_move_by_their_own_rate() -> None:
-    layer = MoELayer(SigmoidGate(4, 8, 1, bias_rate=0.5), GatedExperts(4, 8, 16))
-    layer.gate.load.copy_(torch.tensor([5, 3, 3, 1]))  # type: ignore[operator]
-    update_router_biases(nn.Sequential(layer))
-    assert layer.gate.bias.tolist() == [-0.5, 0.0, 0.0, 0.5]  # type: ignore[operator]
-    assert not layer.gate.load.any()  # type: ignore[operator]
+    gate = SigmoidGate(4, 8, 1, bias_rate=0.5)
+    gate.load.copy_(torch.tensor([5, 3, 3, 1]))
+    update_router_biases(nn.Sequential(MoELayer(gate, GatedExperts(4, 8, 16))))
+    assert gate.bias.tolist() == [-0.5, 0.0, 0.0, 0.5]
+    assert not gate.load.any()
 
 
 def test_models_without_such_biases_are_refused() -> None:

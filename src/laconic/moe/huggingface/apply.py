@@ -222,6 +222,16 @@ def parallelize(
         )
         raise ModelError(f"{type(model).__name__} has no mixture-of-experts block of Hugging Face transformers{reason}")
     grid = Grid.from_mesh(mesh) if isinstance(mesh, DeviceMesh) else mesh
+    if (
+        isinstance(mesh, DeviceMesh)
+        and grid is not None
+        and not {*(mesh.mesh_dim_names or ["ep"])} & {"ep", "esp", "etp"}
+    ):
+        layout = grid.layout
+        raise ConfigError(
+            f"mesh has the dimensions {mesh.mesh_dim_names}, but none is called ep, so every process would keep all"
+            f" experts; pass Grid(mp={layout.mp}, ep={layout.num_ranks}), or None to spread nothing"
+        )
     if not (grid is None or isinstance(grid, Grid)):
         raise ConfigError(f"mesh is {mesh!r}, but it must be a Grid, a DeviceMesh or None; make one, as in Grid(ep=8)")
     _check_fit(model, blocks, grid)

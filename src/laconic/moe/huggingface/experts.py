@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
-from laconic.errors import ModelError
+from laconic.errors import CheckpointError, ModelError
 from laconic.formats.shards import local_part, local_runs, sharded_like, taken
 from laconic.moe.experts.grouped_mm import expert_by_expert, grouped_mm, runs_expert_by_expert
 from laconic.moe.experts.modules import Experts
@@ -63,6 +63,19 @@ class FusedExperts(Experts):
         down = self.get_parameter("down_proj")
         self.num_experts = len(local_part(down))
         self.num_global_experts = len(down)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled and copied with a part of the experts, whose process groups cannot be.
+
+        Raises:
+            CheckpointError: experts are spread over processes.
+        """
+        if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
+            raise CheckpointError(
+                "experts are spread over processes, whose groups can be neither pickled nor copied; save the model with"
+                " save_pretrained, or with laconic.moe.huggingface.save_sharded, which all processes call"
+            )
+        return super().__reduce_ex__(protocol)
 
     def stand_for(self, layer: MoELayer) -> None:
         """Forward calls of the block to `layer`; see laconic.moe.huggingface.layer [Note: the seam]."""

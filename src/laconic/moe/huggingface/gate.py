@@ -47,7 +47,7 @@ class GivenRouting(Gate):
             indices, checked(weights, "routing weights") if self.check_weights else weights, self.num_experts
         )
 
-    def of_call(self, x: Tensor, indices: Tensor, weights: Tensor) -> tuple[Tensor, Routing | SoftRouting]:
+    def of_call(self, x: Tensor, indices: Tensor, weights: Tensor, /) -> tuple[Tensor, Routing | SoftRouting]:
         """Return tokens and their routing, of what a block calls its experts with."""
         return x, self.routing(x, indices, weights)
 
@@ -71,7 +71,7 @@ class GivenRouting(Gate):
 class RoutedRows(GivenRouting):
     """Routes rows [E n, M], of which those that are not zero go to their expert: number i / n of row i."""
 
-    def of_call(self, x: Tensor, *_: Tensor) -> tuple[Tensor, Routing]:
+    def of_call(self, x: Tensor, /, *_: Tensor) -> tuple[Tensor, Routing]:
         """See `GivenRouting.of_call`."""
         tokens = x.detach().any(-1).nonzero().squeeze(1)
         num_tokens = max(1, len(x) // self.num_experts)

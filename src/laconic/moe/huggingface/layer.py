@@ -76,7 +76,8 @@ class ExpertsLayer(MoELayer):
         """Moves the block's call of its shared experts to where rows travel; None: the block calls them itself."""
         self.router_bias: CountedBias | None = None
         """The bias by which the block's router is balanced; see `laconic.moe.update_router_biases`."""
-        self.grid = grid
+        self.grid = grid if grid is not None and (has_own_replicas(grid) or grid.stages > 1) else None
+        """None where the dense part's replicas are all processes, so that a model can be copied."""
         self.ran_under_ddp, self.averages_under_ddp, self.is_running = False, True, False
         self.stages = 1 if grid is None else grid.stages
         """Pipeline stages, of which the model is one."""

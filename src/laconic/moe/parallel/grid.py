@@ -114,7 +114,7 @@ class Grid:
         if ranks != list(range(dist.get_world_size())):
             raise ConfigError(
                 f"mesh has the ranks {ranks}, but a grid is over all {dist.get_world_size()} of the world in order;"
-                f" pass the mesh of all ranks, or {_call(sizes)}"
+                f" pass the mesh of all ranks, or {_call(sizes or {'ep': len(ranks)})}"
             )
         if not sizes:
             raise ConfigError(
@@ -122,7 +122,7 @@ class Grid:
                 f" name them with mesh_dim_names, or pass {_call({'ep': mesh.size(mesh.ndim - 1)})}"
             )
         stages = mesh.size(names.index("pp")) if "pp" in names else 1
-        layout = GridLayout(len(ranks) // stages, **sizes)
+        layout = GridLayout(len(ranks) // stages, sizes.get("mp", 1), sizes.get("ep", 1), sizes.get("esp", 1))
         for dim, name in enumerate(names):
             if name != "pp" and name not in _NAMED_SIZES:
                 continue
