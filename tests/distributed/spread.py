@@ -172,9 +172,9 @@ def spoilt_router(here: bool, steps: set[int]) -> Iterator[None]:
         current["step"] = number
         return step(self, number, *args)
 
-    def spoilt_routing(self: Any, indices: torch.Tensor, weights: torch.Tensor) -> Any:
+    def spoilt_routing(self: Any, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> Any:
         spoilt = here and torch.is_grad_enabled() and current["step"] in steps
-        return routing(self, indices, weights * float("nan") if spoilt else weights)
+        return routing(self, x, indices, weights * float("nan") if spoilt else weights)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "step", counted_step)
