@@ -56,6 +56,7 @@ ARGUMENTS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "laconic.moe.gates.cosine.CosineGate": lambda _: _GATE | {"top_k": 2},
     "laconic.moe.gates.gshard.GShardGate": lambda _: _GATE,
     "laconic.moe.gates.sigmoid.SigmoidGate": lambda _: _GATE | {"top_k": 2},
+    "laconic.moe.gates.sinkhorn.SinkhornGate": lambda _: _GATE,
     "laconic.moe.gates.softmax.SoftmaxGate": lambda _: _GATE | {"top_k": 2},
     "laconic.moe.huggingface.pretrained.from_pretrained": _parallelized,
     "laconic.moe.replica_gradients.fully_shard_layers": _layer,

@@ -77,7 +77,7 @@ Attention = Literal["exact", "recompute", Code]
 ATTENTIONS: tuple[str, ...] = get_args(Attention)
 """How query, key and value are kept."""
 
-GateName = Literal["softmax", "gshard", "sigmoid", "cosine", "expert_choice", "soft"]
+GateName = Literal["softmax", "gshard", "sigmoid", "sinkhorn", "cosine", "expert_choice", "soft"]
 GATES: tuple[str, ...] = get_args(GateName)
 """Gates of layers of experts; each is the class in the file of its name in laconic.moe.gates."""
 

@@ -150,8 +150,10 @@ def stages_with_experts_of_their_own() -> None:
 
 
 def meshes_with_stages_are_checked() -> None:
-    with pytest.raises(ConfigError, match="pp must be the first"):
-        Grid.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "pp")))
+    for shape, names, dim, ep in (((2, 2), ("ep", "pp"), "ep", 2), ((2, 2, 1), ("dp", "pp", "ep"), "pp", 1)):
+        call = rf"pass Grid\(ep={ep}, stages=2\), or order the dimensions \(pp"
+        with pytest.raises(ConfigError, match=f"dimension {dim} .* {call}"):
+            Grid.from_mesh(init_device_mesh("cpu", shape, mesh_dim_names=names))
     with pytest.raises(ConfigError, match="stages is 3, but it must divide the 4 ranks"):
         Grid(stages=3)
     saving = parallelize(tiny("mixtral"), Grid(ep=2, stages=2)).model

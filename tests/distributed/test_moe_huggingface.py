@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic.activations import compress_activations
 from laconic.errors import CheckpointError, ConfigError, ModelError
 from laconic.formats.shards import local_part
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
@@ -22,7 +25,7 @@ from laconic.moe.parallel.grid import Grid
 from laconic.moe.pipeline.schedule import ChunkedSchedule
 from laconic.moe.placement.migration import ExpertMover
 from laconic.optim import AdamW8bit
-from tests.activations.models import make_ids, make_model
+from tests.activations.models import VOCABULARY, make_ids, make_model
 from tests.moe.worlds import run_world
 
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"]
@@ -45,6 +48,21 @@ def whole(tensor: Tensor) -> Tensor:
 
 def close(got: Tensor, expected: Tensor, tolerance: float = 1e-10) -> bool:
     return got.shape == expected.shape and bool(((got - expected).abs() <= tolerance * (1 + expected.abs())).all())
+
+
+def llama4() -> nn.Module:
+    """Llama 4 calls its experts with a row for each expert and token."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "intermediate_size_mlp": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCABULARY}
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = Llama4TextConfig(**sizes, **special, num_local_experts=4, use_qk_norm=False)
+    model = Llama4ForCausalLM(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model.double()
 
 
 def own_ids(seed: int, length: int = 8) -> Tensor:
@@ -101,11 +119,34 @@ def assert_like_one_process(family: str, grid: Grid, shard: bool = False, **opti
         assert close(whole(parameter.detach()), one.detach())
 
 
+def llama4_is_like_one_process(folder: Path) -> None:
+    for sizes in ({"ep": 2}, {"ep": 1, "esp": 2}, {"mp": 2, "ep": 2}):
+        reference, model, grid = llama4(), llama4(), Grid(**sizes)
+        done = parallelize(model, grid)
+        ids = make_ids(BATCH, 8, 1)
+        loss_on(reference, ids).backward()
+        loss_on(model, ids if grid.layout.mp > 1 else own_ids(1)).backward()
+        done.reduce_gradients()
+        for (name, parameter), one in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert one.grad is not None
+            assert close(whole(parameter.grad), one.grad, 1e-12), name
+        load = torch.stack([layer.load for layer in done.layers.values() if layer.load is not None])
+        dist.all_reduce(load)
+        assert load.sum(1).tolist() == [ids.numel()] * 2, "rows that no token chose stay"
+    model.save_pretrained(folder)
+    dist.barrier()
+    again = type(model).from_pretrained(folder)
+    for (name, parameter), one in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(whole(parameter.detach()), one.detach()), name
+
+
 def pair_is_like_one_process() -> None:
     grid = Grid(ep=2)
     for family in FAMILIES:
         assert_like_one_process(family, grid)
     assert_like_one_process("qwen3_moe", grid, shard=True)
+    sharded_gradients_may_stay_sums(torch.float64, 1e-10)
     assert_like_one_process("olmoe", grid, movable=True)
     assert_like_one_process("olmoe", Grid(ep=1))
     assert_like_one_process("qwen3_moe", grid, gate="expert_choice")
@@ -129,6 +170,17 @@ def mean_gradients(family: str, ids: Tensor) -> nn.Module:
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
     return reference
+
+
+def sharded_gradients_may_stay_sums(dtype: torch.dtype, tolerance: float) -> None:
+    """For loops that divide their loss by the tokens of all processes."""
+    ids, model = own_ids(1), tiny("qwen3_moe").to(dtype)
+    done = parallelize(model, Grid(ep=2))
+    with pytest.raises(ConfigError, match="gradient_divide_factor is 0, but it must be positive"):
+        done.fully_shard(gradient_divide_factor=0)
+    done.fully_shard(model.model.layers, gradient_divide_factor=1.0)
+    (loss_on(model, ids) / dist.get_world_size()).backward()
+    assert_gradients_are_means(mean_gradients("qwen3_moe", ids), model, tolerance)
 
 
 def ddp_averages_everything(grids: list[dict[str, int]]) -> None:
@@ -338,10 +390,19 @@ def misfits_are_refused() -> None:
         parallelize(make_model("mixtral", num_local_experts=1, num_experts_per_tok=1), Grid(ep=2))
     with pytest.raises(ModelError, match="has no mixture-of-experts block"):
         parallelize(make_model("llama"), Grid(ep=2))
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+    with pytest.raises(
+        ConfigError, match=r"none is called ep, so every process would keep all experts; pass Grid\(mp=2, ep=2\)"
+    ):
+        parallelize(make_model("mixtral"), mesh)
     model = make_model("mixtral")
     parallelize(model, Grid(ep=2))
     with pytest.raises(ModelError, match="parallelized already"):
         parallelize(model, Grid(ep=2))
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(CheckpointError, match="neither pickled nor copied; save the model with save_pretrained"):
+            copied(model)
+    copy.deepcopy(parallelize(make_model("mixtral"), Grid(ep=1)).model)
 
 
 def start(family: str, eight_bits: bool) -> tuple[Parallelized, torch.optim.Optimizer]:
@@ -410,6 +471,41 @@ def test_a_pair_computes_what_one_process_does(tmp_path: Path) -> None:
     run_world(scenarios, 2, tmp_path)
 
 
+def sharded_packed_and_in_eight_bits() -> None:
+    """FSDP2, activations in four bits and AdamW8bit together have the losses and gradients of one process."""
+    reference, model = (tiny("qwen3_moe").float() for _ in range(2))
+    done = parallelize(model, Grid(ep=2))
+    for each in (reference, model):
+        compress_activations(each)
+    done.fully_shard(model.model.layers)
+    optimizers = [AdamW8bit(each, lr=1e-3) for each in ([*reference.parameters()], done.parameter_groups())]
+    for step in range(4):
+        alone, own = loss_on(reference, make_ids(BATCH, 16, step)), loss_on(model, own_ids(step, 16))
+        alone.backward()
+        own.backward()
+        for (name, parameter), one in zip(model.named_parameters(), reference.parameters(), strict=True):
+            if step == 0:  # then weights are a little apart
+                assert parameter.grad is not None
+                assert one.grad is not None
+                assert (whole(parameter.grad) - one.grad).norm() < 0.4 * one.grad.norm(), name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        mean = own.detach().clone()
+        dist.all_reduce(mean)
+        assert float(mean) / dist.get_world_size() == pytest.approx(float(alone), rel=1e-2)
+
+
+@pytest.mark.slow
+def test_a_pair_trains_in_few_bits_and_shards_what_one_process_does(tmp_path: Path) -> None:
+    run_world([sharded_packed_and_in_eight_bits], 2, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_pair_computes_what_llama4_does(tmp_path: Path) -> None:
+    run_world([partial(llama4_is_like_one_process, tmp_path / "saved")], 2, tmp_path)
+
+
 @pytest.mark.slow
 def test_a_pair_computes_what_one_process_does_compiled(tmp_path: Path) -> None:
     run_world([compiled_models_break_their_graph_at_experts], 2, tmp_path)
@@ -436,6 +532,8 @@ def four_in_two_replicas() -> None:
     for family in ("qwen3_moe", "deepseek_v3"):
         assert_like_one_process(family, grid)
         assert_like_one_process(family, grid, shard=True)
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-4)):
+        sharded_gradients_may_stay_sums(dtype, tolerance)
     ddp_averages_everything([{"ep": 2}, {"ep": 4}])
 
 

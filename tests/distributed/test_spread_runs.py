@@ -166,7 +166,11 @@ def test_experts_keep_codes_only(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("unrated", "ConfigError: moe.swap_every is 1, but there are no rates at none.json"),
+        (
+            "unrated",
+            "ConfigError: moe.swap_every is 1, but there are no rates at none.json, by which swaps are decided; "
+            "write them with laconic profile --moe, or",
+        ),
         ("odd", "ConfigError: moe.expert_parallel is 3, but it must divide the number of processes (2)"),
         ("dense", "ModelError: moe.expert_parallel is 2, but LlamaForCausalLM has no mixture-of-experts block"),
         ("deep", "ConfigError: moe.depth is 2, but it must be at most 1"),

@@ -5,7 +5,8 @@ process, as a script without laconic does, and again in two processes with one l
 Grid(ep=2))`. The cell's number is the largest difference between the two runs' final weights. The global batch is the
 same, and so is every hyperparameter.
 
-`python -m tests.integrations.moe_hosts` measures all cells and writes the table of docs/moe_hosts.md.
+`python -m tests.integrations.moe_hosts` measures all cells and writes the table of docs/moe_hosts.md; with names of
+hosts, their rows.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -78,12 +80,17 @@ class Job:
         rows = torch.stack(self.rows()).split(BATCH)
         return [each.chunk(self.world)[self.rank] for each in rows]
 
-    def model(self) -> Any:
-        """A model of the family, as the case has it: the one line is here."""
+    def made(self) -> Any:
+        """A model of the family."""
         model: Any = make_model(self.family, experts_implementation="eager", use_cache=False)
         for router in model.modules():
             if type(router).__name__ == "DeepseekV3TopkRouter":
                 router.forward = MethodType(_in_float64(type(router)), router)
+        return model
+
+    def model(self) -> Any:
+        """A model of the family, as the case has it: the one line is here."""
+        model = self.made()
         if self.case != "to":
             model = model.double()
         if self.case == "lora first":
@@ -438,6 +445,34 @@ def fsdp2(job: Job) -> nn.Module:
     return _loop(job, wrap)
 
 
+def torchtitan(job: Job) -> nn.Module:
+    """torchtitan's Trainer, with a parallelize_fn of one's own."""
+    from tests.integrations import titan
+
+    def parallelize_fn(model: Any, *, parallel_dims: Any, **_: Any) -> Any:
+        if parallel_dims.ep_enabled:
+            from laconic.moe import Grid, parallelize
+
+            done = parallelize(model, Grid(ep=parallel_dims.ep, device_type="cpu"))
+            done.fully_shard(_decoder_layers(model), gradient_divide_factor=1.0)
+        return model
+
+    def run(load_step: int) -> nn.Module:
+        config = titan.hosted(job, parallelize_fn)
+        config.training.steps, config.checkpoint.load_step = STEPS, load_step
+        return titan.run(config)
+
+    if job.world == 1:
+        os.environ.update(rank_environment(0, 1, free_port()))
+    try:
+        trained = run(-1)
+        # From the middle of a whole training: the rate depends on the number of its last step.
+        return run(STEPS // 2) if job.case == "resume" and job.world > 1 else trained
+    finally:
+        if job.world == 1:
+            dist.destroy_process_group()
+
+
 def _decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
     return next(list(m) for n, m in model.named_modules() if n.endswith("layers") and isinstance(m, nn.ModuleList))
 
@@ -452,6 +487,11 @@ HOSTS: dict[str, Host] = {
     "DDP": ddp,
     "FSDP2": fsdp2,
 }
+
+if find_spec("torchtitan") is not None:  # in the environment of `make hosts`
+    HOSTS["torchtitan"] = torchtitan
+LEFT_OUT = {"torchtitan": ("to", "lora", "lora first", "evaluation")}
+"""Cases that a host does not know."""
 
 Cell = tuple[str, str, str]
 """Host, family, case."""
@@ -502,28 +542,34 @@ def _work(rank: int, world: int, cells: Sequence[Cell], folder: str, port: int) 
 def table(found: dict[Cell, float | str]) -> list[str]:
     """The rows of the page's table."""
     lines = [f"| host | case | {' | '.join(FAMILIES)} |", "|" + "---|" * (2 + len(FAMILIES))]
-    for host in HOSTS:
-        for case in CASES:
+    for host in dict.fromkeys(cell[0] for cell in found):
+        for case in cases_of(host):
             cells = [found[host, family, case] for family in FAMILIES]
             shown = " | ".join(f"{cell:.0e}" if isinstance(cell, float) else "refused" for cell in cells)
             lines.append(f"| {host} | {case} | {shown} |")
     return lines
 
 
-def main() -> None:
-    """Measure everything and write the table into the page."""
+def cases_of(host: str) -> list[str]:
+    return [case for case in CASES if case not in LEFT_OUT.get(host, ())]
+
+
+def main(hosts: Sequence[str]) -> None:
+    """Measure hosts and write their rows into the page's table."""
     found: dict[Cell, float | str] = {}
-    for host in HOSTS:
+    for host in hosts:
         for family in FAMILIES:
-            cells = [(host, family, case) for case in CASES]
+            cells = [(host, family, case) for case in cases_of(host)]
             with tempfile.TemporaryDirectory() as folder:
                 found |= zip(cells, measure(cells, Path(folder)), strict=True)
             print(host, family, [found[cell] for cell in cells], flush=True)
     page = ROOT / "docs" / "moe_hosts.md"
     before, marker, rest = page.read_text().partition("<!-- table -->\n")
-    after = rest.partition("<!-- end of table -->")[2]
-    page.write_text("\n".join([before + marker, *table(found), "", "<!-- end of table -->"]) + after)
+    rows, _, after = rest.partition("<!-- end of table -->")
+    others = [row for row in rows.split("\n")[3:] if row and row.split(" | ")[0].removeprefix("| ") not in hosts]
+    head, own = table(found)[:2], table(found)[2:]
+    page.write_text("\n".join([before + marker, *head, *others, *own, "", "<!-- end of table -->"]) + after)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] or [*HOSTS])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.moe_hosts import CASES, FAMILIES, HOSTS, Cell, measure
+from tests.integrations.moe_hosts import CASES, FAMILIES, HOSTS, Cell, cases_of, measure
 
 pytest.importorskip("peft")
 pytest.importorskip("trl")
@@ -44,7 +44,7 @@ def assert_like_one_process(cells: list[Cell], folder: Path) -> None:
 @pytest.mark.ci
 def test_hosts_train_experts_over_processes_as_one_process_does(tmp_path: Path) -> None:
     for number, axis in enumerate((HOSTS, FAMILIES, CASES)):
-        assert {cell[number] for cell in COVERING} == {*axis}
+        assert {cell[number] for cell in COVERING} == {*axis} - {"torchtitan"}
     assert_like_one_process(COVERING, tmp_path)
 
 
@@ -52,4 +52,4 @@ def test_hosts_train_experts_over_processes_as_one_process_does(tmp_path: Path) 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("host", HOSTS)
 def test_the_page_is_what_is_measured(host: str, family: str, tmp_path: Path) -> None:
-    assert_like_one_process([(host, family, case) for case in CASES], tmp_path)
+    assert_like_one_process([(host, family, case) for case in cases_of(host)], tmp_path)

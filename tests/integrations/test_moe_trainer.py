@@ -143,6 +143,32 @@ def test_everything_together_trains_saves_and_resumes(tmp_path: Path) -> None:
         run_ranks(_everything, (world, tmp_path, free_port()), world)
 
 
+def _resumes(rank: int, world: int, run: str, resume: str | None, folder: Path, port: int) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if world > 1:
+        os.environ.update(rank_environment(rank, world, port))
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "weight_decay": 0.1, "warmup_steps": 1}
+    exact = LaconicConfig(activations=16)
+    trained(folder / run, world > 1, exact, None if resume is None else folder / resume, **saving)
+    leave(0)
+
+
+@pytest.mark.slow
+def test_one_process_resumes_what_two_have_saved_and_the_other_way_round(tmp_path: Path) -> None:
+    for world, run, resume in ((1, "a", None), (2, "b", "a/checkpoint-1"), (1, "c", "b/checkpoint-2")):
+        run_ranks(_resumes, (world, run, resume, tmp_path, free_port()), world)
+    last = [tmp_path / run / "checkpoint-4" for run in "abc"]
+    for file in ("optimizer.pt", "scheduler.pt"):
+        one, two, three = (torch.load(place / file, weights_only=True) for place in last)
+        for key in {*one} - {"state"}:
+            assert one[key] == two[key] == three[key], (file, key)
+    files = [load_file(place / "model.safetensors") for place in last]
+    for name, expected in files[0].items():
+        for got in files[1:]:
+            assert float((got[name] - expected).abs().max()) < 1e-5, name
+
+
 def _adapted(rank: int, folder: Path, port: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

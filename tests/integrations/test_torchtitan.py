@@ -20,6 +20,7 @@ from laconic.formats import BlockFormat
 from laconic.integrations import LaconicConfig
 from tests.activations.models import relative_error
 from tests.distributed.processes import free_port, rank_environment, run_ranks
+from tests.integrations.moe_hosts import FAMILIES, cases_of, measure
 
 pytest.importorskip("torchtitan")
 
@@ -69,6 +70,15 @@ def test_one_process_trains_and_resumes(tmp_path: Path) -> None:
 def test_two_processes_with_shards(tmp_path: Path) -> None:
     # Under spmd_types, its default, torchtitan 0.3 hands fully_shard plain tensors, which torch 2.13 refuses.
     _run(2, tmp_path, spmd_backend="partial_dtensor")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_over_processes_train_as_in_one(family: str, tmp_path: Path) -> None:
+    cells = [("torchtitan", family, case) for case in cases_of("torchtitan")]
+    for (_, _, case), number in zip(cells, measure(cells, tmp_path), strict=True):
+        assert isinstance(number, float), number
+        assert number < 1e-9, case
 
 
 @pytest.fixture

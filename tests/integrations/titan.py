@@ -42,9 +42,14 @@ from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.llama3 import model_registry  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
+from torchtitan.protocols.model import BaseModel  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
 torch._utils._get_available_device_type, torch._utils._get_device_module = _before
+
+from laconic.formats.shards import local_part, local_runs, taken  # noqa: E402
+from tests.activations.models import VOCABULARY  # noqa: E402
+
 dist_utils.set_pg_timeouts = lambda **_: None  # torch.distributed.set_timeout comes after torch 2.13
 
 SEQUENCE = 64
@@ -135,6 +140,105 @@ def trainer_config(
         config.checkpoint, enable=True, interval=2, last_save_model_only=False, keep_latest_k=0
     )
     return config
+
+
+class HostedModel(BaseModel):
+    """A Hugging Face model; made by torchtitan on the meta device, it gets the weights of `JOB.made()`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseModel.Config):
+        def update_from_config(self, **_: Any) -> None:
+            pass
+
+        def get_nparams_and_flops(self, model: torch.nn.Module, seq_len: int) -> tuple[int, int]:
+            return sum(parameter.numel() for parameter in model.parameters()), 1
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.model = JOB.made().double()
+
+    def verify_module_protocol(self) -> None:
+        pass  # the parts of a Hugging Face model are modules of torch
+
+    def init_states(self, **_: Any) -> None:
+        made = JOB.made().double()
+        whole = dict(made.named_parameters()) | dict(made.named_buffers())
+        own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        for name, tensor in own.items():
+            value = whole[name].detach()
+            if isinstance(tensor, DTensor):
+                value = taken(value, local_runs(value.shape, tensor.device_mesh, tensor.placements))
+            local_part(tensor.detach()).copy_(value)
+
+    def forward(self, tokens: Tensor, **_: Any) -> Tensor:
+        logits: Tensor = self.model(input_ids=tokens).logits
+        return logits
+
+
+class JobRows(BaseDataLoader):
+    """The micro-batches of `JOB`, epoch after epoch."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        pass
+
+    def __init__(self, config: Config, *, dp_rank: int, dp_world_size: int, **_: Any) -> None:
+        assert (dp_rank, dp_world_size) == (JOB.rank, JOB.world)
+        self.place = 0
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        batches = JOB.batches()
+        while True:
+            ids = batches[self.place % len(batches)]
+            self.place += 1
+            yield {"input": ids[:, :-1]}, ids[:, 1:]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.place = state_dict["place"]
+
+
+JOB: Any = None
+"""The job of tests/integrations/moe_hosts.py that is trained."""
+
+
+def hosted(job: Any, parallelize_fn: Any) -> Trainer.Config:
+    """The configuration of a job's training."""
+    global JOB
+    JOB = job
+    optimizer = default_adamw(lr=1e-2)
+    for group in optimizer.param_groups:
+        group.optimizer_kwargs |= {"eps": 1e-3, "weight_decay": 0.1}
+    parallelism = {"expert_parallel_degree": job.world, "spmd_backend": "partial_dtensor"}
+    config = trainer_config(str(job.folder), [], optimizer, **parallelism)
+    config.model_spec = dataclasses.replace(
+        config.model_spec,
+        model=HostedModel.Config(),
+        parallelize_fn=parallelize_fn,
+        pipelining_fn=None,
+        post_optimizer_build_fn=None,
+        state_dict_adapter=None,
+    )
+    config.training.local_batch_size = job.batch_size
+    config.training.global_batch_size = job.batch_size * job.world * job.micro_batches
+    config.training.max_norm = job.max_norm or 1e9
+    config.lr_scheduler.warmup_steps = 0
+    config.loss = CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)
+    config.dataloader = JobRows.Config()
+    return config
+
+
+def run(config: Trainer.Config) -> torch.nn.Module:
+    """Train and return the model."""
+    trainer = Trainer(config)
+    trainer.metrics_processor.log = lambda *_, **__: None
+    with mock.patch("torchtitan.trainer.time.sleep"):  # two seconds, for other ranks to print
+        trainer.train()
+    model: torch.nn.Module = trainer.model_parts[0]
+    trainer.close()
+    return model
 
 
 def trained(config: Trainer.Config, load_step: int = -1) -> tuple[list[float], dict[str, Tensor]]:

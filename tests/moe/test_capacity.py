@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -82,3 +84,17 @@ def test_enough_capacity_drops_nothing() -> None:
     routing = gate(torch.randn(16, 8))
     assert routing.num_dropped == 0
     assert routing.choices == 2
+
+
+def test_evaluation_may_have_another_capacity() -> None:
+    gate = SoftmaxGate(4, 8, 2, capacity_factor=0.5)
+    x = torch.randn(16, 8)
+    assert gate.eval()(x).num_dropped == gate.train()(x).num_dropped > 0
+    gate.eval_capacity_factor = math.inf
+    assert gate.eval()(x).num_dropped == 0
+    gate.eval_capacity_factor = 0.25
+    assert int(gate.eval()(x).counts().max()) == 2
+    assert int(gate.train()(x).counts().max()) == 4
+    gate.capacity_factor = None
+    assert gate.train()(x).num_dropped == 0
+    assert gate.eval()(x).num_dropped > 0

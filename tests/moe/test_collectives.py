@@ -208,14 +208,24 @@ def meshes_name_their_grids() -> None:
         ((half, 2), ("dp", "ep"), GridLayout(world, ep=2)),
         ((1, half, 2), ("dp_replicate", "dp_shard", "ep"), GridLayout(world, ep=2)),
         ((half, 1, 2), ("dp", "cp", "ep"), GridLayout(world, ep=2)),
+        ((1, half, 2), ("dp_replicate", "edp", "ep"), GridLayout(world, ep=2)),
+        ((half, 2), ("efsdp", "ep"), GridLayout(world, ep=2)),
+        ((1, half, 2), ("dp", "ep", "etp"), GridLayout(world, ep=half, esp=2)),
         ((half, 2), ("ep", "esp"), GridLayout(world, ep=half, esp=2)),
     ):
         assert Grid.from_mesh(init_device_mesh("cpu", shape, mesh_dim_names=names)).layout == layout
-    with pytest.raises(ConfigError, match="mesh_dim_names"):
+    with pytest.raises(ConfigError, match=r"mesh_dim_names, or pass Grid\(ep=2\)"):
         Grid.from_mesh(init_device_mesh("cpu", (half, 2), mesh_dim_names=("replicate", "shard")))
     if world > 2:
-        with pytest.raises(ConfigError, match="order the dimensions"):
-            Grid.from_mesh(init_device_mesh("cpu", (2, half), mesh_dim_names=("ep", "edp")))
+        for shape, names, call in (
+            ((2, half), ("ep", "edp"), "ep=2"),
+            ((2, half), ("ep", "cp"), "ep=2"),
+            ((2, half), ("tp", "ep"), f"mp=2, ep={half}"),
+            ((2, half), ("esp", "ep"), f"esp=2, ep={half}"),
+            ((2, 1, half), ("dp", "ep", "pp"), f"ep=1, stages={half}"),
+        ):
+            with pytest.raises(ConfigError, match=rf"pass Grid\({call}\), or order the dimensions"):
+                Grid.from_mesh(init_device_mesh("cpu", shape, mesh_dim_names=names))
         calls = rf"pass Grid\(mp=2, ep={half}, esp=2\), .* or Grid\(mp=2, ep={world}\), which spreads"
         with pytest.raises(ConfigError, match=calls):
             Grid.from_mesh(init_device_mesh("cpu", (half, 2), mesh_dim_names=("ep", "tp")))

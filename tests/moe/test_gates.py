@@ -22,10 +22,12 @@ from laconic.moe import (
     MoELayer,
     Routing,
     SigmoidGate,
+    SinkhornGate,
     SoftmaxGate,
     SoftMoEGate,
     TokenChoiceGate,
 )
+from laconic.moe.gates.sinkhorn import sinkhorn
 from tests.moe.reference import expert_output, layer_output
 
 EXPERTS, DIM = 8, 16
@@ -33,7 +35,7 @@ EXPERTS, DIM = 8, 16
 
 def every_gate(top_k: int = 2, **options: Any) -> list[TokenChoiceGate]:
     torch.manual_seed(0)
-    kinds = [SoftmaxGate, GShardGate, SigmoidGate, CosineGate]
+    kinds = [SoftmaxGate, GShardGate, SigmoidGate, SinkhornGate, CosineGate]
     return [kind(EXPERTS, DIM, top_k, **options) for kind in kinds]
 
 
@@ -105,6 +107,38 @@ def test_group_limit_leaves_the_best_groups(kind: type[TokenChoiceGate]) -> None
         torch.testing.assert_close(weights[token], best(limited.flatten(), 3))
 
 
+def test_sinkhorn_gate_chooses_evenly_in_training_and_the_best_in_evaluation() -> None:
+    """Against Megatron-Core's loop; weights are sigmoids with one expert per token, else a softmax over all."""
+
+    def megatron(logits: Tensor) -> Tensor:
+        cost = logits.exp()
+        d0, d1, error = cost.new_ones(len(cost)), cost.new_ones(EXPERTS), 1.0
+        while error > 1e-4:
+            d0 = 1 / len(cost) / ((d1 * cost).sum(1) + 1e-8)
+            before, d1 = d1, 1 / EXPERTS / ((d0[:, None] * cost).sum(0) + 1e-8)
+            error = float((before - d1).abs().mean())
+        return d1 * cost * d0[:, None]
+
+    torch.manual_seed(0)
+    x = torch.randn(200, DIM, dtype=torch.float64) + 0.4
+    for top_k in (1, 2):
+        gate = SinkhornGate(EXPERTS, DIM, top_k, dtype=torch.float64)
+        with torch.no_grad():
+            gate.weight[3] += 1.0  # an expert that many like
+        logits = (x @ gate.weight.T).detach()
+        scores = logits.sigmoid() if top_k == 1 else logits.softmax(-1)
+        even = sinkhorn(logits)
+        torch.testing.assert_close(even.sum(0), torch.full_like(even[0], 1 / EXPERTS))
+        for routing, wanted in ((gate(x), megatron(logits)), (gate.eval()(x), scores)):
+            chosen = wanted.topk(top_k, dim=-1).indices
+            assert torch.equal(routing.experts, chosen.flatten())
+            torch.testing.assert_close(routing.weights, scores.gather(1, chosen).flatten())
+        load = gate.train()(x).counts().double()
+        assert load.max() < 1.5 * load.mean() < gate.eval()(x).counts().max()
+    assert gate.train()(x[:0]).num_tokens == 0
+    assert bool(gate(100 * x).weights.isfinite().all())
+
+
 def test_cosine_gate_is_a_cosine_over_a_temperature() -> None:
     gate = CosineGate(EXPERTS, DIM, EXPERTS, projection_dim=4, dtype=torch.float64)
     x = torch.randn(5, DIM, dtype=torch.float64)
@@ -154,7 +188,7 @@ def test_soft_gate_mixes_all_tokens(slots: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    kind=st.sampled_from([SoftmaxGate, GShardGate, SigmoidGate, CosineGate]),
+    kind=st.sampled_from([SoftmaxGate, GShardGate, SigmoidGate, SinkhornGate, CosineGate]),
     num_tokens=st.integers(0, 9),
     top_k=st.integers(1, EXPERTS),
     seed=st.integers(0, 1 << 16),
@@ -202,6 +236,7 @@ def test_logits_that_are_no_numbers_are_refused(bad: float) -> None:
         ({"num_groups": 4, "top_groups": 5}, "top_groups = 5 must be from 1 to num_groups = 4"),
         ({"top_k": 3, "num_groups": 4, "top_groups": 1}, "leave at least top_k = 3 experts; a group has 2"),
         ({"capacity_factor": 0.0}, "capacity_factor = 0.0 must be positive"),
+        ({"eval_capacity_factor": math.nan}, "eval_capacity_factor = nan must be positive"),
         ({"jitter": 1.0}, "jitter = 1.0 must be in"),
     ],
 )
@@ -340,7 +375,7 @@ def test_sigmoid_gate_routes_as_the_deepseek_router_does() -> None:
     torch.testing.assert_close(table(gate(x)), expected)
 
 
-@pytest.mark.parametrize("kind", [SoftmaxGate, GShardGate, SigmoidGate, CosineGate])
+@pytest.mark.parametrize("kind", [SoftmaxGate, GShardGate, SigmoidGate, SinkhornGate, CosineGate])
 def test_layer_with_any_gate_equals_every_token_on_its_own_gate_gradients_included(kind: type[TokenChoiceGate]) -> None:
     torch.manual_seed(0)
     options: dict[str, Any] = {"projection_dim": 4} if kind is CosineGate else {}

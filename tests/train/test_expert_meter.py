@@ -127,7 +127,7 @@ def test_only_training_counts() -> None:
 @pytest.mark.parametrize(("factor", "most"), [(1.0, 9), (0.5, 5), (100.0, 24)])
 def test_a_capacity_drops_what_is_beyond_it(factor: float, most: int) -> None:
     meter = ExpertMeter(ALONE, 1)
-    layer = layer_with((Capacity(factor), meter))
+    layer = layer_with((Capacity(factor, None), meter))
     x = torch.randn(24, 16)
     layer(x)
     use = meter.take()
@@ -138,4 +138,10 @@ def test_a_capacity_drops_what_is_beyond_it(factor: float, most: int) -> None:
     assert (use.num_dropped > 0) == (factor < 100)
     layer.eval()
     layer(x)
+    assert layer.num_dropped == 0
+    layer.hooks = (Capacity(None, factor), meter)
+    layer(x)
+    assert layer.load is not None
+    assert int(layer.load.max()) <= most
+    layer.train()(x)
     assert layer.num_dropped == 0

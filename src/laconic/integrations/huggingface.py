@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from laconic.activations.whole_model.report import Report
 from laconic.errors import ConfigError
 from laconic.integrations.accelerate import Attached, attach_anew, check_fsdp_not_dropped
 from laconic.integrations.config import LaconicConfig, compress, given, logged, report_of
-from laconic.integrations.whole_states import take_whole_states, whole_states
+from laconic.integrations.whole_states import groups_of_one_process, take_whole_states, whole_states
 from laconic.moe.huggingface.blocks import is_fused_experts
 from laconic.moe.huggingface.experts import FusedExperts
 from laconic.moe.huggingface.pretrained import load_pretrained
@@ -109,7 +110,7 @@ class LaconicTrainerMixin:
         if not is_spread(trainer.model) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        with whole_states([_bare(trainer.optimizer)]):
+        with whole_states([_bare(trainer.optimizer)]), _groups_of_one_process(trainer):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             if not trainer.args.should_save:
                 trainer.optimizer.state_dict()
@@ -130,9 +131,12 @@ class LaconicTrainerMixin:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         trainer: Any = self
-        if is_spread(trainer.model):
-            take_whole_states(_bare(trainer.optimizer))
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if not is_spread(trainer.model):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        take_whole_states(_bare(trainer.optimizer))
+        with _groups_of_one_process(trainer):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of a micro-batch, as the trainer's."""
@@ -265,6 +269,23 @@ def _has_files_of_experts(trainer: Any, folder: str) -> bool:
         and any(is_fused_experts(part) or isinstance(part, FusedExperts) for part in trainer.model.modules())
         and any(Path(folder).glob("model*.safetensors*"))
     )
+
+
+def _groups_of_one_process(trainer: Any) -> AbstractContextManager[object]:
+    """Let optimizer.pt and scheduler.pt have the Trainer's two groups; its optimizer has one of each for each mesh."""
+    optimizer, named = _bare(trainer.optimizer), dict(trainer.model.named_parameters())
+    decays = {*trainer.get_decay_parameter_names(trainer.model)}
+    wanted = [
+        ({"weight_decay": decay}, [p for name, p in named.items() if p.requires_grad and (name in decays) == has])
+        for has, decay in ((True, trainer.args.weight_decay), (False, 0.0))
+    ]
+    of = {id(p): place for place, (_, parameters) in enumerate(wanted) for p in parameters}
+    parts = [{of.get(id(p)) for p in group["params"]} for group in optimizer.param_groups]
+    if any(len(part) != 1 or None in part for part in parts) or sum(
+        len(group["params"]) for group in optimizer.param_groups
+    ) != len(of):
+        return nullcontext()  # a subclass has made groups of its own
+    return groups_of_one_process(optimizer, trainer.lr_scheduler, wanted)
 
 
 def _bare(optimizer: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from laconic.formats.shards import local_runs, sharded_like, taken
 from laconic.optim.moments import new_state
 
-__all__ = ["take_whole_states", "whole", "whole_states"]
+__all__ = ["groups_of_one_process", "take_whole_states", "whole", "whole_states"]
 
 
 def whole(tree: Any) -> Any:
@@ -45,6 +45,65 @@ def take_whole_states(optimizer: Optimizer) -> None:
     """Let `load_state_dict` take this process's parts of whole tensors, from now on; DTensors are loaded as ever."""
     if not any(hook is _cut for hook in optimizer._optimizer_load_state_dict_pre_hooks.values()):
         optimizer.register_load_state_dict_pre_hook(_cut)
+
+
+@contextmanager
+def groups_of_one_process(
+    optimizer: Optimizer, scheduler: Any, wanted: Sequence[tuple[dict[str, Any], Sequence[Tensor]]]
+) -> Iterator[None]:
+    """Let the states of an optimizer and its scheduler be saved and loaded with other groups inside.
+
+    Args:
+        optimizer: whose groups are parts of the wanted ones, as where each mesh has a group of its own.
+        scheduler: of this optimizer; its lists with an entry for each group follow.
+        wanted: options of a group where the optimizer has none for it, and its parameters in order.
+    """
+    own = [group["params"] for group in optimizer.param_groups]
+    wanted_of = {id(p): number for number, (_, parameters) in enumerate(wanted) for p in parameters}
+    part_of = [wanted_of[id(parameters[0])] for parameters in own]
+    number = {id(p): key for key, p in enumerate(p for parameters in own for p in parameters)}
+    keys = [[number[id(p)] for p in parameters] for _, parameters in wanted]  # the optimizer's, in the wanted order
+    renumbered = {key: place for place, key in enumerate(key for one in keys for key in one)}
+
+    def joined(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        groups = []
+        for place, (options, _parameters) in enumerate(wanted):
+            like = state["param_groups"][part_of.index(place) if place in part_of else 0]
+            more = {} if place in part_of else options
+            groups.append({**like, **more, "params": [renumbered[key] for key in keys[place]]})
+        return {
+            **state,
+            "state": {renumbered[key]: value for key, value in state["state"].items()},
+            "param_groups": groups,
+        }
+
+    def parted(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        if [len(group["params"]) for group in state["param_groups"]] != [len(one) for one in keys]:
+            return state  # which the optimizer looks at
+        saved = [key for group in state["param_groups"] for key in group["params"]]
+        moments = {
+            key: state["state"][saved[place]] for key, place in renumbered.items() if saved[place] in state["state"]
+        }
+        groups = [
+            {**state["param_groups"][place], "params": [number[id(p)] for p in parameters]}
+            for place, parameters in zip(part_of, own, strict=True)
+        ]
+        return {**state, "state": moments, "param_groups": groups}
+
+    def picked(state: dict[str, Any], size: int, places: Sequence[int]) -> dict[str, Any]:
+        lists = {key: value for key, value in state.items() if isinstance(value, list) and len(value) == size}
+        return state | {key: [value[place] for place in places] for key, value in lists.items()}
+
+    firsts = [part_of.index(place) if place in part_of else 0 for place in range(len(wanted))]
+    state, load = picked(scheduler.state_dict(), len(own), firsts), scheduler.load_state_dict
+    scheduler.state_dict = lambda: state
+    scheduler.load_state_dict = lambda saved: load(picked(saved, len(wanted), part_of))
+    with ExitStack() as stack:
+        stack.callback(delattr, scheduler, "state_dict")
+        stack.callback(delattr, scheduler, "load_state_dict")
+        stack.callback(optimizer.register_state_dict_post_hook(joined).remove)
+        stack.callback(optimizer.register_load_state_dict_pre_hook(parted, prepend=True).remove)
+        yield
 
 
 def _cut(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

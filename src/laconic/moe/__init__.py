@@ -17,6 +17,7 @@ from laconic.moe.gates import (
     Gate,
     GShardGate,
     SigmoidGate,
+    SinkhornGate,
     SoftmaxGate,
     SoftMoEGate,
     TokenChoiceGate,
@@ -36,6 +37,7 @@ from laconic.moe.placement.expert_map import Placement
 from laconic.moe.placement.migration import ExpertMover, Moved
 from laconic.moe.placement.query import agree_on_swaps
 from laconic.moe.replica_gradients import fully_shard_layers, reduce_gradients
+from laconic.moe.router_bias import update_router_biases
 from laconic.moe.routing import RoutedTokens, Routing, SoftRouting
 from laconic.moe.tuning.autotune import Autotuned, LayerChoice, autotune
 from laconic.topology import GridLayout
@@ -62,6 +64,7 @@ __all__ = [
     "SoftmaxGate",
     "GShardGate",
     "SigmoidGate",
+    "SinkhornGate",
     "CosineGate",
     "ExpertChoiceGate",
     "SoftMoEGate",
@@ -95,6 +98,7 @@ __all__ = [
     "agree_on_depth",
     "agree_on_swaps",
     "expert_shard",
+    "update_router_biases",
     "fully_shard_layers",
     "reduce_gradients",
     "Grid",

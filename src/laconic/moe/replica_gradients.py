@@ -32,28 +32,45 @@ BUCKET_NBYTES = 25 << 20
 """Bytes of gradients in one message, as in DDP."""
 
 
-def fully_shard_layers(model: nn.Module, grid: Grid, *, units: Iterable[nn.Module] = (), **options: Any) -> FSDPModule:
+def fully_shard_layers(
+    model: nn.Module,
+    grid: Grid,
+    *,
+    units: Iterable[nn.Module] = (),
+    gradient_divide_factor: float | None = None,
+    **options: Any,
+) -> FSDPModule:
     """Apply FSDP2 to a model with MoELayers: experts are sharded over edp, everything else over dp.
 
     Args:
         model: with this rank's experts in its layers; sharded in place.
         grid: the process groups.
         units: modules that are gathered on their own, such as a transformer's blocks, in the order of their use.
+        gradient_divide_factor: of gradients that have been added up over dp; None is N_DP. 1 is for losses that are
+            divided by the tokens of all processes already, as torchtitan's.
         options: of fully_shard, for all of them.
 
     Raises:
         ModelError: there is no MoELayer.
+        ConfigError: gradient_divide_factor is not positive.
     """
+    if gradient_divide_factor is not None and not gradient_divide_factor > 0:
+        raise ConfigError(
+            f"gradient_divide_factor is {gradient_divide_factor}, but it must be positive; 1 leaves sums as they are"
+        )
     ignored = set(options.pop("ignored_params", ()))
     for layer in _layers(model):
-        ignored |= _shard_experts(layer, grid, options)
+        ignored |= _shard_experts(layer, grid, gradient_divide_factor or float(grid.layout.dp), options)
     for module in (*units, model):
-        fully_shard(module, mesh=grid.dense_mesh["dp"], ignored_params=ignored or None, **options)
+        sharded = fully_shard(module, mesh=grid.dense_mesh["dp"], ignored_params=ignored or None, **options)
+        if gradient_divide_factor is not None and grid.layout.dp > 1:
+            sharded.set_gradient_divide_factor(gradient_divide_factor)
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it adds
     assert isinstance(model, FSDPModule)
     return model
 
 
-def _shard_experts(layer: MoELayer, grid: Grid, options: dict[str, Any]) -> set[nn.Parameter]:
+def _shard_experts(layer: MoELayer, grid: Grid, divisor: float, options: dict[str, Any]) -> set[nn.Parameter]:
     """Shard experts over edp; return the parameters that were left as they are."""
     experts = layer.experts
     parameters = [parameter for parameter in experts.parameters() if parameter.requires_grad]
@@ -61,12 +78,12 @@ def _shard_experts(layer: MoELayer, grid: Grid, options: dict[str, Any]) -> set[
     dtypes = {(policy.reduce_dtype or policy.param_dtype if policy else None) or p.dtype for p in parameters}
     if grid.layout.edp == 1 and not dtypes <= {torch.float32, torch.bfloat16}:
         # On a mesh of one rank FSDP2 divides gradients of other dtypes twice; without replicas nothing is sharded.
-        layer.expert_mean = ExpertMean(grid)
+        layer.expert_mean = ExpertMean(grid, divisor)
         return set(experts.parameters())
     options = {"shard_placement_fn": partial(_cut_of_replicas, num_replicas=grid.layout.edp), **options}
     sharded = fully_shard(experts, mesh=grid.expert_mesh["edp"], **options)
     if parameters:
-        sharded.set_gradient_divide_factor(float(grid.layout.dp))
+        sharded.set_gradient_divide_factor(divisor)
         # gloo cannot multiply while it adds; on a mesh of one rank a forced sum would be divided twice.
         sharded.set_force_sum_reduction_for_comms(grid.layout.edp > 1)
     return set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,20 @@ def pair(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -> tup
 def close(got: Tensor, expected: Tensor) -> bool:
     tolerance = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2}[got.dtype]
     return got.shape == expected.shape and bool(((got - expected).abs() <= tolerance * (1 + expected.abs())).all())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT reads it
+def test_adapted_models_can_be_pickled() -> None:
+    peft = pytest.importorskip("peft")
+    targets = {"target_modules": ["o_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    model, ids, file = make_model("qwen3_moe"), make_ids(2, 8), io.BytesIO()
+    parallelize(model)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **targets))
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    assert torch.equal(again(input_ids=ids, use_cache=False).logits, model(input_ids=ids, use_cache=False).logits)
 
 
 @pytest.mark.parametrize(("family", "changes"), VARIANTS, ids=lambda v: v if isinstance(v, str) else "-".join(v))

@@ -160,7 +160,7 @@ class MoERates:
             return known
         if coding.code not in known:
             rule = f"measured on {coding.dtype}: {', '.join(known) or 'none is'}; or auto"
-            raise ConfigError(f"code is {coding.code!r}, but it must be one that was {rule}; run laconic profile")
+            raise ConfigError(f"code is {coding.code!r}, but it must be one that was {rule}; run laconic profile --moe")
         return {coding.code: known[coding.code]}
 
     def to_dict(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class MoERates:
         check_known(codecs, ITEM_NBYTES, "codecs")
         overlap, grouped = read_number(data, "overlap", "moe rates", most=1.0), data.get("grouped")
         if not isinstance(grouped, bool):
-            raise ConfigError(f"grouped is {grouped!r}, but it must be true or false; run laconic profile again")
+            raise ConfigError(f"grouped is {grouped!r}, but it must be true or false; run laconic profile --moe again")
         overheads = {
             route: {
                 direction: _read_overhead(read_table(found, direction, route), f"overheads.{route}.{direction}")

@@ -11,6 +11,7 @@ from laconic.moe.gates.cosine import CosineGate
 from laconic.moe.gates.expert_choice import ExpertChoiceGate
 from laconic.moe.gates.gshard import GShardGate
 from laconic.moe.gates.sigmoid import SigmoidGate
+from laconic.moe.gates.sinkhorn import SinkhornGate
 from laconic.moe.gates.soft import SoftMoEGate
 from laconic.moe.gates.softmax import SoftmaxGate
 from laconic.options import GATES, refused
@@ -21,6 +22,7 @@ __all__ = [
     "SoftmaxGate",
     "GShardGate",
     "SigmoidGate",
+    "SinkhornGate",
     "CosineGate",
     "ExpertChoiceGate",
     "SoftMoEGate",

@@ -44,6 +44,7 @@ class TokenChoiceGate(Gate):
         num_groups, top_groups: experts are in `num_groups` equal groups of neighbors, and a token chooses only among
             its `top_groups` best groups (group-limited routing, DeepSeek-V2 section 2.1.2).
         capacity_factor: None keeps every assignment; f lets an expert take at most ceil(f * top_k * n / E).
+        eval_capacity_factor: the same in evaluation mode; None is capacity_factor, inf keeps every assignment.
         drop_policy: which assignments are dropped then, see laconic.moe.gates.capacity.
         balance_coef, z_coef: of the losses "balance" and "z"; 0 leaves a loss out.
         sequence_coef, sequence_length: of the loss "sequence balance", the balance within each sequence of that many
@@ -66,6 +67,7 @@ class TokenChoiceGate(Gate):
         num_groups: int = 1,
         top_groups: int = 1,
         capacity_factor: float | None = None,
+        eval_capacity_factor: float | None = None,
         drop_policy: DropPolicy = "position",
         balance_coef: float = 0.0,
         z_coef: float = 0.0,
@@ -84,8 +86,9 @@ class TokenChoiceGate(Gate):
                 f"top_groups = {top_groups} must be from 1 to num_groups = {num_groups} and leave at least "
                 f"top_k = {top_k} experts; a group has {num_experts // num_groups}, so change one of them"
             )
-        if capacity_factor is not None and not capacity_factor > 0:
-            raise RoutingError(f"capacity_factor = {capacity_factor} must be positive; None drops nothing")
+        for name, factor in (("capacity_factor", capacity_factor), ("eval_capacity_factor", eval_capacity_factor)):
+            if factor is not None and not factor > 0:
+                raise RoutingError(f"{name} = {factor} must be positive; None drops nothing")
         if sequence_coef and sequence_length is None:
             raise RoutingError(
                 f"sequence_coef = {sequence_coef} needs sequence_length, because a gate sees tokens and no sequences;"
@@ -94,7 +97,8 @@ class TokenChoiceGate(Gate):
         self.num_experts, self.model_dim, self.top_k = num_experts, model_dim, top_k
         self.normalize, self.scale = normalize, scale
         self.num_groups, self.top_groups = num_groups, top_groups
-        self.capacity_factor, self.drop_policy = capacity_factor, drop_policy
+        self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
+        self.drop_policy = drop_policy
         self.balance_coef, self.z_coef, self.balance_group = balance_coef, z_coef, balance_group
         self.sequence_coef, self.sequence_length = sequence_coef, sequence_length
         self.check_logits = check_logits
@@ -119,6 +123,10 @@ class TokenChoiceGate(Gate):
         """
         return grouped.amax(-1)
 
+    def choose(self, logits: Tensor, scores: Tensor) -> Tensor:
+        """Return the experts of each token, best first: int64 [n, k], of the highest `preferences`."""
+        return self._best(self.preferences(scores).detach())
+
     def chose(self, routing: Routing) -> None:
         """Called with every choice, before losses and capacity; for subclasses that count."""
 
@@ -132,17 +140,20 @@ class TokenChoiceGate(Gate):
         if self.check_logits:
             checked(logits)
         scores = self.scores(logits)
-        chosen = self._chosen(self.preferences(scores).detach())
+        chosen = self.choose(logits, scores)
         routing = Routing.of_choices(chosen, self._weights(scores, chosen), self.num_experts)
         self.chose(routing)
         routing = replace(routing, losses=self._losses(logits, scores, chosen, routing))
-        if self.capacity_factor is not None:
-            capacity = capacity_of(self.capacity_factor * self.top_k, x.shape[0], self.num_experts)
+        factor = self.capacity_factor
+        if not self.training and self.eval_capacity_factor is not None:
+            factor = self.eval_capacity_factor
+        if factor is not None and factor < math.inf:
+            capacity = capacity_of(factor * self.top_k, x.shape[0], self.num_experts)
             routing = dropped(routing, capacity, self.drop_policy)
         return routing
 
-    def _chosen(self, preferences: Tensor) -> Tensor:
-        """Choose experts: int64 [n, k], best first."""
+    def _best(self, preferences: Tensor) -> Tensor:
+        """Return the k highest preferences of each token, within its best groups: int64 [n, k], best first."""
         if self.top_groups < self.num_groups:
             grouped = preferences.unflatten(1, (self.num_groups, -1))
             best = self.group_preferences(grouped).topk(self.top_groups, dim=-1).indices

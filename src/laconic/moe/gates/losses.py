@@ -9,7 +9,7 @@ from torch import Tensor
 from laconic.collectives.runtime import torch_compat
 from laconic.errors import RoutingError
 
-__all__ = ["load_balance_loss", "sequence_balance_loss", "summed_counts", "z_loss"]
+__all__ = ["load_balance_loss", "load_step", "sequence_balance_loss", "summed_counts", "z_loss"]
 
 
 def load_balance_loss(probabilities: Tensor, counts: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -74,3 +74,9 @@ def summed_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = counts.clone()
     torch_compat.all_reduce(total, group).wait()
     return total
+
+
+def load_step(load: Tensor, rate: float, dtype: torch.dtype) -> Tensor:
+    """Return rate * sign(mean load - load) [E] of int64 [E]: a step of biases towards an even load."""
+    # Integers: sign(total - E * load) is that of mean - load, without a rounded mean.
+    return rate * (load.sum() - len(load) * load).sign().to(dtype)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.moe.gates.base import LinearGate
-from laconic.moe.gates.losses import summed_counts
+from laconic.moe.gates.losses import load_step, summed_counts
 from laconic.moe.routing import Routing
 
 __all__ = ["SigmoidGate"]
@@ -66,6 +66,5 @@ class SigmoidGate(LinearGate):
             group: all ranks whose tokens these experts serve; each calls it. None uses the load that was counted here.
         """
         load = self.load if group is None else summed_counts(self.load, group)
-        # Integers: sign(total - E * load) is that of mean - load, without a rounded mean.
-        self.bias += self.bias_rate * (load.sum() - self.num_experts * load).sign()
+        self.bias += load_step(load, self.bias_rate, self.bias.dtype)
         self.load.zero_()

@@ -127,7 +127,17 @@ def _wrapper(kind: Any) -> Any:
             local_part(parameter).add_(product)
 
     PartialParamWrapper.__name__ = kind.__name__  # by which PEFT knows its own
+    PartialParamWrapper.__qualname__ = "PartialParamWrapper"  # by which pickle finds it
     return PartialParamWrapper
+
+
+def __getattr__(name: str) -> Any:
+    """`PartialParamWrapper`, for pickles of adapted models."""
+    if name != "PartialParamWrapper":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from peft.tuners.lora.layer import ParamWrapper
+
+    return _wrapper(ParamWrapper)
 
 
 def _part(whole: Tensor, like: Tensor, uncut: int = -1) -> Tensor:

@@ -26,10 +26,18 @@ from laconic.moe.dispatch.parm import Path
 from laconic.moe.gates import Gate, make_gate
 from laconic.moe.hooks import Hook
 from laconic.moe.huggingface.adapters import adapt_above, check_adaptable
-from laconic.moe.huggingface.blocks import FLAGS, Block, find_blocks, place_in_block, unknown_experts
+from laconic.moe.huggingface.blocks import (
+    FLAGS,
+    Block,
+    described,
+    find_blocks,
+    place_in_block,
+    takes_rows,
+    unknown_experts,
+)
 from laconic.moe.huggingface.dispatching import choose_dispatcher
 from laconic.moe.huggingface.experts import FusedExperts, check
-from laconic.moe.huggingface.gate import GivenRouting, RouterGate
+from laconic.moe.huggingface.gate import GivenRouting, RoutedRows, RouterGate
 from laconic.moe.huggingface.gradients import clip
 from laconic.moe.huggingface.layer import ExpertsLayer
 from laconic.moe.huggingface.saving import save_gathered
@@ -42,6 +50,7 @@ from laconic.moe.parallel.grid import Grid
 from laconic.moe.permute import Order
 from laconic.moe.placement.expert_map import Placement
 from laconic.moe.replica_gradients import fully_shard_layers, reduce_gradients
+from laconic.moe.router_bias import CountedBias
 from laconic.options import GateName
 
 __all__ = ["Parallelized", "parallelize"]
@@ -112,13 +121,17 @@ class Parallelized:
             )
         reduce_gradients(self.model, self.grid, codec=codec)
 
-    def fully_shard(self, units: Iterable[nn.Module] = (), **options: Any) -> None:
+    def fully_shard(
+        self, units: Iterable[nn.Module] = (), *, gradient_divide_factor: float | None = None, **options: Any
+    ) -> None:
         """Apply FSDP2: experts over their replicas (edp), the rest over dp; see laconic.moe.fully_shard_layers.
 
         Call it before the optimizer is made.
 
         Args:
             units: modules to be gathered one at a time, as decoder layers are.
+            gradient_divide_factor: None makes gradients the mean of all processes' losses; 1 makes them the sum, for
+                losses that are divided by the tokens of all processes already, as torchtitan's.
             options: of fully_shard.
 
         Raises:
@@ -126,7 +139,7 @@ class Parallelized:
         """
         if self.grid is None:
             raise ConfigError("no mesh was given, but fully_shard needs its groups; call parallelize with one")
-        fully_shard_layers(self.model, self.grid, units=units, **options)
+        fully_shard_layers(self.model, self.grid, units=units, gradient_divide_factor=gradient_divide_factor, **options)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scale gradients so that their 2-norm over the whole model is at most `max_norm`; return the norm before.
@@ -180,8 +193,8 @@ def parallelize(
         order, schedule, hooks: of the layers, see MoELayer.
         gate: decides in the place of the model's router, with its weight: a name of laconic.moe.make_gate, or a
             function from the numbers of experts, their model_dim and the experts per token. It has no parameters but a
-            weight, as "softmax" and "expert_choice"; the model's configuration knows nothing of it, so pass it
-            wherever the model is used. Its losses are `laconic.moe.auxiliary_losses(model)`. None is the router.
+            weight, as "softmax", "sinkhorn" and "expert_choice"; the model's configuration knows nothing of it, so pass
+            it wherever the model is used. Its losses are `laconic.moe.auxiliary_losses(model)`. None is the router.
         dispatcher: a path of laconic.moe.make_dispatcher ("joint", "sharded", "s1", "s2", "baseline"), or a function
             that makes each layer's dispatcher from the grid; None is "s1" with mp, else "joint". The model's router
             sees all tokens on every process, also on paths that share them before their gate.
@@ -198,18 +211,27 @@ def parallelize(
         ConfigError: there are fewer experts than N_EP, esp does not divide their hidden dimension, the mesh does not
             fit, or the dispatcher would add up other things than this grid's.
     """
-    blocks, left = find_blocks(model), tuple(unknown_experts(model))
+    blocks, left = find_blocks(model, rows=True), tuple(unknown_experts(model))
     if not blocks:
         reason = (
             " left, since it is parallelized already"
             if moe_layers(model)
-            else f"; what {', '.join(left[:3])} holds follows no ExpertsInterface of transformers 5.8 or later; put a"
-            " laconic.moe.MoELayer in its place by hand"
+            else f"; not {'; '.join(left[:3])}; put a laconic.moe.MoELayer in its place by hand"
             if left
             else "; fused experts are looked for"
         )
         raise ModelError(f"{type(model).__name__} has no mixture-of-experts block of Hugging Face transformers{reason}")
     grid = Grid.from_mesh(mesh) if isinstance(mesh, DeviceMesh) else mesh
+    if (
+        isinstance(mesh, DeviceMesh)
+        and grid is not None
+        and not {*(mesh.mesh_dim_names or ["ep"])} & {"ep", "esp", "etp"}
+    ):
+        layout = grid.layout
+        raise ConfigError(
+            f"mesh has the dimensions {mesh.mesh_dim_names}, but none is called ep, so every process would keep all"
+            f" experts; pass Grid(mp={layout.mp}, ep={layout.num_ranks}), or None to spread nothing"
+        )
     if not (grid is None or isinstance(grid, Grid)):
         raise ConfigError(f"mesh is {mesh!r}, but it must be a Grid, a DeviceMesh or None; make one, as in Grid(ep=8)")
     _check_fit(model, blocks, grid)
@@ -223,7 +245,7 @@ def parallelize(
     shared = _shared_experts(model, blocks, dispatchers, overlap_shared)
     layers: dict[str, ExpertsLayer] = {}
     for (name, block), decides, made in zip(blocks.items(), gates, dispatchers, strict=True):
-        original = model.get_submodule(name)
+        original = described(model.get_submodule(name))
         parameters = {
             key: shard(key, parameter, original, grid) if grid is not None and is_cut else parameter
             for key, parameter in original.named_parameters()
@@ -244,6 +266,8 @@ def parallelize(
         setattr(model.get_submodule(above), child, experts)
         adapt_above(model, name)
         owner, _ = place_in_block(name)
+        if gate is None:
+            layers[name].router_bias = CountedBias.of_block(model.get_submodule(owner), block.num_experts)
         if name in shared and (place := shared[name].place) is not None:
             layer = layers[name]
             moved = SharedCall(
@@ -297,7 +321,8 @@ def _gate_of(
     model: nn.Module, block: Block, wanted: str | Callable[[int, int, int], Gate] | None, check_logits: bool
 ) -> GivenRouting:
     if wanted is None:
-        return GivenRouting(block.num_experts, check_logits)
+        kind = RoutedRows if takes_rows(model.get_submodule(block.experts)) else GivenRouting
+        return kind(block.num_experts, check_logits)
     if block.router is None or block.top_k is None:
         raise ModelError(
             f"gate is {wanted!r}, but beside {block.experts} no one module is its router for certain, with the number"
@@ -314,7 +339,7 @@ def _gate_of(
 def _check_fit(model: nn.Module, blocks: dict[str, Block], grid: Grid | None) -> None:
     tried: set[tuple[object, ...]] = set()
     for name, block in blocks.items():
-        experts = model.get_submodule(name)
+        experts = described(model.get_submodule(name))
         if any(isinstance(p, DTensor) for p in experts.parameters()) or getattr(experts, "_is_expert_parallel", False):
             raise ModelError(
                 f"{name} is sharded already; parallelize a model before fully_shard, and load it unsharded"

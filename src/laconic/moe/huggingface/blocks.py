@@ -5,19 +5,24 @@ Fused experts are common to all families (transformers' ExpertsInterface): a mod
 `experts(hidden_states [n, M], top_k_index [n, k], top_k_weights [n, k])`, which returns [n, M]. The rest of the block
 (routers, correction biases, jitter, shared experts, norms between them) is the model's own code and stays. Class names
 do not matter.
+
+Llama 4 has such parameters without flags, and the call `experts(rows [E n, M])`: a row for each expert and token,
+scaled by its weight, which is zero where the token did not choose the expert.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from laconic.errors import ModelError
 
-__all__ = ["FLAGS", "Block", "find_blocks", "place_in_block", "unknown_experts"]
+__all__ = ["FLAGS", "Block", "described", "find_blocks", "place_in_block", "takes_rows", "unknown_experts"]
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 """Flags by which transformers' ExpertsInterface describes the parameters and their layout."""
@@ -38,8 +43,8 @@ class Block:
 _NUMBERS = ("num_experts", "moe_num_experts")
 
 
-def find_blocks(model: nn.Module) -> dict[str, Block]:
-    """Find all fused experts of `model`, by module name, in the order of its modules.
+def find_blocks(model: nn.Module, rows: bool = False) -> dict[str, Block]:
+    """Find all fused experts of `model`, by module name, in the order of its modules; with `rows`, Llama 4's too.
 
     Raises:
         ModelError: only a part of the experts is here, they are called with something else than hidden states, indices
@@ -47,7 +52,7 @@ def find_blocks(model: nn.Module) -> dict[str, Block]:
     """
     found: dict[str, Block] = {}
     for name, experts in model.named_modules():
-        if not is_fused_experts(experts):
+        if not (is_fused_experts(experts) or (rows and takes_rows(experts))):
             continue
         num_experts = int(experts.num_experts)
         down = experts.get_parameter("down_proj")
@@ -56,7 +61,7 @@ def find_blocks(model: nn.Module) -> dict[str, Block]:
                 f"{name} has num_experts = {num_experts}, but holds {len(down)}, so it is parallelized already; load"
                 " the model unsharded"
             )
-        if len(arguments := inspect.signature(type(experts).forward).parameters) != 4:
+        if len(arguments := inspect.signature(type(experts).forward).parameters) != 4 and not takes_rows(experts):
             raise ModelError(
                 f"{name} is a {type(experts).__name__} called with ({', '.join(list(arguments)[1:])}), but fused"
                 " experts get hidden states, indices and weights; put a laconic.moe.MoELayer there by hand"
@@ -64,7 +69,7 @@ def find_blocks(model: nn.Module) -> dict[str, Block]:
         owner, child = place_in_block(name)
         block = model.get_submodule(owner)
         _check_top_k(owner, block, num_experts)
-        router = _router_beside(block, child, experts)
+        router = None if takes_rows(experts) else _router_beside(block, child, described(experts))
         says = (block,) if router is None else (block.get_submodule(router), block)
         top_k = next((k for one in says if isinstance(k := getattr(one, "top_k", None), int)), None)
         path = None if router is None else f"{owner}.{router}".lstrip(".")
@@ -81,14 +86,14 @@ def place_in_block(experts: str) -> tuple[str, str]:
 
 
 def unknown_experts(model: nn.Module) -> list[str]:
-    """List modules of `model` that seem to hold experts, but not as `find_blocks` expects: 'name (class)'.
+    """List modules of `model` that seem to hold experts, but not as `find_blocks` expects: 'name (class): reason'.
 
     These are modules with stacks of weights, [experts, ., .] or, beside a number of experts, [experts * ., .], several
     or beside that number, and lists of modules under the name "experts".
     """
     found = []
     for name, module in model.named_modules():
-        if is_fused_experts(module):
+        if is_fused_experts(module) or takes_rows(module):
             continue
         stacks = sum(p is not None and p.dim() == 3 and len(p) > 1 for p in module._parameters.values())
         number = next((n for n in (getattr(module, key, None) for key in _NUMBERS) if isinstance(n, int)), None)
@@ -97,8 +102,19 @@ def unknown_experts(model: nn.Module) -> list[str]:
         ]
         flat = len(behind) > 1 and all(len(p) % (number or 1) == 0 for p in behind)  # DBRX
         listed = isinstance(module, nn.ModuleList | nn.ModuleDict) and name.endswith("experts") and len(module) > 1
-        if listed or stacks > 1 or flat or (stacks and number is not None):
-            found.append(f"{name} ({type(module).__name__})")
+        reason = (
+            "its experts are modules of their own, whose parameters would change names"
+            if listed
+            else "its experts lie behind each other in one dimension"
+            if flat
+            else f"its stacks have {' and '.join(map(str, sizes))} experts"
+            if len(sizes := sorted({len(p) for p in module._parameters.values() if p is not None and p.dim() == 3})) > 1
+            else "it follows no ExpertsInterface of transformers 5.8 or later"
+            if stacks > 1 or (stacks and number is not None)
+            else None
+        )
+        if reason is not None:
+            found.append(f"{name} ({type(module).__name__}): {reason}")
     return found
 
 
@@ -113,6 +129,37 @@ def is_fused_experts(module: nn.Module) -> bool:
         and "layer" not in module.__dict__  # a layer's already
         and all(isinstance(getattr(module, flag, None), bool) for flag in FLAGS)
     )
+
+
+def takes_rows(experts: nn.Module) -> bool:
+    """Return whether experts are called with a row for each expert and token, as those of Llama 4."""
+    stacks = [p for p in experts._parameters.values() if p is not None]
+    return hasattr(experts, "_takes_rows") or (
+        {*experts._parameters} == {"gate_up_proj", "down_proj"}
+        and [p.dim() for p in stacks] == [3, 3]
+        and callable(getattr(experts, "act_fn", None))
+        and not any(hasattr(experts, flag) for flag in FLAGS)
+        and len(inspect.signature(type(experts).forward).parameters) == 2
+    )
+
+
+def described(experts: nn.Module) -> Any:
+    """Return experts as they are, or a copy of those of Llama 4 with the flags and the gating of the interface."""
+    if not takes_rows(experts) or hasattr(experts, "_takes_rows"):
+        return experts
+    up, down = experts.get_parameter("gate_up_proj"), experts.get_parameter("down_proj")
+    copied: Any = copy.copy(experts)
+    copied.has_gate, copied.has_bias, copied.is_concatenated = True, False, True
+    copied.is_transposed = up.shape[1] == down.shape[2]
+    copied._takes_rows = True
+    copied._apply_gate = partial(_gated, experts.act_fn)
+    return copied
+
+
+def _gated(activation: Any, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    gated: Tensor = up * activation(gate)
+    return gated
 
 
 def _check_top_k(name: str, block: nn.Module, num_experts: int) -> None:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
-from laconic.errors import ModelError
+from laconic.errors import CheckpointError, ModelError
 from laconic.formats.shards import local_part, local_runs, sharded_like, taken
 from laconic.moe.experts.grouped_mm import expert_by_expert, grouped_mm, runs_expert_by_expert
 from laconic.moe.experts.modules import Experts
-from laconic.moe.huggingface.blocks import FLAGS
+from laconic.moe.huggingface.blocks import FLAGS, takes_rows
 from laconic.moe.huggingface.sharding import hidden_placement
 from laconic.moe.layer import MoELayer
 from laconic.moe.placement.expert_map import Placement
@@ -63,6 +63,19 @@ class FusedExperts(Experts):
         down = self.get_parameter("down_proj")
         self.num_experts = len(local_part(down))
         self.num_global_experts = len(down)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled and copied with a part of the experts, whose process groups cannot be.
+
+        Raises:
+            CheckpointError: experts are spread over processes.
+        """
+        if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
+            raise CheckpointError(
+                "experts are spread over processes, whose groups can be neither pickled nor copied; save the model with"
+                " save_pretrained, or with laconic.moe.huggingface.save_sharded, which all processes call"
+            )
+        return super().__reduce_ex__(protocol)
 
     def stand_for(self, layer: MoELayer) -> None:
         """Forward calls of the block to `layer`; see laconic.moe.huggingface.layer [Note: the seam]."""
@@ -142,7 +155,7 @@ def _halves(parameters: Mapping[str, Tensor], original: Any) -> list[dict[str, T
     return halves
 
 
-def check(original: nn.Module, name: str, num_shards: int = 1) -> None:
+def check(original: Any, name: str, num_shards: int = 1) -> None:
     """Compare FusedExperts with the module it would replace, on narrow random parameters of as many experts.
 
     Args:
@@ -169,25 +182,31 @@ def check(original: nn.Module, name: str, num_shards: int = 1) -> None:
     shapes |= {"gate_up_proj_bias": (width,), "up_proj_bias": (width,), "down_proj_bias": (8,)}
     narrow = {key: torch.randn(num_experts, *shapes[key], generator=generator) * 0.3 for key in parameters}
 
-    # 2. Route a token to every expert; a token may choose one expert twice.
-    x = torch.randn(num_experts + 3, 8, generator=generator)
+    # 2. Route a token to every expert; a token may choose one expert twice. Or give each expert three rows.
+    rows_only = takes_rows(original)
+    x = torch.randn(3 * num_experts if rows_only else num_experts + 3, 8, generator=generator)
     indices = torch.stack(
         [torch.arange(len(x)) % num_experts, torch.randint(num_experts, (len(x),), generator=generator)], 1
     )
     weights = torch.rand(len(x), 2, generator=generator) + 0.5
+    if rows_only:
+        original = copy.copy(original)
+        original.hidden_size = 8  # which it reads
+        indices, weights = (torch.arange(len(x)) // 3)[:, None], torch.ones(len(x), 1)
     twins = [
         FusedExperts(original, {key: nn.Parameter(p) for key, p in part.items()}, adds_down_bias=number == 0)
         for number, part in enumerate(_halves(narrow, original) if num_shards > 1 else [narrow])
     ]
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         try:
-            expected = functional_call(original, narrow, (x, indices, weights))
+            expected = functional_call(original, narrow, (x,) if rows_only else (x, indices, weights))
         except Exception as error:  # foreign code may raise anything
             raise ModelError(f"{name} cannot be tried as fused experts: {type(error).__name__}: {error}") from error
         experts, order = indices.flatten().sort(stable=True)
         counts = torch.bincount(experts, minlength=num_experts)
-        rows = torch.stack([twin(x[order // 2], counts) for twin in twins]).sum(0)
-        got = torch.zeros_like(x).index_add_(0, order // 2, rows * weights.flatten()[order, None])
+        tokens = order // indices.shape[1]
+        rows = torch.stack([twin(x[tokens], counts) for twin in twins]).sum(0)
+        got = torch.zeros_like(x).index_add_(0, tokens, rows * weights.flatten()[order, None])
     if expected.shape != got.shape or not torch.allclose(got, expected, rtol=1e-4, atol=1e-5):
         differ = (
             f"shape {list(expected.shape)} where {list(got.shape)} was expected"

@@ -9,7 +9,7 @@ from laconic.errors import ModelError, RoutingError
 from laconic.moe.gates.base import Gate, checked
 from laconic.moe.routing import Routing, SoftRouting
 
-__all__ = ["GivenRouting", "RouterGate"]
+__all__ = ["GivenRouting", "RoutedRows", "RouterGate"]
 
 
 class GivenRouting(Gate):
@@ -47,6 +47,10 @@ class GivenRouting(Gate):
             indices, checked(weights, "routing weights") if self.check_weights else weights, self.num_experts
         )
 
+    def of_call(self, x: Tensor, indices: Tensor, weights: Tensor, /) -> tuple[Tensor, Routing | SoftRouting]:
+        """Return tokens and their routing, of what a block calls its experts with."""
+        return x, self.routing(x, indices, weights)
+
     def forward(self, x: Tensor) -> Routing:
         """Spread tokens x [n, M] evenly over the experts, for measuring a layer, where there is no router.
 
@@ -62,6 +66,17 @@ class GivenRouting(Gate):
     def extra_repr(self) -> str:
         """Show num_experts and top_k."""
         return f"num_experts={self.num_experts}, top_k={self.top_k}"
+
+
+class RoutedRows(GivenRouting):
+    """Routes rows [E n, M], of which those that are not zero go to their expert: number i / n of row i."""
+
+    def of_call(self, x: Tensor, /, *_: Tensor) -> tuple[Tensor, Routing]:
+        """See `GivenRouting.of_call`."""
+        tokens = x.detach().any(-1).nonzero().squeeze(1)
+        num_tokens = max(1, len(x) // self.num_experts)
+        self.top_k = max(1, -(-len(tokens) // num_tokens))
+        return x, Routing(tokens, tokens // num_tokens, x.new_ones(len(tokens)), len(x), self.num_experts)
 
 
 class RouterGate(GivenRouting):
@@ -84,7 +99,8 @@ class RouterGate(GivenRouting):
         if more or own is None:
             raise ModelError(
                 f"{type(gate).__name__} has {', '.join(more) or 'no weight'} where the model's checkpoints have only"
-                f" {name}.weight; use a gate with a weight [experts, hidden] alone, as softmax and expert_choice"
+                f" {name}.weight; use a gate with a weight [experts, hidden] alone, as softmax, sinkhorn and"
+                " expert_choice"
             )
         if {*weight} != {"weight"} or weight["weight"].shape != own.shape:
             shapes = {key: list(p.shape) for key, p in weight.items()}

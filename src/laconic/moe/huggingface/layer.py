@@ -29,6 +29,7 @@ from laconic.moe.parallel.expert_mean import ExpertMean
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.permute import Order
 from laconic.moe.placement.expert_map import Placement
+from laconic.moe.router_bias import CountedBias
 from laconic.moe.routing import Routing, SoftRouting
 
 __all__ = ["ExpertsLayer", "has_own_replicas"]
@@ -73,6 +74,10 @@ class ExpertsLayer(MoELayer):
             getattr(self, name).update(getattr(original, name))
         self.shared_call: SharedCall | None = None
         """Moves the block's call of its shared experts to where rows travel; None: the block calls them itself."""
+        self.router_bias: CountedBias | None = None
+        """The bias by which the block's router is balanced; see `laconic.moe.update_router_biases`."""
+        self.grid = grid if grid is not None and (has_own_replicas(grid) or grid.stages > 1) else None
+        """None where the dense part's replicas are all processes, so that a model can be copied."""
         self.ran_under_ddp, self.averages_under_ddp, self.is_running = False, True, False
         self.stages = 1 if grid is None else grid.stages
         """Pipeline stages, of which the model is one."""
@@ -117,12 +122,15 @@ class ExpertsLayer(MoELayer):
         return self._signature.bind(*args, **kwargs).args if kwargs or len(args) != 3 else args
 
     @torch.compiler.disable
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(self, *call: Tensor) -> Tensor:
         """Return outputs [..., M] of hidden states [..., M], with [..., k] choices and weights for each.
 
         torch.compile breaks its graph here: the number of rows of an expert is known only when they arrive.
         """
-        return self.run(hidden_states, self.gate.routing(hidden_states, top_k_index, top_k_weights))
+        hidden_states, routing = self.gate.of_call(*call)
+        if self.router_bias is not None and self.training and torch.is_grad_enabled() and isinstance(routing, Routing):
+            self.router_bias.count(routing.counts())
+        return self.run(hidden_states, routing)
 
     def run(self, x: Tensor, routing: Routing | SoftRouting | None = None) -> Tensor:
         """See `MoELayer.run`.

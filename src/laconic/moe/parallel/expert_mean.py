@@ -24,10 +24,10 @@ __all__ = ["ExpertMean"]
 
 
 class ExpertMean:
-    """Divides gradients by N_DP, after adding them over the N_EDP replicas."""
+    """Divides gradients by N_DP, or another divisor, after adding them over the N_EDP replicas."""
 
-    def __init__(self, grid: Grid) -> None:
-        self._num_ranks = grid.layout.dp
+    def __init__(self, grid: Grid, divisor: float | None = None) -> None:
+        self._divisor = grid.layout.dp if divisor is None else divisor
         self._replicas = grid.edp if grid.layout.edp > 1 else None
 
     def call(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class ExpertMean:
 
     def of(self, grad: Tensor) -> Tensor:
         """Return the mean of a gradient of this rank and its replicas', all of which call it."""
-        grad = grad / self._num_ranks
+        grad = grad / self._divisor
         if self._replicas is not None:
             held = local_part(grad)
             summed = held.contiguous()

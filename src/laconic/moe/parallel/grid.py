@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from laconic.errors import ConfigError
-from laconic.topology import GROUPS, GridLayout
+from laconic.topology import GridLayout, groups_of_ranks
 
 __all__ = ["Grid", "Level"]
 
-_NAMED_SIZES = {"mp": "mp", "tp": "mp", "ep": "ep", "esp": "esp"}
+_NAMED_SIZES = {"mp": "mp", "tp": "mp", "ep": "ep", "esp": "esp", "etp": "esp"}
 
 
 @dataclass(frozen=True)
@@ -102,42 +102,37 @@ class Grid:
     def from_mesh(mesh: DeviceMesh, *, levels: Sequence[int] = ()) -> Grid:
         """Make the grid of a mesh over the whole world by the names of its dimensions.
 
-        "mp" or "tp", "ep" and "esp" give sizes (1 if there is no such dimension), and the only dimension of a mesh
-        without names is ep. A first dimension "pp" gives the stages. The groups of every such dimension have to be the
-        grid's; so have those of "dp" in a mesh of the dense part. Before "ep", dimensions of other names ("dp",
-        "dp_replicate", "dp_shard", "cp", "edp") are of processes that hold the same experts and have other tokens.
+        "mp" or "tp", "ep", and "esp" or "etp" give sizes (1 if there is no such dimension), and the only dimension of a
+        mesh without names is ep. A first dimension "pp" gives the stages. The groups of every such dimension have to be
+        the grid's. Before them, dimensions of other names ("dp", "dp_replicate", "dp_shard", "efsdp", "cp", "edp") are
+        of processes that hold the same experts and have other tokens.
 
         Raises:
             ConfigError: the mesh is not over ranks 0, 1, ... of the world, or a dimension has other groups.
         """
-        ranks = mesh.mesh.flatten().tolist()
+        ranks, names, sizes = mesh.mesh.flatten().tolist(), _names(mesh), _sizes(mesh)
         if ranks != list(range(dist.get_world_size())):
             raise ConfigError(
                 f"mesh has the ranks {ranks}, but a grid is over all {dist.get_world_size()} of the world in order;"
-                f" pass the mesh of all ranks, or Grid({_sizes_as_call(mesh)})"
+                f" pass the mesh of all ranks, or {_call(sizes or {'ep': len(ranks)})}"
             )
-        names = mesh.mesh_dim_names or (("ep",) if mesh.ndim == 1 else ())
-        if not names or not {*_NAMED_SIZES} & {*names}:
+        if not sizes:
             raise ConfigError(
                 f"mesh has the dimensions {names or 'without names'}, but one of them must be called mp, tp, ep or esp;"
-                " name them with mesh_dim_names"
+                f" name them with mesh_dim_names, or pass {_call({'ep': mesh.size(mesh.ndim - 1)})}"
             )
-        sizes = {"mp": 1, "ep": 1, "esp": 1}
-        sizes |= {_NAMED_SIZES[name]: mesh.size(dim) for dim, name in enumerate(names) if name in _NAMED_SIZES}
-        if "pp" in names[1:]:
-            raise ConfigError(f"mesh has the dimensions {names}, but pp must be the first; order them like this")
-        stages = mesh.size(0) if names[0] == "pp" else 1
-        layout = GridLayout(len(ranks) // stages, sizes["mp"], sizes["ep"], sizes["esp"])
+        stages = mesh.size(names.index("pp")) if "pp" in names else 1
+        layout = GridLayout(len(ranks) // stages, sizes.get("mp", 1), sizes.get("ep", 1), sizes.get("esp", 1))
         for dim, name in enumerate(names):
-            wanted = {"tp": "mp"}.get(name, name)
-            if wanted == "dp" and "ep" in names and sizes["mp"] == 1:
-                continue  # ranks of ep have tokens of their own, too: it is a part of the grid's dp
-            if wanted in GROUPS and sorted(_lines(mesh.mesh, dim)) != _in_stages(layout, wanted, stages):
+            if name != "pp" and name not in _NAMED_SIZES:
+                continue
+            lines, wanted = sorted(_lines(mesh.mesh, dim)), _groups(layout, name, stages)
+            if lines != wanted:
                 raise ConfigError(
-                    f"dimension {name} of the mesh {tuple(mesh.shape)} {names} has the groups {_lines(mesh.mesh, dim)},"
-                    f" but a grid's are {layout.ranks(wanted)}; {_remedy(names, sizes)}"
+                    f"dimension {name} of the mesh {tuple(mesh.shape)} {names} has the groups {lines}, but a grid's are"
+                    f" {wanted}; {_remedy(names, sizes, stages)}"
                 )
-        return Grid(**sizes, levels=levels, stages=stages, device_type=mesh.device_type)
+        return Grid(**{"ep": 1, **sizes}, levels=levels, stages=stages, device_type=mesh.device_type)
 
     def __repr__(self) -> str:
         layout = self.layout
@@ -147,29 +142,39 @@ class Grid:
         )
 
 
-def _sizes_as_call(mesh: DeviceMesh) -> str:
-    """Return the arguments of Grid that have the sizes of a mesh's named dimensions."""
-    names = mesh.mesh_dim_names or (("ep",) if mesh.ndim == 1 else ())
-    sizes = {_NAMED_SIZES[name]: mesh.size(dim) for dim, name in enumerate(names) if name in _NAMED_SIZES}
-    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or (("ep",) if mesh.ndim == 1 else ())
 
 
-def _remedy(names: Sequence[str], sizes: dict[str, int]) -> str:
-    """Say which call makes a grid of the dimensions of a mesh whose groups are others."""
-    inner = names[-1]
-    if _NAMED_SIZES.get(inner) == "mp" and "ep" in names and sizes["esp"] == 1:
-        mp, ep = sizes["mp"], sizes["ep"]
+def _sizes(mesh: DeviceMesh) -> dict[str, int]:
+    """Return the arguments of Grid that a mesh's dimensions give."""
+    return {_NAMED_SIZES[name]: mesh.size(dim) for dim, name in enumerate(_names(mesh)) if name in _NAMED_SIZES}
+
+
+def _call(sizes: dict[str, int]) -> str:
+    return f"Grid({', '.join(f'{name}={size}' for name, size in sizes.items())})"
+
+
+def _remedy(names: Sequence[str], sizes: dict[str, int], stages: int) -> str:
+    """Say which calls make a grid of the dimensions of a mesh whose groups are others."""
+    more = {"stages": stages} if stages > 1 else {}
+    inner, mp, ep = names[-1], sizes.get("mp", 1), sizes.get("ep", 1)
+    if _NAMED_SIZES.get(inner) == "mp" and "ep" in sizes and "esp" not in sizes:
+        cut, spread = {"mp": mp, "ep": ep, "esp": mp, **more}, {"mp": mp, "ep": ep * mp, **more}
         return (
-            f"pass Grid(mp={mp}, ep={ep}, esp={mp}), which cuts each expert over {inner}, or Grid(mp={mp},"
-            f" ep={ep * mp}), which spreads experts over ep and {inner}"
+            f"pass {_call(cut)}, which cuts each expert over {inner}, or {_call(spread)}, which spreads experts over ep"
+            f" and {inner}"
         )
-    return "order the dimensions (dp, mp) or (dp, ep, esp)"
+    return f"pass {_call(sizes | more)}, or order the dimensions (pp, dp, mp) or (pp, dp, ep, esp)"
 
 
-def _in_stages(layout: GridLayout, group: str, stages: int) -> list[list[int]]:
-    """List the groups of all stages."""
+def _groups(layout: GridLayout, name: str, stages: int) -> list[list[int]]:
+    """List the groups that a dimension of a mesh has to have, of all stages."""
     size = layout.num_ranks
-    return sorted([rank + stage * size for rank in ranks] for stage in range(stages) for ranks in layout.ranks(group))
+    if name == "pp":
+        return groups_of_ranks(size * stages, size, stages)
+    ranks = layout.ranks(_NAMED_SIZES[name])
+    return sorted([rank + stage * size for rank in group] for stage in range(stages) for group in ranks)
 
 
 def _lines(ranks: torch.Tensor, dim: int) -> list[list[int]]:

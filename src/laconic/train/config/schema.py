@@ -80,8 +80,8 @@ Integers = Annotated[tuple[PositiveInt, ...], integers]
 Paths = Annotated[tuple[PathText, ...], list_of('strings, e.g. ["corpus/"]')]
 
 _OF_SPREAD_EXPERTS = (
-    *("dispatcher", "levels", "depth", "dispatch_codec", "chunks", "overlap_grad_reduce", "capacity_factor"),
-    "gate",
+    *("dispatcher", "levels", "depth", "dispatch_codec", "chunks", "overlap_grad_reduce"),
+    *("capacity_factor", "eval_capacity_factor", "gate"),
     *("swap_every", "swap_policy", "swap_pairs", "rates"),
 )
 """Settings of `[moe]` that need `moe.expert_parallel`."""
@@ -288,8 +288,8 @@ class MoEConfig:
     it. auto: laconic.moe.autotune chooses one of these, depth, code of rows and chunks, by measured rates and the first
     micro-batch."""
     gate: GateName | None = None
-    """Decides in the place of the model's routers, with their weights; one that has no other parameters, as softmax and
-    expert_choice. Nothing balances it. None: the routers."""
+    """Decides in the place of the model's routers, with their weights; one that has no other parameters, as softmax,
+    sinkhorn and expert_choice. Nothing else balances it. None: the routers."""
     levels: Integers = ()
     """Groups that the processes of one EP group form at each level, such as nodes: each number is a multiple of the one
     before. Empty: the machines, as LOCAL_WORLD_SIZE tells."""
@@ -307,6 +307,8 @@ class MoEConfig:
     capacity_factor: PositiveFloat | None = None
     """In training an expert takes at most this many times its even share of a process's micro-batch, tokens in order;
     the rest is dropped. None drops nothing."""
+    eval_capacity_factor: PositiveFloat | None = None
+    """As capacity_factor, in evaluation; None drops nothing there."""
     swap_every: NonNegativeInt = 0
     """Fewest steps between two routing queries of a layer for experts that should change places; 0 means never. Needs
     measured rates and a dispatcher that goes in levels."""
@@ -318,7 +320,7 @@ class MoEConfig:
     """Most pairs of experts of a layer that change places at a time."""
     rates: PathText | None = None
     """File with measured rates of the cluster (laconic.cost.MoERates) for `swap_every` and for dispatcher = auto; None
-    means the one that laconic profile wrote; auto measures where there is none."""
+    means the one that laconic profile --moe wrote; auto measures where there is none."""
     router_aux_loss_coef: NonNegativeFloat | None = None
     """Weight of the load-balancing loss in training; None means the family's router_aux_loss_coef, 0 where it has
     none."""

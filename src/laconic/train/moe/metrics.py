@@ -145,22 +145,22 @@ class ExpertMeter(Hook):
 
 
 class Capacity(Hook):
-    """Hook that drops assignments beyond an expert's capacity in training.
+    """Hook that drops assignments beyond an expert's capacity.
 
     Args:
-        factor: capacity of an expert, as a multiple of its even share of a process's assignments; the first tokens in
-            order are kept.
+        training, evaluation: capacity of an expert in that mode, as a multiple of its even share of a process's
+            assignments; the first tokens in order are kept. None drops nothing.
     """
 
-    def __init__(self, factor: float) -> None:
-        self._factor = factor
+    def __init__(self, training: float | None, evaluation: float | None) -> None:
+        self._training, self._evaluation = training, evaluation
 
     def before_dispatch(self, layer: MoELayer, tokens: RoutedTokens) -> RoutedTokens | None:
-        """Return `tokens` with the assignments that fit; None outside training or without a `Routing`."""
-        routing = tokens.routing
-        if not layer.training or not isinstance(routing, Routing):
+        """Return `tokens` with the assignments that fit; None without a capacity or a `Routing`."""
+        routing, factor = tokens.routing, self._training if layer.training else self._evaluation
+        if factor is None or not isinstance(routing, Routing):
             return None
-        capacity = capacity_of(self._factor, len(routing), routing.num_experts)
+        capacity = capacity_of(factor, len(routing), routing.num_experts)
         return replace(tokens, routing=dropped(routing, capacity, "position"))
 
 

@@ -56,7 +56,7 @@ class Migration:
         if not path.is_file():
             raise ConfigError(
                 f"moe.swap_every is {config.swap_every}, but there are no rates at {path}, by which swaps are decided; "
-                "write them with laconic profile, or name a file in moe.rates"
+                "write them with laconic profile --moe, or name a file in moe.rates"
             )
         self.count = 0
         """Number of times that experts of a layer have changed places so far."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.errors import ConfigError, ModelError
-from laconic.moe.gates.losses import z_loss
+from laconic.moe.gates.losses import load_step, z_loss
 from laconic.moe.huggingface import Block, find_blocks
 from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.world import World
@@ -187,8 +187,7 @@ class Routers:
         for name, load in zip(self._names, self._summed_loads(), strict=True):
             bias = self._model.get_submodule(name).get_buffer(_BIAS)
             if not skipped:
-                behind = load.double().mean() - load.double()
-                bias += self.bias_rate * behind.sign().to(bias.dtype)
+                bias += load_step(load, self.bias_rate, bias.dtype)
             widest = max(widest, float(bias.max() - bias.min()))
         return widest
 

@@ -217,8 +217,8 @@ def spread_experts(model: nn.Module, config: TrainConfig, world: World) -> Sprea
     if size is None:
         return None
     meter = ExpertMeter(world, size, level_sizes(config))
-    factor = config.moe.capacity_factor
-    hooks = (meter,) if factor is None else (Capacity(factor), meter)
+    factors = config.moe.capacity_factor, config.moe.eval_capacity_factor
+    hooks = (meter,) if factors == (None, None) else (Capacity(*factors), meter)
     grid = Grid(ep=size, levels=level_sizes(config), device_type=world.device.type) if size > 1 else None
     # A process that refused bad logits would leave the others waiting; a loss that is not finite is skipped by all.
     try:

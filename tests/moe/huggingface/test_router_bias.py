@@ -1,0 +1,118 @@
+"""Biases of routers follow the load of experts, by one call in a training loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from laconic.errors import ConfigError
+from laconic.moe import (
+    GatedExperts,
+    Grid,
+    MoELayer,
+    SigmoidGate,
+    SoftmaxGate,
+    moe_layers,
+    parallelize,
+    update_router_biases,
+)
+from tests.activations.models import make_ids, make_model
+from tests.moe.worlds import run_world
+
+NAME = "e_score_correction_bias"
+
+
+def tiny(family: str = "deepseek_v3") -> nn.Module:
+    return make_model(family, experts_implementation="eager").double()
+
+
+def step(model: nn.Module, ids: Tensor) -> None:
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+
+def biases(model: nn.Module) -> list[Tensor]:
+    return [getattr(part, NAME) for part in model.modules() if isinstance(getattr(part, NAME, None), Tensor)]
+
+
+def test_a_call_moves_the_biases_by_the_loads_of_all_micro_batches() -> None:
+    model, load = tiny(), torch.zeros(4, dtype=torch.int64)
+    parallelize(model)
+    (layer,) = moe_layers(model).values()
+    for seed in (1, 2):
+        step(model, make_ids(2, 8, seed))
+        assert layer.load is not None
+        load += layer.load
+    with torch.no_grad():
+        step_in_evaluation = model.eval()(input_ids=make_ids(2, 8, 3))
+        assert step_in_evaluation.logits.isfinite().all()
+    model.train()
+    update_router_biases(model, rate=0.25)
+    (bias,) = biases(model)
+    assert bias.tolist() == (0.25 * (load.double().mean() - load).sign()).tolist()
+    assert float(bias.abs().max()) == 0.25
+    update_router_biases(model, rate=0.25)
+    assert float(bias.abs().max()) == 0.25, "nothing was counted since"
+
+
+def test_an_optimizer_may_call_it() -> None:
+    model = tiny()
+    parallelize(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer.register_step_post_hook(lambda *_: update_router_biases(model))
+    step(model, make_ids(2, 8))
+    optimizer.step()
+    assert float(biases(model)[0].abs().max()) == pytest.approx(1e-3)
+
+
+def test_sigmoid_gates_move_by_their_own_rate() -> None:
+    gate = SigmoidGate(4, 8, 1, bias_rate=0.5)
+    gate.load.copy_(torch.tensor([5, 3, 3, 1]))
+    update_router_biases(nn.Sequential(MoELayer(gate, GatedExperts(4, 8, 16))))
+    assert gate.bias.tolist() == [-0.5, 0.0, 0.0, 0.5]
+    assert not gate.load.any()
+
+
+def test_models_without_such_biases_are_refused() -> None:
+    with pytest.raises(ConfigError, match="has no layers yet; call parallelize first"):
+        update_router_biases(tiny())
+    for model in (tiny("mixtral"), nn.Sequential(MoELayer(SoftmaxGate(4, 8, 1), GatedExperts(4, 8, 16)))):
+        if not moe_layers(model):
+            parallelize(model)
+        with pytest.raises(ConfigError, match=f"no router of {type(model).__name__} has an {NAME}; balance it by"):
+            update_router_biases(model)
+    model = tiny()
+    parallelize(model, gate="softmax")  # the router does not decide
+    with pytest.raises(ConfigError, match="no router"):
+        update_router_biases(model)
+
+
+def _like_one_process() -> None:
+    place, size = dist.get_rank(), dist.get_world_size()
+    alone = tiny()
+    parallelize(alone)
+    step(alone, make_ids(4, 8, 1))
+    update_router_biases(alone, rate=0.25)  # of as many times the same tokens
+    (wanted,) = biases(alone)
+    grids = [Grid(ep=2), Grid(ep=1), *([Grid(mp=2, ep=2), Grid(ep=4)] if size == 4 else [])]
+    for grid in grids:
+        for shards in (False, True):
+            model = tiny()
+            done = parallelize(model, grid)
+            if shards:
+                done.fully_shard(model.model.layers)
+            dp, mp = grid.layout.dp, grid.layout.mp
+            step(model, make_ids(4, 8, 1).chunk(dp)[place // mp])
+            update_router_biases(model, rate=0.25)
+            (bias,) = biases(model)
+            assert float(bias.abs().max()) == 0.25
+            assert torch.equal(bias, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_loads_are_those_of_all_processes(world: int, tmp_path: Path) -> None:
+    run_world([_like_one_process], world, tmp_path)
