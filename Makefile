@@ -17,7 +17,7 @@
 # make smoke   the wheels in dist/ on every version of Python that is here
 # make matrix  a part of the tests with other versions of Python, torch and transformers
 # make gpu     the first hour on a GPU: docs/benchmarks.md (ARGS="--wheels FOLDER --call 1", or --rehearse without a device)
-# make stranger  the wheel in a fresh environment, as a new user would meet it
+# make stranger  Getting started in a fresh environment, as a new user would meet it (ARGS=--examples: the examples, ten minutes)
 # ARGS="..." is handed on, e.g. make demo ARGS="--steps 50" or make test ARGS="-k nf4"
 
 PYTHON ?= python3
@@ -138,7 +138,7 @@ audit:
 	build/audit/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip --strict $(ARGS)
 
 stranger: $(BIN)/python
-	$(BIN)/python tools/stranger.py
+	$(BIN)/python tools/stranger.py $(ARGS)
 
 smoke: $(BIN)/python
 	$(BIN)/python tools/smoke.py $(ARGS)

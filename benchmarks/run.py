@@ -17,6 +17,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,7 +60,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if chosen.out is not None and not chosen.out.parent.is_dir():
         parser.error(f"--out is {chosen.out}, but the folder {chosen.out.parent} does not exist: make it first")
-    write = _Report(chosen.out).write
+    write, began = _Report(chosen.out).write, time.monotonic()
+    print(_announced(chosen.name), file=sys.stderr, flush=True)
     head = report_head(chosen.name, f"python -m benchmarks.run {' '.join(arguments)}") + "\n"
     for threads in chosen.threads:
         # What comes last counts.
@@ -72,10 +74,23 @@ def main(arguments: Sequence[str]) -> int:
             for line in process.stdout:
                 write(head + line)
                 head = ""
+                if line.startswith("## "):
+                    print(f"{time.monotonic() - began:.0f} s: {line[3:].strip()}", file=sys.stderr, flush=True)
         if process.returncode:
             return process.returncode
         head = "\n"
+    write(f"\nAll of it took {(time.monotonic() - began) / 60:.1f} minutes.\n")
     return 0
+
+
+def _announced(name: str, reports: Path = Path(__file__).parent / "results") -> str:
+    """How long a benchmark took when its newest report was made, as far as one says it."""
+    for path in sorted(reports.glob("*.md"), reverse=True):
+        said = path.read_text(encoding="utf-8")
+        found = re.search(r"^All of it took (\d.*)\.$", said, re.MULTILINE)
+        if found and said.startswith(f"# Benchmark: {name}\n"):
+            return f"{name} took {found[1]} when {path.name} was made; tables come as they are ready"
+    return f"no report of {name} says how long it takes; tables come as they are ready, and --smoke tries it in seconds"
 
 
 class _Report:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -15,6 +17,12 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 LENGTH = 64
+
+
+def need_torchrun(script: str) -> None:
+    """End with the command that starts `script`, if it was started as one process."""
+    if "RANK" not in os.environ:
+        sys.exit(f"these are two processes; start them with: torchrun --nproc-per-node 2 {shlex.quote(script)}")
 
 
 def llama(**changes: Any) -> LlamaForCausalLM:

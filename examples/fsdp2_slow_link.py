@@ -1,5 +1,6 @@
 """Pretrain with FSDP2 over a slow link: what is gathered and reduced travels in fewer bytes, bit for bit. 30 seconds.
 
+    pip install 'laconic[train]'
     python examples/fsdp2_slow_link.py
 
 With root, two hosts with 100 Mbit/s between them are made on this machine; without, the link is this machine, nothing

@@ -1,5 +1,6 @@
 """A mixture of experts over two nodes of two processes: a token's row crosses to the other node once. 40 seconds.
 
+    pip install 'laconic[train]'
     python examples/moe_two_nodes.py
 
 With root the nodes are hosts with 100 Mbit/s between them; without, two launches of torchrun on this machine. On two

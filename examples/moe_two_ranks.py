@@ -1,5 +1,6 @@
 """A mixture of experts over two processes: each keeps half of the experts, tokens travel. About 20 seconds.
 
+    pip install 'laconic[train]'
     torchrun --nproc-per-node 2 examples/moe_two_ranks.py
 
 Prints what `parallelize` did and how the loss falls.
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from common import batches, mixture
+from common import batches, mixture, need_torchrun
 
 import laconic
 from laconic.moe import Grid, parallelize
@@ -17,6 +18,7 @@ from laconic.moe import Grid, parallelize
 
 def main() -> None:
     """Train 20 steps, other tokens on each rank."""
+    need_torchrun(__file__)
     dist.init_process_group("gloo")
     model = mixture(top_k=2)
     spread = parallelize(model, Grid(ep=2))

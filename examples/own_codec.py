@@ -1,5 +1,6 @@
 """Your own codec: gradients travel as bf16 through laconic's collectives. About 10 seconds.
 
+    pip install 'laconic[train]'
     torchrun --nproc-per-node 2 examples/own_codec.py
 
 A codec turns values into bytes and back; order, chunks, errors and the audit are the collectives'. Prints the error of
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from common import need_torchrun
 from torch import Tensor
 
 from laconic.collectives import Raw, all_reduce, audit
@@ -58,6 +60,7 @@ class Bfloat16:
 
 def main() -> None:
     """Add a gradient on two ranks."""
+    need_torchrun(__file__)
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
     gradient = torch.randn(1 << 18)

@@ -1,5 +1,6 @@
 """Your own loop, everything on: 4-bit activations, gradients and Adam's moments in 8 bits. About 20 seconds.
 
+    pip install 'laconic[train]'
     python examples/own_loop.py
 
 Prints what a forward keeps per token and how the loss falls.

@@ -1,5 +1,6 @@
 """Your own policy: 8 bits for attention's inputs, 4 for the rest, the last layer exact. About 10 seconds.
 
+    pip install 'laconic[train]'
     python examples/own_policy.py
 
 A policy sees every site and says how it is kept. Prints the report and the largest error of a gradient.

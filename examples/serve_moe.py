@@ -1,5 +1,6 @@
 """Serve a mixture of experts whose experts are in a process of their own, and ask it something. About 40 seconds.
 
+    pip install 'laconic[serve]'
     python examples/serve_moe.py
 
 The model is new, so its answer means nothing. Prints the answer, which comes in pieces, and stops the server.

@@ -1,5 +1,6 @@
 """Fine-tune adapters with Hugging Face's Trainer and PEFT, activations in 4 bits. About 15 seconds.
 
+    pip install 'laconic[train]' peft accelerate
     python examples/trainer_lora.py
 
 Adapters have few gradients and moments, so activations are what is worth saving. Prints the Trainer's log with what is

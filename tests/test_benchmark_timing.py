@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from benchmarks.kit import timing
 from benchmarks.kit.timing import Timing, seconds_of
 from benchmarks.registry import Table
-from benchmarks.run import modules
+from benchmarks.run import _announced, modules
 
 
 def clock(case: Callable[[], object]) -> Callable[[], float]:
@@ -96,3 +97,10 @@ def test_every_benchmark_is_found_by_its_name() -> None:
     found = modules()
     assert found["moe-steps"] == "benchmarks.moe_steps"
     assert len(found) >= 29
+
+
+def test_a_benchmark_says_before_it_starts_how_long_it_took(tmp_path: Path) -> None:
+    assert "no report of moe-parm says" in _announced("moe-parm", tmp_path)
+    (tmp_path / "moe_parm_xeon.md").write_text("# Benchmark: moe-parm\n\nAll of it took 2.5 minutes.\n")
+    (tmp_path / "moe_parm_zoo.md").write_text("# Benchmark: moe-parm-zoo\n\nAll of it took 9.0 minutes.\n")
+    assert _announced("moe-parm", tmp_path).startswith("moe-parm took 2.5 minutes when moe_parm_xeon.md was made")

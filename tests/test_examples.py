@@ -10,6 +10,7 @@ import pytest
 
 from tests.distributed.processes import ROOT, environment, free_port
 from tests.patience import patient
+from tests.scripts import load_script
 
 EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem != "common"}
 SAYS = {
@@ -29,7 +30,26 @@ _QUICK = ("own_codec",)
 def test_every_example_is_tried_and_named_in_the_documentation() -> None:
     assert EXAMPLES.keys() == SAYS.keys()
     page = (ROOT / "docs" / "examples.md").read_text()
-    assert all(f"examples/{name}.py" in page for name in EXAMPLES)
+    rows = dict(re.findall(r"^\| .*?\(\.\./examples/(\w+)\.py\) \|.*?(\| \w+ \|[^|]*)\|$", page, re.MULTILINE))
+    assert rows.keys() == EXAMPLES.keys()
+    for name, path in EXAMPLES.items():
+        said = path.read_text()
+        assert re.search(r"\d+ seconds\.$", said.partition("\n")[0]), name
+        (install,) = re.findall(r"^    pip install (.*)$", said, re.MULTILINE)
+        (start,) = re.findall(r"^    (python|torchrun) .*$", said, re.MULTILINE)
+        more = install.removeprefix("'laconic[train]'").replace("'", "").strip()
+        assert rows[name].replace(" ", "") == f"|{start}|{more}".replace(" ", ""), name
+
+
+def test_one_process_where_two_are_needed_is_told_how_they_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    common = load_script(ROOT / "examples" / "common.py")
+    with pytest.raises(SystemExit, match=r"torchrun --nproc-per-node 2 examples/own_codec\.py"):
+        common.need_torchrun("examples/own_codec.py")
+    monkeypatch.setenv("RANK", "0")
+    common.need_torchrun("examples/own_codec.py")
 
 
 @pytest.mark.parametrize(

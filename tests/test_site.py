@@ -89,6 +89,8 @@ def test_the_search_answers_in_a_browser(site: Path) -> None:
         page.wait_for_selector(".md-search-result__link", timeout=60_000)
         links = [link.get_attribute("href") for link in page.query_selector_all(".md-search-result__link")]
         assert any("activations.html" in link for link in links), links
+        page.fill(".md-search__input", "OOM")
+        page.wait_for_selector(".md-search-result__link[href*='troubleshooting.html']", timeout=60_000)
 
 
 @pytest.mark.timeout(900)

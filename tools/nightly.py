@@ -31,6 +31,7 @@ def parts(seed: int) -> dict[str, list[str]]:
         "netlab": [*slow, "tests/netlab"],
         "fuzz": [sys.executable, "-m", "tests.fuzz.run", "--seed", str(seed), "--seconds", "60"],
         "hosts": ["make", "hosts"],
+        "examples": [sys.executable, "tools/stranger.py", "--examples"],
     }
 
 

@@ -1,7 +1,7 @@
-"""Run the notebooks of examples/ without Jupyter and store what their cells print and draw.
+"""Run the notebooks of examples/ without Jupyter and print what their cells print.
 
-    python tools/notebooks.py            # runs all, writes outputs into the files
-    python tools/notebooks.py --check    # runs all, writes nothing
+    python tools/notebooks.py            # runs all, writes nothing
+    python tools/notebooks.py --store    # runs all, and stores what they print and draw in the files
 
 A cell runs as in Jupyter, in names that all cells share. What it prints is stored as text, the figure it leaves open in
 `matplotlib.pyplot` as a small PNG.
@@ -57,9 +57,14 @@ def run(path: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Run all notebooks."""
+    if sys.argv[1:] not in ([], ["--store"]):
+        sys.exit(f"{sys.argv[1:]} is not known; give nothing, or --store")
     for path in sorted(FOLDER.glob("*.ipynb")):
+        print(f"running {path.name}", file=sys.stderr, flush=True)
         notebook = run(path)
-        if sys.argv[1:] != ["--check"]:
+        for cell in notebook["cells"]:
+            print(*(line for output in cell.get("outputs", ()) for line in output.get("text", ())), sep="", end="")
+        if sys.argv[1:]:
             path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
 
 

@@ -9,6 +9,7 @@ build and never committed.
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,14 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[1]
 _LINK = re.compile(r"(\]\()\.\./([^)#\s]+)(#[^)\s]*)?\)")
 _PAGES = {"README.md": "overview.md"}  # mkdocs would take a README for the index
+
+
+def _address() -> str | None:
+    """Where this clone came from, as an address for a browser; None if that is no host of repositories."""
+    command = ["git", "-C", str(ROOT), "config", "--get", "remote.origin.url"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    match = re.fullmatch(r"(?:https://(?:[^@/]*@)?|git@|ssh://git@)([\w.-]+)[:/](.+?)(?:\.git)?/?", found)
+    return f"https://{match[1]}/{match[2]}" if match else None
 
 
 def on_config(config: Any) -> Any:
@@ -86,4 +95,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return markdown
     if page.file.src_uri == "api.md":
         return site_reference.linked_names(markdown)
+    if address := _address():
+        markdown = markdown.replace("git clone ADDRESS", f"git clone {address}")
+        if page.file.src_uri == "index.md":
+            # As a line of text: the theme's own link would ask the host for its stars.
+            markdown = markdown.replace("\n## ", f"\nThe repository: [{address}]({address}).\n\n## ", 1)
     return _LINK.sub(lambda match: f"{match[1]}{_place(match[2])}{match[3] or ''})", markdown)

@@ -187,11 +187,17 @@ def _plain(text: str) -> str:
 def _command_line() -> str:
     from laconic.cli.main import COMMANDS
 
-    parts = ["# Command line\n", "What every command says of itself with `--help`.\n", f"```text\n{_help()}```\n"]
+    parts = [
+        "# Command line\n",
+        "What every command says of itself with `--help`.\n",
+        f"```{{ .text .help }}\n{_help()}```\n",
+    ]
     for name, summary in COMMANDS.items():
-        parts.append(f"## laconic {name}\n\n{summary[0].upper()}{summary[1:]}.\n\n```text\n{_help(name)}```\n")
+        parts.append(
+            f"## laconic {name}\n\n{summary[0].upper()}{summary[1:]}.\n\n```{{ .text .help }}\n{_help(name)}```\n"
+        )
         for inner in _HELP_WITH_COMMANDS.get(name, ()):
-            parts.append(f"### laconic {name} {inner}\n\n```text\n{_help(name, inner)}```\n")
+            parts.append(f"### laconic {name} {inner}\n\n```{{ .text .help }}\n{_help(name, inner)}```\n")
     return "\n".join(parts)
 
 

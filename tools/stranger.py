@@ -1,9 +1,10 @@
-"""A stranger's first hour: the wheel in a fresh environment, Getting started, Trainer, `laconic run`, advise, goodbye.
+"""A stranger's first hour: Getting started as the page says it, Trainer, `laconic run`, advise, goodbye.
 
 Last an editable install, from a folder that is then moved.
 
-    python tools/stranger.py                 # builds sdist and wheel from this checkout first
-    python tools/stranger.py dist/x.whl      # takes a wheel that is there
+    python tools/stranger.py                 # installs from a copy of this checkout, as docs/getting_started.md says
+    python tools/stranger.py dist/x.whl      # as the page says it of a wheel
+    python tools/stranger.py --examples      # only the examples and notebooks, with what their page names: ten minutes
 
 Everything happens in a temporary folder, so that nothing of the checkout is imported. Ends with an error at the first
 thing that does not work. Start-up times are printed beside what they should be, the best of several; only one that
@@ -118,6 +119,49 @@ def blocks(page: Path) -> str:
     return "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE))
 
 
+def installed(folder: Path, wheel: Path | None) -> Path:
+    """Do what Getting started says in a copy of this checkout, or with a wheel; returns the environment's programs."""
+    checkout = folder / "a clone" / "laconic"
+    made = shutil.ignore_patterns(".git", ".venv", "build", "dist", "runs", "__pycache__", ".*_cache", ".hypothesis")
+    shutil.copytree(ROOT, checkout, ignore=made)
+    page = (ROOT / "docs" / "getting_started.md").read_text(encoding="utf-8")
+    (block,) = (
+        text for text in re.findall(r"^```\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if "pip install" in text
+    )
+    clone, *lines = block.splitlines()
+    assert clone.startswith("git clone"), f"the page begins with {clone}; the copy stands for a clone"
+    if wheel is not None:
+        (line,) = re.findall(r"`(pip install \"WHEEL\[\w+\]\")`", page)
+        lines = [line.replace("WHEEL", str(wheel.resolve())) if "pip install" in one else one for one in lines]
+    run("bash", "-euc", "\n".join(lines), cwd=checkout, says="Everything laconic needs works here.")
+    return checkout / ".venv" / "bin"
+
+
+def examples(folder: Path, bin: Path) -> None:
+    """Run every example and notebook as its first lines say, and a command for torchrun with python."""
+    checkout = bin.parents[1]
+    before = {path: path.read_bytes() for path in checkout.glob("examples/**/*.*")}
+    activated = f"PATH={bin}:{os.environ['PATH']}"
+    constrained = f"PIP_CONSTRAINT={(ROOT / 'constraints.txt').resolve().as_uri()}"
+    for path in sorted(checkout.glob("examples/*.py")):
+        install, start = (
+            re.findall(rf"^    ({words} .*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            for words in ("pip install", "(?:python|torchrun)")
+        )
+        if path.stem != "common":
+            run("env", activated, constrained, "bash", "-euc", install[0], cwd=checkout)
+            run("env", activated, "bash", "-euc", start[0], cwd=checkout)
+            if start[0].startswith("torchrun"):
+                run(bin / "python", path, cwd=folder, code=1, says="start them with: torchrun")
+    (install,) = re.findall(
+        r"`(pip install .*?)`, then `python tools/notebooks.py`", (ROOT / "docs/examples.md").read_text()
+    )
+    run("env", activated, constrained, "bash", "-euc", install, cwd=checkout)
+    run("env", activated, "python", "tools/notebooks.py", cwd=checkout)
+    changed = [path for path, content in before.items() if path.read_bytes() != content]
+    assert not changed, f"running them changed {changed}"
+
+
 def moved_checkout(folder: Path, bin: Path, pip: tuple[str | Path, ...]) -> None:
     """An editable install whose folder is moved, and then removed by pip: torch goes on each time."""
     here, there = folder / "a sp\u00e1ce" / "laconic", folder / "elsewhere"
@@ -137,20 +181,18 @@ def _with_parent(path: Path) -> Path:
     return path
 
 
-def main(wheel: Path | None) -> None:
-    """Do all of it."""
+def main(argument: str | None) -> None:
+    """Do all of it, or what `argument` names."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if wheel is None:
-            run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", folder / "dist", ROOT, cwd=ROOT)
-            (wheel,) = (folder / "dist").glob("*.whl")
-        run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
-        bin = folder / "venv" / "bin"
+        wheel = None if argument in (None, "--examples") else Path(argument)
+        bin = installed(folder, wheel)
+        if argument == "--examples":
+            examples(folder, bin)
+            return
         pip = (bin / "python", "-m", "pip", "--disable-pip-version-check")
-        source = f"laconic[train,plan] @ {wheel.resolve().as_uri()}"
-        run(*pip, "install", "-c", ROOT / "constraints.txt", source, cwd=folder)
         run(bin / "laconic", "--version", cwd=folder, says="laconic ")
-        run(bin / "laconic", "doctor", cwd=folder, says="Everything laconic needs works here.")
+        run(*pip, "install", "-c", ROOT / "constraints.txt", "laconic[plan]", cwd=folder)  # as messages say it
         (folder / "started.py").write_text(blocks(ROOT / "docs" / "getting_started.md"))
         run(bin / "python", "started.py", cwd=folder, says="Adam's moments")
         (folder / "train.py").write_text(SCRIPT)
@@ -176,4 +218,4 @@ def main(wheel: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+    main(sys.argv[1] if len(sys.argv) > 1 else None)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from laconic.auditing import audit
     from laconic.collectives.integrations.zip import zip_collectives
     from laconic.formats import BlockFormat, BlockTensor, Expect, decode, encode, load_zipped
-    from laconic.gradients import compress_gradients
+    from laconic.gradients import compress_gradients, quantize_reduction
     from laconic.optim import AdamW8bit
     from laconic.replicas import verify_replicas
 
@@ -25,6 +25,7 @@ __all__ = [
     "decompress_activations",
     "linear_cross_entropy",
     "compress_gradients",
+    "quantize_reduction",
     "zip_collectives",
     "verify_replicas",
     "advise",
@@ -44,6 +45,7 @@ _HOME = {
     "decompress_activations": "laconic.activations",
     "linear_cross_entropy": "laconic.activations",
     "compress_gradients": "laconic.gradients",
+    "quantize_reduction": "laconic.gradients",
     "zip_collectives": "laconic.collectives.integrations.zip",
     "verify_replicas": "laconic.replicas",
     "advise": "laconic.advice",

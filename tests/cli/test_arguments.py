@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from laconic.cli.arguments import Parser
-from laconic.cli.main import COMMANDS, main
+from laconic.cli.main import COMMANDS, main, module_of
 from laconic.errors import ConfigError
 
 SECOND_WORD = {"infer": ["plan"], "bench": ["infer"]}
@@ -23,7 +23,7 @@ SECOND_WORD = {"infer": ["plan"], "bench": ["infer"]}
 
 @functools.cache
 def parser_of(command: str) -> Parser:
-    parser: Parser = importlib.import_module(f"laconic.cli.{command}").make_parser()
+    parser: Parser = importlib.import_module(module_of(command)).make_parser()
     return parser
 
 

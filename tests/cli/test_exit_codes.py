@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import save_file
 
 from laconic.cli.arguments import PATH_METAVARS, Parser
-from laconic.cli.main import COMMANDS, main
+from laconic.cli.main import COMMANDS, main, module_of
 from tests.collectives.simulated import made_up_rates
 from tests.cost.infer_models import RATES
 
@@ -91,7 +91,7 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def parser_of(command: str) -> Parser:
-    parser: Parser = importlib.import_module(f"laconic.cli.{command}").make_parser()
+    parser: Parser = importlib.import_module(module_of(command)).make_parser()
     return parser
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from laconic.cli import host
 from laconic.cli.host import Host, improvements, links, read_host
+from laconic.installation import IS_RELEASED, command, source
 
 GOOD = Host(
     kernels="c++",
@@ -35,7 +37,7 @@ def test_a_good_machine_has_nothing_to_improve() -> None:
 @pytest.mark.parametrize(
     ("change", "finding", "remedy"),
     [
-        ({"kernels": "reference"}, "the C++ kernels are not in use", "pip install --force-reinstall"),
+        ({"kernels": "reference"}, "the C++ kernels are not in use", source()),
         ({"num_threads": 1}, "torch uses 1 of 8 cores", "OMP_NUM_THREADS"),
         ({"huge_pages": "never"}, "transparent huge pages are off", "echo madvise"),
         ({"torch_version": "2.11.1"}, "torch 2.11 is older than 2.13", "pip install 'torch>=2.13'"),
@@ -68,3 +70,29 @@ def test_links_have_a_measured_loopback() -> None:
     *_, loopback = links()
     assert loopback["name"] == "loopback"
     assert loopback["bytes_per_second"] > 0
+
+
+def test_installing_again_names_where_this_laconic_came_from(tmp_path: Path) -> None:
+    checkout = tmp_path / "a folder"
+    checkout.mkdir()
+    url = checkout.as_uri()
+    assert source(json.dumps({"url": url, "dir_info": {"editable": True}})) == f"-e '{checkout}'"
+    assert source(json.dumps({"url": url, "dir_info": {}})) == f"'{checkout}'"
+    checkout.rmdir()
+    gone = source(json.dumps({"url": url, "archive_info": {}}))
+    assert gone == source("") == ("laconic" if IS_RELEASED else "CHECKOUT_OR_WHEEL")
+
+
+def test_the_command_is_named_as_this_shell_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = tmp_path / "a folder", tmp_path / "other"
+    for folder in (own, other):
+        folder.mkdir()
+        (folder / "laconic").write_text("#!/bin/sh\n")
+        (folder / "laconic").chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(own / "python"))
+    monkeypatch.setenv("PATH", str(own))
+    assert command() == "laconic"
+    monkeypatch.setenv("PATH", str(other))
+    assert command() == f"'{own}/laconic'"
+    (own / "laconic").unlink()  # python -m laconic in an environment that has no such program
+    assert command() == "laconic"

@@ -92,7 +92,7 @@ def test_a_stop_request_saves_and_leaves(number: signal.Signals, code: int, fold
     ending = finish(launcher, timeout_seconds=30)
     assert ending.code == code, ending.err
     assert "stopping after this step" in ending.err
-    assert f"laconic train --resume --run-dir {config.run_dir}" in ending.out
+    assert f" train --resume --run-dir {config.run_dir}" in ending.out
     assert find_checkpoint(Path(str(config.run_dir)), ALONE).step == num_steps(config.run_dir) < 100
 
 

@@ -14,16 +14,17 @@ from pathlib import Path
 
 from benchmarks.run import modules
 from laconic.cli.arguments import Parser
-from laconic.cli.main import COMMANDS
+from laconic.cli.main import COMMANDS, module_of
 from laconic.cli.train import resolve
 from laconic.errors import ConfigError
+from laconic.installation import IS_RELEASED
 from tests.distributed.processes import ROOT
 
 PROGRAMS = ("laconic", "make", "python", "python3", "pip", "pytest", "torchrun", "uvicorn", "gunicorn")
 """What is checked. A line that begins with another word is no command, or one of the system's."""
 
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-_SETS_UP = ("export", "eval", "openssl", ".")
+_SETS_UP = ("export", "eval", "openssl", ".", "git")
 _SECOND_WORD = {"infer": "plan", "bench": "infer"}
 _FOLDERS = "docs src tests benchmarks tools examples netlab csrc"
 
@@ -208,6 +209,8 @@ def _wrong_with_pip(words: list[str]) -> str | None:
         for extra in named.split(","):
             if extra not in extras:
                 return f"laconic has no extra {extra}"
+    if not IS_RELEASED and "laconic" in words:
+        return "no package index has laconic; name a checkout or a wheel"
     if "-c" in words and not _is_there(words[words.index("-c") + 1]):
         return f"{words[words.index('-c') + 1]} is not there"
     return None
@@ -235,7 +238,7 @@ def _parse(command: str, args: list[str]) -> None:
 
 @cache
 def _parser(command: str) -> Parser:
-    parser: Parser = importlib.import_module(f"laconic.cli.{command}").make_parser()
+    parser: Parser = importlib.import_module(module_of(command)).make_parser()
     return parser
 
 

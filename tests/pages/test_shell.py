@@ -83,7 +83,8 @@ def test_many_commands_are_read() -> None:
         ("pytest tests/nothing", "tests/nothing is not there"),
         ("make nothing", "no target nothing"),
         ('pip install "laconic[hf,everything]"', "no extra everything"),
-        ("pip install -c pins.txt laconic", "pins.txt is not there"),
+        ("pip install -c pins.txt .", "pins.txt is not there"),
+        ("pip install --force-reinstall laconic", "name a checkout"),
         ("uvicorn --factory laconic.infer.app:nothing", "no laconic.infer.app:nothing"),
     ],
 )

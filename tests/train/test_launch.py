@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import laconic
 from laconic.errors import ConfigError, CorruptionError, DataError, TrainingError
+from laconic.installation import command
 from laconic.train import signals
 from laconic.train.distributed import world
 from laconic.train.distributed.world import RankInfo, read_environment
@@ -217,7 +218,7 @@ def test_the_last_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     killed = failure_of({0: failure(tmp_path, 0, -9)})
     assert _give_up(killed, "", tiny_config(tmp_path, "run"), run_dir) == 1
     said = capsys.readouterr().err
-    assert f"continue after step-00000040 with: laconic train --resume --run-dir '{run_dir}'\n" in said
+    assert f"continue after step-00000040 with: {command()} train --resume --run-dir '{run_dir}'\n" in said
 
 
 @pytest.mark.parametrize("cls", [DataError, TrainingError, ConfigError, CorruptionError])

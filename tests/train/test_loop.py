@@ -15,6 +15,7 @@ import torch
 
 from laconic.activations.whole_model.loss import TILES
 from laconic.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError
+from laconic.installation import command
 from laconic.train import model as model_module
 from laconic.train import trainer
 from laconic.train.config.schema import OptimizerConfig
@@ -67,7 +68,14 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path, capsys: pytest.Capt
     for part in ("6 of 6 steps", "validation loss", "tokens/s", "bytes per token", "peak memory", str(run_dir)):
         assert part in words
     next_command = words.partition("next:\n")[2].splitlines()[0]
-    assert shlex.split(next_command) == ["laconic", "train", "--resume", "--run-dir", str(run_dir), "--steps", "12"]
+    assert shlex.split(next_command) == [
+        *shlex.split(command()),
+        *("train", "--resume", "--run-dir", str(run_dir), "--steps", "12"),
+    ]
+    # The closing words have the figures of the first lines: both kept, in the same precision.
+    report = json.loads((run_dir / "activations.json").read_text())
+    before, after = report["before_nbytes_per_token"], report["after_nbytes_per_token"]
+    assert f"{after:,.0f} bytes per token; exact training keeps {before:,.0f} ({before / after:.2f}x)" in words
     assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["latest", "step-00000006"]
 
 
@@ -229,6 +237,14 @@ def test_the_run_stops_when_nothing_is_finite_any_more(tmp_path: Path, monkeypat
         train_alone(config)
     assert latest_name(tmp_path / "run") == "step-00000006"
     assert len(losses(config.run_dir)) == 7
+
+
+def test_a_short_run_with_nothing_finite_after_its_first_step_ends_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, set(range(1, 100)))
+    with pytest.raises(TrainingError, match=r"not finite in 2 steps in a row, 2 to 3; lower optimizer.learning_rate"):
+        train_alone(tiny_config(tmp_path, "run", {"steps": 3}))
 
 
 def interrupt_in(monkeypatch: pytest.MonkeyPatch, signals: dict[int, list[signal.Signals]]) -> None:

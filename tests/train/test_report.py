@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from laconic.activations.recognize.plan import ATTENTION
 from laconic.cli.main import main
 from laconic.errors import DataError
 from laconic.train.config.toml import load_config, save_config
@@ -47,6 +48,32 @@ def test_table_shows_values_and_differences(tmp_path: Path) -> None:
     assert re.search(r"validation loss +1\.6250 +1\.6150 \(-0\.0100\)", text)
     assert re.search(r"activations\.bits +16 +4", text)
     assert "run_dir" not in text
+
+
+def test_losses_after_other_numbers_of_steps_are_compared_at_the_last_common_step(tmp_path: Path) -> None:
+    short, long = make_run(tmp_path, "short", steps=20), make_run(tmp_path, "long", steps=30)
+    shown = cells([short, long])
+    assert shown["validation loss"] == [("1.2000", "", None), ("1.1333", "", None)]
+    assert shown["validation loss at step 20"] == [("1.2000", "", None), ("1.2000", "=", None)]
+    assert shown["train loss, 20 steps to step 20"][1][1] == "="
+    assert not any(
+        difference
+        for label in shown
+        if label.endswith(("steps", "best"))
+        for _, difference, _ in shown[label][1:]
+        if "loss" in label
+    )
+    compare([short, long], tmp_path / "report.html")
+    assert "has, after 20 steps, a validation loss 0.0000 lower" in page_data(tmp_path / "report.html")["verdicts"][0]
+
+
+def test_a_setting_that_is_left_out_shows_what_is_in_effect(tmp_path: Path) -> None:
+    one, other = make_run(tmp_path, "one", bits=4), make_run(tmp_path, "other", bits=4)
+    save_config(
+        load_config(None, {"optimizer.learning_rate": 0.5, "activations.attention": "exact"}), other / "config.toml"
+    )
+    shown = {row.label: [cell.text for cell in row.cells] for row in config_differences(load_runs([one, other]))}
+    assert shown == {"optimizer.learning_rate": ["0.002", "0.5"], "activations.attention": [ATTENTION, "exact"]}
 
 
 def test_best_is_the_lowest_not_the_last(tmp_path: Path) -> None:

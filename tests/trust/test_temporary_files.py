@@ -22,7 +22,7 @@ STEPS = 400
     ("number", "restarts", "code", "says"),
     [
         (signal.SIGKILL, 1, 0, "restart 1 of 1 goes on after step-"),
-        (signal.SIGKILL, 0, 1, "laconic train --resume --run-dir"),
+        (signal.SIGKILL, 0, 1, " train --resume --run-dir"),
         (signal.SIGTERM, 0, 143, "stopping after this step, then saving"),
     ],
 )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from laconic.cli.arguments import PATH_METAVARS, Parser
-from laconic.cli.main import COMMANDS
+from laconic.cli.main import COMMANDS, module_of
 
 __all__ = ["make_parser", "run"]
 
@@ -63,7 +63,7 @@ def make_parser() -> Parser:
 
 
 def _command(name: str) -> _Command:
-    parser: Parser = importlib.import_module(f"laconic.cli.{name}").make_parser()
+    parser: Parser = importlib.import_module(module_of(name)).make_parser()
     positionals = list(parser.positionals())
     words = [_TWO_WORDS[name]] if name in _TWO_WORDS else []
     words += [str(choice) for action in positionals for choice in action.choices or ()]

@@ -19,6 +19,7 @@ import psutil
 import torch
 
 from laconic.cost.sizes import format_nbytes
+from laconic.installation import source
 
 __all__ = ["Host", "Improvement", "improvements", "links", "read_host"]
 
@@ -84,8 +85,8 @@ def improvements(host: Host) -> Iterator[Improvement]:
     if host.kernels == "reference":
         yield Improvement(
             "the C++ kernels are not in use: ops on the CPU run in plain torch, many times slower",
-            "install a wheel, or build with a C++ compiler: pip install --force-reinstall --no-deps laconic, without "
-            "LACONIC_PURE, and unset LACONIC_KERNELS",
+            f"install a wheel, or build with a C++ compiler: pip install --force-reinstall --no-deps {source()}, "
+            "without LACONIC_PURE, and unset LACONIC_KERNELS",
         )
     if host.cuda_without_triton:
         yield Improvement("there is a GPU, but no Triton, so ops on it run in plain torch", "pip install triton")

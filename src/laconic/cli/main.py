@@ -20,7 +20,7 @@ from laconic.cli.interrupts import ending_in_order, interrupted_between_imports
 from laconic.errors import ConfigError, LaconicError
 from laconic.output_lines import say
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "main", "module_of"]
 
 COMMANDS = {
     "train": "train a model; without arguments, a small demo",
@@ -38,10 +38,16 @@ COMMANDS = {
     "zip": "shrink safetensors files and checkpoint directories losslessly",
     "unzip": "restore what zip wrote, byte for byte",
     "verify": "compare every checksum of what zip wrote",
+    "cluster-test": "test links, clocks, versions and coded collectives of a launch's processes",
     "doctor": "show versions, kernels and devices, test them, and say what would be faster",
     "completion": "print what makes bash, zsh or fish complete commands and flags",
 }
 """Subcommands and their summaries; `laconic.cli.<name>.run(args)` runs one and returns the exit code."""
+
+
+def module_of(command: str) -> str:
+    """The module of a subcommand, with its functions `run` and `make_parser`."""
+    return f"laconic.cli.{command.replace('-', '_')}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,12 +106,12 @@ def _dispatch(args: list[str]) -> int:
         from laconic.train.config.dotted_names import nearest
 
         raise ConfigError(f"unknown command {name}{nearest(name, COMMANDS) or '; see laconic --help'}")
-    code: int = importlib.import_module(f"laconic.cli.{name}").run(rest)
+    code: int = importlib.import_module(module_of(name)).run(rest)
     return code
 
 
 def _usage() -> str:
-    commands = "\n".join(f"  {name:<10} {summary}" for name, summary in COMMANDS.items())
+    commands = "\n".join(f"  {name:<12} {summary}" for name, summary in COMMANDS.items())
     return (
         "usage: laconic COMMAND [arguments]\n\n"
         "Train and serve larger language models in fewer bytes.\n\n"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from laconic.collectives.codec import Codec
     from laconic.train.distributed.world import World
 
-__all__ = ["make_parser", "run"]
+__all__ = ["make_parser", "run", "start_processes"]
 
 _SECONDS_TO_END = 5.0
 
@@ -39,7 +39,7 @@ def run(args: Sequence[str]) -> int:
 
     info = read_environment(os.environ)
     if info is None:
-        return _start(options.nproc, args)
+        return start_processes("profile", options.nproc, args)
     if info.world_size < 2:
         raise ConfigError("WORLD_SIZE is 1, but links need two processes; start more with torchrun, or use --nproc")
     world = join_world(info, timeout_seconds=120.0)
@@ -121,8 +121,8 @@ def _lossy(names: Sequence[str]) -> list[Codec]:
     return [Blockwise(BlockFormat(name)) for name in names]
 
 
-def _start(num_processes: int, args: Sequence[str]) -> int:
-    """Run the command in `num_processes` processes on this machine; return the first exit code that is not 0."""
+def start_processes(command: str, num_processes: int, args: Sequence[str]) -> int:
+    """Run a subcommand in `num_processes` processes on this machine; return the first exit code that is not 0."""
     if num_processes < 2:
         raise ConfigError(f"nproc is {num_processes}, but links need at least 2 processes")
     from laconic.train.launch.rendezvous import local_rendezvous
@@ -135,8 +135,8 @@ def _start(num_processes: int, args: Sequence[str]) -> int:
             for rank in range(num_processes):
                 variables = os.environ | fixed | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 with interrupts_wait():
-                    command = [sys.executable, "-m", "laconic", "profile", *args]
-                    processes.append(subprocess.Popen(command, env=variables))
+                    line = [sys.executable, "-m", "laconic", command, *args]
+                    processes.append(subprocess.Popen(line, env=variables))
             codes = [process.wait() for process in processes]
         except BaseException:
             with interrupts_wait():

@@ -281,7 +281,15 @@ def load_text_tokenizer(model_dir: str | os.PathLike[str]) -> TextTokenizer:
     from transformers import AutoTokenizer
 
     vocab_size = read_config(Path(model_dir)).get_text_config().vocab_size
-    if own_tokenizer(str(model_dir)) == "bytes" and vocab_size == BytesTokenizer.vocab_size:
+    try:
+        own = own_tokenizer(str(model_dir))
+    except ConfigError:  # its remedies are settings of training
+        raise ConfigError(
+            f"the model in {str(model_dir)!r} has no tokenizer, and its vocabulary of {vocab_size} entries is not that "
+            f"of bytes ({BytesTokenizer.vocab_size}); put the tokenizer.json that it was trained with beside "
+            "its config.json"
+        ) from None
+    if own == "bytes" and vocab_size == BytesTokenizer.vocab_size:
         return ByteTokenizer()
     try:
         return HuggingFaceTokenizer(

@@ -151,10 +151,9 @@ class _Run:
             # Losses of runs with other tokenizers are compared per byte of text.
             summary["bytes_per_token"] = self.task.bytes_per_token()
             write_json(self.run_dir / "summary.json", summary)
-            say(
-                closing_words(summary, self.run_dir, self.config, self.task.unit, bool(self.converted.model_config)),
-                sys.stdout,
-            )
+            report, exports = self.converted.report, bool(self.converted.model_config)
+            kept = report.before_nbytes_per_token, report.after_nbytes_per_token
+            say(closing_words(summary, self.run_dir, self.config, self.task.unit, exports, kept), sys.stdout)
 
 
 def _prepare(config: TrainConfig, world: World, lock: RunLock, launch: Launch | None) -> _Run:

@@ -118,13 +118,15 @@ class Steps:
             if done == first_step + 1 and config.audit and (number := votes.audit(done)):
                 run_logger.message(f"audit: after step {done}, {number} replicated tensors have the same bits")
             skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
-            if skipped_in_a_row == _MAX_SKIPPED_STEPS:
+            last = done == config.steps
+            # A rate that ruins the weights in the first update leaves no step of a short run that counts.
+            all_but_one = last and not first_step and skipped_in_a_row >= max(1, config.steps - 1)
+            if skipped_in_a_row == _MAX_SKIPPED_STEPS or all_but_one:
                 raise TrainingError(
-                    f"loss or gradient was not finite in {_MAX_SKIPPED_STEPS} steps in a row, "
+                    f"loss or gradient was not finite in {skipped_in_a_row} steps in a row, "
                     f"{done - skipped_in_a_row + 1} to {done}; lower optimizer.learning_rate or look at the data of "
                     "these steps, then continue from the last checkpoint with --resume"
                 )
-            last = done == config.steps
             stopped = result.stop and not last
             saves = last or stopped or (config.checkpoint.every > 0 and done % config.checkpoint.every == 0)
             if votes.due(done, saves) and (line := votes.vote(done)):

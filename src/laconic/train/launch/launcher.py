@@ -28,6 +28,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from laconic import installation
 from laconic.errors import CheckpointError, ConfigError
 from laconic.interrupts import ending_signals
 from laconic.output_lines import say
@@ -168,7 +169,7 @@ def _give_up(failure: Failure, reason: str, config: TrainConfig, run_dir: Path) 
         raise failure.error
     say(f"laconic: {failure.what}; the other processes were stopped{tried}")
     checkpoint = _newest(run_dir)
-    command = f"laconic train --resume --run-dir {shlex.quote(str(run_dir))}"
+    command = f"{installation.command()} train --resume --run-dir {shlex.quote(str(run_dir))}"
     if checkpoint is None:
         again = f" with: {command}" if (run_dir / "config.toml").is_file() else ""
         say(f"laconic: no checkpoint had been saved (see checkpoint.every); begin anew{again}")

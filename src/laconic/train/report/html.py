@@ -14,7 +14,7 @@ from typing import Any
 
 import laconic
 from laconic.train.report.charts import experts_chart, left_out, sites_chart, timeline_chart
-from laconic.train.report.run_reader import Run
+from laconic.train.report.run_reader import Run, last_common_step
 from laconic.train.report.side_by_side import Row, text_table
 
 __all__ = ["downsample", "render_page", "smooth"]
@@ -84,9 +84,12 @@ def _verdict(run: Run, first: Run) -> str:
         parts.append(
             f"keeps {run.kept_nbytes_per_token / first.kept_nbytes_per_token * 100:.0f} % of the bytes for backward"
         )
-    if run.validation_loss is not None and first.validation_loss is not None:
-        change = run.validation_loss - first.validation_loss
-        parts.append(f"ends with a validation loss {abs(change):.4f} {'higher' if change > 0 else 'lower'}")
+    step = None if run.steps == first.steps else last_common_step([run, first], "validation_loss")
+    mine, theirs = (one.validation_loss if step is None else one.until(step).validation_loss for one in (run, first))
+    if mine is not None and theirs is not None and (step is not None or run.steps == first.steps):
+        change = mine - theirs
+        begins = "ends with" if step is None else f"has, after {step} steps,"
+        parts.append(f"{begins} a validation loss {abs(change):.4f} {'higher' if change > 0 else 'lower'}")
     if run.tokens_per_second and first.tokens_per_second:
         parts.append(f"trains at {run.tokens_per_second / first.tokens_per_second * 100:.0f} % of the speed")
     if not parts:

@@ -15,6 +15,7 @@ from typing import Any
 from laconic.collectives import audit
 from laconic.cost.sizes import format_nbytes
 from laconic.errors import CheckpointError
+from laconic.installation import command
 from laconic.schedule.moe_pipeline import COMPUTE
 from laconic.schedule.streams import Timeline
 from laconic.train.config.dotted_names import flat_settings
@@ -208,7 +209,14 @@ class RunLogger:
             self._metrics.close(failed=kind is not None)
 
 
-def closing_words(summary: dict[str, Any], run_dir: Path, config: TrainConfig, unit: str, exports: bool) -> str:
+def closing_words(
+    summary: dict[str, Any],
+    run_dir: Path,
+    config: TrainConfig,
+    unit: str,
+    exports: bool,
+    kept: tuple[float | None, float | None],
+) -> str:
     """The closing text of a run: results, cost, and what to do next.
 
     Args:
@@ -216,9 +224,9 @@ def closing_words(summary: dict[str, Any], run_dir: Path, config: TrainConfig, u
         run_dir, config: of the run.
         unit: what speed and bytes are counted per.
         exports: whether the model is one of transformers', which an export needs.
+        kept: what the report of the compression measured in fp32, before and after, bytes per unit, or None.
     """
     done, steps = summary["steps"], config.steps
-    kept, unmodified = summary[f"saved_nbytes_per_{unit}"], summary[f"bf16_nbytes_per_{unit}"]
     validation, best = summary["validation_loss"], summary["best_validation_loss"]
     stages = f", {summary['stages']} stages" if summary["stages"] > 1 else ""
     processes = f"{summary['world_size']} processes, {config.parallel}{stages}"
@@ -233,8 +241,7 @@ def closing_words(summary: dict[str, Any], run_dir: Path, config: TrainConfig, u
         lines.append(f"  accuracy           {accuracy:.2%} of the validation {unit}s")
     lines += [
         f"  speed              {summary[f'{unit}s_per_second']:,.0f} {unit}s/s ({processes}, {config.precision})",
-        f"  kept for backward  {kept:,.0f} bytes per {unit}; the unmodified model in bf16 keeps {unmodified:,.0f} "
-        f"({unmodified / kept:.2f}x)",
+        f"  kept for backward  {_kept_words(summary, config, unit, kept)}",
         f"  peak memory        {format_nbytes(summary['peak_memory_nbytes'])} per process",
         *_wire_words(summary),
         *(f"  restart            {restart['reason']}" for restart in summary.get("restarts", ())),
@@ -242,13 +249,25 @@ def closing_words(summary: dict[str, Any], run_dir: Path, config: TrainConfig, u
         "next:",
     ]
     further = "" if done < steps else f" --steps {2 * steps}"
-    folder = shlex.quote(str(run_dir))
+    laconic, folder = command(), shlex.quote(str(run_dir))
     lines += [
-        f"  laconic train --resume --run-dir {folder}{further}",
-        f"  laconic compare {folder} OTHER_RUN",
-        *([f"  laconic export {folder} DIRECTORY"] if exports else []),
+        f"  {laconic} train --resume --run-dir {folder}{further}",
+        f"  {laconic} compare {folder} OTHER_RUN",
+        *([f"  {laconic} export {folder} DIRECTORY"] if exports else []),
     ]
     return "\n".join(lines)
+
+
+def _kept_words(
+    summary: Mapping[str, Any], config: TrainConfig, unit: str, kept: tuple[float | None, float | None]
+) -> str:
+    """What backward keeps beside exact training in the same precision: the figures of the run's first lines in fp32."""
+    before, after = kept
+    name = "exact training"
+    if config.precision != "fp32" or before is None or after is None:
+        before, after = summary[f"bf16_nbytes_per_{unit}"], summary[f"saved_nbytes_per_{unit}"]
+        name = "the unmodified model in bf16"
+    return f"{after:,.0f} bytes per {unit}; {name} keeps {before:,.0f}" + (f" ({before / after:.2f}x)" if after else "")
 
 
 def check_loggers(config: TrainConfig, world: World) -> None:

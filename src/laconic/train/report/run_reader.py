@@ -23,7 +23,7 @@ from laconic.train.config.toml_text import parse_toml
 from laconic.train.report.metrics import METRICS_FILE, read_metrics
 from laconic.train.step_timeline import TIMELINE_FILE
 
-__all__ = ["Run", "load_runs"]
+__all__ = ["Run", "default_format", "last_common_step", "load_runs"]
 
 _FILES = ("config.toml", METRICS_FILE, "activations.json", "summary.json")
 _LOSSES = ("loss", "validation_loss")
@@ -115,6 +115,11 @@ class Run:
         """Steps that were trained."""
         losses = [row["step"] for row in self.rows if _is_number(row.get("loss"))]
         return losses[-1] if losses else _number(self.summary, "steps", int)
+
+    def until(self, step: int) -> Run:
+        """The run as it was after `step` steps, as far as its metrics tell."""
+        summary = {name: value for name, value in self.summary.items() if "loss" not in name}
+        return replace(self, rows=[row for row in self.rows if row["step"] <= step], summary=summary)
 
     def _summary_loss(self, key: str) -> float | None:
         value = _number(self.summary, key)
@@ -219,7 +224,7 @@ class Run:
             return None
         if bits == 16:
             return "exact"
-        name = self.config.get("activations.format") or {2: "uint2", 4: "nf4"}.get(bits, f"int{bits}")
+        name = self.config.get("activations.format") or default_format(bits)
         mode = self.config.get("activations.mode", "sites")
         block = self.config.get("activations.block_size")
         return f"{name} b{block}" + ("" if mode == "sites" else f" {mode}")
@@ -230,6 +235,16 @@ class Run:
         if not window:
             return []
         return [math.fsum(losses[end - window : end]) / window for end in range(window, len(losses) + 1)]
+
+
+def default_format(bits: int) -> str:
+    """The block format of so many bits that no format is given for."""
+    return {2: "uint2", 4: "nf4", 16: "exact"}.get(bits, f"int{bits}")
+
+
+def last_common_step(runs: Sequence[Run], field: str) -> int | None:
+    """The last step in which all `runs` have a number under `field`; None if there is none."""
+    return max(set.intersection(*({step for step, _ in run.series(field)} for run in runs)), default=None)
 
 
 def load_runs(run_dirs: Sequence[str | os.PathLike[str]]) -> list[Run]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from laconic.cost.sizes import format_nbytes
 from laconic.json_text import json_number
 from laconic.text_columns import columns
-from laconic.train.report.run_reader import LOSS_WINDOW, Run
+from laconic.train.config.dotted_names import flat_settings
+from laconic.train.config.schema import FINE_TUNING_RATE, PRETRAINING_RATE, TrainConfig
+from laconic.train.report.run_reader import LOSS_WINDOW, Run, default_format, last_common_step
 
 __all__ = ["Row", "as_data", "config_differences", "summary_rows", "text_table"]
 
@@ -18,6 +20,16 @@ _MISSING = "-"
 """Stands where a run does not tell."""
 # Fields that differ between any two runs anyway.
 _NOT_COMPARED = ("run_dir", "resume")
+
+
+_DEFAULTS = flat_settings(asdict(TrainConfig()))
+_FOLLOWS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "optimizer.learning_rate": lambda config: FINE_TUNING_RATE if config.get("model.path") else PRETRAINING_RATE,
+    "model.num_key_value_heads": lambda config: config.get("model.num_attention_heads"),
+    "activations.format": lambda config: default_format(config.get("activations.bits", 4)),
+    "activations.attention": lambda config: "exact" if config.get("activations.bits") == 16 else "int8",
+}
+"""What a setting is that is left out and has no default of its own."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +55,16 @@ class Row:
 def summary_rows(runs: Sequence[Run]) -> list[Row]:
     """The measures of `runs`, each with its difference to the first run."""
 
-    def row(label: str, value: Callable[[Run], float | None], form: _Form) -> Row:
-        first = value(runs[0])
+    def row(label: str, value: Callable[[Run], float | None], form: _Form, compared: bool = True) -> Row:
+        first = value(runs[0]) if compared else None
         return Row(label, tuple(form.cell(value(run), None if run is runs[0] else first) for run in runs))
 
+    def at_common_step(field: str, label: str, value: Callable[[Run], float | None]) -> list[Row]:
+        """Losses after other numbers of steps do not compare: of such runs, those of the last common step."""
+        step = None if equally_long else last_common_step(runs, field)
+        return [] if step is None else [row(f"{label} {step}{unit}", lambda run: value(run.until(step)), loss)]
+
+    equally_long = len({run.steps for run in runs} - {None}) < 2
     loss = _Form("{:.4f}".format, relative=False, lower_is_better=True)
     nbytes = _Form(format_nbytes, relative=True, lower_is_better=True)
     # Losses of different tokenizers are comparable per byte of text only.
@@ -56,10 +74,12 @@ def summary_rows(runs: Sequence[Run]) -> list[Row]:
     return [
         Row("activations kept as", settings),
         row("steps", lambda run: run.steps, _Form("{:,.0f}".format, relative=False, lower_is_better=None)),
-        row(f"validation loss{unit}", lambda run: run.validation_loss, loss),
-        row(f"validation loss, best{unit}", lambda run: run.best_validation_loss, loss),
-        row(f"train loss, last {LOSS_WINDOW} steps{unit}", lambda run: run.loss, loss),
-        row(f"train loss, best {LOSS_WINDOW} steps{unit}", lambda run: run.best_loss, loss),
+        row(f"validation loss{unit}", lambda run: run.validation_loss, loss, equally_long),
+        *at_common_step("validation_loss", "validation loss at step", lambda run: run.validation_loss),
+        row(f"validation loss, best{unit}", lambda run: run.best_validation_loss, loss, equally_long),
+        row(f"train loss, last {LOSS_WINDOW} steps{unit}", lambda run: run.loss, loss, equally_long),
+        *at_common_step("loss", f"train loss, {LOSS_WINDOW} steps to step", lambda run: run.loss),
+        row(f"train loss, best {LOSS_WINDOW} steps{unit}", lambda run: run.best_loss, loss, equally_long),
         *(
             [row("validation accuracy", lambda run: run.validation_accuracy, _Form("{:.4f}".format, False, False))]
             if any(run.validation_accuracy is not None for run in runs)
@@ -152,7 +172,10 @@ class _Form:
 
 
 def _config_text(run: Run, name: str) -> str:
+    """The setting in effect: what a configuration leaves out has its default, or follows from other settings."""
     if not run.config:
         return _MISSING
-    value = run.config.get(name)
-    return "not set" if value is None else str(value)
+    value = run.config.get(name, _DEFAULTS.get(name))
+    if value is None and name in _FOLLOWS:
+        value = _FOLLOWS[name](run.config)
+    return "none" if value is None else str(value)
