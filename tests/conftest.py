@@ -26,7 +26,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 _FIRST = (
     "netlab",
     "tests/activations/test_families.py",
-    "tests/train/test_measure.py",
     "tests/distributed/test_torch_suite.py",
     "tests/distributed/test_spread_runs.py",
     "tests/distributed/test_faults.py",
