@@ -33,7 +33,6 @@ for _device in (torch.cuda, torch.mtia, torch.xpu):
 _FIRST = (
     "netlab",
     "tests/activations/test_families.py",
-    "tests/train/test_measure.py",
     "tests/distributed/test_torch_suite.py",
     "tests/distributed/test_spread_runs.py",
     "tests/distributed/test_faults.py",

@@ -45,7 +45,7 @@ _CALLS = {
 _MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 
 _LOADERS = {"from_pretrained", "from_config"}
-_WITHOUT_CODE = {"GenerationConfig", "ModelShape", "InferenceShape", "cls"}
+_WITHOUT_CODE = {"GenerationConfig", "InferenceShape", "cls"}
 """Read JSON, whose `auto_map` they do not know; all others ask whether to run the code that it names."""
 
 

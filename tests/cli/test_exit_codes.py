@@ -45,7 +45,7 @@ READS = {
     "run": ["script"],
     "advise": ["target"],
     "compare": ["run_dirs"],
-    "plan": ["model", "--calibration", "--measured"],
+    "plan": ["model", "--calibration"],
     "infer": ["--routing", "--rates"],
     "explain": ["--record"],
     "export": ["run_dir"],
@@ -62,7 +62,7 @@ OTHERS = {
     "run": ["--json"],
     "advise": ["--plot"],
     "compare": ["--out"],
-    "plan": ["--out", "--chart", "--measure", "--calibrate", "--data"],
+    "plan": ["--out", "--chart", "--calibrate", "--data"],
     "profile": ["--out", "--infer-out", "--moe-out"],
     "infer": ["--gantt"],
     "export": ["out_dir"],
@@ -117,8 +117,6 @@ def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def given(command: str, argument: str, path: str) -> list[str]:
     """A command whose argument is a path, and which has all else that it needs."""
     rest = list(NEEDED.get(command, []))
-    if argument == "--measured":  # sizes have no meaning beside it
-        return [command, argument, path]
     if argument.startswith("--"):
         if argument in rest:
             at = rest.index(argument)

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from laconic.cli.main import main
-from laconic.cost import Plan, load_plan
+from laconic.cost import Batch, Plan, TracedModel, load_plan
 from laconic.cost.hardware.compute import Sensitivity
+from laconic.cost.memory.saved_tensors import Precision
 from laconic.cost.sizes import format_nbytes, parse_nbytes
 from laconic.errors import PlanError
+from laconic.train.config.plan import plan_settings
+from laconic.train.config.toml import load_config
+from laconic.train.model import build_model
 from tests.activations.models import make_model
+from tests.cost.shapes import shape_of, traced_llama
 
 CONFIG = {
     "model_type": "llama",
@@ -32,8 +38,15 @@ LAYOUT = [
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> str:
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A directory of a model of 8 billion parameters, whose bytes come from closed formulas: a trace takes seconds."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+
+    def trace_config(source: str, batch: Batch, precision: Precision, *, chunked: bool, **_: Any) -> TracedModel:
+        assert source == str(tmp_path)
+        return traced_llama(shape_of("llama3-8b"), batch, precision, "chunked" if chunked else "exact")
+
+    monkeypatch.setattr("laconic.train.memory.trace.trace_config", trace_config)
     return str(tmp_path)
 
 
@@ -58,13 +71,25 @@ def test_a_plan_is_made_printed_and_written(model: str, tmp_path: Path, capsys: 
     assert chart.read_bytes().startswith(b"\x89PNG")
 
 
-def test_sizes_do_instead_of_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {"hidden-size": 4096, "intermediate-size": 14336, "num-layers": 32, "num-heads": 32, "num-kv-heads": 8}
+@pytest.mark.ci
+def test_sizes_do_instead_of_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden-size": 64, "intermediate-size": 96, "num-layers": 4, "num-heads": 4, "num-kv-heads": 2}
     flags = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
-    assert main(["plan", *flags, "--vocab-size", "128256", *LAYOUT, "--json"]) == 0
-    plan = Plan.from_dict(json.loads(capsys.readouterr().out))
-    assert plan.policy == "exact"
-    assert plan.job.shape.num_parameters == 8_030_261_248
+    rest = ["--vocab-size", "257", "--sequence-length", "32", "--stages", "2"]
+    experts = ["--family", "mixtral", "--num-experts", "4", "--experts-per-token", "2"]
+    for family, extra in ((experts[1], experts), ("llama", ["--head-dim", "24"])):
+        assert main(["plan", *flags, *rest, *extra, "--json"]) == 0
+        plan = Plan.from_dict(json.loads(capsys.readouterr().out))
+        assert plan.policy == "exact"
+        # The run of the plan makes the same model.
+        plan.save(tmp_path / "plan.json")
+        config = load_config(None, plan_settings(load_plan(tmp_path / "plan.json")))
+        made = build_model(config.model, 257, 32, 0, eos_token_id=256)
+        assert made.config.model_type == family
+        assert plan.job.model.num_parameters == sum(p.numel() for p in made.parameters())
+        plan.check(made.config.to_dict(), stages=2)
+    assert main(["plan", *flags, *rest, "--num-experts", "4"]) == 2
+    assert "num_local_experts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -118,6 +143,7 @@ def test_sizes_are_asked_for_without_a_model(capsys: pytest.CaptureFixture[str])
     assert "--hidden-size, --intermediate-size, --num-heads, --vocab-size missing" in capsys.readouterr().err
 
 
+@pytest.mark.ci
 def test_a_model_is_calibrated_and_the_planner_takes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,7 +190,6 @@ def test_sizes_in_words() -> None:
     "command",
     [
         ["plan", "x", "--memory"],
-        ["plan", "--measured", "x", "--batch", "8", "--memory"],
         ["infer", "plan", "Qwen3-30B-A3B", "--workers", "2", "--memory"],
     ],
 )

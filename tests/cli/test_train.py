@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,12 +16,14 @@ from pydantic import Field, Strict
 from laconic.cli.flags import flags_parser, parse_flags
 from laconic.cli.main import main
 from laconic.cli.train import make_parser, resolve
-from laconic.cost import Batch, Job, Layout, ModelShape, Plan, Settings
-from laconic.errors import ConfigError
+from laconic.cost import Batch, Job, Layout, Plan, Settings
+from laconic.cost.memory.job import precision_of
+from laconic.errors import ConfigError, PlanError
 from laconic.train.config.schema import TrainConfig, list_of
 from laconic.train.config.settings import IS_PATH
 from laconic.train.config.toml import dump_config, json_schema, load_config, save_config
 from laconic.train.config.values import section
+from tests.cost.shapes import Sizes, traced_llama
 
 
 def config_of(*args: str) -> TrainConfig:
@@ -80,19 +83,12 @@ def test_file_and_flags_override_the_recipe(tmp_path: Path) -> None:
 
 
 def test_a_plan_brings_the_settings_it_was_made_for(tmp_path: Path) -> None:
-    shape = ModelShape(
-        hidden_size=64,
-        intermediate_size=128,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        vocab_size=257,
-        tied=True,
-    )
+    batch, sizes = Batch(2, 32), Sizes(64, 128, 4, 4, 2, 257, True, 16)
+    model = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
     layout = Layout(data_parallel=2, sharded=True, stages=2, micro_batches=4)
     settings = Settings(optimizer="adamw8bit", gradient_bits=8)
-    plan = Plan(Job(shape, Batch(2, 32), layout, settings), {}, {}, "exact")
+    traced = replace(traced_llama(sizes, batch, precision_of(settings, layout)), settings=model)
+    plan = Plan(Job(traced, batch, layout, settings), {}, {}, "exact")
     plan.save(tmp_path / "plan.json")
     config = config_of("--plan", str(tmp_path / "plan.json"), "--steps", "7")
     assert (config.plan, config.steps) == (str(tmp_path / "plan.json"), 7)
@@ -100,6 +96,10 @@ def test_a_plan_brings_the_settings_it_was_made_for(tmp_path: Path) -> None:
     assert (config.nproc, config.parallel, config.batch_size, config.sequence_length) == (4, "fsdp", 2 * 2 * 4, 32)
     assert (config.pipeline.stages, config.micro_batches, config.precision) == (2, 4, "bf16")
     assert (config.optimizer.kind, config.gradients.bits) == ("adamw8bit", 8)
+    shared = replace(layout, expert_parallel=2)
+    Plan(Job(traced, batch, shared, settings), {}, {}, "exact").save(tmp_path / "plan.json")
+    with pytest.raises(PlanError, match="expert_parallel is 2 in the plan, but laconic train carries out no plan"):
+        config_of("--plan", str(tmp_path / "plan.json"))
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--resume=yes", "--resume=1"])

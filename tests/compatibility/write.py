@@ -41,7 +41,6 @@ from tests.collectives.simulated import made_up_rates
 from tests.cost.infer_models import RATES as INFERENCE_RATES
 from tests.cost.moe.test_rates import rates as moe_rates
 from tests.cost.test_choose import LARGE
-from tests.cost.test_measured import example as measured_table
 from tests.train.runs import ALONE, losses, write_corpus
 
 __all__ = ["LINEAR", "RUNS", "SHARDED", "STREAMS", "digest", "run_settings", "sharded_model", "sharded_step"]
@@ -129,7 +128,6 @@ def write(folder: Path) -> None:
     Path("streams.json").write_text(STREAMS.to_json())
     Path("pipeline.txt").write_text(str(one_f_one_b(2, 4)) + "\n")
     Plan.of(LARGE, agoq(LARGE)).save("plan.json")
-    measured_table().save("measured.json")
     made_up_rates().save("wire_rates.json")
     moe_rates().save("moe_rates.json")
     INFERENCE_RATES.save("infer_rates.json")

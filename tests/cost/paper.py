@@ -2,7 +2,7 @@
 
 U is batch x sequence x hidden x 2 bytes. The paper counts a norm's input in fp32, the sigmoid of SwiGLU as a tensor of
 its own, attention with q, k, v, output and one more U that it does not name, four bits without scales, and no logits.
-`laconic.cost.memory.saved_tensors` counts what our code keeps; this is for comparison with what was published.
+The planner counts what our code keeps; this is for comparison with what was published.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from laconic.cost.memory.model_shape import ModelShape
+from tests.cost.shapes import Sizes
 
 __all__ = ["COMPONENTS", "PaperRun", "components", "real_components"]
 
@@ -44,7 +44,7 @@ def components(system: Literal["megatron", "coat", "agoq"]) -> dict[str, float]:
     return dict(zip(COMPONENTS, values, strict=True))
 
 
-def real_components(shape: ModelShape, system: Literal["megatron", "modern", "agoq"]) -> dict[str, float]:
+def real_components(shape: Sizes, system: Literal["megatron", "modern", "agoq"]) -> dict[str, float]:
     """The same account for a real shape: attention is q, k, v and output, the feed-forward layer as wide as it is.
 
     "modern" is bf16 with fused norm (its input once) and fused SwiGLU (gate and up once, no sigmoid, no product).
@@ -68,7 +68,7 @@ class PaperRun:
     8 bits in blocks of 256, gradients as said.
     """
 
-    shape: ModelShape
+    shape: Sizes
     tokens: int
     tensor_parallel: int
 

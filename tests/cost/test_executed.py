@@ -9,11 +9,14 @@ import torch
 
 import laconic
 from laconic.activations import ActivationPlan, SavedTensorTracker
-from laconic.cost import Batch, Choice, Job, ModelShape, Plan, Settings
+from laconic.cost import Batch, Choice, Job, Plan, Settings
 from laconic.cost.memory.saved_tensors import EXACT, RECOMPUTE, Unit
 from laconic.cost.planner.policy import by_bits, choose, describe
+from laconic.train.memory.trace import traced_job
 from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
 from tests.grid import grid
+
+pytestmark = pytest.mark.slow  # each traces a model
 
 BATCH = Batch(2, 64)
 
@@ -47,8 +50,7 @@ CASES = ["gate and up again", "layers again", "all layers again", "offloaded", "
 @pytest.mark.parametrize(("family", "case"), grid(["llama", "qwen3", "olmo2", "gpt_neox"], CASES, strength=1))
 def test_what_a_plan_keeps_is_what_it_predicts(family: str, case: str) -> None:
     model, exact = (make_model(family, num_hidden_layers=3) for _ in range(2))
-    shape = ModelShape.from_config(model.config.to_dict())  # type: ignore[operator, union-attr]
-    job = Job(shape, BATCH, settings=Settings(precision="fp32"))
+    job = traced_job(model, BATCH, settings=Settings(precision="fp32"))
     plan = decided(job, case)
     laconic.compress_activations(model, plan=ActivationPlan.from_json(json.dumps(plan.activation_plan())))
     ids = make_ids(BATCH.sequences, BATCH.sequence_length)
@@ -68,10 +70,10 @@ def test_what_a_plan_keeps_is_what_it_predicts(family: str, case: str) -> None:
     assert relative_error(*off) < (0.25 if case == "all layers again" else 0.05)
 
 
+@pytest.mark.ci
 def test_what_the_solver_chooses_can_be_carried_out() -> None:
     model = make_model("llama", num_hidden_layers=4, intermediate_size=256)
-    shape = ModelShape.from_config(model.config.to_dict())  # type: ignore[operator, union-attr]
-    job = Job(shape, Batch(16, 64), settings=Settings(precision="fp32", loss="chunked"))
+    job = traced_job(model, Batch(16, 64), settings=Settings(precision="fp32", loss="chunked"))
     for budget in (21_000_000, 15_000_000, 13_000_000):
         plan = Plan.of(job, choose(job, budget, allowed=("16", "8", "6", "5", "4", "recompute")), budget)
         text = json.dumps(plan.activation_plan())
@@ -88,9 +90,8 @@ def test_what_the_solver_chooses_can_be_carried_out() -> None:
 def test_the_solver_tells_layers_with_a_window_from_those_without() -> None:
     changed = {"use_sliding_window": True, "sliding_window": 16, "no_rope_layer_interval": 2, "num_hidden_layers": 4}
     model = make_model("smollm3", **changed)
-    shape = ModelShape.from_config(model.config.to_dict())  # type: ignore[operator, union-attr]
-    assert [shape.window_of(layer) for layer in range(4)] == [None, 16, None, 16]
-    job = Job(shape, Batch(16, 64), settings=Settings(precision="fp32", loss="chunked"))
+    job = traced_job(model, Batch(16, 64), settings=Settings(precision="fp32", loss="chunked"))
+    assert job.model.kinds == (0, 1, 0, 1)
     plan = Plan.of(job, choose(job, 16_000_000, allowed=("16", "8", "4", "recompute")), 16_000_000)
     laconic.compress_activations(
         model, plan=ActivationPlan.from_json(json.dumps(plan.activation_plan())), loss="chunked"
@@ -103,8 +104,7 @@ def test_the_solver_tells_layers_with_a_window_from_those_without() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_plan_of_a_mixture_of_experts_is_carried_out(bits: int) -> None:
     model = make_model("mixtral", num_local_experts=4, num_experts_per_tok=2)
-    shape = ModelShape.from_config(model.config.to_dict())  # type: ignore[operator, union-attr]
-    job = Job(shape, BATCH, settings=Settings(precision="fp32"))
+    job = traced_job(model, BATCH, settings=Settings(precision="fp32"))
     plan = Plan.of(job, by_bits(job, [bits], Choice("int8")), None)
     laconic.compress_activations(model, plan=ActivationPlan.from_json(json.dumps(plan.activation_plan())))
     with SavedTensorTracker(model) as tracker:

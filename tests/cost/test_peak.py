@@ -7,10 +7,14 @@ import torch
 
 import laconic
 from benchmarks.kit.allocated import peak_of_step
-from laconic.cost import Batch, Job, Layout, ModelShape, Settings, predict
-from laconic.train.memory.check import choices_of
+from laconic.cost import Batch, Choice, Layout, Settings
+from laconic.cost.memory.saved_tensors import EXACT
+from laconic.cost.planner.policy import by_bits
+from laconic.train.memory.trace import traced_job
 from tests.activations.models import make_model
 from tests.grid import grid
+
+pytestmark = pytest.mark.slow  # each traces a model
 
 SHAPES = {
     "deep": {"hidden_size": 64, "intermediate_size": 224, "num_hidden_layers": 8, "num_key_value_heads": 2},
@@ -31,10 +35,9 @@ def test_peak_is_near_the_allocators(sizes: str, precision: str, bits: int, atte
         laconic.compress_activations(model, bits=bits, attention=attention, loss=loss)
     ids = torch.randint(0, 97, (4, 160))
     measured = peak_of_step(model, ids, precision == "bf16", micro_batches, loss == "chunked")
-    shape = ModelShape.from_config(model.config.to_dict())  # type: ignore[operator, union-attr]
     settings = Settings(precision=precision, loss=loss, device="cpu")  # type: ignore[arg-type]
-    job = Job(shape, Batch(4, 160), Layout(micro_batches=micro_batches), settings)
-    rank = predict(job, choices_of(job, bits, attention=attention)).ranks[0]
+    job = traced_job(model, Batch(4, 160), Layout(micro_batches=micro_batches), settings)
+    rank = by_bits(job, [bits], EXACT if attention == "exact" else Choice(attention)).prediction.ranks[0]
     during_step = rank.total_nbytes - rank.parameters_nbytes - rank.optimizer_nbytes
     # With bf16 and the chunked loss one processor's step takes half a megabyte (5.4 %) more than the others'.
     tolerance = 0.06 if (precision, loss) == ("bf16", "chunked") else 0.05

@@ -22,13 +22,12 @@ import numpy as np
 import torch
 
 from laconic.activations.recognize.plan import ActivationPlan
-from laconic.cost import load_plan
+from laconic.cost import Batch, Job, Plan, Settings, load_plan
 from laconic.cost.comm.rates import WireRates
 from laconic.cost.hardware.compute import Sensitivity
 from laconic.cost.infer import InferenceRates, InferenceShape
-from laconic.cost.memory.model_shape import ModelShape
 from laconic.cost.moe import MoERates
-from laconic.cost.planner.measured import MeasuredTable
+from laconic.cost.planner.policy import by_bits
 from laconic.errors import LaconicError
 from laconic.formats.dcp import read_dcp_metadata
 from laconic.infer.messages import HEADER_LENGTH, Header, Rows, pack_rows, unpack_rows, unpack_sums
@@ -42,6 +41,7 @@ from laconic.train.config.toml import load_config
 from laconic.train.data.sources import read_documents
 from laconic.train.data.token_file import TokenFile
 from laconic.train.report.run_reader import load_runs
+from tests.cost.shapes import Sizes, traced_llama
 from tests.fuzz.target import Target
 
 __all__ = ["DOCUMENTS", "changed_json"]
@@ -231,15 +231,21 @@ def _bodies(body: dict[str, Any]) -> Callable[[], list[bytes]]:
     return lambda: [json.dumps(body).encode()]
 
 
+def _traced_plans() -> list[bytes]:
+    batch = Batch(2, 64)
+    job = Job(traced_llama(Sizes(64, 160, 2, 4, 2, 97, True, 16), batch), batch, settings=Settings(precision="fp32"))
+    return [json.dumps(Plan.of(job, by_bits(job, [bits])).to_dict()).encode() for bits in (16, 4)]
+
+
 DOCUMENTS = {
     "plan": _json_file("plan.json", load_plan),
+    "traced_plan": Target(_as_file("plan.json", load_plan), _traced_plans, change=changed_json, refusals=REFUSALS),
     "activation_plan": Target(
         lambda data: bool(ActivationPlan.from_json(_text(data))),
         _golden("activation_plan.json"),
         change=changed_json,
         refusals=REFUSALS,
     ),
-    "measured_table": _json_file("measured.json", MeasuredTable.load),
     "wire_rates": _json_file("wire_rates.json", WireRates.load),
     "moe_rates": _json_file("moe_rates.json", MoERates.load),
     "inference_rates": _json_file("infer_rates.json", InferenceRates.load),
@@ -252,9 +258,6 @@ DOCUMENTS = {
     ),
     "pipeline": Target(
         lambda data: bool(PipelineSchedule.parse(_text(data))), _golden("pipeline.txt"), refusals=REFUSALS
-    ),
-    "model_config": Target(
-        _as_file("config.json", ModelShape.load), _bodies(_LLAMA), change=changed_json, refusals=REFUSALS
     ),
     "inference_model_config": Target(
         _as_file("config.json", InferenceShape.load), _bodies(_MIXTRAL), change=changed_json, refusals=REFUSALS

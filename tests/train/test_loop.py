@@ -79,28 +79,12 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path, capsys: pytest.Capt
     assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["latest", "step-00000006"]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"activations.bits": 16},
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ({"activations.bits": 6}, AGOQ)),
-        pytest.param({"activations.loss": "chunked"}, marks=pytest.mark.slow),
-        AGOQ | {"activations.loss": "chunked"},
-        {"model.family": "qwen3", "accumulation": 2},
-    ],
-)
-def test_memory_is_as_predicted(changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train_alone(tiny_config(tmp_path, "run", changes)) == 0
-    memory = json.loads((tmp_path / "run" / "summary.json").read_text())["memory"]
-    assert set(memory["predicted"]) == {"saved per micro-batch", "parameters", "gradients", "optimizer"}
-    for kind, nbytes in memory["measured"].items():
-        assert memory["predicted"][kind] == pytest.approx(nbytes, rel=0.05), kind
-    assert "memory predicted (measured): saved per micro-batch" in capsys.readouterr().err
-
-
-def test_a_family_the_planner_does_not_know_is_not_predicted(tmp_path: Path) -> None:
+def test_memory_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train_alone(tiny_config(tmp_path, "run", {"model.family": "gpt2"})) == 0
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["memory"] is None
+    memory = json.loads((tmp_path / "run" / "summary.json").read_text())["memory"]
+    assert set(memory["measured"]) == {"saved per micro-batch", "parameters", "gradients", "optimizer"}
+    assert (memory["predicted"], memory["error"]) == ({}, None)  # without a plan
+    assert "memory: saved per micro-batch" in capsys.readouterr().err
 
 
 def test_the_loss_falls(tmp_path: Path) -> None:

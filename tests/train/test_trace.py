@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,22 @@ from torch import Tensor, nn
 import laconic
 from laconic.activations import ActivationPlan, SavedTensorTracker
 from laconic.cli.main import main
-from laconic.cost import Batch, Choice, Job, Layout, Settings, load_plan, predict
+from laconic.cost import Batch, Choice, Job, Layout, Settings, Unit, load_plan, predict
 from laconic.cost.memory.saved_tensors import EXACT, PRECISIONS
 from laconic.cost.memory.traced import TracedModel
 from laconic.cost.planner.policy import by_bits, choose
-from laconic.errors import PlanError
-from laconic.train.memory.directory import made_up_batches, usual_loss
+from laconic.errors import ConfigError, PlanError
+from laconic.train.memory.directory import config_as, made_up_batches, usual_loss
 from laconic.train.memory.step_peak import peak_nbytes
-from laconic.train.memory.trace import trace_directory, trace_model
+from laconic.train.memory.trace import trace_config, trace_model, traced_job
 
 pytest.importorskip("transformers")
 import transformers
 
 from benchmarks import family_models
 from benchmarks.family_models import Family, families, inputs_of, model_of
+from tests.activations.models import make_model
+from tests.cost.shapes import Sizes, traced_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers warns of while a family is built
 
@@ -122,7 +125,7 @@ def test_losses_of_routers_count(tmp_path: Path) -> None:
     totals = {}
     for wanted in (False, True):
         path = mixture(tmp_path, output_router_logits=wanted, num_hidden_layers=2)
-        traced = trace_directory(path, BATCH, PRECISIONS["fp32"])
+        traced = trace_config(path, BATCH, PRECISIONS["fp32"])
         model = real_model(path)
         inputs = made_up_batches(model, BATCH.sequence_length)(BATCH.sequences)
         totals[wanted] = predict(Job(traced, BATCH, settings=Settings(precision="fp32"))).saved_total_nbytes
@@ -136,7 +139,7 @@ def test_the_peak_of_a_step_is_predicted(tmp_path: Path, bits: int) -> None:
     path = mixture(tmp_path, hidden_size=128, head_dim=32)
     batch = Batch(4, 128)
     job = Job(
-        trace_directory(path, batch, PRECISIONS["fp32"]),
+        trace_config(path, batch, PRECISIONS["fp32"]),
         batch,
         Layout(micro_batches=2),
         Settings(precision="fp32"),
@@ -153,7 +156,7 @@ def test_the_peak_of_a_step_is_predicted(tmp_path: Path, bits: int) -> None:
 
 @pytest.mark.ci
 def test_expert_parallelism_cuts_experts_and_nothing_else(tmp_path: Path) -> None:
-    traced = trace_directory(mixture(tmp_path), BATCH, PRECISIONS["fp32"])
+    traced = trace_config(mixture(tmp_path), BATCH, PRECISIONS["fp32"])
     whole, shared, sharded = (
         predict(Job(traced, BATCH, Layout(data_parallel=4, **more), Settings(precision="fp32"))).ranks[0]  # type: ignore[arg-type]
         for more in ({}, {"expert_parallel": 4}, {"expert_parallel": 2, "sharded": True})
@@ -194,7 +197,7 @@ def test_a_mixture_is_planned_by_its_config_alone(tmp_path: Path, capsys: pytest
 
 
 def test_a_plan_is_of_what_was_traced(tmp_path: Path) -> None:
-    traced = trace_directory(directory(tmp_path, "bert", **SIZES, intermediate_size=128), BATCH, PRECISIONS["fp32"])
+    traced = trace_config(directory(tmp_path, "bert", **SIZES, intermediate_size=128), BATCH, PRECISIONS["fp32"])
     fp32 = Settings(precision="fp32")
     assert TracedModel.from_dict(json.loads(json.dumps(traced.to_dict()))).describe() == traced.describe()
     with pytest.raises(PlanError, match=r"sequence_length is 64, but the bytes of bert were read for 32"):
@@ -210,7 +213,7 @@ def test_a_plan_is_of_what_was_traced(tmp_path: Path) -> None:
 def test_blocks_that_share_what_they_save_get_one_choice(tmp_path: Path) -> None:
     sizes = {"embedding_size": 32, "hidden_sizes": [32, 64], "depths": [2, 2], "layer_type": "basic"}
     batch, fp32 = Batch(16, 1), Settings(precision="fp32")
-    traced = trace_directory(directory(tmp_path, "resnet", **sizes), batch, PRECISIONS["fp32"], image_size=64)
+    traced = trace_config(directory(tmp_path, "resnet", **sizes), batch, PRECISIONS["fp32"], image_size=64)
     assert traced.shares
     job = Job(traced, batch, settings=fp32)
     exact, least = (by_bits(job, [bits] * 4).prediction.peak_nbytes for bits in (16, 4))
@@ -251,3 +254,58 @@ def test_what_cannot_be_traced_is_refused() -> None:
         trace_model(Stack(Asks), inputs, BATCH, PRECISIONS["fp32"], {})
     with pytest.raises(PlanError, match=r"Linear has no layers in a list"):
         trace_model(nn.Linear(8, 8), inputs, BATCH, PRECISIONS["fp32"], {})
+
+
+@pytest.mark.parametrize(
+    ("precision", "loss"),
+    [
+        pytest.param("bf16", "exact", marks=pytest.mark.ci),
+        *(pytest.param(p, x, marks=pytest.mark.slow) for p, x in (("fp32", "chunked"), ("bf16-pure", "exact"))),
+    ],
+)
+def test_a_llama_keeps_what_closed_formulas_say(precision: Any, loss: Any) -> None:
+    settings = Settings(precision=precision, loss=loss)
+    traced = traced_job(make_model("llama", tie_word_embeddings=True), BATCH, settings=settings).model
+    known = traced_llama(Sizes(64, 160, 2, 4, 2, 97, True, 16), BATCH, PRECISIONS[precision], loss)
+    (found,), (expected,) = traced.layers, known.layers
+
+    def facts(units: tuple[Unit, ...], codes: tuple[str, ...]) -> list[Any]:
+        packed = [[u.nbytes(Choice(code)) for code in codes] for u in units]
+        same = [replace(u, packed=(), rows=(), beside_nbytes=0) for u in units]
+        return [same, packed]
+
+    assert facts(found.units, ("int8", "int6", "int5", "nf4")) == facts(expected.units, ("int8", "int6", "int5", "nf4"))
+    assert facts(traced.last_units, ("int8",)) == facts(known.last_units, ("int8",))
+    for name in ("tensors", "experts", "flops", "shared_nbytes", "arguments_nbytes"):
+        assert getattr(found, name) == getattr(expected, name), name
+    for name in ("names", "kinds", "first_tensors", "last_tensors", "tied_tensor", "first_nbytes", "last_nbytes"):
+        assert getattr(traced, name) == getattr(known, name), name
+    assert (traced.layer_input, traced.is_stack, traced.shares) == (known.layer_input, True, False)
+
+
+def test_a_size_that_the_model_has_no_use_for_is_refused() -> None:
+    sizes = {**SIZES, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
+    images = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=32))
+    text = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes))
+    with pytest.raises(PlanError, match="sequence_length is 64, but ViTForImageClassification takes images; leave it"):
+        made_up_batches(images, 64)
+    with pytest.raises(PlanError, match="image_size is 32, but BertForSequenceClassification takes tokens; leave it"):
+        made_up_batches(text, 64, 32)
+    assert made_up_batches(text, usual_length=16)(2)["input_ids"].shape == (2, 16)
+
+
+def test_a_family_is_another_ones_only_where_its_fields_are(tmp_path: Path) -> None:
+    fields = json.loads(make_model("llama").config.to_json_string())  # type: ignore[operator, union-attr]
+
+    def read(**more: Any) -> Any:
+        (tmp_path / "config.json").write_text(json.dumps(more))
+        return config_as(str(tmp_path), "llama")
+
+    assert read(**{**fields, "model_type": "my_llama", "rope_factor": None}).hidden_size == 64
+    assert read(model_type="my_images", text_config=fields, vision_config={"depth": 2}).hidden_size == 64
+    with pytest.raises(ConfigError, match=r"my_depth_scale = 0.5, which models of llama do not have"):
+        read(**{**fields, "model_type": "my_llama", "my_depth_scale": 0.5})
+    with pytest.raises(ConfigError, match=r"the configuration is one of 'olmoe', which is known"):
+        read(**{**fields, "model_type": "olmoe"})
+    with pytest.raises(ConfigError, match=r"family is 'lama', but transformers has no such model_type; did you mean"):
+        config_as(str(tmp_path), "lama")

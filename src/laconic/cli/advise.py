@@ -6,7 +6,8 @@ import argparse
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,6 @@ def _advise(options: argparse.Namespace) -> Advice | None:
     import torch
 
     from laconic.advice import advise
-    from laconic.cli.plan_measured import quiet_profiler
     from laconic.train.distributed.world import join_world, read_environment
 
     # Under torchrun each process measures, and the link between them is measured too.
@@ -68,7 +68,7 @@ def _advise(options: argparse.Namespace) -> Advice | None:
     else:
         model, batch = _from_directory(options, world.device)
     autocast = torch.bfloat16 if options.precision == "bf16" else None
-    with working(f"measuring ways to train {options.target}"), quiet_profiler():
+    with working(f"measuring ways to train {options.target}"), _quiet_profiler():
         advice = advise(
             model, batch, loss_of=loss_of, rounds=options.rounds, autocast=autocast, compile=options.compile
         )
@@ -133,6 +133,19 @@ def _from_function(options: argparse.Namespace) -> tuple[Any, Any, LossOf | None
         )
     model, batch, *rest = returned
     return model, batch, rest[0] if rest else None
+
+
+@contextmanager
+def _quiet_profiler() -> Iterator[None]:
+    """Without the lines that torch's profiler writes to the file descriptor of errors at each of its starts."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _check_picture(path: str | None) -> None:

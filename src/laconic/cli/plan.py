@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from laconic.cli.arguments import Parser, add_json
 from laconic.cli.output import json_only, print_json
-from laconic.cli.plan_measured import measure, plan_measured
 from laconic.cli.progress import working
-from laconic.cost import Batch, Job, Layout, ModelShape, Plan, Settings
+from laconic.cost import Batch, Job, Layout, Plan, Settings
 from laconic.cost.hardware.compute import Hardware, Sensitivity
-from laconic.cost.memory.job import precision_of
-from laconic.cost.memory.model_config import NoFormulaError
 from laconic.cost.memory.saved_tensors import EXACT, Choice
 from laconic.cost.planner.policy import ALL_CHOICES, CHOICES, Chosen, Weights, agoq, by_bits, choose
 from laconic.cost.sizes import parse_nbytes
@@ -28,6 +27,7 @@ __all__ = ["make_parser", "run"]
 _UNIFORM = {"exact": 16, **{f"uniform{bits}": bits for bits in (2, 4, 5, 6, 8)}}
 _SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "vocab_size")
 _ALL_SIZES = (*_SIZES, "num_kv_heads", "head_dim", "num_experts", "experts_per_token", "tied")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _USUAL_LENGTH = 4096
 _MOST = 10**9
 """Largest integer that the planner accepts: its arithmetic and its solver use 64-bit floats."""
@@ -35,24 +35,24 @@ _MOST = 10**9
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic plan` with `args`; return 0 if the run fits (or no budget was given), 1 if it does not."""
-    parser = make_parser()
-    options = parser.parse_args(args)
-    if options.measure is not None:
-        return measure(options, parser)
+    options = make_parser().parse_args(args)
     if options.calibrate is not None:
         return _calibrate(options)
     if not 0 <= options.reserve < 1:
         raise PlanError(f"reserve is {options.reserve}, but it must be at least 0 and below 1")
-    if options.measured is not None:
-        return plan_measured(options, parser)
     budget = None if options.memory is None else int(parse_nbytes(options.memory) * (1 - options.reserve))
+    attention = EXACT if options.attention == "exact" else Choice(options.attention)
+    policy = options.policy or ("budget" if budget is not None else "exact")
+    if policy == "budget" and budget is None:
+        raise PlanError("policy is 'budget', but no budget was given; add --memory, for example --memory 24GB")
+    sensitivity = None if options.calibration is None else Sensitivity.load(options.calibration)
     job = _job(options)
-    chosen = _chosen(options, job, budget)
+    chosen = _chosen(options, job, policy, attention, budget, sensitivity)
     plan = Plan.of(job, chosen, budget)
     if options.out is not None:
         plan.save(options.out)
     if options.chart is not None:
-        save_chart(chosen.prediction, options.chart, budget, f"{job.shape.family}, policy {chosen.policy}")
+        save_chart(chosen.prediction, options.chart, budget, f"{job.model.family}, policy {chosen.policy}")
     if options.json:
         print_json(plan.to_dict())
     else:
@@ -89,72 +89,101 @@ def _job(options: argparse.Namespace) -> Job:
         device="cpu" if options.hardware == "xeon-core" else "cuda",
     )
     batch = Batch(options.batch, _length(options))
-    try:
-        shape = _shape(options)
-        if options.image_size is not None:
-            raise PlanError(f"--image-size is given, but {shape.family} takes no images; leave it out")
-        return Job(shape, batch, layout, settings)
-    except NoFormulaError:
-        if options.family is not None:
-            raise
-    with json_only(options.json), working(f"reading the bytes of {options.model} off a step without numbers"):
-        from laconic.train.memory.trace import trace_directory
+    _check_sizes(options)
+    what = options.model or f"a {options.family or 'llama'} of these sizes"
+    with json_only(options.json), working(f"tracing a step of {what} without numbers"):
+        try:
+            import transformers  # noqa: F401
+        except ImportError as error:
+            raise PlanError(f"planning needs transformers ({error}): pip install 'laconic[train]'") from error
+        from laconic.train.memory.trace import traced_job
 
-        precision, chunked = precision_of(settings, layout), settings.loss == "chunked"
-        traced = trace_directory(
-            options.model,
+        source, sizes = _source(options)
+        job = traced_job(
+            source,
             batch,
-            precision,
-            chunked=chunked,
+            layout,
+            settings,
             sequence_length=options.sequence_length,
             image_size=options.image_size,
         )
-    return Job(traced, batch, layout, settings)
+    return replace(job, shape=replace(job.model, settings=sizes))
 
 
-def _shape(options: argparse.Namespace) -> ModelShape:
-    if options.model is not None:
-        given = [name for name in _ALL_SIZES if getattr(options, name)]
-        if given:
-            flags = ", ".join("--" + name.replace("_", "-") for name in given)
-            raise PlanError(
-                f"{flags} is given beside {options.model!r}, whose configuration has the sizes; leave one out"
-            )
-        return ModelShape.load(options.model, options.family)
+def _check_sizes(options: argparse.Namespace) -> None:
+    """Refuse sizes beside a directory, and too few without one."""
+    given = [name for name in _ALL_SIZES if getattr(options, name)]
+    if options.model is not None and given:
+        raise PlanError(
+            f"{_flags(given)} is given beside {options.model!r}, whose configuration has the sizes; leave one out"
+        )
     missing = [name for name in _SIZES if getattr(options, name) is None]
-    if missing:
-        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
-        raise PlanError(f"without a model directory the sizes are needed: {flags} missing")
-    return ModelShape(
-        family=options.family or "llama",
-        hidden_size=options.hidden_size,
-        intermediate_size=options.intermediate_size,
-        num_layers=options.num_layers,
-        num_heads=options.num_heads,
-        num_kv_heads=options.num_kv_heads or options.num_heads,
-        head_dim=options.head_dim or options.hidden_size // max(1, options.num_heads),
-        vocab_size=options.vocab_size,
-        tied=options.tied,
-        num_experts=options.num_experts or 0,
-        experts_per_token=options.experts_per_token or 0,
-    )
+    if options.model is None and missing:
+        raise PlanError(f"without a model directory the sizes are needed: {_flags(missing)} missing")
 
 
-def _chosen(options: argparse.Namespace, job: Job, budget: int | None) -> Chosen:
-    attention = EXACT if options.attention == "exact" else Choice(options.attention)
-    policy = options.policy or ("budget" if budget is not None else "exact")
+def _flags(names: Sequence[str]) -> str:
+    return ", ".join("--" + name.replace("_", "-") for name in names)
+
+
+def _source(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """What is traced: a directory or a configuration; and the settings of a model that sizes describe."""
+    if options.model is None:
+        return _sized(options)
+    if options.family is None:
+        return options.model, {}
+    from laconic.train.memory.directory import config_as
+
+    return config_as(options.model, options.family), {}
+
+
+def _sized(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """The model that `laconic train` makes of these sizes: its configuration and its settings."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from laconic.train.config.schema import ModelConfig
+    from laconic.train.model import sized_config
+
+    family = options.family or "llama"
+    known = CONFIG_MAPPING[family]().to_dict() if family in CONFIG_MAPPING else {}
+    of_experts = next((name for name in _EXPERTS if name in known), _EXPERTS[0])
+    extra = {"head_dim": options.head_dim, of_experts: options.num_experts}
+    extra |= {"num_experts_per_tok": options.experts_per_token}
+    settings = {
+        "family": family,
+        "hidden_size": options.hidden_size,
+        "intermediate_size": options.intermediate_size,
+        "num_hidden_layers": options.num_layers,
+        "num_attention_heads": options.num_heads,
+        "num_key_value_heads": options.num_kv_heads,
+        "tie_word_embeddings": options.tied,
+        "extra": {name: value for name, value in extra.items() if value is not None},
+    }
+    config = sized_config(ModelConfig(**settings), options.vocab_size, _length(options))
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
+    return config, settings
+
+
+def _chosen(
+    options: argparse.Namespace,
+    job: Job,
+    policy: str,
+    attention: Choice,
+    budget: int | None,
+    sensitivity: Sensitivity | None,
+) -> Chosen:
     if policy == "agoq":
         return agoq(job, attention)
     if policy in _UNIFORM:
         bits = [_UNIFORM[policy]] * job.layout.num_chunks
         return by_bits(job, bits, EXACT if policy == "exact" else attention, policy)
-    if budget is None:
-        raise PlanError("policy is 'budget', but no budget was given; add --memory, for example --memory 24GB")
+    assert budget is not None
     return choose(
         job,
         budget,
         allowed=options.choices,
-        sensitivity=None if options.calibration is None else Sensitivity.load(options.calibration),
+        sensitivity=sensitivity,
         hardware=Hardware.named(options.hardware),
         weights=Weights(options.time_weight),
     )
@@ -250,19 +279,6 @@ def make_parser() -> Parser:
     add("--out", metavar="FILE", help="write the plan as JSON, for laconic train --plan FILE")
     add("--chart", metavar="FILE", help="write a picture, for example plan.png")
     add_json(parser, "print the plan as one JSON document instead of tables")
-    add = parser.add_argument_group(
-        "measured table", "for models without formulas: vision, encoders, state spaces, any model with sites"
-    ).add_argument
-    add("--measure", metavar="FILE", help="measure MODEL's blocks, write the table to FILE and stop")
-    add(
-        "--measure-batches",
-        type=integer,
-        nargs=3,
-        default=[4, 8, 12],
-        metavar="N",
-        help="samples of the batches to measure (default: 4 8 12)",
-    )
-    add("--measured", metavar="FILE", help="plan with this table instead of formulas; --batch counts its samples")
     add = parser.add_argument_group("calibration").add_argument
     add("--calibrate", metavar="FILE", help="measure the model's sensitivities, write them to FILE and stop")
     add("--data", nargs="+", metavar="PATH", help="text to measure on (default: the Python standard library)")

@@ -1,11 +1,11 @@
 """Cost of a run by arithmetic: bytes by rank and kind, seconds by step, and the plan that fits a budget.
 
-Pure Python at import; nothing here needs torch.
+Pure Python at import; nothing here needs torch. Bytes of a model are read off it by `laconic.train.memory.trace`.
 """
 
-from laconic.cost.memory.model_shape import ModelShape
 from laconic.cost.memory.predict import Job, Layout, Prediction, RankMemory, Settings, predict
 from laconic.cost.memory.saved_tensors import Batch, Choice, Unit
+from laconic.cost.memory.traced import TracedModel
 from laconic.cost.planner.plan import Plan, load_plan
 
 __all__ = [
@@ -13,11 +13,11 @@ __all__ = [
     "Choice",
     "Job",
     "Layout",
-    "ModelShape",
     "Plan",
     "Prediction",
     "RankMemory",
     "Settings",
+    "TracedModel",
     "Unit",
     "load_plan",
     "predict",

@@ -33,6 +33,7 @@ __all__ = [
     "no_progress_bars",
     "path_config",
     "random_model",
+    "sized_config",
 ]
 
 logger = logging.getLogger(__name__)
@@ -68,8 +69,7 @@ def build_model(
     except ImportError as error:
         raise ConfigError(f"training needs transformers ({error}): pip install 'laconic[train]'") from error
     if config.path is None:
-        hf_config = family_config(config, _family_fields(config, vocab_size, max_sequence_length, eos_token_id))
-        _check_family(hf_config, config)
+        hf_config = sized_config(config, vocab_size, max_sequence_length, eos_token_id)
         return random_model(AutoModelForCausalLM, hf_config, seed, f"a {config.family} of model.family")
     check_path(config)
     hf_config = path_config(config)
@@ -81,6 +81,15 @@ def build_model(
             "(max_position_embeddings in its config.json)"
         )
     return load_model(AutoModelForCausalLM, config, hf_config, seed)
+
+
+def sized_config(
+    config: ModelConfig, vocab_size: int, max_sequence_length: int, eos_token_id: int | None = None
+) -> Any:
+    """The configuration of a causal language model that `model.family` and its sizes describe; see `build_model`."""
+    hf_config = family_config(config, _family_fields(config, vocab_size, max_sequence_length, eos_token_id))
+    _check_family(hf_config, config)
+    return hf_config
 
 
 def family_config(config: ModelConfig, fields: Mapping[str, Any]) -> Any:

@@ -196,10 +196,7 @@ def make_steps(
     gradients = make_gradients(config, parallel_state, wrapped, spread)
     optimizer = make_optimizer(wrapped, config.optimizer)
     trainer = Trainer(config, world, parallel_state, wrapped, gradients, optimizer, task, pipeline, converted.routers)
-    split = () if pipeline is None else pipeline.split
-    forecast = Forecast(
-        config, parallel_state, converted.model_config, trainer, converted.plan, split, task.chunked_loss
-    )
+    forecast = Forecast(parallel_state, trainer, converted.plan)
     votes = ReplicaVotes(config, world, parallel_state, wrapped, optimizer, spread)
     routers, experts = converted.routers, converted.experts
     return Steps(config, world, trainer, forecast, routers, experts, messages, votes, comm_state)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from laconic.activations.backward.derivatives import derivative, is_transformed
 from laconic.activations.forwards.replacement import ModelReplacement
@@ -32,7 +33,7 @@ __all__ = ["CausalLossForward", "causal_loss", "has_causal_loss"]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _IGNORED = -100
 
-_TILES = {"cpu": 1 << 18, "cuda": 1 << 24}
+TILES = {"cpu": 1 << 18, "cuda": 1 << 24}
 """By device type, the logits of a tile: on the CPU three of them in fp32 stay in a core's cache."""
 
 
@@ -115,7 +116,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _tiles(x: Tensor) -> Iterator[slice]:
     """Rows of x [n, vocabulary], some at a time."""
-    size = max(1, _TILES["cpu" if x.device.type == "cpu" else "cuda"] // max(1, x.shape[1]))
+    size = max(1, TILES["cpu" if x.device.type == "cpu" else "cuda"] // max(1, x.shape[1]))
     return (slice(start, start + size) for start in range(0, x.shape[0], size))
 
 
@@ -184,8 +185,9 @@ class CausalLossForward(ModelReplacement):
             restore()
             original: Any = self.module.loss_function
             own["_loss_function"] = loss_function
-            logits = args[0] if args else kwargs.get("logits")
-            served = type(logits) is Tensor and logits.dtype in _DTYPES and logits.requires_grad
+            logits: Any = args[0] if args else kwargs.get("logits")
+            plain = type(logits) in (Tensor, FakeTensor)  # also where the planner traces a step
+            served = plain and logits.dtype in _DTYPES and logits.requires_grad
             return (causal_loss if served and original is _original() else original)(*args, **kwargs)
 
         own["_loss_function"] = loss_function

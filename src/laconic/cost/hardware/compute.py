@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from laconic.cost.memory.job import Job
-from laconic.cost.memory.model_shape import ModelShape
-from laconic.cost.memory.saved_tensors import Batch, Choice, Unit
-from laconic.cost.memory.traced import TracedModel
+from laconic.cost.memory.saved_tensors import Choice, Unit
 from laconic.errors import PlanError
 from laconic.json_text import parse_json
 from laconic.options import BLOCK_CODES, CODE_BITS
@@ -144,19 +142,8 @@ def _data(name: str) -> Any:
 
 def layer_forward_flops(job: Job) -> float:
     """Floating-point operations of one layer's forward on one micro-batch and rank, the mean of all layers."""
-    shape, batch = job.shape, job.batch
-    if isinstance(shape, TracedModel):
-        return sum(shape.layers[kind].flops for kind in shape.kinds) / shape.num_layers / job.layout.tensor_parallel
-    linears = 2.0 * batch.tokens * shape.layer_linear_parameters
-    return (linears + attention_flops(shape, batch)) / job.layout.tensor_parallel
-
-
-def attention_flops(shape: ModelShape, batch: Batch) -> float:
-    """Operations of causal attention alone, mean over layers: scores and weighted values, half of them masked."""
-    length = batch.sequence_length
-    reaches = [min(length, shape.window_of(layer) or length) for layer in range(shape.num_layers)]
-    seen = sum(reach / (2 if reach == length else 1) for reach in reaches) / len(reaches)
-    return 4.0 * batch.tokens * seen * shape.query_size
+    model = job.model
+    return sum(model.layers[kind].flops for kind in model.kinds) / model.num_layers / job.layout.tensor_parallel
 
 
 def recompute_seconds(job: Job, hardware: Hardware) -> float:
@@ -167,25 +154,14 @@ def recompute_seconds(job: Job, hardware: Hardware) -> float:
 def pack_seconds(job: Job, hardware: Hardware, unit: Unit, choice: Choice) -> float:
     """Seconds that a choice adds to one micro-batch's forward and backward of a unit, against keeping it exact."""
     tp = job.layout.tensor_parallel
-    again, recomputed = _again_flops(job, unit)
     if choice.recompute:
-        return recomputed / tp / hardware.matmul_flops_per_second
+        return (unit.recompute_flops or 0.0) / tp / hardware.matmul_flops_per_second
     if choice.code is None or not unit.rows:
         return 0.0
     element = job.precision.compute_nbytes
     seconds = 2.0 * unit.num_elements * element / tp / hardware.pack_bytes_per_second
-    seconds += again / tp / hardware.matmul_flops_per_second
+    seconds += (unit.again_flops or 0.0) / tp / hardware.matmul_flops_per_second
     if choice.offload:
         moved = 2.0 * unit.packed_nbytes(choice) / tp
         seconds += EXPOSED_OFFLOAD * moved / hardware.host_bytes_per_second
     return seconds
-
-
-def _again_flops(job: Job, unit: Unit) -> tuple[float, float]:
-    """Operations that backward does again if a unit is packed (attention, experts), and if it is recomputed."""
-    shape, tokens = job.shape, job.batch.tokens
-    if isinstance(shape, TracedModel):
-        return unit.again_flops or 0.0, unit.recompute_flops or 0.0
-    again = 2.0 * tokens * 3 * shape.hidden_size * shape.active_width if unit.beside_nbytes else 0.0
-    again += attention_flops(shape, job.batch) if unit.kind == "attention" else 0.0
-    return again, 2.0 * tokens * shape.hidden_size * (2 if shape.traits.gated else 1) * shape.intermediate_size

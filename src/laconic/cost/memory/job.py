@@ -6,20 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from laconic.cost.memory.model_shape import ModelShape
-from laconic.cost.memory.saved_tensors import (
-    EXACT,
-    PRECISIONS,
-    Batch,
-    Choice,
-    Precision,
-    Unit,
-    arguments_nbytes,
-    head_unit,
-    layer_units,
-    loss_nbytes,
-    rotary_nbytes,
-)
+from laconic.cost.memory.model_sizes import ModelSizes
+from laconic.cost.memory.saved_tensors import EXACT, PRECISIONS, Batch, Choice, Precision, Unit
 from laconic.cost.memory.split import balanced_split
 from laconic.cost.memory.traced import TracedModel
 from laconic.errors import PlanError
@@ -129,13 +117,15 @@ def precision_of(settings: Settings, layout: Layout) -> Precision:
 class Job:
     """The subject of a prediction: a model, a micro-batch, a layout and settings."""
 
-    shape: ModelShape | TracedModel
+    shape: TracedModel | ModelSizes
     batch: Batch
     layout: Layout = field(default_factory=Layout)
     settings: Settings = field(default_factory=Settings)
 
     def __post_init__(self) -> None:
-        shape, layout = self.shape, self.layout
+        shape, layout, batch, precision = self.shape, self.layout, self.batch, self.precision
+        if isinstance(shape, ModelSizes):
+            return
         for layer in range(shape.num_layers) if layout.expert_parallel > 1 else ():
             for count, _, _ in shape.experts_of(layer):
                 if count % layout.expert_parallel:
@@ -143,9 +133,6 @@ class Job:
                         f"expert_parallel is {layout.expert_parallel}, but it must divide the {count} experts of "
                         f"{shape.layer_name(layer)}"
                     )
-        if not isinstance(shape, TracedModel):
-            return
-        batch, precision = self.batch, self.precision
         shape.check_setting(
             sequences=batch.sequences,
             sequence_length=batch.sequence_length,
@@ -159,6 +146,20 @@ class Job:
             )
 
     @property
+    def model(self) -> TracedModel:
+        """The model with its bytes.
+
+        Raises:
+            PlanError: the job is that of a plan file from before bytes were traced.
+        """
+        if isinstance(self.shape, ModelSizes):
+            raise PlanError(
+                "the plan is from a version that knew sizes only, so nothing else can be predicted for its model; make "
+                "another plan with laconic plan"
+            )
+        return self.shape
+
+    @property
     def precision(self) -> Precision:
         """Element sizes of the run."""
         return precision_of(self.settings, self.layout)
@@ -166,32 +167,29 @@ class Job:
     @property
     def layer_input(self) -> tuple[int, int]:
         """Rows and columns of what a layer takes in."""
-        if isinstance(self.shape, TracedModel):
-            return self.shape.layer_input
-        return self.batch.tokens, self.shape.hidden_size
+        return self.model.layer_input
 
     @property
     def split(self) -> tuple[int, ...]:
         """Layers per chunk."""
-        shape, layout = self.shape, self.layout
+        layout = self.layout
         if not layout.split:
+            shape = self.model
             # Looking up an embedding is no work; the head is, as much as so many parameters in the layers.
             head = shape.embedding_parameters
             sizes = [shape.parameters_of(layer) for layer in range(shape.num_layers)]
             return balanced_split(sizes, layout.num_chunks, last=head)
-        if sum(layout.split) != shape.num_layers:
+        if sum(layout.split) != self.shape.num_layers:
             raise PlanError(
                 f"split is {list(layout.split)}, which makes {sum(layout.split)} layers, but the model has "
-                f"{shape.num_layers}"
+                f"{self.shape.num_layers}"
             )
         return layout.split
 
     def arguments_nbytes(self, layers: Sequence[int]) -> int:
         """Bytes that attention which runs again in backward holds besides its tensors, once for these layers."""
-        if isinstance(self.shape, TracedModel):
-            kinds = {self.shape.kind_of(layer) for layer in layers}
-            return sum(self.shape.layers[kind].arguments_nbytes for kind in kinds)
-        return arguments_nbytes(self.shape, self.batch, self.precision, layers)
+        kinds = {self.model.kind_of(layer) for layer in layers}
+        return sum(self.model.layers[kind].arguments_nbytes for kind in kinds)
 
     def stages(self) -> list[Stage]:
         """The chunks of the model, first layers first."""
@@ -215,31 +213,21 @@ class Stage:
 
     def units(self) -> list[Unit]:
         """The units of this chunk: what a plan decides."""
-        job, shape = self.job, self.job.shape
-        if isinstance(shape, TracedModel):
-            units = [unit for layer in self.layers for unit in shape.units_of(layer)]
-            return [*(shape.first_units * self.is_first), *units, *(shape.last_units * self.is_last)]
-        units = [unit for layer in self.layers for unit in layer_units(shape, layer, job.batch, job.precision)]
-        chunked = job.settings.loss == "chunked"
-        return [*units, head_unit(shape, job.batch, job.precision, chunked)] if self.is_last else units
+        model = self.job.model
+        units = [unit for layer in self.layers for unit in model.units_of(layer)]
+        return [*(model.first_units * self.is_first), *units, *(model.last_units * self.is_last)]
 
     def fixed_nbytes(self) -> dict[str, int]:
         """Bytes per micro-batch in flight that no choice changes, by kind."""
-        job, shape = self.job, self.job.shape
-        if isinstance(shape, TracedModel):
-            shared = {"attention": sum(layer.shared_nbytes for layer in shape.layers)}
-            first = {"embedding": shape.first_nbytes} if self.is_first else {}
-            return shared | first | ({"logits": shape.last_nbytes} if self.is_last else {})
-        kept = {"attention": rotary_nbytes(shape, job.batch, job.precision, self.layers)}
-        if self.is_first:
-            kept["embedding"] = 8 * job.batch.tokens  # the tokens
-        if self.is_last:
-            kept["logits"] = loss_nbytes(shape, job.batch, job.precision, job.settings.loss == "chunked")
-        return kept
+        model = self.job.model
+        # Kinds may share what the first of them is booked with.
+        shared = {"attention": sum(layer.shared_nbytes for layer in model.layers)}
+        first = {"embedding": model.first_nbytes} if self.is_first else {}
+        return shared | first | ({"logits": model.last_nbytes} if self.is_last else {})
 
     def tensors(self) -> list[tuple[int, int]]:
         """Rows and columns of every parameter but experts'; vectors have one column."""
-        shape = self.job.shape
+        shape = self.job.model
         tensors = [tensor for layer in self.layers for tensor in shape.tensors_of(layer)]
         tensors += shape.first_tensors if self.is_first else ()
         if self.is_last:
@@ -250,7 +238,7 @@ class Stage:
 
     def experts(self) -> list[tuple[int, int, int]]:
         """Experts, rows and columns of each of the parameters that hold all experts of a layer."""
-        return [tensor for layer in self.layers for tensor in self.job.shape.experts_of(layer)]
+        return [tensor for layer in self.layers for tensor in self.job.model.experts_of(layer)]
 
 
 def kept_nbytes(
@@ -273,7 +261,7 @@ def kept_nbytes(
         given = job.arguments_nbytes(holding)
         kept[f"(attention's arguments in stage {stage.index})"] = ("attention", given, 0)
     for layer in again:
-        kept[job.shape.layer_name(layer)] = ("recomputed", recomputed_nbytes(job, recomputed[layer]), 0)
+        kept[job.model.layer_name(layer)] = ("recomputed", recomputed_nbytes(job, recomputed[layer]), 0)
     return kept
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 from laconic.cost.memory.job import Job, Stage
-from laconic.cost.memory.traced import TracedModel
 
 __all__ = ["gradient_nbytes", "persistent_nbytes", "tensor_nbytes"]
 
@@ -20,8 +19,7 @@ def persistent_nbytes(job: Job, stages: list[Stage]) -> dict[str, int]:
     # Experts are cut over the processes that share them, and what each of these has is sharded over the rest.
     cut = max(parts, layout.expert_parallel)
     tensors += [(count * rows, columns, cut) for stage in stages for count, rows, columns in stage.experts()]
-    if isinstance(job.shape, TracedModel):
-        total["parameters"] += job.shape.buffers_nbytes
+    total["parameters"] += job.model.buffers_nbytes
     for rows, columns, parts in tensors:
         local_rows = -(-rows // (parts * layout.tensor_parallel))
         numel = local_rows * columns

@@ -177,7 +177,7 @@ def _activations_nbytes(
             count = state[stage.index]
             if stage.index == point.stage:
                 loss_side = kind in ("logits", "head")
-                later = tuple(f"{job.shape.layer_name(layer)}." for layer in stage.layers[1:])
+                later = tuple(f"{job.model.layer_name(layer)}." for layer in stage.layers[1:])
                 inside = f"{name}.".startswith(later) if later else False
                 if (loss_side and not point.loss_is_kept) or (inside and point.only_first_layer):
                     count -= 1
@@ -187,13 +187,13 @@ def _activations_nbytes(
 
 def _buffers_nbytes(job: Job, stages: list[Stage], schedule: PipelineSchedule, rank: int) -> dict[str, int]:
     """Estimated bytes of communication buffers."""
-    layout, shape = job.layout, job.shape
+    layout, model = job.layout, job.model
     buffers: dict[str, int] = {}
     if layout.sharded and layout.data_parallel > 1:
         gathered = 4 if job.settings.precision == "fp32" else 2
         own = [layer for stage in stages for layer in stage.layers]
         ends = sum(rows * columns for stage in stages for rows, columns in stage.tensors())
-        ends -= sum(rows * columns for layer in own for rows, columns in shape.tensors_of(layer))
+        ends -= sum(rows * columns for layer in own for rows, columns in model.tensors_of(layer))
         # The rest of the model stays gathered; of the layers one runs, the next arrives, one is being reduced in fp32.
         largest = max(_gathered_parameters(job, layer) for layer in own)
         buffers["gathered parameters"] = gathered * (ends + 2 * largest)
@@ -213,5 +213,5 @@ def _buffers_nbytes(job: Job, stages: list[Stage], schedule: PipelineSchedule, r
 
 def _gathered_parameters(job: Job, layer: int) -> int:
     """Parameters of a layer that a rank has while it runs: of the experts those that are its own."""
-    experts = sum(count * rows * columns for count, rows, columns in job.shape.experts_of(layer))
-    return job.shape.parameters_of(layer) - experts + experts // job.layout.expert_parallel
+    experts = sum(count * rows * columns for count, rows, columns in job.model.experts_of(layer))
+    return job.model.parameters_of(layer) - experts + experts // job.layout.expert_parallel

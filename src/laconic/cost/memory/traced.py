@@ -1,4 +1,4 @@
-"""A model whose bytes were read from a step without numbers: what `laconic plan` knows of models without formulas.
+"""A model whose bytes were read from a step without numbers: all that the planner knows of a model.
 
 `laconic.train.memory.trace` makes it. Layers of one kind keep the same bytes, so each kind stands here once.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from laconic.cost.memory.saved_tensors import Unit
@@ -19,6 +19,7 @@ POINTS = ("forward", "loss", "backward", "end")
 """Moments at which a rank's memory can be largest, see laconic.cost.memory.peak."""
 
 _ANY = frozenset(("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"))
+_ANY |= frozenset(("bos_token_id", "eos_token_id", "pad_token_id"))
 """Entries of a configuration that change no bytes."""
 
 Tensors = tuple[tuple[int, int], ...]
@@ -83,6 +84,7 @@ class TracedModel:
         buffers_nbytes: of the model.
         workspace: by point.
         is_stack: the layers are one list of alike layers, which may run again and can be cut into stages.
+        settings: fields of `[model]` that make the model, empty if a directory does.
         shares: layers have convolutions or batch norms, which keep tensors together with their neighbours, and exactly
             until both are packed; so only one choice for all of them can be predicted.
     """
@@ -106,6 +108,7 @@ class TracedModel:
     workspace: Mapping[str, Workspace]
     is_stack: bool
     shares: bool
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
@@ -211,7 +214,7 @@ class TracedModel:
             read = {"tensors": numbers(entry["tensors"]), "experts": numbers(entry["experts"])}
             return TracedLayer(**{**entry, **read, "units": tuple(map(unit, entry["units"]))})
 
-        given = {field.name: data[field.name] for field in fields(cls)}
+        given = {"settings": {}} | {one.name: data[one.name] for one in fields(cls) if one.name in data}
         model = cls(
             **given
             | {name: tuple(map(unit, given[name])) for name in ("first_units", "last_units")}

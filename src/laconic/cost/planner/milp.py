@@ -16,7 +16,6 @@ from laconic.cost.memory.job import Job, Stage, recomputed_nbytes
 from laconic.cost.memory.peak import PeakPoint, peak_points
 from laconic.cost.memory.predict import predict
 from laconic.cost.memory.saved_tensors import EXACT, RECOMPUTE, Choice, Unit
-from laconic.cost.memory.traced import TracedModel
 from laconic.errors import PlanError
 
 __all__ = ["Costs", "IntegerProgram"]
@@ -100,7 +99,7 @@ def _kinds(stage: Stage) -> dict[int | None, list[int]]:
     """The layers of a stage by kind, such as the window of their attention."""
     kinds: dict[int | None, list[int]] = {}
     for layer in stage.layers:
-        kinds.setdefault(stage.job.shape.kind_of(layer), []).append(layer)
+        kinds.setdefault(stage.job.model.kind_of(layer), []).append(layer)
     return kinds
 
 
@@ -127,7 +126,7 @@ class IntegerProgram:
         self._job, self._stages, self._states = job, stages, states
         self._groups = [group for stage in stages for group in _groups(stage, costs, words)]
         self._layer_cost = costs.of_recomputed_layer()
-        self._layers_may_run_again = "recompute" in words and job.shape.is_stack
+        self._layers_may_run_again = "recompute" in words and job.model.is_stack
         packed = {unit.name: Choice("int8") for stage in stages for unit in stage.units()}
         memory = predict(job, packed).ranks[rank]
         self._persistent = memory.parameters_nbytes + memory.optimizer_nbytes + sum(memory.buffers_nbytes.values())
@@ -174,7 +173,7 @@ class IntegerProgram:
             _again(stage, kind): len(layers) for stage in self._stages for kind, layers in _kinds(stage).items()
         }
         yield _one_if_any(_ANY_AGAIN, again)
-        feed_forward = [group for group in self._groups if group.units[0].is_feed_forward]
+        feed_forward = [group for group in self._groups if group.units[0].rebuilds]
         yield _one_if_any(_ANY_MLP, _packed(feed_forward))
         packed = _packed(feed_forward).items()
         rebuilt = {key: most for key, most in packed if key[1].choice.offload or key[1].choice.recompute}
@@ -192,8 +191,8 @@ class IntegerProgram:
                 if (group.stage, group.kind, group.units[0].kind) == (stage.index, kind, "attention")
             ]
             yield _one_if_any(_holds(stage, kind), _packed(attention) | {_again(stage, kind): len(layers)})
-            # Of a traced model each kind has its own: those of all kinds count as soon as one is held.
-            nbytes = job.arguments_nbytes(stage.layers if isinstance(job.shape, TracedModel) else layers)
+            # Each kind has its own: those of all kinds count as soon as one is held.
+            nbytes = job.arguments_nbytes(stage.layers)
             yield _Rule({_holds(stage, kind): nbytes / _SCALE, _arguments(stage): -1}, -inf, 0)
 
     def _gate_and_up_can_be_made(self) -> Iterable[_Rule]:
@@ -226,7 +225,7 @@ class IntegerProgram:
                     nbytes |= {_again(stage, kind): state[stage.index] * layer_input for kind in _kinds(stage)}
                     nbytes[_arguments(stage)] = state[stage.index] * _SCALE
                 nbytes[_ANY_AGAIN] = point.again_nbytes
-                nbytes[_ANY_MLP] = point.packed_nbytes
+                nbytes[_ANY_MLP] = max(0, point.packed_nbytes)
                 nbytes[_ANY_REBUILT] = point.rebuilt_nbytes
                 fixed = point.workspace_nbytes + sum(n * self._fixed[index] for index, n in state.items())
                 fixed -= 0 if point.loss_is_kept else self._loss[point.stage]
@@ -302,7 +301,7 @@ class IntegerProgram:
 
 def _groups(stage: Stage, costs: Costs, words: Sequence[str]) -> list[_Group]:
     """Alike units of a stage with what may be chosen for them."""
-    shape = stage.job.shape
+    shape = stage.job.model
     alike: dict[tuple[str, int | None], list[Unit]] = {}
     for unit in stage.units():
         if unit.rows:

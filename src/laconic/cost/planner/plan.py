@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from laconic.cost.memory.job import Job, Layout, Settings
-from laconic.cost.memory.model_shape import ModelShape
-from laconic.cost.memory.predict import Prediction, predict
+from laconic.cost.memory.model_sizes import ModelSizes
+from laconic.cost.memory.predict import Prediction, RankMemory, predict
 from laconic.cost.memory.saved_tensors import EXACT, Batch, Choice
 from laconic.cost.memory.traced import TracedModel
 from laconic.cost.planner.policy import Chosen
@@ -36,6 +36,7 @@ class Plan:
         recomputed: decoder layers that run again in backward, with the format of their saved input.
         policy: who decided.
         budget_nbytes: of each device, None if none was given.
+        written: the whole file, of a plan from before bytes were traced: what it predicted is taken as it stands there.
     """
 
     job: Job
@@ -43,6 +44,7 @@ class Plan:
     recomputed: Mapping[int, Choice]
     policy: str
     budget_nbytes: int | None = None
+    written: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, job: Job, chosen: Chosen, budget_nbytes: int | None = None) -> Plan:
@@ -53,11 +55,15 @@ class Plan:
     @property
     def prediction(self) -> Prediction:
         """Predicted bytes of every rank, computed again from the choices."""
+        if self.written is not None:
+            return _written_prediction(self.written["predicted"])
         return predict(self.job, self.choices, self.recomputed)
 
     @property
     def attention(self) -> str:
         """How attention is kept: "exact", a code, or "mixed"."""
+        if self.written is not None:
+            return str(self.written["settings"]["attention"])
         names = {
             self.choices.get(unit.name, EXACT).code or "exact"
             for stage in self.job.stages()
@@ -72,6 +78,8 @@ class Plan:
         "sites": by module name a format, {"recompute": true}, or null for exact. "layers": decoder layers that run
         again in backward, by module name, with how their input is kept.
         """
+        if self.written is not None:
+            return dict(self.written["settings"]["activations"])
         sites: dict[str, Any] = {}
         for stage in self.job.stages():
             for unit in stage.units():
@@ -82,12 +90,14 @@ class Plan:
                     sites[site] = (Choice("nf4") if inner else choice).to_json()
         plan: dict[str, Any] = {"version": 2, "sites": sites}
         if self.recomputed:
-            name_of = self.job.shape.layer_name
+            name_of = self.job.model.layer_name
             plan["layers"] = {name_of(i): {"input": c.to_json()} for i, c in sorted(self.recomputed.items())}
         return plan
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
+        if self.written is not None:
+            return dict(self.written)
         job, prediction = self.job, self.prediction
         layout = asdict(job.layout) | {"split": list(job.split), "world_size": job.layout.world_size}
         if job.layout.expert_parallel == 1:
@@ -95,7 +105,7 @@ class Plan:
         return {
             "format": _FORMAT,
             "version": _VERSION,
-            "model": job.shape.to_dict(),
+            "model": job.model.to_dict(),
             "world": layout,
             "batch": asdict(job.batch),
             "schedule": [[str(action) for action in line] for line in job.layout.make_schedule().actions],
@@ -147,9 +157,10 @@ class Plan:
             given = {"expert_parallel": 1, **data["world"]}
             world = {field.name: given[field.name] for field in fields(Layout)}
             settings = {field.name: data["settings"][field.name] for field in fields(Settings)}
+            traced = "traced" in data["model"]
             plan = cls(
                 job=Job(
-                    TracedModel.from_dict(model) if "traced" in (model := data["model"]) else ModelShape(**model),
+                    TracedModel.from_dict(data["model"]) if traced else ModelSizes(data["model"]),
                     Batch(**data["batch"]),
                     Layout(**world | {"split": tuple(world["split"])}),
                     Settings(**settings),
@@ -158,45 +169,42 @@ class Plan:
                 recomputed={int(layer): Choice.from_json(entry) for layer, entry in data["recomputed_layers"].items()},
                 policy=data["policy"],
                 budget_nbytes=data["budget_nbytes"],
+                written=None if traced else data,
             )
-            written = data["settings"]["activations"]
-            _ = plan.prediction  # refused if layers, stages and choices do not fit
+            _ = plan.prediction.peak_nbytes, plan.job.split  # refused if layers, stages and choices do not fit
+            is_of_choices = _agrees(plan, data["settings"]["activations"])
         except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
             if isinstance(error, PlanError):
                 raise
             raise PlanError(f"the plan is damaged: {error!r}; write it again with laconic plan") from error
-        if plan.activation_plan() != written:
+        if not is_of_choices:
             raise PlanError(
                 "the plan's settings.activations are not those of its choices; change it with laconic plan, not by hand"
             )
         return plan
 
-    def check(self, model: ModelShape | Mapping[str, Any], **world: Any) -> None:
+    def check(self, config: Mapping[str, Any], **world: Any) -> None:
         """Check that the plan was made for this model and this layout.
 
         Args:
-            model: of the run: its sizes, or its Hugging Face configuration as a dictionary.
+            config: Hugging Face configuration of the run's model, as a dictionary.
             world: fields of `Layout` and `Batch`, and `world_size`, as far as the run knows them.
 
         Raises:
             PlanError: names the first field that differs, its value in the plan and in the run.
         """
         shape = self.job.shape
-        if isinstance(shape, TracedModel):
-            if isinstance(model, ModelShape):
-                raise PlanError(
-                    f"the plan is for {shape.model_class}, which is recognized by its configuration; pass that"
-                )
-            mine, theirs = shape.fingerprint(shape.config), shape.fingerprint(model)
+        found: tuple[str, Any, Any] | None
+        if isinstance(shape, ModelSizes):
+            found = shape.difference(config)
         else:
-            own = model if isinstance(model, ModelShape) else ModelShape.from_config(model)
-            mine, theirs = shape.to_dict(), own.to_dict()
-        for name, value in mine.items():
-            if theirs.get(name) != value:
-                raise PlanError(
-                    f"the plan is for a model with {name} = {value!r}, but this model has {theirs.get(name)!r}; make a "
-                    f"plan for this model with laconic plan"
-                )
+            mine, theirs = shape.fingerprint(shape.config), shape.fingerprint(config)
+            found = next(((n, value, theirs.get(n)) for n, value in mine.items() if theirs.get(n) != value), None)
+        if found is not None:
+            raise PlanError(
+                f"the plan is for a model with {found[0]} = {found[1]!r}, but this model has {found[2]!r}; make a plan "
+                "for this model with laconic plan"
+            )
         layout = self.job.layout
         known = {**asdict(layout), **asdict(self.job.batch), "split": self.job.split, "world_size": layout.world_size}
         for name, value in world.items():
@@ -207,6 +215,23 @@ class Plan:
                     f"the plan is for a run with {name} = {known[name]!r}, but this run has {value!r}; run it as "
                     f"planned or make another plan with laconic plan"
                 )
+
+
+def _agrees(plan: Plan, activations: Mapping[str, Any]) -> bool:
+    """Whether the activation plan of a file is that of its choices."""
+    if plan.written is None:
+        return plan.activation_plan() == activations
+    sites = activations["sites"]
+    known = set(plan.choices) & set(sites)
+    return bool(plan.recomputed) or all(sites[name] == plan.choices[name].to_json() for name in known)
+
+
+def _written_prediction(data: Mapping[str, Any]) -> Prediction:
+    """What a plan file predicted, but for the bytes of single stages, which are not in it."""
+    ranks = tuple(
+        RankMemory(**{field.name: entry[field.name] for field in fields(RankMemory)}) for entry in data["ranks"]
+    )
+    return Prediction(ranks, data["saved_nbytes_per_micro_batch"], ())
 
 
 def load_plan(path: str | Path) -> Plan:

@@ -93,7 +93,7 @@ def choose(
     if not set(words) - {"offload"}:
         raise PlanError("choices are empty, but at least one of 16, 8, 6, 5, 4, 2 and recompute is needed")
     costs = _Costs(job, sensitivity or Sensitivity.default(), hardware or Hardware.named("h100"), weights or Weights())
-    if job.shape.shares:
+    if job.model.shares:
         return _cheapest_uniform(job, budget_nbytes, words, costs)
     stages = job.stages()
     schedule = job.layout.make_schedule()
@@ -122,7 +122,7 @@ def _cheapest_uniform(job: Job, budget_nbytes: int, words: Sequence[str], costs:
         choices = {unit.name: Choice.from_bits(max(bits, unit.minimum_bits)) for unit in units}
         found.append(describe(job, choices, {}, "budget", costs))
     if not found:
-        raise PlanError(f"neighbours of {job.shape.family} share what they save, so choices must name bits; allow 16")
+        raise PlanError(f"neighbours of {job.model.family} share what they save, so choices must name bits; allow 16")
     fitting = [chosen for chosen in found if chosen.prediction.peak_nbytes <= budget_nbytes]
     if not fitting:
         raise _too_little(budget_nbytes, min(chosen.prediction.peak_nbytes for chosen in found))
@@ -204,7 +204,7 @@ class _Costs:
                 self._num_units[unit.kind] = self._num_units.get(unit.kind, 0) + 1
         self.layer_seconds = recompute_seconds(job, hardware)
         # A backward takes twice its forward.
-        self.step_seconds = 3 * job.shape.num_layers * layer_forward_flops(job) / hardware.matmul_flops_per_second
+        self.step_seconds = 3 * job.model.num_layers * layer_forward_flops(job) / hardware.matmul_flops_per_second
 
     def squared_error(self, unit: Unit, choice: Choice) -> float:
         return self._sensitivity.squared_error(unit, choice, self._num_units[unit.kind])

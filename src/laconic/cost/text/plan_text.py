@@ -6,7 +6,6 @@ from collections import Counter
 
 from laconic.cost.memory.job import Job
 from laconic.cost.memory.saved_tensors import EXACT
-from laconic.cost.memory.traced import TracedModel
 from laconic.cost.planner.policy import Chosen
 from laconic.cost.sizes import format_nbytes
 from laconic.cost.text.remedies import largest_terms_text
@@ -17,7 +16,7 @@ __all__ = ["plan_text"]
 
 def _describe_job(job: Job) -> str:
     """Model, world, batch and settings in four lines."""
-    shape, layout, settings, batch = job.shape, job.layout, job.settings, job.batch
+    model, layout, settings, batch = job.model, job.layout, job.settings, job.batch
     stages = f"{layout.stages} stages" if layout.stages > 1 else "no pipeline"
     if layout.stages_per_rank > 1:
         stages += f" x {layout.stages_per_rank} chunks"
@@ -28,13 +27,12 @@ def _describe_job(job: Job) -> str:
         replicas += f", experts shared by {layout.expert_parallel}"
     tensor = f"tensor parallel {layout.tensor_parallel}" if layout.tensor_parallel > 1 else ""
     world = ", ".join(part for part in (stages, replicas, tensor) if part)
-    micro_batch = f"{batch.sequences} x {batch.sequence_length:,} tokens per micro-batch"
-    if isinstance(shape, TracedModel):
-        inputs = (f"{name} {'x'.join(map(str, sizes))}" for name, sizes in shape.setting["inputs"].items())
-        micro_batch = f"{batch.sequences} samples per micro-batch: {', '.join(inputs)}"
+    inputs = (f"{name} {'x'.join(map(str, sizes))}" for name, sizes in model.setting["inputs"].items())
+    plural = "s" if batch.sequences > 1 else ""
+    micro_batch = f"{batch.sequences} sample{plural} per micro-batch: {', '.join(inputs)}"
     return "\n".join(
         [
-            f"model     {shape.describe()}; {_short(shape.num_parameters)} parameters",
+            f"model     {model.describe()}; {_short(model.num_parameters)} parameters",
             f"world     {layout.world_size} process{'es' * (layout.world_size > 1)}: {world}",
             f"batch     {micro_batch}",
             f"settings  {settings.precision}, {settings.optimizer}, {settings.gradient_bits}-bit gradients, "

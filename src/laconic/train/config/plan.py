@@ -9,7 +9,6 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from laconic.cost import Plan, load_plan
-from laconic.cost.memory.traced import TracedModel
 from laconic.errors import PlanError
 from laconic.train.config.schema import TrainConfig
 
@@ -26,12 +25,18 @@ def plan_settings(plan: Plan) -> dict[str, Any]:
     """Return values for fields of TrainConfig, as nested tables, that make a run the planned one.
 
     Raises:
-        PlanError: the plan has what cannot be trained (tensor parallelism, parameters in bf16, 16-bit gradients).
+        PlanError: the plan has what cannot be trained: tensor or expert parallelism, bf16 parameters, gradients
+            in 16 bits.
     """
     shape, batch, layout, settings = plan.job.shape, plan.job.batch, plan.job.layout, plan.job.settings
     if layout.tensor_parallel != 1:
         raise PlanError(
             f"tensor_parallel is {layout.tensor_parallel} in the plan, but laconic train has none; plan with 1"
+        )
+    if layout.expert_parallel != 1:
+        raise PlanError(
+            f"expert_parallel is {layout.expert_parallel} in the plan, but laconic train carries out no plan with it; "
+            f"plan with 1, or train with --moe.expert-parallel {layout.expert_parallel} and without the plan"
         )
     if settings.precision not in ("fp32", "bf16"):
         raise PlanError(f"precision is {settings.precision!r} in the plan, but laconic train knows fp32 and bf16")
@@ -39,17 +44,7 @@ def plan_settings(plan: Plan) -> dict[str, Any]:
         raise PlanError("gradient_bits is 16 in the plan, but laconic train keeps gradients in 32, 12 or 8")
     pipelined = layout.stages > 1
     return {
-        "model": {}  # whoever trains a traced model names its directory
-        if isinstance(shape, TracedModel)
-        else {
-            "family": shape.family,
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": shape.intermediate_size,
-            "num_hidden_layers": shape.num_layers,
-            "num_attention_heads": shape.num_heads,
-            "num_key_value_heads": shape.num_kv_heads,
-            "tie_word_embeddings": shape.tied,
-        },
+        "model": dict(shape.settings),  # empty if it is of a directory, which whoever trains it names
         "sequence_length": batch.sequence_length,
         "batch_size": batch.sequences * layout.data_parallel * layout.micro_batches,
         "accumulation": 1 if pipelined else layout.micro_batches,

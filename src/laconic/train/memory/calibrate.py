@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.activations import Site, compress_activations, decompress_activations, find_sites
-from laconic.cost import Batch, Job, ModelShape
+from laconic.cost import Batch
 from laconic.cost.memory.saved_tensors import Unit
 from laconic.errors import DataError
 from laconic.formats import BlockFormat
@@ -23,6 +23,7 @@ from laconic.options import DEFAULT_CODES
 from laconic.train.config.schema import DataConfig, ModelConfig
 from laconic.train.data.corpus import TokenDataset, check_vocab, prepare
 from laconic.train.data.sampler import sample_id
+from laconic.train.memory.trace import traced_job
 from laconic.train.model import build_model
 from laconic.train.model_source import own_tokenizer
 
@@ -37,7 +38,7 @@ _CPU = torch.device("cpu")
 def calibrate(
     model: nn.Module, batches: Sequence[Tensor], codes: Sequence[str] = CODES, block_size: int = 64
 ) -> dict[str, Any]:
-    """Measure a Hugging Face causal language model of a family that the planner knows. The model stays unchanged.
+    """Measure a causal language model of transformers. The model stays unchanged.
 
     Args:
         model: without compressed activations. Gradients are cleared.
@@ -50,14 +51,14 @@ def calibrate(
         share}}}: norm of the gradient's error over norm of the gradient, added seconds over seconds of the exact step.
 
     Raises:
-        PlanError: the model's family is not known.
+        PlanError: the model cannot be traced, see `laconic.train.memory.trace`.
         DataError: there are no batches, or the exact gradient is zero or not finite.
     """
     if not batches:
         raise DataError("batches are empty, but at least one is needed to measure gradients")
-    shape = ModelShape.from_config(model.config.to_dict())  # type: ignore[operator, union-attr]
     sequences, length = batches[0].shape
-    units = [unit for stage in Job(shape, Batch(sequences, length)).stages() for unit in stage.units()]
+    job = traced_job(model, Batch(sequences, length))
+    units, traced = [unit for stage in job.stages() for unit in stage.units()], job.model
     known = {site.name for site in find_sites(model)}
     exact, exact_seconds = _gradients(model, batches)
     norm = torch.stack([grad.double().square().sum() for grads in exact for grad in grads.values()]).sum().sqrt().item()
@@ -84,7 +85,7 @@ def calibrate(
             )
             errors.setdefault(kind, {})[code] = off**0.5 / norm
             shares.setdefault(kind, {})[code] = max(0.0, seconds / exact_seconds - 1)
-    parameters = f"{shape.num_parameters:,} parameters ({shape.family}, {shape.num_layers} layers)"
+    parameters = f"{traced.num_parameters:,} parameters ({traced.family}, {traced.num_layers} layers)"
     where = next(model.parameters()).device
     device = torch.cuda.get_device_name(where) if where.type == "cuda" else platform.processor() or platform.machine()
     return {

@@ -1,4 +1,4 @@
-"""Compares predicted bytes with measured ones, for a run that is under way."""
+"""Measures what a process holds for training by kind, beside the bytes that a plan has predicted."""
 
 from __future__ import annotations
 
@@ -9,91 +9,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.cost import Batch, Choice, Job, Layout, ModelShape, Prediction, Settings
-from laconic.cost.memory.persistent import persistent_nbytes
-from laconic.cost.memory.saved_tensors import EXACT
+from laconic.cost import Prediction
 from laconic.cost.sizes import format_nbytes
 from laconic.formats import quantized_gradient
 from laconic.formats.shards import local_part
-from laconic.train.config.schema import TrainConfig
 
-__all__ = ["MemoryCheck", "check_memory", "choices_of", "job_of"]
-
-
-def job_of(config: TrainConfig, model_config: Mapping[str, Any], world_size: int, **settings: Any) -> Job:
-    """The planner's description of a run.
-
-    Args:
-        config: of the run.
-        model_config: the model's Hugging Face configuration as a dictionary (`model.config.to_dict()`).
-        world_size: processes of the run.
-        settings: fields of `laconic.cost.Settings` other than precision.
-
-    Raises:
-        PlanError: the planner does not know the model's family.
-    """
-    pipeline = config.pipeline
-    replicas = world_size // pipeline.stages
-    layout = Layout(
-        data_parallel=replicas,
-        sharded=config.parallel == "fsdp",
-        stages=pipeline.stages,
-        stages_per_rank=pipeline.virtual_stages,
-        schedule=pipeline.schedule if pipeline.stages > 1 else "1f1b",
-        micro_batches=config.micro_batches,
-        split=tuple(pipeline.split),
-    )
-    sequences = config.batch_size // (replicas * config.micro_batches)
-    shape = ModelShape.from_config(model_config)
-    return Job(
-        shape, Batch(sequences, config.sequence_length), layout, Settings(precision=config.precision, **settings)
-    )
-
-
-def choices_of(
-    job: Job, bits: int, code: str | None = None, block_size: int = 64, attention: str = "exact"
-) -> dict[str, Choice]:
-    """The choices of `laconic.compress_activations(model, bits, format=code, attention=attention)`, by unit.
-
-    Args:
-        job: whose units.
-        bits, code, block_size: as there; behind the layers at least 8 bits.
-        attention: "exact" or a code.
-    """
-    inner = EXACT if bits == 16 else Choice(code or Choice.from_bits(bits).code, block_size)
-    head = inner if inner.bits >= 8 else Choice("int8", block_size)
-    core = EXACT if attention == "exact" else Choice(attention, block_size)
-    by_kind = {"head": head, "attention": core}
-    return {unit.name: by_kind.get(unit.kind, inner) for stage in job.stages() for unit in stage.units()}
+__all__ = ["MemoryCheck", "check_memory"]
 
 
 @dataclass(frozen=True)
 class MemoryCheck:
-    """Bytes by kind as predicted and as measured; a kind that could not be measured is in neither."""
+    """Bytes by kind as measured, and as predicted where there is a plan; it predicts no kind that is not measured."""
 
     predicted: Mapping[str, int]
     measured: Mapping[str, int]
 
     @property
-    def error(self) -> float:
-        """(predicted - measured) / measured, over all kinds."""
-        return sum(self.predicted.values()) / max(1, sum(self.measured.values())) - 1
+    def error(self) -> float | None:
+        """(predicted - measured) / measured, over all kinds that were predicted; None if none was."""
+        measured = sum(self.measured[kind] for kind in self.predicted)
+        return sum(self.predicted.values()) / measured - 1 if measured else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {"predicted": dict(self.predicted), "measured": dict(self.measured), "error": self.error}
 
     def __str__(self) -> str:
+        if self.error is None:
+            return f"memory: {', '.join(f'{kind} {format_nbytes(n)}' for kind, n in self.measured.items())}"
         parts = [
-            f"{kind} {format_nbytes(self.predicted[kind])} ({format_nbytes(nbytes)})"
-            for kind, nbytes in self.measured.items()
+            f"{kind} {format_nbytes(self.predicted[kind])} ({format_nbytes(self.measured[kind])})"
+            for kind in self.predicted
         ]
         return f"memory predicted (measured): {', '.join(parts)}; error {self.error:+.1%}"
 
 
 def check_memory(
-    job: Job,
-    prediction: Prediction,
+    prediction: Prediction | None,
     *,
     saved_nbytes: int,
     parameters: Iterable[Tensor],
@@ -104,7 +56,7 @@ def check_memory(
     """Compare a prediction with the memory of a process. Call it when gradients are there, before they are cleared.
 
     Args:
-        job, prediction: of the run.
+        prediction: of the run; None measures only.
         saved_nbytes: saved for backward by one micro-batch's forward on this process, summed over its chunks
             (`SavedTensorTracker.nbytes`).
         parameters: of this process; of DTensors the local shard counts. Their gradients are dense or quantized.
@@ -113,25 +65,27 @@ def check_memory(
         rank: of the pipeline, for the allocator's peak on a GPU.
     """
     own = list(parameters)
-    persistent = persistent_nbytes(job, [job.stages()[index] for index in stages])
-    gradients = sum(_gradient_nbytes(parameter) for parameter in own)
-    predicted = {
-        "saved per micro-batch": sum(prediction.stage_saved_nbytes[index] for index in stages),
-        "parameters": persistent["parameters"],
-    }
-    measured = {"saved per micro-batch": saved_nbytes, "parameters": sum(local_part(p).nbytes for p in own)}
-    if gradients:
-        predicted["gradients"], measured["gradients"] = persistent["gradients"], gradients
-    if optimizer is not None and optimizer.state:
-        predicted["optimizer"] = persistent["optimizer"]
-        measured["optimizer"] = sum(tensor.nbytes for tensor in _state_tensors(optimizer.state))
     if own and own[0].device.type == "cuda":
         # Includes what the others list, so it stands alone.
-        return MemoryCheck(
-            {"peak": prediction.ranks[rank].total_nbytes},
-            {"peak": torch.cuda.max_memory_allocated(own[0].device)},
-        )
-    return MemoryCheck(predicted, measured)
+        predicted = {} if prediction is None else {"peak": prediction.ranks[rank].total_nbytes}
+        return MemoryCheck(predicted, {"peak": torch.cuda.max_memory_allocated(own[0].device)})
+    measured = {"saved per micro-batch": saved_nbytes, "parameters": sum(local_part(p).nbytes for p in own)}
+    if gradients := sum(_gradient_nbytes(parameter) for parameter in own):
+        measured["gradients"] = gradients
+    if optimizer is not None and optimizer.state:
+        measured["optimizer"] = sum(tensor.nbytes for tensor in _state_tensors(optimizer.state))
+    if prediction is None:
+        return MemoryCheck({}, measured)
+    memory = prediction.ranks[rank]
+    predicted = {
+        "parameters": memory.parameters_nbytes,
+        "gradients": memory.gradients_nbytes,
+        "optimizer": memory.optimizer_nbytes,
+    }
+    if prediction.stage_saved_nbytes:  # which old plan files do not have
+        saved = sum(prediction.stage_saved_nbytes[index] for index in stages)
+        predicted = {"saved per micro-batch": saved, **predicted}
+    return MemoryCheck({kind: n for kind, n in predicted.items() if kind in measured}, measured)
 
 
 def _gradient_nbytes(parameter: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from laconic.errors import ConfigError, ModelError, PlanError
+from laconic.json_text import parse_json
+from laconic.train.config.dotted_names import nearest
 from laconic.train.model import check_config, no_progress_bars
 from laconic.train.model_source import find_weights
 
-__all__ = ["build_meta", "load_any", "made_up_batches", "usual_loss"]
+__all__ = ["build_meta", "config_as", "load_any", "made_up_batches", "usual_loss"]
 
 _IMAGE_SIZE = 224
 """Of models whose configuration names none, as convolutional networks."""
@@ -47,27 +50,74 @@ def load_any(path: str, dtype: torch.dtype) -> nn.Module:
     return nn.Module.to(model, dtype)
 
 
-def build_meta(path: str) -> nn.Module:
-    """The same model on the meta device, without weights; a config without `architectures` is built as it is trained.
+def build_meta(source: Any) -> nn.Module:
+    """A model on the meta device, without weights, of the class that its configuration names under `architectures`.
+
+    One that names none is built as it is trained.
 
     Args:
-        path: directory with a config.json, or that file.
+        source: directory with a config.json, or that file; a configuration of transformers; or a model like it.
 
     Raises:
         ConfigError, ModelError: see `load_any`.
     """
-    file = Path(path)
-    path = str(file.parent) if file.is_file() else path
-    config = _config_of(path)
-    if not config.architectures:
-        config.architectures = [_trained_class(path, str(config.model_type))]
-    kind = _class_of(path, config)
+    what = source
+    if isinstance(source, str):
+        file = Path(source)
+        what = str(file.parent) if file.is_file() else source
+        config = _config_of(what)
+    else:
+        given: Any = source.config if isinstance(source, nn.Module) else source
+        config = copy.deepcopy(given)
+        what = config.model_type
+    if not config.architectures and not isinstance(source, nn.Module):
+        config.architectures = [_trained_class(what, str(config.model_type))]
+    kind = type(source) if isinstance(source, nn.Module) else _class_of(what, config)
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             model: nn.Module = kind(config)
     except Exception as error:
-        raise ModelError(f"model {path!r} cannot be built as {kind.__name__}: {error}") from error
+        raise ModelError(f"model {what!r} cannot be built as {kind.__name__}: {error}") from error
     return model.train()
+
+
+def config_as(path: str, family: str) -> Any:
+    """The configuration in a directory, read as one of another family; of a model with towers its language model.
+
+    Raises:
+        ConfigError: there is no config.json, the family is not known, or not what the configuration says.
+    """
+    from transformers import CONFIG_MAPPING
+
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    try:
+        fields = parse_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model is {path!r}, but it must be a directory with a config.json: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path!r} holds a {type(fields).__name__}, but a model's configuration is a JSON object")
+    if family not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"family is {family!r}, but transformers has no such model_type{nearest(family, CONFIG_MAPPING)}"
+        )
+    inner = fields.get("text_config")
+    if isinstance(inner, dict) and inner.get("model_type") == family:
+        fields = inner
+    given = fields.get("model_type")
+    if given != family and str(given) in CONFIG_MAPPING:
+        raise ConfigError(
+            f"family is {family!r}, but the configuration is one of {given!r}, which is known; leave it out"
+        )
+    kind = CONFIG_MAPPING[family]
+    known = {*kind().to_dict(), *kind.attribute_map, "rope_theta", "rope_scaling"}
+    # Null, false, zero and empty switch something off; one is a factor, or one of something.
+    off: tuple[Any, ...] = (None, False, 0, 1, [], {}, "")
+    foreign = {name: x for name, x in fields.items() if name not in known and x not in off and name != "auto_map"}
+    if foreign:
+        shown = ", ".join(f"{name} = {value!r}" for name, value in list(foreign.items())[:6])
+        raise ConfigError(f"family is {family!r}, but {path!r} has {shown}, which models of {family} do not have")
+    known -= {"model_type", "architectures"}
+    return kind(**{name: value for name, value in fields.items() if name in known})
 
 
 def _config_of(path: str) -> Any:
@@ -206,6 +256,6 @@ def made_up_batches(
             continue
         return lambda samples, kind=kind: make(kind, samples)  # type: ignore[misc]
     raise PlanError(
-        f"{type(model).__name__} runs on no batch that was made up ({reasons[0]}); measure it in Python with"
-        " laconic.train.memory.measure.measure_table(model, inputs)"
+        f"{type(model).__name__} runs on no batch that was made up ({reasons[0]}); plan it in Python"
+        " with laconic.train.memory.trace.trace_model(model, inputs, ...)"
     )

@@ -22,9 +22,11 @@ from laconic.activations import ActivationPlan, Site, decompress_activations, fi
 from laconic.activations.recognize.leaf_layers import LeafSpec
 from laconic.activations.recognize.plan import careful_head
 from laconic.activations.recognize.sites import MlpSpec
+from laconic.activations.whole_model import causal_loss, loss
 from laconic.activations.whole_model.apply import convert
 from laconic.activations.whole_model.head import find_head
-from laconic.cost import Batch, Choice, Unit
+from laconic.cost import Batch, Choice, Job, Layout, Settings, Unit
+from laconic.cost.memory.job import precision_of
 from laconic.cost.memory.saved_tensors import Precision
 from laconic.cost.memory.traced import POINTS, TracedLayer, TracedModel, Workspace
 from laconic.errors import PlanError
@@ -32,10 +34,12 @@ from laconic.formats import BlockFormat
 from laconic.train.memory.directory import build_meta, made_up_batches, usual_loss
 from laconic.train.memory.fake_runs import FakeRuns, Step
 
-__all__ = ["trace_directory", "trace_model"]
+__all__ = ["trace_config", "trace_model", "traced_job"]
 
 _TIMES = 2
 """Layers of a kind that run: the first, which may save for all of them, and one that does not."""
+
+_MOST_TILES = 64
 
 _CODES = ("int8", "int6", "int5", "nf4", "uint2")
 
@@ -50,22 +54,51 @@ _WITH_PEAKS = ("exact", "nf4")
 _Saved = Mapping[str, Mapping[str, int]]  # by variant, then by module
 
 
-def trace_directory(
-    path: str,
+def traced_job(
+    source: Any,
+    batch: Batch,
+    layout: Layout | None = None,
+    settings: Settings | None = None,
+    *,
+    sequence_length: int | None = None,
+    image_size: int | None = None,
+) -> Job:
+    """The planner's description of a run: the model traced for it, see `trace_config`.
+
+    Raises:
+        ConfigError, ModelError, PlanError: see `trace_config`; or the model and the layout do not fit.
+    """
+    layout, settings = layout or Layout(), settings or Settings()
+    model = trace_config(
+        source,
+        batch,
+        precision_of(settings, layout),
+        chunked=settings.loss == "chunked",
+        device=settings.device,
+        sequence_length=sequence_length,
+        image_size=image_size,
+    )
+    return Job(model, batch, layout, settings)
+
+
+def trace_config(
+    source: Any,
     batch: Batch,
     precision: Precision,
     *,
     chunked: bool = False,
+    device: str = "cuda",
     sequence_length: int | None = None,
     image_size: int | None = None,
 ) -> TracedModel:
-    """Trace the model of a directory's config.json; weights are neither needed nor read.
+    """Trace the model of a configuration; weights are neither needed nor read.
 
     Args:
-        path: directory with a config.json, or that file.
+        source: directory with a config.json, or that file; a configuration of transformers; or a model like it.
         batch: one micro-batch: samples, and tokens of each where the model takes tokens.
         precision: of the run.
         chunked: whether the loss is computed in chunks.
+        device: "cuda" or "cpu", where losses are computed in smaller tiles.
         sequence_length: that of the batch if somebody has asked for it, which a model of images refuses.
         image_size: pixels of a side; None takes the configuration's, or 224.
 
@@ -73,7 +106,7 @@ def trace_directory(
         ConfigError, ModelError: see `build_meta`.
         PlanError: the model has no layers or sites, or its forward depends on values.
     """
-    model = build_meta(path)
+    model = build_meta(source)
 
     def inputs(model: nn.Module) -> Mapping[str, Any]:
         made = made_up_batches(model, sequence_length, image_size, usual_length=batch.sequence_length)
@@ -81,8 +114,10 @@ def trace_directory(
 
     config = model.config.to_dict()  # type: ignore[operator, union-attr]
     if config.get("quantization_config"):
-        raise PlanError(f"quantization_config is in the configuration of {path!r}, but weights must be unquantized")
-    return trace_model(model, inputs, batch, precision, config, chunked=chunked)
+        raise PlanError(
+            f"quantization_config is in the configuration of {type(model).__name__}, but weights must be unquantized"
+        )
+    return trace_model(model, inputs, batch, precision, config, chunked=chunked, device=device)
 
 
 def trace_model(
@@ -93,6 +128,7 @@ def trace_model(
     config: Mapping[str, Any],
     *,
     chunked: bool = False,
+    device: str = "cuda",
 ) -> TracedModel:
     """Trace a model, which is used up by it: give one that was built on the meta device for this.
 
@@ -103,6 +139,7 @@ def trace_model(
         precision: of the run; bf16 parameters are made where it has them.
         config: by which a run is recognized.
         chunked: whether the loss is computed in chunks.
+        device: "cuda" or "cpu", where losses are computed in smaller tiles.
 
     Raises:
         PlanError: the model has no layers or sites, or its forward depends on values.
@@ -119,10 +156,11 @@ def trace_model(
     parameters = list(model.named_parameters(remove_duplicate=False))
     buffers_nbytes = sum(buffer.nbytes for buffer in model.buffers())
     ran = _leave_out_repeated(model, blocks, kinds)
+    num_logits = batch.tokens * int((config.get("text_config") or config).get("vocab_size") or 0)
     with _one_thread():
         sites = find_sites(model)
         runs = FakeRuns(model, (names[0], names[-1]))
-        steps = dict(_steps(runs, sites, inputs, precision, chunked))
+        steps = dict(_steps(runs, sites, inputs, precision, chunked, device, num_logits))
         is_stack = len({name.rpartition(".")[0] for name in names}) == 1
         shares = any(isinstance(site.spec, LeafSpec) and _is_in(site.name, name) for site in sites for name in names)
         saved = {variant: step.saved for variant, step in steps.items()}
@@ -146,15 +184,12 @@ def trace_model(
     made = []
     for kind in range(1 + max(kinds)):
         own = ran[kind]
-        made.append(_layer(own, sites, saved, steps["exact"].flops, tensors[own[-1]]))
+        made.append(_layer(own, sites, saved, steps["exact"].flops, tensors[own[-1]], precision.autocast))
     block_ids = {id(p) for found in tensors.values() for _, p in found}
     in_front = {id(p): p for name, p in parameters if name.rpartition(".")[0] in before and id(p) not in block_ids}
     behind = {id(p): p for name, p in parameters if name.rpartition(".")[0] not in before and id(p) not in block_ids}
     tied = next((p for key, p in behind.items() if key in in_front), None)
-    skipped = [name for name in names if all(name not in own for own in ran.values())]
-    casts = 0
-    if precision.autocast:
-        casts = sum(2 * p.numel() for name in skipped for _, p in tensors[name] if p.dim() == 2)
+    casts = sum(_cast_nbytes(tensors[name]) for own in ran.values() for name in own) if precision.autocast else 0
     rows = runs.layer_input
     assert rows is not None
     return TracedModel(
@@ -192,6 +227,8 @@ def _steps(
     inputs: Callable[[nn.Module], Mapping[str, Any]],
     precision: Precision,
     chunked: bool,
+    device: str,
+    num_logits: int,
 ) -> Iterator[tuple[str, Step]]:
     """A step of each variant."""
     name = type(runs.model).__name__
@@ -199,12 +236,26 @@ def _steps(
         with runs.inside():
             runs.inputs = inputs(runs.model)
         for variant, (code, attention) in _VARIANTS.items():
-            with _compressed(runs.model, sites, code, attention, chunked):
-                yield variant, runs.step(usual_loss, precision.autocast, backward=variant in _WITH_PEAKS)
+            peaks = variant in _WITH_PEAKS
+            few = num_logits // (_MOST_TILES if peaks else 1)
+            with _compressed(runs.model, sites, code, attention, chunked), _tiles(device, few):
+                yield variant, runs.step(usual_loss, precision.autocast, backward=peaks)
     except torch._subclasses.fake_tensor.DynamicOutputShapeException as error:
         raise _depends(name, error) from error
     except torch._subclasses.fake_tensor.DataDependentOutputException as error:
         raise _depends(name, error) from error
+
+
+@contextmanager
+def _tiles(device: str, least: int) -> Iterator[None]:
+    """Losses in the tiles of a device, but of so many logits at least: thousands of tiles would take minutes."""
+    kept = loss.TILES["cpu"], causal_loss.TILES["cpu"]
+    (tokens, numel), rows = loss.TILES[device], causal_loss.TILES[device]
+    loss.TILES["cpu"], causal_loss.TILES["cpu"] = (tokens, max(numel, least)), max(rows, least)
+    try:
+        yield
+    finally:
+        loss.TILES["cpu"], causal_loss.TILES["cpu"] = kept
 
 
 @contextmanager
@@ -347,6 +398,7 @@ def _layer(
     saved: _Saved,
     flops: Mapping[str, int],
     tensors: Sequence[tuple[str, nn.Parameter]],
+    autocast: bool,
 ) -> TracedLayer:
     """One kind of layers, of which these ran."""
     first, last = names[0], names[-1]
@@ -355,6 +407,7 @@ def _layer(
     work = _within(last, flops)
     more = {v: sum(_within(first, saved[v]).values()) - sum(kept[v].values()) for v in _WITH_PEAKS}
     experts = [_relative(site.name, last) for site in own if site.kind == "experts"]
+    casts = {name.rpartition(".")[0]: _cast_nbytes([(name, p)]) for name, p in tensors if autocast and p.dim() == 2}
     stacked, plain = [], []
     for name, p in tensors:
         if name.rpartition(".")[0] in experts and p.dim() > 1:
@@ -363,7 +416,7 @@ def _layer(
             plain.append(_shape(p))
     shared = max(0, more["exact"])
     return TracedLayer(
-        units=_units([_named_within(site, last) for site in own], kept, work),
+        units=_units([(_relative(site.name, last), site) for site in own], kept, work, casts),
         tensors=tuple(plain),
         experts=tuple(stacked),
         flops=float(sum(work.values())),
@@ -375,7 +428,9 @@ def _layer(
 _REST = "the rest"
 
 
-def _units(sites: Sequence[tuple[str, Site]], saved: _Saved, flops: Mapping[str, int]) -> tuple[Unit, ...]:
+def _units(
+    sites: Sequence[tuple[str, Site]], saved: _Saved, flops: Mapping[str, int], casts: Mapping[str, int]
+) -> tuple[Unit, ...]:
     """The units of a layer: attention and other mixers, their output projections, feed-forward blocks, and the rest."""
     mixers = [name for name, site in sites if site.kind == "mixer"]
     attention = [name for name, site in sites if site.kind == "attention"]
@@ -397,7 +452,9 @@ def _units(sites: Sequence[tuple[str, Site]], saved: _Saved, flops: Mapping[str,
         core = next((other for other in attention if _is_in(name, other)), None)
         if site.kind == "linear" and core is not None:
             grown = saved["only attention"].get(name, 0) - saved["exact"].get(name, 0)
-            if grown > 0:
+            # Packed, it keeps nothing where backward makes attention again.
+            alone, beside = (saved[variant].get(name, 0) for variant in ("all but attention", "int8"))
+            if grown > 0 or alone > beside:
                 owner[name], kinds[name], behind[name] = name, "linear", core
 
     def owner_of(name: str) -> str:
@@ -412,7 +469,7 @@ def _units(sites: Sequence[tuple[str, Site]], saved: _Saved, flops: Mapping[str,
         return counted
 
     kept = {variant: summed(found) for variant, found in saved.items()}
-    work = summed(flops)
+    work, weights = summed(flops), summed(casts)
     experts = sum(n for name, n in flops.items() if any(_is_in(name, s) for s, site in sites if site.kind == "experts"))
     units = []
     for unit, kind in kinds.items():
@@ -423,7 +480,7 @@ def _units(sites: Sequence[tuple[str, Site]], saved: _Saved, flops: Mapping[str,
         if core is None:
             packing = _packing({code: kept[code][unit] for code in _CODES})
         else:  # what it keeps where attention is exact
-            packing = _packing(dict.fromkeys(_CODES, kept["all but attention"][unit]))
+            packing = {"rows": ((1, kept["all but attention"][unit] * 32 // 33),), "tokens": 1}
         inner = [name for name, site in sites if unit != _REST and isinstance(site.spec, MlpSpec) and name == unit]
         again = sum(n for name, n in flops.items() for at in inner if _is_in(name, at)) - work[unit] if inner else 0
         units.append(
@@ -434,6 +491,7 @@ def _units(sites: Sequence[tuple[str, Site]], saved: _Saved, flops: Mapping[str,
                 sites=tuple(packs),
                 exact_nbytes=kept["exact"][unit],
                 **packing if core is None or kept["all but attention"][unit] else {"rows": (), "tokens": 1},
+                weight_nbytes=weights[unit],
                 rebuilt_with=core,
                 input_nbytes=0 if core is None else kept["only attention"][unit] - kept["exact"][unit],
                 rebuilds=kind != "attention",
@@ -448,6 +506,8 @@ def _packing(found: Mapping[str, int]) -> dict[str, Any]:
     """Fields of a unit from the bytes that it keeps by code: what grows with the bits of a code is packed."""
     elements = max(0, 2 * (found["int8"] - found["nf4"])) or found["int8"] * 32 // 33
     beside = max(0, found["int8"] - Choice("int8").packed_nbytes(1, elements)) if found["int8"] > found["nf4"] else 0
+    if beside * 50 < found["int8"]:  # blocks that rows do not fill
+        beside = 0
     packed = tuple((code, max(0, nbytes - beside)) for code, nbytes in found.items())
     return {"rows": ((1, elements),), "tokens": 1, "beside_nbytes": beside, "packed": packed}
 
@@ -496,7 +556,10 @@ def _workspace(
     workspace = {}
     for point in POINTS:
         exact = found[_WITH_PEAKS[0]][point]
-        more = max(0, found[_WITH_PEAKS[1]][point] + (casts if point in ("forward", "loss") else 0) - exact)
+        # Casts of weights in layers, which the planner counts by layer.
+        more = found[_WITH_PEAKS[1]][point] - (casts if point in ("forward", "loss") else 0) - exact
+        if point != "loss":  # which a converted model computes in tiles, so it takes less
+            more = max(0, more)
         workspace[point] = Workspace(exact, more)
     return workspace
 
@@ -520,8 +583,9 @@ def _within(block: str, found: Mapping[str, int]) -> dict[str, int]:
     return {_relative(name, block): n for name, n in found.items() if _is_in(name, block)}
 
 
-def _named_within(site: Site, block: str) -> tuple[str, Site]:
-    return _relative(site.name, block), site
+def _cast_nbytes(tensors: Sequence[tuple[str, Tensor]]) -> int:
+    """Bytes of the copies in bf16 that autocast makes of matrices."""
+    return sum(2 * p.numel() for _, p in tensors if p.dim() == 2)
 
 
 def _shape(p: Tensor) -> tuple[int, int]:

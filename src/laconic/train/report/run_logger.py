@@ -143,7 +143,7 @@ class RunLogger:
         trainer.saved_nbytes = steps[-1]["saved_nbytes"]
 
     def memory(self, check: MemoryCheck) -> None:
-        """Log the planner's prediction for this process and the measurement."""
+        """Log what this process holds, and what its plan has predicted."""
         self._memory = check
         self.message(str(check))
 
