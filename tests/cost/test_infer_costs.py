@@ -227,7 +227,7 @@ def test_rates_come_back_from_their_file(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"format": "laconic moe rates"}, "no laconic inference rates file"),
-        ({"version": 1}, "version is 1.*measure again with laconic profile"),
+        ({"version": 1}, "version is 1.*measure with laconic profile --infer"),
         ({"exchange": None}, "exchange is"),
         ({"exchange": {"attention": RATES.to_dict()["gemm"]}}, "experts is None"),
         ({"gemm": None}, "gemm is None"),

@@ -19,7 +19,7 @@ from laconic.cost.memory.saved_tensors import EXACT, PRECISIONS
 from laconic.cost.memory.traced import TracedModel
 from laconic.cost.planner.policy import by_bits, choose
 from laconic.errors import ConfigError, PlanError
-from laconic.train.memory.directory import config_as, made_up_batches, usual_loss
+from laconic.train.memory.directory import build_meta, config_as, made_up_batches, usual_loss
 from laconic.train.memory.step_peak import peak_nbytes
 from laconic.train.memory.trace import trace_config, trace_model, traced_job
 
@@ -309,3 +309,11 @@ def test_a_family_is_another_ones_only_where_its_fields_are(tmp_path: Path) -> N
         read(**{**fields, "model_type": "olmoe"})
     with pytest.raises(ConfigError, match=r"family is 'lama', but transformers has no such model_type; did you mean"):
         config_as(str(tmp_path), "lama")
+
+
+def test_a_file_beside_the_config_of_another_model_is_the_one_that_is_read(tmp_path: Path) -> None:
+    sizes = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_hidden_layers": 5}))
+    (tmp_path / "small.json").write_text(json.dumps(sizes | {"num_hidden_layers": 2}))
+    for name, num_layers in (("", 5), ("config.json", 5), ("small.json", 2)):
+        assert build_meta(str(tmp_path / name)).config.num_hidden_layers == num_layers

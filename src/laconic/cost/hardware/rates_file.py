@@ -65,18 +65,17 @@ def load_json(path: str | Path, noun: str, read: Callable[[Any], T]) -> T:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def check_format(data: Any, name: str, version: int) -> None:
-    """Check that `data` is a table of the format `name` in this version.
+def check_format(data: Any, name: str, version: int, remedy: str = "measure with laconic profile") -> None:
+    """Check that `data` is a table of the format `name` in this version; `remedy` is how such a file is made.
 
     Raises:
         ConfigError: it is another format or version.
     """
     if not isinstance(data, dict) or data.get("format") != name:
-        raise ConfigError(f"this is no {name} file; write one with laconic profile")
+        raise ConfigError(f"this is no {name} file; {remedy}")
     if data.get("version") != version:
         raise ConfigError(
-            f"version is {data.get('version')!r}, but this laconic reads version {version} of {name};"
-            " measure again with laconic profile"
+            f"version is {data.get('version')!r}, but this laconic reads version {version} of {name}; {remedy}"
         )
 
 

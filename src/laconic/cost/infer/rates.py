@@ -89,7 +89,7 @@ class InferenceRates:
         Raises:
             ConfigError: a value is missing or impossible; the message names it.
         """
-        check_format(data, _FORMAT, _VERSION)
+        check_format(data, _FORMAT, _VERSION, "measure with laconic profile --infer")
         gemm, attention = (read_line(read_table(data, name, ""), name) for name in ("gemm", "attention"))
         links = {name: _read_pair(pair, f"links.{name}") for name, pair in read_table(data, "links", "").items()}
         for name in links:

@@ -174,7 +174,7 @@ class MoERates:
         Raises:
             ConfigError: a value is missing or impossible; the message names it.
         """
-        check_format(data, _FORMAT, _VERSION)
+        check_format(data, _FORMAT, _VERSION, "measure with laconic profile --moe")
         wire = WireRates.from_dict(data.get("wire"))
         gemm, copy = (read_line(read_table(data, name, ""), name) for name in ("gemm", "copy"))
         groups = {name: read_link(link, f"groups.{name}") for name, link in read_table(data, "groups", "").items()}

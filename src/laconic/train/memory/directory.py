@@ -56,16 +56,14 @@ def build_meta(source: Any) -> nn.Module:
     One that names none is built as it is trained.
 
     Args:
-        source: directory with a config.json, or that file; a configuration of transformers; or a model like it.
+        source: directory with a config.json, or a file like it; a configuration of transformers; or a model like it.
 
     Raises:
         ConfigError, ModelError: see `load_any`.
     """
     what = source
     if isinstance(source, str):
-        file = Path(source)
-        what = str(file.parent) if file.is_file() else source
-        config = _config_of(what)
+        config = _config_of(source)
     else:
         given: Any = source.config if isinstance(source, nn.Module) else source
         config = copy.deepcopy(given)
@@ -123,7 +121,7 @@ def config_as(path: str, family: str) -> Any:
 def _config_of(path: str) -> Any:
     import transformers
 
-    if not (Path(path) / "config.json").is_file():
+    if not Path(path).is_file() and not (Path(path) / "config.json").is_file():
         raise ConfigError(f"model is {path!r}, but it must be a directory with a config.json")
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
