@@ -47,7 +47,7 @@ from laconic.cost.moe.hierarchy import (
     hit_share,
     level_costs,
 )
-from laconic.moe.placement.swap_search import SwapTables, plan_swaps, swap_tables
+from laconic.moe.placement.search import Cost, best_swaps
 from laconic.schedule.moe import BackwardPart, LayerTimes, best_degree, fill_slots
 
 Prices = Sequence[Mapping[str, float]]
@@ -356,7 +356,8 @@ def _exchange_seconds(routed: _Routed, spread: float, steps: int) -> dict[str, l
             note(label, chosen.seconds)
             if name == "each" or step % 8 == 0:
                 costs = level_costs(counts[name], chosen.depth, row_nbytes, rates)
-                plan = plan_swaps(_tables(placements[name][choices], costs, experts), costs)
+                chosen_slots = _chosen(placements[name][choices], experts)
+                plan = best_swaps(chosen_slots, torch.ones(len(choices)), _costs(costs, experts))
                 placements[name] = torch.tensor(plan.new_slots(experts))[placements[name]]
         loads = torch.bincount(choices.flatten(), minlength=experts).tolist()
         packed = rebalance(loads, HIERMOE_CLUSTER.num_ranks, current=placements["smart"].tolist())
@@ -364,9 +365,13 @@ def _exchange_seconds(routed: _Routed, spread: float, steps: int) -> dict[str, l
     return found
 
 
-def _tables(slots: Tensor, costs: Sequence[LevelCost], num_experts: int) -> SwapTables:
-    tokens = torch.arange(len(slots)).repeat_interleave(slots.shape[1])
-    return swap_tables(tokens, slots.flatten(), len(slots), num_experts, [cost.num_groups for cost in costs])
+def _chosen(slots: Tensor, num_slots: int) -> Tensor:
+    return torch.zeros(len(slots), num_slots).scatter_(1, slots, 1.0)
+
+
+def _costs(lines: Sequence[LevelCost], num_slots: int) -> list[Cost]:
+    slots = torch.arange(num_slots)
+    return [Cost(slots // (num_slots // one.num_groups), one.alpha_seconds, one.seconds_per_row) for one in lines]
 
 
 def _counts(slots: Tensor, num_experts: int) -> RowCounts:
@@ -452,14 +457,13 @@ def _planning(options: Options, step: int) -> Table:
         ]
 
     choices = _MODELS[1].choices(0, 1.0)
-    costs = [LevelCost(groups, 0.0, 1.0) for groups in (4, 8, 32)]
-    tables = _tables(choices, costs, 128)
+    costs = _costs([LevelCost(groups, 0.0, 1.0) for groups in (4, 8, 32)], 128)
+    chosen, weights = _chosen(choices, 128), torch.ones(len(choices))
     cases = {
         "degree of one layer, 16 tried by simulation": lambda: best_degree(one.forward),
         f"reduction slots of {len(layers)} equal layers": partial(fill_slots, parts(True), TESTBED_B.reduce),
         f"reduction slots of {len(layers)} different layers": partial(fill_slots, parts(False), TESTBED_B.reduce),
-        f"swap: tables of {len(choices)} tokens, 128 experts, 3 levels": lambda: _tables(choices, costs, 128),
-        "swap: plan": lambda: plan_swaps(tables, costs),
+        f"swap of {len(choices)} tokens, 128 experts, 3 levels": partial(best_swaps, chosen, weights, costs),
     }
     seconds = seconds_of(cases, options.rounds)
     papers = {"degree": "193 ms (SLSQP)", "reduction": "differential evolution, no time given"}
