@@ -214,7 +214,8 @@ def _save_whole(accelerator: Any, model: nn.Module) -> None:
         accelerator.unscale_gradients()
         return clip([parameters] if isinstance(parameters, nn.Parameter) else [*parameters], max_norm)
 
-    for name, function in zip(_OF_EXPERTS, (gathered, save, load, clip_all), strict=True):
+    functions: tuple[Callable[..., Any], ...] = (gathered, save, load, clip_all)
+    for name, function in zip(_OF_EXPERTS, functions, strict=True):
         function.laconic_model = model  # type: ignore[attr-defined]
         setattr(accelerator, name, function)
 
