@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import select
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import psutil
 import torch
@@ -56,7 +50,7 @@ def run_ranks(work: Callable[..., object], args: tuple[object, ...], num_ranks: 
     """Run work(rank, *args) in `num_ranks` processes; fails if one of them does.
 
     Like torch.multiprocessing.spawn, but the processes are forked from one that has imported torch and laconic once
-    for the whole session and done nothing else. Its environment variables are those of the session.
+    for the whole session and done nothing else. Its environment variables are those of the first call.
     """
     forkserver_context()
     mp.start_processes(work, args=args, nprocs=num_ranks, join=True, start_method="forkserver")
@@ -75,56 +69,6 @@ def forkserver_context() -> ForkServerContext:
     context: ForkServerContext = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context
-
-
-def copy_as_fork_server() -> None:
-    """Let a copy of this process, which has imported the tests and run none, be the one that others are forked from.
-
-    A fresh interpreter imports torch and transformers once more, and each rank the file of its test. The copy sleeps
-    until the first process is asked for.
-    """
-    forkserver_context()
-    resource_tracker.ensure_running()
-    with mock.patch.object(util, "spawnv_passfds", _copy):
-        forkserver.ensure_running()
-
-
-def _copy(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
-    """In place of an interpreter that is started with [..., "-c", PROGRAM] and these files: listener, parent, ..."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        listener, parent = descriptors[:2]
-        _forget_pytest(parent)
-        if listener in select.select([listener, parent], [], [])[0]:
-            exec(arguments[-1], {})
-        code = 0
-    except SystemExit:
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def _forget_pytest(parent: int) -> None:
-    """Streams, handlers of logs and warnings become those of an interpreter; the pipe `parent` ends with the parent."""
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
-        if isinstance(logger, logging.Logger):
-            logger.handlers = [it for it in logger.handlers if not type(it).__module__.startswith("_pytest.")]
-            for handler in logger.handlers:
-                if type(handler) is logging.StreamHandler:
-                    handler.stream = sys.stderr
-    warnings.resetwarnings()
-    for ignored in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
-        warnings.simplefilter("ignore", ignored)
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the folder itself
-            if int(name) != parent and os.fstat(int(name)).st_ino == os.fstat(parent).st_ino:
-                os.close(int(name))
 
 
 def join_ranks(
