@@ -404,7 +404,7 @@ def test_an_audit_of_spread_experts_changes_nothing() -> None:
 
 
 def the_sum_over_replicas_is_forgotten(patch: Patch) -> None:
-    patch.setattr(ExpertMean, "of", lambda self, grad: grad / self._num_ranks)
+    patch.setattr(ExpertMean, "of", lambda self, grad: grad / self._divisor)
 
 
 def a_loop(model: nn.Module, wrong: bool = False) -> str:

@@ -157,14 +157,15 @@ def _layers_of_one_shape_are_measured_once_and_once_per_cluster() -> None:
 
     with patch.object(autotune_module, "benchmark_candidates", counted):
         first = tuned(cache=True)
-        assert calls == [2, 2]  # flat and depth 1; then one of them in chunks
+        # Flat and depth 1; then each of them that is near, whole and in two chunks; once for both layers.
+        assert calls in ([2, 2], [2, 4])
         assert first["0"] == first["1"]
         assert tuned(cache=True) == first
         assert calls == []
         tuned(cache=True, alpha=2.0)  # by other rates other candidates may be run
-        assert calls == [2, 2]
+        assert calls in ([2, 2], [2, 4])
         tuned(cache=False)
-        assert calls == [2, 2]
+        assert calls in ([2, 2], [2, 4])
 
 
 def _bad_input_is_refused() -> None:
