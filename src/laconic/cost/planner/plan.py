@@ -193,6 +193,17 @@ class Plan:
         Raises:
             PlanError: names the first field that differs, its value in the plan and in the run.
         """
+        # A run that differs may build another model, too: a random one has as many positions as its sequences.
+        layout = self.job.layout
+        known = {**asdict(layout), **asdict(self.job.batch), "split": self.job.split, "world_size": layout.world_size}
+        for name, value in world.items():
+            if name not in known:
+                raise PlanError(f"a plan says nothing about {name!r}; it knows {', '.join(known)}")
+            if known[name] != value:
+                raise PlanError(
+                    f"the plan is for a run with {name} = {known[name]!r}, but this run has {value!r}; run it as "
+                    f"planned or make another plan with laconic plan"
+                )
         shape = self.job.shape
         found: tuple[str, Any, Any] | None
         if isinstance(shape, ModelSizes):
@@ -205,16 +216,6 @@ class Plan:
                 f"the plan is for a model with {found[0]} = {found[1]!r}, but this model has {found[2]!r}; make a plan "
                 "for this model with laconic plan"
             )
-        layout = self.job.layout
-        known = {**asdict(layout), **asdict(self.job.batch), "split": self.job.split, "world_size": layout.world_size}
-        for name, value in world.items():
-            if name not in known:
-                raise PlanError(f"a plan says nothing about {name!r}; it knows {', '.join(known)}")
-            if known[name] != value:
-                raise PlanError(
-                    f"the plan is for a run with {name} = {known[name]!r}, but this run has {value!r}; run it as "
-                    f"planned or make another plan with laconic plan"
-                )
 
 
 def _agrees(plan: Plan, activations: Mapping[str, Any]) -> bool:
