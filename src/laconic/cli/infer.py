@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from laconic.cli.arguments import Parser, add_json
@@ -90,6 +90,12 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
+def _refuse_flags(beside: str, given: Mapping[str, bool]) -> None:
+    for flag, is_given in given.items():
+        if is_given:
+            raise PlanError(f"{flag} is given with {beside}; leave out one")
+
+
 def _plan_vllm(
     options: argparse.Namespace,
     shape: InferenceShape,
@@ -98,13 +104,14 @@ def _plan_vllm(
     search: Search,
     shares: tuple[float, ...],
 ) -> int:
-    for flag, given in (
-        ("--arrivals", options.arrivals is not None),
-        ("--phase", options.phase == "prefill"),
-        ("--gantt", options.gantt is not None),
-    ):
-        if given:
-            raise PlanError(f"{flag} is given with --for {options.for_server}, which plans decoding; leave out one")
+    _refuse_flags(
+        f"--for {options.for_server}, which plans decoding",
+        {
+            "--arrivals": options.arrivals is not None,
+            "--phase": options.phase == "prefill",
+            "--gantt": options.gantt is not None,
+        },
+    )
     found = plan_vllm_afd(
         shape,
         rates,
@@ -132,13 +139,14 @@ def _plan_arrivals(
     search: Search,
     shares: tuple[float, ...],
 ) -> int:
-    for flag, given in (
-        ("--requests", options.requests is not None),
-        ("--phase", options.phase != "both"),
-        ("--gantt", options.gantt is not None),
-    ):
-        if given:
-            raise PlanError(f"{flag} is given with --arrivals, which sizes batches for both phases; leave out one")
+    _refuse_flags(
+        "--arrivals, which sizes batches for both phases",
+        {
+            "--requests": options.requests is not None,
+            "--phase": options.phase != "both",
+            "--gantt": options.gantt is not None,
+        },
+    )
     arrivals = Arrivals(options.arrivals, options.prompt, options.output)
     choice = choose_for_arrivals(shape, rates, workers, arrivals, search, shares)
     if options.json:
