@@ -15,6 +15,7 @@ from laconic.schedule.slices import slice_ranges
 __all__ = ["check_expert_placement", "place_experts", "save_loads"]
 
 _FORMAT, _VERSION = "laconic expert loads", 1
+_REMEDY = "let the engine write one, which it does where expert_loads names no file yet"
 
 
 def check_expert_placement(path: Path | None, redundant: int) -> None:
@@ -61,7 +62,7 @@ def place_experts(
     if not path.exists():
         copies = f", and none of {redundant} copies is made" if redundant else ""
         return None, f"{path} is not there yet: loads of experts are measured for it, experts lie in ranges{copies}"
-    loads = load_json(path, "expert loads", _read)
+    loads = load_json(path, "expert loads", _read, _REMEDY)
     if [len(layer) for layer in loads] != list(num_experts):
         raise ConfigError(
             f"{path} has loads of {len(loads)} layers with {sorted({len(layer) for layer in loads})} experts, but the"
@@ -90,9 +91,7 @@ def save_loads(path: Path, loads: Sequence[Sequence[int]]) -> None:
 
 
 def _read(data: object) -> list[list[int]]:
-    check_format(
-        data, _FORMAT, _VERSION, "let the engine write one, which it does where expert_loads names no file yet"
-    )
+    check_format(data, _FORMAT, _VERSION, _REMEDY)
     assert isinstance(data, dict), "it has a format"
     loads = data.get("loads")
     if not isinstance(loads, list) or not all(

@@ -42,13 +42,14 @@ def save_json(values: Any, path: str | Path) -> None:
     scratch.replace(path)
 
 
-def load_json(path: str | Path, noun: str, read: Callable[[Any], T]) -> T:
+def load_json(path: str | Path, noun: str, read: Callable[[Any], T], remedy: str = "run laconic profile again") -> T:
     """Read a file of rates.
 
     Args:
         path: of the file.
         noun: what errors call it.
         read: turns the JSON values into the result.
+        remedy: how such a file is made.
 
     Raises:
         ConfigError: the file cannot be read, is not JSON, or `read` refuses it.
@@ -58,7 +59,7 @@ def load_json(path: str | Path, noun: str, read: Callable[[Any], T]) -> T:
     except OSError as error:
         raise ConfigError(f"{noun} are {str(path)!r}, but it must be a file: {error}") from error
     except ValueError as error:
-        raise ConfigError(f"{noun} {path} are not JSON: {error}; run laconic profile again") from error
+        raise ConfigError(f"{noun} {path} are not JSON: {error}; {remedy}") from error
     try:
         return read(values)
     except ConfigError as error:
