@@ -144,11 +144,13 @@ def stretched_timeout(item: pytest.Item, factor: float) -> float | None:
 def pytest_configure(config: pytest.Config) -> None:
     """Set what the processes of the tests take over, before anything else runs."""
     measure()
-    if "TORCH_EXTENSIONS_DIR" not in os.environ:
-        # A build that is killed leaves a lock which all later ones wait for without limit: never one of another run.
-        folder = tempfile.TemporaryDirectory(prefix="laconic-extensions-", ignore_cleanup_errors=True)
-        os.environ["TORCH_EXTENSIONS_DIR"] = folder.name
-        config.add_cleanup(folder.cleanup)
+    if not hasattr(config, "workerinput"):
+        # Nothing that a user has measured is read, nor what an earlier run has. A build of extensions that is killed
+        # leaves a lock which all later ones wait for without limit.
+        for variable in ("XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR"):
+            folder = tempfile.TemporaryDirectory(prefix="laconic-tests-", ignore_cleanup_errors=True)
+            os.environ[variable] = folder.name
+            config.add_cleanup(folder.cleanup)
 
 
 class _LogsForThoseWhoAsk:

@@ -50,18 +50,31 @@ def run_ranks(work: Callable[..., object], args: tuple[object, ...], num_ranks: 
     """Run work(rank, *args) in `num_ranks` processes; fails if one of them does.
 
     Like torch.multiprocessing.spawn, but the processes are forked from one that has imported torch and laconic once
-    for the whole session and done nothing else. Its environment variables are those of the first call.
+    for the whole session and done nothing else. Environment variables are the caller's.
     """
     forkserver_context()
-    mp.start_processes(work, args=args, nprocs=num_ranks, join=True, start_method="forkserver")
+    told = (dict(os.environ), work, args)
+    mp.start_processes(_in_environment, args=told, nprocs=num_ranks, join=True, start_method="forkserver")
 
 
 def start_ranks(work: Callable[..., object], args: tuple[object, ...], num_ranks: int) -> list[BaseProcess]:
     """Start the same processes without waiting for them."""
-    processes = [forkserver_context().Process(target=work, args=(rank, *args)) for rank in range(num_ranks)]
+    context, variables = forkserver_context(), dict(os.environ)
+    processes = [
+        context.Process(target=_in_environment, args=(rank, variables, work, args)) for rank in range(num_ranks)
+    ]
     for process in processes:
         process.start()
     return processes
+
+
+def _in_environment(
+    rank: int, variables: dict[str, str], work: Callable[..., object], args: tuple[object, ...]
+) -> None:
+    """Run work(rank, *args); the process it is forked from has the variables of the first test that needed one."""
+    os.environ.clear()
+    os.environ |= variables
+    work(rank, *args)
 
 
 def forkserver_context() -> ForkServerContext:
