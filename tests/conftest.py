@@ -196,8 +196,13 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
-    """Keep logs for those tests that ask, unless a flag says which."""
+    """Before the first test: the process from which ranks and commands are forked; logs for tests that ask alone."""
     config = session.config
+    processes = sys.modules.get("tests.distributed.processes")
+    if processes is not None and not torch.cuda.is_available():  # the copy of a process that has asked CUDA cannot
+        config.pluginmanager.getplugin("capturemanager").resume_global_capture()  # what they print is captured
+        processes.copy_as_fork_server()
+        config.pluginmanager.getplugin("capturemanager").suspend_global_capture()
     logs = config.pluginmanager.get_plugin("logging-plugin")
     if logs is not None and not any(map(config.getoption, ("log_level", "log_cli_level", "log_file"))):
         config.pluginmanager.unregister(logs)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import select
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch
@@ -30,6 +36,8 @@ from laconic.train.launch.worker import leave
 from tests.patience import patient
 
 ROOT = Path(__file__).parents[2]
+
+_spawn = util.spawnv_passfds
 
 # What nearly every rank imports; none of it starts a thread, which a fork would lose.
 _PRELOADED = [
@@ -82,6 +90,57 @@ def forkserver_context() -> ForkServerContext:
     context: ForkServerContext = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context
+
+
+def copy_as_fork_server() -> None:
+    """Let a copy of this process, which has imported the tests and run none, be the one that others are forked from.
+
+    A fresh interpreter imports torch and transformers once more, and each rank the file of its test. The copy sleeps
+    until the first process is asked for.
+    """
+    forkserver_context()
+    resource_tracker.ensure_running()
+    with mock.patch.object(util, "spawnv_passfds", _copy):
+        forkserver.ensure_running()
+
+
+def _copy(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+    """In place of an interpreter that is started with [..., "-c", PROGRAM] and these files: listener, parent, ..."""
+    pid = os.fork()
+    if pid:
+        return pid
+    util.spawnv_passfds = _spawn  # for scripts that spawn
+    code = 1
+    try:
+        listener, parent = descriptors[:2]
+        _forget_pytest(parent)
+        if listener in select.select([listener, parent], [], [])[0]:
+            exec(arguments[-1], {})
+        code = 0
+    except SystemExit:
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _forget_pytest(parent: int) -> None:
+    """Streams, handlers of logs and warnings become those of an interpreter; the pipe `parent` ends with the parent."""
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger):
+            logger.handlers = [it for it in logger.handlers if not type(it).__module__.startswith("_pytest.")]
+            for handler in logger.handlers:
+                if type(handler) is logging.StreamHandler:
+                    handler.stream = sys.stderr
+    warnings.resetwarnings()
+    for ignored in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", ignored)
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the folder itself
+            if int(name) != parent and os.fstat(int(name)).st_ino == os.fstat(parent).st_ino:
+                os.close(int(name))
 
 
 def join_ranks(
