@@ -38,12 +38,12 @@ def is_alive(pid: int) -> bool:
 
 def assert_rate(expected: float, lab: Lab, num_bytes: int, sender: int = 1) -> None:
     """A transfer to host 0 gets `expected` within 10 %. Other programs make some slower, so it has many tries."""
-    for _ in range(12):
+    began, best = time.monotonic(), 0.0
+    while best <= 0.9 * expected:
+        assert time.monotonic() < began + patient(10), f"{best} instead of {expected}"
         measured = lab.measured_bits_per_second(num_bytes, sender)
         assert measured < 1.1 * expected
-        if measured > 0.9 * expected:
-            return
-    raise AssertionError(f"{measured} instead of {expected}")
+        best = max(best, measured)
 
 
 @pytest.mark.parametrize("rate", [5e7, 5e8])
