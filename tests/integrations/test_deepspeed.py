@@ -68,10 +68,11 @@ def batches(count: int) -> list[Tensor]:
 
 
 class Saved:
-    """Bytes of different storages that autograd holds, parameters left out."""
+    """Bytes of different storages that autograd holds, but those that the model's parameters have in the end anyway."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.sizes: dict[int, int] = {}
+        self._model = model
 
     def __enter__(self) -> Saved:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._see, lambda tensor: tensor)
@@ -80,6 +81,8 @@ class Saved:
 
     def __exit__(self, *exit: Any) -> None:
         self._hooks.__exit__(*exit)
+        for parameter in self._model.parameters():  # none in ZeRO 3, which has let go of what it gathered
+            self.sizes.pop(parameter.untyped_storage().data_ptr(), None)
 
     def _see(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
@@ -94,9 +97,9 @@ class Saved:
 
 def trained(engine: Any, ids: list[Tensor]) -> tuple[list[float], int]:
     """Losses, and the bytes that the last forward kept for backward."""
-    losses, saved = [], Saved()
+    losses, saved = [], Saved(engine.module)
     for batch in ids:
-        with (saved := Saved()):
+        with (saved := Saved(engine.module)):
             loss = engine(input_ids=batch, labels=batch).loss
         engine.backward(loss)
         engine.step()
