@@ -37,7 +37,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 8 tokens, and where backward makes the gradients 100 logits at once: a few tokens make many tiles."""
     monkeypatch.setattr(loss_module, "TILES", {"cpu": (8, 100)})
     monkeypatch.setattr(loss_module, "ROWS", {"cpu": 32})
-    monkeypatch.setattr(loss_module, "_BLOCK", 100)
+    monkeypatch.setattr(loss_module, "BLOCK", 100)
 
 
 def plain_loss(

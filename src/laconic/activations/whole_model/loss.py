@@ -48,7 +48,7 @@ from laconic.errors import DataError, ModelError
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops.derivatives import connected, edge_of, gradients
 
-__all__ = ["ROWS", "TILES", "LossSpec", "check_range", "divisor_of", "linear_cross_entropy", "tiled_loss"]
+__all__ = ["BLOCK", "ROWS", "TILES", "LossSpec", "check_range", "divisor_of", "linear_cross_entropy", "tiled_loss"]
 
 TILES = {"cpu": (1 << 10, 1 << 20), "cuda": (1 << 12, 1 << 24)}
 """By device type, the tokens of a tile unless the caller says otherwise, and the most logits that a tile holds.
@@ -63,7 +63,7 @@ ROWS = {"cpu": 1 << 10, "cuda": 0}
 the product that is saved; on a GPU it would for tiles that fit beside a model, by its rates, which nobody has measured.
 """
 
-_BLOCK = 1 << 18
+BLOCK = 1 << 18
 """The logits that what follows a product works on at once, so that all of it finds them in a core's cache."""
 
 
@@ -438,7 +438,7 @@ def _with_gradients(
             torch.mm(part, weight.t(), out=dlogits)
         else:
             torch.addmm(bias.to(tiles.dtype), part, weight.t(), out=dlogits)
-        for block in _cut(len(part), max(1, _BLOCK // num_entries)):
+        for block in _cut(len(part), max(1, BLOCK // num_entries)):
             rows = slice(tokens.start + block.start, tokens.start + block.stop)
             logits = _shaped(dlogits[block].to(tiles.wide), spec)
             losses[rows], lse[rows] = _turn(logits, share[rows], labels[rows], spec)
