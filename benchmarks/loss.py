@@ -77,7 +77,8 @@ def _table(vocabulary: int, hidden_size: int, tokens: int, dtype: torch.dtype, o
         f"{options.thread_text}",
         ("", "forward and backward", "of plain", "kept for backward", "peak beside the gradients", "loss off by", "dW"),
         rows,
-        "Kept: what autograd saves, labels and parameters left out. dW: relative difference to the plain gradient.",
+        "Kept: what autograd saves, labels and parameters left out, and gradients that the chunked loss makes in "
+        "forward. dW: relative difference to the plain gradient.",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 from typing import Any
 
 import pytest
@@ -89,7 +90,7 @@ def test_bytes_of_the_loss_are_gone_and_the_report_shows_it() -> None:
     # A Llama-3-8B has 128,256 / 4096 = 31.3 entries of the vocabulary per hidden value; so has this.
     hidden, vocabulary = 64, 2004
     model = make_model("llama", vocab_size=vocabulary).bfloat16()
-    hint = 'of them belong to the loss; loss="chunked" would not keep them'
+    hint = 'loss="chunked" would not keep the 8,0'
     assert hint in str(laconic.compress_activations(model, sequence_length=64))
     laconic.decompress_activations(model)
     report = laconic.compress_activations(model, loss="chunked", sequence_length=64)
@@ -104,6 +105,31 @@ def test_bytes_of_the_loss_are_gone_and_the_report_shows_it() -> None:
     with SavedTensorTracker(model) as tracker:
         model(input_ids=make_ids(), labels=make_ids(), use_cache=False)
     assert "" not in tracker.by_module
+
+
+def test_bytes_of_the_loss_are_named_where_chunking_serves_and_nowhere_else(caplog: pytest.LogCaptureFixture) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make_model("llama", vocab_size=2004)
+
+        def forward(self, **inputs: Any) -> Any:
+            return self.inner(**inputs)
+
+    inputs = {"input_ids": make_ids(), "labels": make_ids()}
+    report = laconic.compress_activations(Wrapped(), example_inputs=inputs)
+    assert report.loss_owner == "inner"
+    assert report.loss_nbytes_per_token == pytest.approx(2004 * 4, rel=0.05)
+    remedy = f'loss="chunked" would not keep the {report.loss_nbytes_per_token:,.0f} bytes of the loss'
+    assert str(report).endswith(f"2.09x less\n{remedy}")
+    with caplog.at_level(logging.WARNING, logger="laconic"):
+        laconic.compress_activations(Wrapped().bfloat16(), example_inputs=inputs)  # saves less than half
+    assert remedy in caplog.text
+    other = make_model("llama", vocab_size=2004)
+    other.loss_function = lambda logits, labels, **_: logits.float().square().mean()
+    report = laconic.compress_activations(other, example_inputs=inputs)
+    assert (report.loss_owner, report.loss_nbytes_per_token) == (None, 0.0)
+    assert "chunked" not in str(report)
 
 
 def test_logits_hold_no_tokens_only_where_the_loss_is_chunked() -> None:

@@ -165,6 +165,7 @@ def compress_activations(
         raise ModelError("mode='hooks' packs all saved tensors alike; policy=, plan= and attention= need mode='sites'")
 
     head = find_head(model) if loss == "chunked" else None
+    loss_owner = _loss_owner(model) if loss == "exact" and mode != "hooks" else None
     before, call, unmeasured = measure_first(model, sample_inputs(model, example_inputs, sequence_length))
     try:
         if mode != "hooks":
@@ -186,7 +187,7 @@ def compress_activations(
                     f"attention='exact', or a policy that answers None"
                 ) from error
         packed_bits = None if block_format is None or mode == "sites" else block_format.bits
-        report = _report(model, mode, sites, plan, head, (before, after), unmeasured, packed_bits)
+        report = _report(model, mode, sites, plan, head, (before, after), unmeasured, packed_bits, loss_owner)
         if report.warning is not None:
             logging.getLogger(SAVINGS_LOGGER).warning("%s: %s", type(model).__name__, report.warning)
         return report
@@ -268,6 +269,14 @@ def _install(chosen: Sequence[tuple[nn.Module, Site, Choice]]) -> None:
         block.note_projections()
 
 
+def _loss_owner(model: nn.Module) -> str | None:
+    """See `Report.loss_owner`."""
+    try:
+        return find_head(model).name
+    except Exception:  # of a model that nobody asked to have one
+        return None
+
+
 def _report(
     model: nn.Module,
     mode: str,
@@ -277,6 +286,7 @@ def _report(
     measured: tuple[Measurement | None, Measurement | None],
     unmeasured: str | None,
     packed_bits: int | None,
+    loss_owner: str | None,
 ) -> Report:
     modules = dict(model.named_modules())
     found = _forwards(model)
@@ -291,7 +301,7 @@ def _report(
     in_training = [f for f in found if isinstance(f, LayerForward) and (f.recompute or _is_checkpointed(f.module))]
     checkpointed = {id(f.module): f.format for f in in_training}
     layers = {name: checkpointed[id(module)] for name, module in modules.items() if id(module) in checkpointed}
-    return make_report(model, mode, rows, layers, *measured, unmeasured, packed_bits)
+    return make_report(model, mode, rows, layers, *measured, unmeasured, packed_bits, loss_owner)
 
 
 def _is_checkpointed(layer: nn.Module) -> bool:

@@ -33,7 +33,7 @@ from laconic.activations.forwards.base import LinearForward
 from laconic.activations.forwards.replacement import ModelReplacement
 from laconic.activations.keep.choice import Packing
 from laconic.activations.recognize.sites import Site
-from laconic.activations.whole_model.loss import LossSpec, VocabularyShard, check_range, mean, token_losses
+from laconic.activations.whole_model.loss import LossSpec, VocabularyShard, check_range, divisor_of, tiled_loss
 from laconic.errors import DataError, ModelError
 from laconic.formats import BlockFormat
 from laconic.formats.shards import local_part
@@ -169,8 +169,8 @@ class HeadForward(LinearForward):
             if shard is not None:
                 offset = offset[shard.start : shard.start + weight.shape[0]]
             bias = offset if bias is None else bias + offset
-        losses, logits = token_losses(rows, weight, bias, labels, self.spec, shard=shard)
-        request.loss = mean(losses, labels, _IGNORED, request.num_items)
+        divisor = divisor_of(labels, _IGNORED, request.num_items)
+        request.loss, logits = tiled_loss(rows, weight, bias, labels, self.spec, divisor, shard=shard)
         # A copy of nothing: FSDP2 warns where a module returns a view.
         if x.dim() > 1:
             logits = logits.view(*x.shape[:-2], 0, logits.shape[-1]).clone()
@@ -528,4 +528,4 @@ def _expected(head: CausalHead, logits: Tensor, labels: Tensor, options: dict[st
         logits = spec.softcap * torch.tanh(logits / spec.softcap)
     shifted = options.get("shift_labels", _shift(labels) if head.shifts else labels).reshape(-1)
     losses = F.cross_entropy(logits.flatten(0, 1), shifted, reduction="none")
-    return mean(losses, shifted, _IGNORED, options.get("num_items_in_batch"))
+    return losses.sum() / divisor_of(shifted, _IGNORED, options.get("num_items_in_batch"))

@@ -2,9 +2,15 @@
 
 [tokens, vocabulary] numbers are the largest tensors of a training step: at its peak a Llama-3-8B holds them once in
 bf16 and twice in fp32, 156 times what one layer's input takes, and keeps 63 times of it for backward. Here logits exist
-one tile at a time, some tokens by some of the vocabulary. Forward keeps one number per token (the log-sum-exp) beside
-the hidden states; backward makes each tile again and turns it into its share of the gradients. That is one matrix
-product more than the plain loss has (four instead of three).
+one tile at a time, and either pass turns them into gradients:
+
+- Forward, which has them anyway (`_with_gradients`): a tile is some tokens by all of the vocabulary, its logits become
+  their own gradient in place, and backward multiplies what has been added up by one number. Three matrix products, as
+  the plain loss has. The gradient of the weight, the first thing that backward would make, exists a moment earlier.
+- Backward (`_gradients`), where forward cannot: a tile is some tokens by some of the vocabulary, forward keeps one
+  number per token (the log-sum-exp) beside the hidden states, and backward makes each tile again. Four products.
+
+Which one it is `_Tiles.rows` says, see `tiled_loss`.
 
 Per token, with z the logits, y the label, V the vocabulary and s the label smoothing:
 
@@ -15,8 +21,8 @@ The hidden states may be kept packed. Then the log-sum-exp is computed again fro
 takes a fifth matrix product: with the saved one the probabilities of a token would not add up to one (the failure that
 docs/activations.md describes for attention).
 
-Chunks of tokens as in Hsu et al., "Liger Kernel", 2024; log-sum-exp over pieces as in Milakov and Gimelshein, "Online
-normalizer calculation for softmax", 2018.
+Gradients in forward as in Hsu et al., "Liger Kernel", 2024; log-sum-exp over pieces as in Milakov and Gimelshein,
+"Online normalizer calculation for softmax", 2018.
 """
 
 from __future__ import annotations
@@ -42,13 +48,23 @@ from laconic.errors import DataError, ModelError
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops.derivatives import connected, edge_of, gradients
 
-__all__ = ["TILES", "LossSpec", "check_range", "linear_cross_entropy", "mean", "token_losses"]
+__all__ = ["BLOCK", "ROWS", "TILES", "LossSpec", "check_range", "divisor_of", "linear_cross_entropy", "tiled_loss"]
 
 TILES = {"cpu": (1 << 10, 1 << 20), "cuda": (1 << 12, 1 << 24)}
 """By device type, the tokens of a tile unless the caller says otherwise, and the most logits that a tile holds.
 
 4 MiB in fp32 stay in a core's cache. A GPU wants larger products, and fewer passes over what they are added to.
 """
+
+ROWS = {"cpu": 1 << 10, "cuda": 0}
+"""By device type, the bytes that a tile has for each entry of the vocabulary where forward makes the gradients.
+
+256 tokens in fp32. Each tile is added to the whole gradient of the weight, and with few tokens that takes longer than
+the product that is saved; on a GPU it would for tiles that fit beside a model, by its rates, which nobody has measured.
+"""
+
+BLOCK = 1 << 18
+"""The logits that what follows a product works on at once, so that all of it finds them in a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +97,11 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`F.cross_entropy(F.linear(hidden, weight, bias).float(), labels)` that never holds all logits.
 
-    Neither forward nor backward has a tensor with more logits than a tile of `TILES` (a million on the CPU).
+    On the CPU, with a sum or a mean, forward makes the gradients: it has the logits of 256 tokens at once (512 in 16
+    bits; a million of a small vocabulary), and the gradients of hidden and weight exist from then on. Elsewhere (other
+    devices, fp16, reduction="none", `format`) backward makes them, and no tensor has more logits than a tile of `TILES`
+    (a million on the CPU), for one more matrix product.
+
     Products are made in the dtype of `hidden` (under autocast in autocast's) and everything behind them in fp32 (fp64
     for fp64), so the value differs from the plain one by the order of summation only; docs/activations.md has the
     bound. Gradients of the weight are added up in fp32 over the chunks and rounded once.
@@ -91,7 +111,7 @@ def linear_cross_entropy(
         weight: [vocabulary, hidden_size], of the same dtype unless autocast is on.
         labels: [...] integers in [0, vocabulary), or ignore_index for tokens that do not count.
         bias: [vocabulary].
-        chunk_tokens: tokens of a tile, the smaller the more of the vocabulary; None takes those of `TILES`.
+        chunk_tokens: tokens of a tile; None takes the usual.
         ignore_index: the label of tokens that do not count.
         label_smoothing: share of the target that is spread evenly over the vocabulary, in [0, 1].
         z_loss: adds this times the square of the log-sum-exp of each token that counts (PaLM uses 1e-4).
@@ -118,41 +138,45 @@ def linear_cross_entropy(
         )
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).to(hidden.device, torch.int64)
     check_range(targets, weight.shape[0], ignore_index)
-    losses, _ = token_losses(rows, weight, bias, targets, spec, chunk_tokens, format)
-    if reduction == "none":
-        return losses.view(labels.shape)
-    if reduction == "sum":
-        return losses.sum()
-    return mean(losses, targets, ignore_index, num_items)
+    divisor = None
+    if reduction != "none":
+        divisor = 1 if reduction == "sum" else divisor_of(targets, ignore_index, num_items)
+    loss, _ = tiled_loss(rows, weight, bias, targets, spec, divisor, chunk_tokens, format)
+    return loss.view(labels.shape) if reduction == "none" else loss
 
 
-def mean(losses: Tensor, labels: Tensor, ignore_index: int, num_items: int | float | Tensor | None) -> Tensor:
-    """The sum of the losses [tokens] over `num_items`, or over the tokens that count: 0-d."""
+def divisor_of(labels: Tensor, ignore_index: int, num_items: int | float | Tensor | None) -> int | float | Tensor:
+    """What the sum of the losses is divided by: `num_items`, or the number of tokens that count."""
     if num_items is None:
-        return losses.sum() / (labels != ignore_index).sum()
-    return losses.sum() / (num_items.to(losses.device) if isinstance(num_items, Tensor) else num_items)
+        return (labels != ignore_index).sum()
+    return num_items.to(labels.device) if isinstance(num_items, Tensor) else num_items
 
 
-def token_losses(
+def tiled_loss(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
     spec: LossSpec,
+    divisor: int | float | Tensor | None = None,
     chunk_tokens: int | None = None,
     format: BlockFormat | None = None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each token, and no logits: checked arguments of `linear_cross_entropy` with flat tokens.
+    """The sum of the losses over a divisor, and no logits: checked arguments of `linear_cross_entropy`, flat.
 
-    hidden [tokens, hidden_size], labels int64 [tokens] -> losses [tokens] fp32, and an empty tensor [0, vocabulary] of
-    the dtype of the logits, which stands for them in the graph: whoever watches a module's output for its gradient (as
-    FSDP2 does) can watch this one. With a `shard`, weight and bias are its rows, all ranks of its group have the same
-    hidden states and labels and get the same losses, and the gradient of hidden is this rank's part of a sum.
+    hidden [tokens, hidden_size], labels int64 [tokens] -> 0-d fp32 (without a divisor the losses, [tokens]), and
+    an empty tensor [0, vocabulary] of the dtype of the logits, which stands for them in the graph: whoever watches a
+    module's output for its gradient (as FSDP2 does) can watch this one. With a `shard`, weight and bias are its rows,
+    all ranks of its group have the same hidden states and labels and get the same losses, and the gradient of hidden is
+    this rank's part of a sum.
+
+    Forward makes the gradients if each token's loss has the same one, no rank waits for another's part of the
+    log-sum-exp, and a factor that only backward knows (that of a GradScaler) is not needed to keep them from underflow.
     """
     if has_torch_function((hidden, weight)):  # an override of torch's functions gets this one as a whole
         overridden: tuple[Tensor, Tensor] = handle_torch_function(
-            token_losses, (hidden, weight), hidden, weight, bias, labels, spec, chunk_tokens, format, shard
+            tiled_loss, (hidden, weight), hidden, weight, bias, labels, spec, divisor, chunk_tokens, format, shard
         )
         return overridden
     device = hidden.device.type
@@ -160,12 +184,16 @@ def token_losses(
     if hidden.dtype == torch.float64:
         dtype = hidden.dtype  # autocast leaves double precision alone
     hidden = hidden.to(dtype)  # what the product reads is what is kept
-    usual, numel = TILES["cpu" if device == "cpu" else "cuda"]
+    kind, has_graph = "cpu" if device == "cpu" else "cuda", torch.is_grad_enabled()
+    usual, numel = TILES[kind]
     num_tokens, num_entries = hidden.shape[0], weight.shape[0]
     chunk = max(1, min(chunk_tokens or usual, num_tokens, numel))
-    tiles = _Tiles(num_tokens, num_entries, chunk, max(1, min(numel // chunk, num_entries)), dtype)
-    result: tuple[Tensor, Tensor] = _TokenLosses.apply(
-        hidden, weight, bias, labels, spec, tiles, format if torch.is_grad_enabled() else None, shard
+    rows = 0
+    if has_graph and divisor is not None and format is None and shard is None and dtype != torch.float16 and ROWS[kind]:
+        rows = max(1, min(chunk_tokens or max(ROWS[kind] // dtype.itemsize, numel // num_entries), num_tokens))
+    tiles = _Tiles(num_tokens, num_entries, chunk, max(1, min(numel // chunk, num_entries)), rows, dtype)
+    result: tuple[Tensor, Tensor] = _TiledLoss.apply(
+        hidden, weight, bias, labels, spec, divisor, tiles, format if has_graph else None, shard
     )
     return result
 
@@ -196,12 +224,16 @@ class VocabularyShard:
 
 @dataclass(frozen=True)
 class _Tiles:
-    """How [num_tokens, num_entries] logits are cut, and the dtype of the products."""
+    """How [num_tokens, num_entries] logits are cut, and the dtype of the products.
+
+    `rows` are the tokens of a tile whose gradients forward makes; 0 if backward makes them.
+    """
 
     num_tokens: int
     num_entries: int
     chunk_tokens: int
     chunk_entries: int
+    rows: int
     dtype: torch.dtype
 
     @property
@@ -227,7 +259,11 @@ def _logits(
 ) -> Tensor:
     """A tile of logits, in fp32, freshly made: [tokens of hidden, entries]."""
     part = None if bias is None else bias[entries].to(tiles.dtype)
-    logits = F.linear(hidden, weight[entries].to(tiles.dtype), part).to(tiles.wide)
+    return _shaped(F.linear(hidden, weight[entries].to(tiles.dtype), part).to(tiles.wide), spec)
+
+
+def _shaped(logits: Tensor, spec: LossSpec) -> Tensor:
+    """Logits from products, in place."""
     if spec.scale != 1.0:
         logits.mul_(spec.scale)
     if spec.softcap is not None:
@@ -263,9 +299,15 @@ def _statistics(
 
 
 def _whole_losses(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec, tiles: _Tiles
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    spec: LossSpec,
+    divisor: int | float | Tensor | None,
+    tiles: _Tiles,
 ) -> Tensor:
-    """The losses of `token_losses` from all logits at once, which torch differentiates as often as asked."""
+    """The result of `tiled_loss` from all logits at once, which torch differentiates as often as asked."""
     logits = F.linear(hidden, weight.to(tiles.dtype), None if bias is None else bias.to(tiles.dtype)).to(tiles.wide)
     logits = logits * spec.scale
     if spec.softcap is not None:
@@ -274,10 +316,19 @@ def _whole_losses(
     lse = logits.logsumexp(1)
     target = logits.gather(1, torch.where(counts, labels, 0).unsqueeze(1)).squeeze(1)
     losses = lse - (1 - spec.label_smoothing) * target - spec.label_smoothing * logits.mean(1)
-    return torch.where(counts, losses + spec.z_loss * lse.square(), 0.0)
+    losses = torch.where(counts, losses + spec.z_loss * lse.square(), 0.0)
+    return losses if divisor is None else losses.sum() / divisor
 
 
-class _TokenLosses(torch.autograd.Function):
+def _losses(lse: Tensor, target: Tensor, total: Tensor | float, spec: LossSpec, num_entries: int) -> Tensor:
+    """The losses of tokens from `_statistics`; `num_entries` is the size of the whole vocabulary."""
+    losses = lse - (1 - spec.label_smoothing) * target
+    if spec.label_smoothing > 0:
+        losses -= spec.label_smoothing / num_entries * total
+    return losses + spec.z_loss * lse.square() if spec.z_loss > 0 else losses
+
+
+class _TiledLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -286,19 +337,25 @@ class _TokenLosses(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         spec: LossSpec,
+        divisor: int | float | Tensor | None,
         tiles: _Tiles,
         format: BlockFormat | None,
         shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor]:
         start, num_entries = (0, tiles.num_entries) if shard is None else (shard.start, shard.num_entries)
+        needs, lse = ctx.needs_input_grad[:3], None
+        ctx.made = None
         with torch.autocast(hidden.device.type, enabled=False):
-            statistics = _statistics(hidden, weight, bias, labels - start, spec, tiles)
-        lse, target, total = statistics if shard is None else shard.whole(statistics)
-        smoothing = spec.label_smoothing
-        losses = lse - (1 - smoothing) * target - smoothing / num_entries * total
-        if spec.z_loss > 0:
-            losses += spec.z_loss * lse.square()
-        ctx.spec, ctx.tiles, ctx.format, ctx.shard = spec, tiles, format, shard
+            if tiles.rows and any(needs):
+                assert divisor is not None
+                losses, lse, made = _with_gradients(hidden, weight, bias, labels, spec, divisor, tiles, needs)
+                dtypes = (tiles.dtype, weight.dtype, None if bias is None else bias.dtype)
+                ctx.made = tuple(zip(made, dtypes, strict=True))  # beyond hooks of saved tensors: none may round them
+            else:
+                statistics = _statistics(hidden, weight, bias, labels - start, spec, tiles)
+                lse, target, total = statistics if shard is None else shard.whole(statistics)
+                losses = _losses(lse, target, total, spec, num_entries)
+        ctx.spec, ctx.divisor, ctx.tiles, ctx.format, ctx.shard = spec, divisor, tiles, format, shard
         if format is None:
             ctx.save_for_backward(edge_of(hidden), weight, bias, labels, lse, hidden)
         else:
@@ -306,26 +363,31 @@ class _TokenLosses(torch.autograd.Function):
             packed = quantized(hidden, format)
             ctx.save_for_backward(edge_of(hidden), weight, bias, labels, None, packed.codes, packed.scales)
         logits = hidden.new_empty((0, tiles.num_entries), dtype=tiles.dtype)
-        return losses.masked_fill_(labels == spec.ignore_index, 0.0), logits
+        losses = losses.masked_fill_(labels == spec.ignore_index, 0.0)
+        return losses if divisor is None else losses.sum() / divisor, logits
 
     @staticmethod
     @derivative
     def backward(ctx: Any, grad: Tensor, of_logits: Tensor) -> tuple[Tensor | None, ...]:
+        made, tiles, shard = ctx.made, ctx.tiles, ctx.shard
+        if made is not None and not torch.is_grad_enabled():
+            ctx.made = None  # they are the caller's from here on; a second backward makes its own
+            return *(None if x is None else x.mul_(grad).to(dtype) for x, dtype in made), *[None] * 6
         edge, weight, bias, labels, lse, *saved = ctx.saved_tensors
-        tiles: _Tiles = ctx.tiles
         hidden = saved[0]
         if ctx.format is not None:
             shape = torch.Size((tiles.num_tokens, weight.shape[1]))
             hidden = in_range(BlockTensor(saved[0], saved[1], ctx.format, shape, tiles.dtype).dequantize())
-        shard: VocabularyShard | None = ctx.shard
         if torch.is_grad_enabled():
             if shard is not None:
                 with torch.no_grad():
-                    results = _TokenLosses.backward(ctx, grad, of_logits)
+                    results = _TiledLoss.backward(ctx, grad, of_logits)
                 return refuse_more(ctx, (grad,), results)
-            formula = partial(_whole_losses, labels=labels, spec=ctx.spec, tiles=tiles)
+            formula = partial(_whole_losses, labels=labels, spec=ctx.spec, divisor=ctx.divisor, tiles=tiles)
             inputs = (connected(hidden, edge), weight, bias)
-            return *gradients(formula, inputs, grad, ctx.needs_input_grad[:3]), *[None] * 5
+            return *gradients(formula, inputs, grad, ctx.needs_input_grad[:3]), *[None] * 6
+        if ctx.divisor is not None:
+            grad = (grad / ctx.divisor).expand(labels.shape)
         grad = torch.where(labels == ctx.spec.ignore_index, 0.0, grad)
         if shard is not None:
             labels = labels - shard.start
@@ -340,8 +402,71 @@ class _TokenLosses(torch.autograd.Function):
             None if dhidden is None else dhidden.to(tiles.dtype),
             dweight,
             dbias,
-            *[None] * 5,
+            *[None] * 6,
         )
+
+
+def _with_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    spec: LossSpec,
+    divisor: int | float | Tensor,
+    tiles: _Tiles,
+    needs: tuple[bool, ...],
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+    """Losses and log-sum-exps [tokens], and the gradients of the sum of the losses that count over the divisor.
+
+    Those of weight and bias are in the dtype of the products if there is one tile, as a plain product's are; of several
+    tiles they are added up in fp32.
+    """
+    num_tokens, num_entries = tiles.num_tokens, tiles.num_entries
+    weight = weight.to(tiles.dtype)
+    summed = tiles.dtype if num_tokens <= tiles.rows else tiles.wide
+    share = (labels != spec.ignore_index).to(tiles.wide)
+    share = torch.where(share > 0, share / divisor, 0.0)
+    losses, lse = (hidden.new_empty(num_tokens, dtype=tiles.wide) for _ in range(2))
+    dhidden = hidden.new_empty(hidden.shape) if needs[0] else None
+    dweight = torch.zeros(weight.shape, dtype=summed, device=weight.device) if needs[1] else None
+    dbias = torch.zeros(num_entries, dtype=tiles.wide, device=weight.device) if needs[2] else None
+    tile = hidden.new_empty((tiles.rows, num_entries))
+    for tokens in _cut(num_tokens, tiles.rows):
+        part = hidden[tokens]
+        dlogits = tile[: len(part)]
+        if bias is None:
+            torch.mm(part, weight.t(), out=dlogits)
+        else:
+            torch.addmm(bias.to(tiles.dtype), part, weight.t(), out=dlogits)
+        for block in _cut(len(part), max(1, BLOCK // num_entries)):
+            rows = slice(tokens.start + block.start, tokens.start + block.stop)
+            logits = _shaped(dlogits[block].to(tiles.wide), spec)
+            losses[rows], lse[rows] = _turn(logits, share[rows], labels[rows], spec)
+            if dbias is not None:
+                dbias += logits.sum(0)
+            if tiles.wide != tiles.dtype:
+                dlogits[block] = logits
+        if dhidden is not None:
+            torch.mm(dlogits, weight, out=dhidden[tokens])
+        if dweight is not None and summed == tiles.dtype:
+            dweight.addmm_(dlogits.t(), part)
+        elif dweight is not None:
+            for entries in tiles.entries():
+                dweight[entries] += dlogits[:, entries].t() @ part
+    return losses, lse, (dhidden, dweight, dbias)
+
+
+def _turn(logits: Tensor, share: Tensor, labels: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
+    """Losses and log-sum-exps of whole rows of logits, which become `share` [rows] times the gradient of products."""
+    whole = slice(0, logits.shape[1])
+    target = logits.gather(1, _place(labels, whole)[1]).squeeze(1)
+    total = logits.sum(1) if spec.label_smoothing > 0 else 0.0
+    slope = _slope(logits, spec)
+    largest = logits.amax(1, keepdim=True)
+    sums = logits.sub_(largest).exp_().sum(1)
+    lse = sums.log().add_(largest.squeeze(1))
+    _gradient_of_logits(logits, share, lse, labels, whole, spec, whole.stop, slope, sums)
+    return _losses(lse, target, total, spec, whole.stop), lse
 
 
 def _gradients(
@@ -371,9 +496,17 @@ def _gradients(
         sums = torch.zeros(size, dtype=tiles.wide, device=hidden.device) if dbias is not None else None
         for tokens in tiles.tokens():
             part = hidden[tokens].to(tiles.dtype)
-            dlogits = _logits(part, weight, bias, entries, spec, tiles)
+            logits = _logits(part, weight, bias, entries, spec, tiles)
+            slope = _slope(logits, spec)
             dlogits = _gradient_of_logits(
-                dlogits, grad[tokens], lse[tokens], labels[tokens], entries, spec, num_entries
+                logits.sub_(lse[tokens].unsqueeze(1)).exp_(),
+                grad[tokens],
+                lse[tokens],
+                labels[tokens],
+                entries,
+                spec,
+                num_entries,
+                slope,
             )
             if sums is not None:
                 sums += dlogits.sum(0)
@@ -389,16 +522,27 @@ def _gradients(
     return dhidden, dweight, dbias
 
 
-def _gradient_of_logits(
-    logits: Tensor, grad: Tensor, lse: Tensor, labels: Tensor, entries: slice, spec: LossSpec, num_entries: int
-) -> Tensor:
-    """The gradient of a tile's products, before scale and cap; overwrites the logits [tokens, entries].
+def _slope(logits: Tensor, spec: LossSpec) -> Tensor | None:
+    """The derivative of the cap at capped logits, None if there is no cap."""
+    return None if spec.softcap is None else (logits / spec.softcap).square_().neg_().add_(1.0)
 
-    `num_entries` is the size of the whole vocabulary.
+
+def _gradient_of_logits(
+    exponentials: Tensor,
+    grad: Tensor,
+    lse: Tensor,
+    labels: Tensor,
+    entries: slice,
+    spec: LossSpec,
+    num_entries: int,
+    slope: Tensor | None,
+    sums: Tensor | float = 1.0,
+) -> Tensor:
+    """The gradient of a tile's products, before scale and cap; overwrites the exponentials [tokens, entries].
+
+    These over `sums` [tokens] are the probabilities. `num_entries` is the size of the whole vocabulary.
     """
-    slope = None if spec.softcap is None else (logits / spec.softcap).square_().neg_().add_(1.0)
-    probabilities = logits.sub_(lse.unsqueeze(1)).exp_()
-    dlogits = probabilities.mul_((grad * (1 + 2 * spec.z_loss * lse)).unsqueeze(1))
+    dlogits = exponentials.mul_((grad * (1 + 2 * spec.z_loss * lse) / sums).unsqueeze(1))
     inside, column = _place(labels, entries)
     of_label = torch.where(inside, -(1 - spec.label_smoothing) * grad.unsqueeze(1), 0.0)
     dlogits.scatter_add_(1, column, of_label)
@@ -465,6 +609,8 @@ def _check(
         raise ModelError(f"reduction is {reduction!r}, but it must be 'mean', 'sum' or 'none'")
     if num_items is not None and reduction != "mean":
         raise ModelError(f"num_items divides the sum of a mean, but reduction is {reduction!r}; leave one of them out")
+    if isinstance(num_items, Tensor) and num_items.requires_grad:
+        raise ModelError("num_items requires a gradient, which the loss has none for; pass num_items.detach()")
 
 
 def check_range(labels: Tensor, num_entries: int, ignore_index: int) -> None:

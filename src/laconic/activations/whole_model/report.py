@@ -175,6 +175,8 @@ class Report:
         kinds: kind of each module.
         unmeasured: see `before`.
         packed_bits: the width at which hooks pack what no site covers; None without hooks.
+        loss_owner: name of the module whose loss `loss="chunked"` would compute, "" for the model itself; None if that
+            does not know its loss, or computes it.
     """
 
     mode: str
@@ -185,6 +187,7 @@ class Report:
     kinds: Mapping[str, str] = field(default_factory=dict)
     unmeasured: str | None = None
     packed_bits: int | None = None
+    loss_owner: str | None = None
 
     def measured(self, before: Measurement | None, after: Measurement | None, unmeasured: str | None = None) -> Report:
         """The same conversion with other measured forwards."""
@@ -238,7 +241,21 @@ class Report:
             return None
         largest = "; ".join(map(str, self.after.largest))
         remedy = "mode='combined' also packs what no site covers" if self.mode == "sites" else "they are kept exactly"
+        remedy = self._remedy_of_loss or remedy
         return f"less than {_LEAST_FACTOR:.0f}x is saved; most is kept of {largest}; {remedy}"
+
+    @property
+    def loss_nbytes_per_token(self) -> float:
+        """Bytes kept per token that `loss="chunked"` would not keep; 0 if it has no part, or nothing is measured."""
+        if self.after is None or self.loss_owner is None:
+            return 0.0
+        return self.after.by_module.get(self.loss_owner, 0) / self.after.tokens
+
+    @property
+    def _remedy_of_loss(self) -> str | None:
+        """What to say if a quarter of what is kept, or more, belongs to a loss that need not keep it."""
+        nbytes, after = self.loss_nbytes_per_token, self.after_nbytes_per_token or 0.0
+        return None if nbytes <= after / 4 else f'loss="chunked" would not keep the {nbytes:,.0f} bytes of the loss'
 
     @property
     def left_exact(self) -> tuple[str, ...]:
@@ -308,11 +325,10 @@ class Report:
             saved = f"{before / after:.2f}x less" if after else "nothing is kept"
             dtype = str(self.dtype).removeprefix("torch.")
             lines.append(f"kept for backward per token ({dtype}): {before:,.0f} -> {after:,.0f} bytes, {saved}")
-            logits = sum(row.after_nbytes_per_token or 0.0 for row in self.rows if row.kind == "loss")
             if self.warning is not None:
                 lines.append(self.warning)
-            if self.mode != "hooks" and logits > after / 4:
-                lines.append(f'{logits:,.0f} of them belong to the loss; loss="chunked" would not keep them')
+            elif self._remedy_of_loss is not None:
+                lines.append(self._remedy_of_loss)
         return "\n".join(lines)
 
 
@@ -535,10 +551,11 @@ def make_report(
     after: Measurement | None,
     unmeasured: str | None,
     packed_bits: int | None = None,
+    loss_owner: str | None = None,
 ) -> Report:
     """The report from sites, the input formats of recomputed layers, and measurements.
 
-    `packed_bits` is the width at which hooks pack what no site covers; None without hooks.
+    `packed_bits` and `loss_owner` are the report's.
     """
     kinds = {name: kind_of(module, name, model) for name, module in model.named_modules()}
     kinds |= {site.name: site.kind for site, _, _ in sites}
@@ -554,7 +571,7 @@ def make_report(
     ]
     rows += [SiteReport(name, "layer", (), *_described(format), None) for name, format in layers.items()]
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
-    report = Report(mode, dtype, tuple(rows), kinds=kinds, packed_bits=packed_bits)
+    report = Report(mode, dtype, tuple(rows), kinds=kinds, packed_bits=packed_bits, loss_owner=loss_owner)
     return report.measured(before, after, unmeasured)
 
 

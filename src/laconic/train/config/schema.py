@@ -185,8 +185,8 @@ class ActivationsConfig:
     """How query, key and value are kept: as they are; packed, and attention runs again in backward; or not at all, and
     the whole module runs again (recompute). None means the library's default, and exact with bits = 16."""
     loss: Literal[Loss, "auto"] = "exact"
-    """exact: the logits of a micro-batch are held at once. chunked: never more than a tile of them, for one more matrix
-    product. auto: chunked where the logits are more than a tile."""
+    """exact: the logits of a micro-batch are held at once. chunked: never more than a tile of them, on a GPU for one
+    more matrix product. auto: chunked where the logits are more than a tile."""
 
     def __post_init__(self) -> None:
         if self.mode == "hooks" and self.attention not in (None, "exact"):

@@ -249,13 +249,14 @@ def _steps(
 @contextmanager
 def _tiles(device: str, least: int) -> Iterator[None]:
     """Losses in the tiles of a device, but of so many logits at least: thousands of tiles would take minutes."""
-    kept = loss.TILES["cpu"], causal_loss.TILES["cpu"]
+    kept = loss.TILES["cpu"], loss.ROWS["cpu"], loss.BLOCK, causal_loss.TILES["cpu"]
     (tokens, numel), rows = loss.TILES[device], causal_loss.TILES[device]
     loss.TILES["cpu"], causal_loss.TILES["cpu"] = (tokens, max(numel, least)), max(rows, least)
+    loss.ROWS["cpu"], loss.BLOCK = loss.ROWS[device], max(loss.BLOCK, least)
     try:
         yield
     finally:
-        loss.TILES["cpu"], causal_loss.TILES["cpu"] = kept
+        loss.TILES["cpu"], loss.ROWS["cpu"], loss.BLOCK, causal_loss.TILES["cpu"] = kept
 
 
 @contextmanager
