@@ -126,6 +126,7 @@ def test_rates_can_be_printed(rates: list[str], capsys: pytest.CaptureFixture[st
         ([*MODEL, "--workers", "2", "--memory", "1GB"], "does not fit on 2 workers"),
         ([*MODEL, "--workers", "2", "--memory", "1GB", "--output", "-9"], "must be a whole number"),
         ([*MODEL, *SMALL, "--for", "vllm-afd", "--arrivals", "2"], "--arrivals is given with --for vllm-afd"),
+        ([*MODEL, *SMALL, "--for", "vllm-afd", "--expert-format", "int8"], "--expert-format is given with --for"),
         ([*MODEL, *SMALL, "--host", "10.0.0.1"], "--host is given, but it is an address in the commands of --for"),
     ],
 )

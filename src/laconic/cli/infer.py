@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from laconic.cli.arguments import Parser, add_json
@@ -27,6 +28,7 @@ from laconic.cost.infer import (
 from laconic.cost.infer.choice_text import arrivals_text, candidate_name, choice_text, infer_rates_text
 from laconic.cost.sizes import parse_nbytes
 from laconic.errors import ConfigError, PlanError
+from laconic.options import EXPERT_FORMATS
 from laconic.schedule.gantt import save_gantt
 from laconic.schedule.inference import inference_plan
 from laconic.schedule.streams import Timeline, simulate
@@ -61,7 +63,7 @@ def _plan(options: argparse.Namespace) -> int:
         return 0
     if options.model is None or options.workers is None or memory_nbytes is None:
         raise PlanError("a model, --workers and --memory are needed: laconic infer plan DIR --workers 8 --memory 48GB")
-    shape = InferenceShape.load(options.model, options.item_nbytes)
+    shape = replace(InferenceShape.load(options.model, options.item_nbytes), expert_format=options.expert_format)
     workers = Workers(options.workers, memory_nbytes, options.attention_workers)
     search = Search(options.max_micro_batches, options.max_slices)
     shares = _shares(options.routing)
@@ -110,6 +112,7 @@ def _plan_vllm(
             "--arrivals": options.arrivals is not None,
             "--phase": options.phase == "prefill",
             "--gantt": options.gantt is not None,
+            "--expert-format": options.expert_format != "exact",
         },
     )
     found = plan_vllm_afd(
@@ -206,6 +209,12 @@ def make_parser() -> Parser:
     add("--workers", type=int, metavar="N", help="processes or GPUs in all")
     add("--memory", metavar="SIZE", help="of each, for example 48GB or 80GiB")
     add("--attention-workers", type=int, metavar="N", help="fix how many run attention (default: as is best)")
+    add(
+        "--expert-format",
+        choices=EXPERT_FORMATS,
+        default="exact",
+        help="in which expert workers hold experts; unsplit workers hold them exactly (default: exact)",
+    )
     add = parser.add_argument_group("requests").add_argument
     add("--prompt", type=int, default=1024, metavar="N", help="tokens of a prompt (default: %(default)s)")
     add("--output", type=int, default=256, metavar="N", help="tokens of an answer (default: %(default)s)")

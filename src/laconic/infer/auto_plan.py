@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from laconic.cost.infer import InferenceRates, InferenceShape, default_infer_path
@@ -72,7 +72,14 @@ class AutoPlan:
         return Fixed(self.num_micro_batches, self.num_slices, order, self.slicing, self.shared_first)
 
     def choose(
-        self, model_dir: Path, split: Split, limits: EngineLimits, *, dtype: str = "auto", may_unsplit: bool = True
+        self,
+        model_dir: Path,
+        split: Split,
+        limits: EngineLimits,
+        *,
+        dtype: str = "auto",
+        may_unsplit: bool = True,
+        expert_format: str = "exact",
     ) -> EngineChoice:
         """Choose for a model and workers.
 
@@ -82,6 +89,7 @@ class AutoPlan:
             limits: of the engine.
             dtype: of the engine.
             may_unsplit: whether all workers may run the whole model instead.
+            expert_format: of the engine.
 
         Raises:
             ConfigError: there are no rates.
@@ -95,7 +103,7 @@ class AutoPlan:
             )
         demand, fixed = self.demand, self.fixed
         return choose_for_engine(
-            InferenceShape.load(model_dir, _ITEM_NBYTES[dtype]),
+            replace(InferenceShape.load(model_dir, _ITEM_NBYTES[dtype]), expert_format=expert_format),
             InferenceRates.load(path),
             PlannedSplit(split.attention, split.experts),
             demand,

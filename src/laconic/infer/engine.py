@@ -26,6 +26,7 @@ from typing import Literal, get_args
 from laconic.cost.infer.engine_plan import EngineLimits
 from laconic.errors import CollectiveError, ConfigError, LaconicError, ModelError
 from laconic.infer.auto_plan import AutoPlan
+from laconic.infer.coded_experts import check_expert_format
 from laconic.infer.device import DeviceKind, check_device
 from laconic.infer.expert_placement import check_expert_placement, place_experts, save_loads
 from laconic.infer.generation_config import AnswerDefaults, check_generation_config, read_generation_config
@@ -40,6 +41,7 @@ from laconic.infer.token_engine import TokenListener
 from laconic.infer.transformers_seam import CacheLimits, check_transformers, check_weights, read_config
 from laconic.infer.watch import progress_limit
 from laconic.infer.workers import WorkerReport, WorkerSet
+from laconic.options import ExpertFormat
 from laconic.schedule.inference import InferencePlan
 
 __all__ = ["Engine", "Generation", "Recording", "WorkerReport"]
@@ -87,6 +89,9 @@ class Engine:
             that the busiest expert worker has least to do; `close` writes this run's.
         redundant_experts: further copies of experts in each layer, of those that have most to do by `expert_loads`;
             each row is sent to one of them.
+        expert_format: in which expert workers hold the matrices of experts: "exact", or rounded to a code of
+            laconic.formats in blocks of 64 values: "int8" (8.25 bits of a value), "int6", "int5", "nf4", "int4", "e2m1"
+            (4.25 bits). Tokens are then those of the model with its experts rounded so.
 
     Attributes:
         split: the workers there are. A model without experts has no expert workers, whatever was asked for.
@@ -124,14 +129,18 @@ class Engine:
         trace: str | os.PathLike[str] | None = None,
         expert_loads: str | os.PathLike[str] | None = None,
         redundant_experts: int = 0,
+        expert_format: ExpertFormat = "exact",
     ) -> None:
         check_transformers()
         _check_arguments(dtype, threads, answer_timeout_seconds, payload, launcher, max_restarts)
         _check_known_of_device(device, plan, trace)
+        check_expert_format(expert_format, experts)
         CacheLimits(cache_tokens, batch_tokens)
         self._pid = os.getpid()
         directory, limits = Path(model_dir), EngineLimits(cache_tokens, batch_tokens)
-        serving = plan_serving(directory, attention, experts, plan, rates, limits, dtype, trace is not None)
+        serving = plan_serving(
+            directory, attention, experts, plan, rates, limits, dtype, trace is not None, expert_format
+        )
         self.split, self.plan, self.choice, self.notes = serving.split, serving.plan, serving.choice, serving.notes
         self._loads_path = None if expert_loads is None else Path(expert_loads)
         check_expert_placement(self._loads_path, redundant_experts)
@@ -162,6 +171,7 @@ class Engine:
                 threads=threads,
                 device=device,
                 payload=payload,
+                expert_format=expert_format,
                 held=held,
             )
             for rank in range(self.split.num_workers)

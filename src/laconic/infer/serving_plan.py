@@ -10,6 +10,7 @@ from pathlib import Path
 from laconic.cost.infer.engine_plan import EngineChoice, EngineLimits
 from laconic.errors import ConfigError
 from laconic.infer.auto_plan import AutoPlan
+from laconic.infer.coded_experts import check_experts_reachable
 from laconic.infer.split import Split
 from laconic.infer.transformers_seam import find_experts, num_positions, read_config
 from laconic.schedule.inference import InferencePlan, Order
@@ -49,13 +50,14 @@ def plan_serving(
     limits: EngineLimits,
     dtype: str,
     traced: bool,
+    expert_format: str = "exact",
 ) -> ServingPlan:
     """Return what an engine with these arguments runs; see Engine.
 
     Args:
         model_dir: of the engine.
         attention, experts: workers that are asked for.
-        plan, rates, dtype: of the engine.
+        plan, rates, dtype, expert_format: of the engine.
         limits: of each micro-batch.
         traced: whether the run is to be traced, for which it needs expert workers.
 
@@ -66,6 +68,8 @@ def plan_serving(
     config = read_config(model_dir)
     wanted = Split(attention, 1 if experts is None else experts)
     split = serving_split(model_dir, wanted)
+    model, blocks = find_experts(config)
+    check_experts_reachable(expert_format, split, config.model_type, model)
     notes: tuple[str, ...] = ()
     if split != wanted:
         notes += (
@@ -74,7 +78,10 @@ def plan_serving(
         )
     choice = None
     if automatic is not None and split.experts:
-        choice = automatic.choose(model_dir, split, limits, dtype=dtype, may_unsplit=experts is None and not traced)
+        may_unsplit = experts is None and not traced and expert_format == "exact"  # whole models have no codes
+        choice = automatic.choose(
+            model_dir, split, limits, dtype=dtype, may_unsplit=may_unsplit, expert_format=expert_format
+        )
         notes += (f"plan auto: {choice}",)
         logging.getLogger("laconic").info("plan auto: %s", choice)
         if choice.split is None:
@@ -82,7 +89,7 @@ def plan_serving(
         plan = choice.plan
     runs, changed = _runnable(plan if isinstance(plan, InferencePlan) else InferencePlan(), split)
     vocabulary, positions = config.get_text_config().vocab_size, num_positions(config)
-    num_experts = tuple(block.num_experts for block in find_experts(config)[1].values())
+    num_experts = tuple(block.num_experts for block in blocks.values())
     return ServingPlan(split, runs, choice, notes + changed, vocabulary, positions, num_experts)
 
 

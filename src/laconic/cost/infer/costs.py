@@ -13,7 +13,7 @@ Corrections and additions to the paper:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import fsum, prod
 
 from laconic.cost.infer.rates import InferenceRates
@@ -126,6 +126,13 @@ class InferenceCostModel:
                 "rows of each expert by the number of rows"
             )
 
+    @property
+    def unsplit(self) -> InferenceCostModel:
+        """Costs of workers that run the whole model: their experts are exact, whatever expert workers hold."""
+        if self.shape.expert_format == "exact":
+            return self
+        return replace(self, shape=replace(self.shape, expert_format="exact"))
+
     def hosts(self, split: Split) -> int:
         """Number of attention workers that have requests: fewer than there are, if fewer wait."""
         return split.attention if self.workload.requests is None else min(split.attention, self.workload.requests)
@@ -175,7 +182,9 @@ class InferenceCostModel:
         shape, rates = self.shape, self.rates
         calls = 3 * (1 if rates.grouped else active)
         arithmetic = rows * load * shape.expert_parameters * rates.gemm.seconds_per_byte
-        read = active * (shape.expert_parameters + shape.expert_biases) * shape.item_nbytes
+        read = active * shape.expert_nbytes
+        if shape.expert_format != "exact":  # decoded, which is written and read once
+            read += 2 * active * shape.expert_parameters * shape.item_nbytes
         return calls * rates.gemm.alpha_seconds + arithmetic + read * rates.read_seconds_per_byte
 
     def _held(self, rows: float, workers: int, group: int, num_groups: int) -> list[tuple[float, float]]:

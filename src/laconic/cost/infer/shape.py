@@ -11,6 +11,7 @@ from typing import Any
 from laconic.cost.comm.rates import ITEM_NBYTES
 from laconic.errors import PlanError
 from laconic.json_text import parse_json
+from laconic.options import CODE_BITS, EXPERT_BLOCK_SIZE, EXPERT_FORMATS, refused
 
 __all__ = ["FAMILIES", "MODELS", "InferenceShape"]
 
@@ -22,6 +23,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = parse_json(
 )
 """Configurations of FinDEP's two models, by name: the fields that `InferenceShape.from_config` reads."""
 
+_SCALE_BITS = 16
 _QUANTIZED = "quantization_config"
 
 
@@ -79,8 +81,12 @@ class InferenceShape:
     """Embedding and output projection share their matrix."""
     item_nbytes: int = 2
     """Of a weight, an activation and a cached value."""
+    expert_format: str = "exact"
+    """In which expert workers hold the matrices of experts, one of laconic.options.EXPERT_FORMATS."""
 
     def __post_init__(self) -> None:
+        if self.expert_format not in EXPERT_FORMATS:
+            raise PlanError(refused("expert_format", self.expert_format, EXPERT_FORMATS))
         attention = ("num_heads", "key_dim", "value_dim", "attention_parameters", "attention_products", "cache_values")
         for name in ("hidden_size", "num_layers", *attention, "num_experts", "top_k", "expert_hidden", "item_nbytes"):
             _check_whole(name, getattr(self, name), 1)
@@ -137,6 +143,15 @@ class InferenceShape:
     def experts_parameters(self, num_experts: int) -> int:
         """Of this many experts in every layer that has some."""
         return self.num_moe_layers * num_experts * (self.expert_parameters + self.expert_biases)
+
+    @property
+    def expert_nbytes(self) -> float:
+        """Bytes of one expert as an expert worker holds it: codes and scales, and biases as they are."""
+        biases = self.expert_biases * self.item_nbytes
+        if self.expert_format == "exact":
+            return biases + self.expert_parameters * self.item_nbytes
+        bits = CODE_BITS[self.expert_format] + _SCALE_BITS / EXPERT_BLOCK_SIZE
+        return biases + self.expert_parameters * bits / 8
 
     @property
     def num_parameters(self) -> int:
