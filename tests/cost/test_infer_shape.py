@@ -110,7 +110,7 @@ def test_a_directory_or_its_file_can_be_read_and_its_dtype_counts(tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "llama"}, "model_type is 'llama', but the planner of inference knows deepseek_v2"),
+        ({"model_type": "llama"}, "model_type is 'llama', but a configuration alone says the sizes of deepseek_v2"),
         ({"hidden_size": None}, "hidden_size is None, but it must be a whole number"),
         ({"num_experts_per_tok": 9}, "top_k is 9, but a token has at most num_experts = 8"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is set"),

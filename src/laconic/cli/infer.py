@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from laconic.cost.infer import (
     plan_vllm_afd,
 )
 from laconic.cost.infer.choice_text import arrivals_text, candidate_name, choice_text, infer_rates_text
+from laconic.cost.infer.shape import is_read
 from laconic.cost.sizes import parse_nbytes
 from laconic.errors import ConfigError, PlanError
 from laconic.options import EXPERT_FORMATS
@@ -50,7 +52,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    memory_nbytes = None if options.memory is None else parse_nbytes(options.memory)
+    memory_nbytes = None if options.memory is None else parse_nbytes(options.memory, "--memory")
     path = Path(options.rates or default_infer_path())
     if options.rates is None and not path.exists():
         raise ConfigError(f"{path} does not exist; measure with laconic profile --infer, or give --rates FILE")
@@ -63,10 +65,17 @@ def _plan(options: argparse.Namespace) -> int:
         return 0
     if options.model is None or options.workers is None or memory_nbytes is None:
         raise PlanError("a model, --workers and --memory are needed: laconic infer plan DIR --workers 8 --memory 48GB")
-    shape = replace(InferenceShape.load(options.model, options.item_nbytes), expert_format=options.expert_format)
+    _check_flags(options)
+    shape = replace(_shape(options), expert_format=options.expert_format)
+    taken = options.prompt + options.output
+    if shape.positions is not None and taken > shape.positions:
+        raise PlanError(
+            f"--prompt {options.prompt} and --output {options.output} are {taken} tokens of a request, but {shape.name}"
+            f" has {shape.positions} positions (max_position_embeddings); lower them"
+        )
     workers = Workers(options.workers, memory_nbytes, options.attention_workers)
     search = Search(options.max_micro_batches, options.max_slices)
-    shares = _shares(options.routing)
+    shares = _shares(options.routing, shape, rates)
     if options.for_server is not None:
         return _plan_vllm(options, shape, rates, workers, search, shares)
     if options.host is not None:
@@ -90,6 +99,41 @@ def _plan(options: argparse.Namespace) -> int:
         if not options.json:
             print(f"\nwrote {options.gantt}")
     return 0
+
+
+_LEAST = {
+    "workers": 1,
+    "prompt": 1,
+    "output": 0,
+    "requests": 1,
+    "max-micro-batches": 1,
+    "max-slices": 1,
+    "item-nbytes": 1,
+}
+
+
+def _check_flags(options: argparse.Namespace) -> None:
+    for flag, least in _LEAST.items():
+        value = getattr(options, flag.replace("-", "_"))
+        if value is not None and value < least:
+            raise PlanError(f"--{flag} is {value}, but it must be a whole number from {least} on")
+    if options.attention_workers is not None and not 1 <= options.attention_workers < options.workers:
+        raise PlanError(
+            f"--attention-workers is {options.attention_workers} of --workers {options.workers}, but both roles need"
+            f" one: it must be from 1 to {options.workers - 1}"
+        )
+    if options.arrivals is not None and not 0 < options.arrivals < math.inf:
+        raise PlanError(f"--arrivals is {options.arrivals}, but it must be above 0 and finite")
+    if options.arrivals is not None and options.output < 1:
+        raise PlanError("--output is 0 with --arrivals, which plans for answers; give 1 or more")
+
+
+def _shape(options: argparse.Namespace) -> InferenceShape:
+    if is_read(options.model):
+        return InferenceShape.load(options.model, options.item_nbytes)
+    from laconic.infer.transformers_seam import planned_shape
+
+    return planned_shape(options.model, options.item_nbytes)
 
 
 def _refuse_flags(beside: str, given: Mapping[str, bool]) -> None:
@@ -182,17 +226,22 @@ def _json(choice: Choice) -> dict[str, object]:
     }
 
 
-def _shares(path: str | None) -> tuple[float, ...]:
-    """Read a file of measured routing: a JSON list with one number per expert."""
+def _shares(path: str | None, shape: InferenceShape, rates: InferenceRates) -> tuple[float, ...]:
+    """Read a file of measured routing: a JSON list with one number per expert of a layer."""
     if path is None:
         return ()
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise PlanError(f"routing {path} is not JSON: {error}") from error
+        raise PlanError(f"--routing {path} is not JSON: {error}") from error
     if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
-        raise PlanError(f"routing {path} must be a list of numbers, the share of rows that choose each expert")
-    return tuple(map(float, values))
+        raise PlanError(f"--routing {path} must be a list of numbers, the share of rows that choose each expert")
+    shares = tuple(map(float, values))
+    try:
+        InferenceCostModel(shape, rates, Workload(1), shares)
+    except PlanError as error:
+        raise PlanError(f"--routing {path}: {error}") from None
+    return shares
 
 
 def make_parser() -> Parser:

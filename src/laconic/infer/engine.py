@@ -104,8 +104,8 @@ class Engine:
     Raises:
         ConfigError: an argument breaks its rule, or transformers is missing or of a version that is not known.
         ModelError: the directory holds no model that can be served.
-        PlanError: an automatic plan was asked for, and the planner does not know the model's family, or a request of
-            the expected size does not fit into the cache.
+        PlanError: an automatic plan was asked for, and the model's sizes cannot be counted, or a request of the
+            expected size does not fit into the cache or the model's positions.
     """
 
     def __init__(

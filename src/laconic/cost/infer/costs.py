@@ -97,7 +97,8 @@ class InferenceCostModel:
     """Seconds of a model's tasks at given rates.
 
     Raises:
-        PlanError: `shares` has not one entry from 0 to 1 per expert, or they do not add up to top_k.
+        PlanError: `shares` has not one entry from 0 to 1 per expert, or they do not add up to top_k; or a request has
+            more tokens than the model has positions.
     """
 
     shape: InferenceShape
@@ -112,9 +113,14 @@ class InferenceCostModel:
     _known: dict[object, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        shape, longest = self.shape, self.workload.cached_tokens
+        if shape.positions is not None and longest > shape.positions:
+            raise PlanError(
+                f"a request has {longest} tokens, prompt and answer, but {shape.name or 'the model'} has"
+                f" {shape.positions} positions; plan for shorter requests"
+            )
         if not self.shares:
             return
-        shape = self.shape
         if len(self.shares) != shape.num_experts or not all(0 <= share <= 1 for share in self.shares):
             raise PlanError(
                 f"shares has {len(self.shares)} entries, but it must have one from 0 to 1 for each of num_experts = "

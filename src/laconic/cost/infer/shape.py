@@ -13,10 +13,10 @@ from laconic.errors import PlanError
 from laconic.json_text import parse_json
 from laconic.options import CODE_BITS, EXPERT_BLOCK_SIZE, EXPERT_FORMATS, refused
 
-__all__ = ["FAMILIES", "MODELS", "InferenceShape"]
+__all__ = ["FAMILIES", "MODELS", "InferenceShape", "is_read"]
 
 FAMILIES = ("deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-"""Known `model_type`s."""
+"""`model_type`s whose configurations say all sizes."""
 
 MODELS: Mapping[str, Mapping[str, Any]] = parse_json(
     (resources.files("laconic.cost") / "data" / "infer_models.json").read_text(encoding="utf-8")
@@ -83,6 +83,8 @@ class InferenceShape:
     """Of a weight, an activation and a cached value."""
     expert_format: str = "exact"
     """In which expert workers hold the matrices of experts, one of laconic.options.EXPERT_FORMATS."""
+    positions: int | None = None
+    """Tokens of the longest request, prompt and answer together; None: any."""
 
     def __post_init__(self) -> None:
         if self.expert_format not in EXPERT_FORMATS:
@@ -212,6 +214,16 @@ class InferenceShape:
         return cls(**reader.fields(), name=name, family=reader.family, item_nbytes=nbytes)
 
 
+def is_read(model: str | Path) -> bool:
+    """Return whether `InferenceShape.load` is to be asked for a model: not where it does not know the family."""
+    path = Path(model)
+    try:
+        config = parse_json((path / "config.json" if path.is_dir() else path).read_bytes())
+    except (OSError, ValueError):  # a name, or what it refuses
+        return True
+    return not isinstance(config, dict) or config.get("model_type") in (None, *FAMILIES)
+
+
 class _Reader:
     """Turns one configuration into the arguments of `InferenceShape`."""
 
@@ -221,8 +233,8 @@ class _Reader:
         self.family = str(config.get("model_type"))
         if self.family not in FAMILIES:
             raise PlanError(
-                f"model_type is {self.family!r}, but the planner of inference knows {', '.join(FAMILIES)}; sizes of "
-                "other families would be a guess"
+                f"model_type is {self.family!r}, but a configuration alone says the sizes of {', '.join(FAMILIES)}; "
+                "laconic infer plan DIR and plan='auto' count those of other models"
             )
         if config.get(_QUANTIZED):
             raise PlanError(f"{_QUANTIZED} is set, but weights must be unquantized; plan the unquantized model")
@@ -267,6 +279,7 @@ class _Reader:
             "expert_biases": 2 * width + hidden if gpt_oss else 0,
             "vocab_size": self.size("vocab_size"),
             "tied": bool(self.config.get("tie_word_embeddings", False)),
+            "positions": self.size("max_position_embeddings", 0) or None,
         }
 
     def _num_experts(self) -> int:
