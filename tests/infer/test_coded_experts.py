@@ -132,7 +132,10 @@ def test_what_cannot_be_held_in_codes_is_refused(models: Any, tmp_path: Path) ->
         Engine(models("mixtral"), expert_format="uint2")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="expert_format is 'int8' with experts = 0"):
         Engine(models("mixtral"), experts=0, expert_format="int8")
-    with pytest.raises(ConfigError, match=r"llama has no experts that an expert worker could hold \(it is dense\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"expert_format is 'int8', but llama has no experts that an expert worker could hold \(it is dense\)",
+    ):
         Engine(make("llama", tmp_path), expert_format="int8")
 
 

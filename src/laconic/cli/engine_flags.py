@@ -38,6 +38,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, **defaults: str) -> None:
     )
     workers.add_argument("--dtype", default="auto", help="float32, bfloat16, float16, or auto (the checkpoint's)")
     workers.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of all workers (default: cpu)")
+    workers.add_argument("--expert-device", choices=("cpu", "cuda"), help="of expert workers (default: --device)")
     workers.add_argument("--cache-tokens", type=int, default=4096, metavar="N", help="of a micro-batch (default: 4096)")
     workers.add_argument("--batch-tokens", type=int, default=256, metavar="N", help="of a forward (default: 256)")
     workers.add_argument(
@@ -134,6 +135,7 @@ def start_engine(options: argparse.Namespace) -> Engine:
         expert_loads=options.expert_loads,
         redundant_experts=options.redundant_experts,
         expert_format=options.expert_format,
+        expert_device=options.expert_device,
     )
 
 

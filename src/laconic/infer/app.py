@@ -51,6 +51,7 @@ class _EngineArguments(BaseModel):
     expert_loads: str | None = None
     redundant_experts: int | None = None
     expert_format: str | None = None
+    expert_device: str | None = None
 
 
 class _ServerArguments(BaseModel):

@@ -1,66 +1,35 @@
 """Experts of a worker whose matrices are held as codes, of which one expert at a time is decoded and multiplied.
 
 Codes are those of laconic.formats, in blocks of 64 values with a bfloat16 scale: 8.25 bits of a value in int8, 4.25 in
-nf4. Biases stay as they are. Beside the codes a worker needs room for one decoded expert, while it multiplies.
+nf4. Biases stay as they are. Beside the codes a worker needs room for one decoded matrix, while it multiplies. Tiles of
+the matrix that stay in a core's cache were slower than all of it at once.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
 from laconic.errors import ConfigError, ModelError
 from laconic.formats.blockwise import BlockFormat, BlockTensor
-from laconic.infer.split import Split
 from laconic.moe.experts.modules import Experts
-from laconic.moe.huggingface.blocks import unknown_experts
 from laconic.moe.huggingface.experts import FusedExperts
 from laconic.options import EXPERT_BLOCK_SIZE, EXPERT_FORMATS, refused
 
-__all__ = ["CodedExperts", "check_expert_format", "check_experts_reachable", "keep_experts"]
+__all__ = ["CodedExperts", "check_expert_format", "keep_experts"]
 
 
-def check_expert_format(expert_format: str, experts: int | None) -> None:
-    """Check what an engine is told, before its model is looked at.
-
-    Args:
-        expert_format: see Engine.
-        experts: workers that are asked for; None is as many as the plan says.
+def check_expert_format(expert_format: str) -> None:
+    """Check a setting.
 
     Raises:
-        ConfigError: there is no such format, or there are no expert workers to hold it.
+        ConfigError: there is no such format.
     """
     if expert_format not in EXPERT_FORMATS:
         raise ConfigError(refused("expert_format", expert_format, EXPERT_FORMATS))
-    if expert_format != "exact" and experts == 0:
-        raise ConfigError(
-            f"expert_format is {expert_format!r} with experts = 0, but only expert workers hold codes; give at least"
-            " one, or 'exact'"
-        )
-
-
-def check_experts_reachable(expert_format: str, split: Split, family: str, model: nn.Module) -> None:
-    """Check that a model has experts which expert workers hold.
-
-    Args:
-        expert_format: see Engine.
-        split: the workers by which the model can be served.
-        family: its model_type.
-        model: on any device, the meta device too.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    if expert_format == "exact" or split.experts:
-        return
-    why = "; ".join(unknown_experts(model)[:1]) or "it is dense"
-    raise ConfigError(
-        f"expert_format is {expert_format!r}, but {family} has no experts that an expert worker could hold ({why});"
-        " give 'exact'"
-    )
 
 
 def keep_experts(expert_format: str, name: str, layer: FusedExperts) -> Experts:
@@ -93,11 +62,10 @@ class CodedExperts(Experts):
         self.num_experts = layer.num_experts
         self.format = format
         self.squares = (0.0, 0.0)
+        self.__dict__["_behaviour"] = layer.__dict__["_behaviour"]  # flags and gating, without parameters
         self._matrices: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        alone: dict[str, nn.Parameter] = {}  # one expert, without memory: it computes with what it is lent
         for key, parameter in layer.named_parameters():
             values = parameter.detach()
-            alone[key] = nn.Parameter(values[:1].to("meta"), requires_grad=False)
             if values.dim() < 3:
                 self.register_buffer(key, values)
                 continue
@@ -113,7 +81,6 @@ class CodedExperts(Experts):
                     f"{name}.{key} holds NaN or infinity, or values that float32 cannot square, so it has no codes in"
                     f" {format.code}; mend the checkpoint, or serve it with expert_format='exact'"
                 )
-        self.__dict__["_alone"] = FusedExperts(layer.__dict__["_behaviour"], alone)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return outputs [q, M] of rows [q, M] sorted by expert.
@@ -122,19 +89,21 @@ class CodedExperts(Experts):
             rows: [q, M].
             counts: int64 [E].
         """
-        alone: FusedExperts = self.__dict__["_alone"]
+        kind: Any = self.__dict__["_behaviour"]
+        activation, first = (kind._apply_gate, "gate_up_proj") if kind.has_gate else (kind.act_fn, "up_proj")
         out = torch.empty_like(rows)
         sizes = counts.tolist()
         for expert, (part, place) in enumerate(zip(rows.split(sizes), out.split(sizes), strict=True)):
             if len(part):
-                weights = {key: self._weight(key, expert)[None] for key, _ in alone.named_parameters()}
-                place.copy_(functional_call(alone, weights, (part, counts[expert : expert + 1])))
+                place.copy_(self._product(activation(self._product(part, first, expert)), "down_proj", expert))
         return out
 
-    def _weight(self, key: str, expert: int) -> Tensor:
-        if key in self._matrices:
-            return self._matrix(key, expert)
-        return self.get_buffer(key)[expert]
+    def _product(self, rows: Tensor, key: str, expert: int) -> Tensor:
+        """Multiply rows by a matrix, decoded and forgotten, and add its bias."""
+        kind: Any = self.__dict__["_behaviour"]
+        matrix = self._matrix(key, expert)
+        out = rows @ (matrix if kind.is_transposed else matrix.T)
+        return out + self.get_buffer(f"{key}_bias")[expert].to(out.dtype) if kind.has_bias else out
 
     def _matrix(self, key: str, expert: int) -> Tensor:
         """Decode one expert's matrix."""

@@ -10,9 +10,9 @@ from pathlib import Path
 from laconic.cost.infer.engine_plan import EngineChoice, EngineLimits
 from laconic.errors import ConfigError
 from laconic.infer.auto_plan import AutoPlan
-from laconic.infer.coded_experts import check_experts_reachable
 from laconic.infer.split import Split
 from laconic.infer.transformers_seam import find_experts, num_positions, read_config
+from laconic.moe.huggingface.blocks import unknown_experts
 from laconic.schedule.inference import InferencePlan, Order
 
 __all__ = ["ServingPlan", "plan_serving", "serving_split"]
@@ -51,13 +51,14 @@ def plan_serving(
     dtype: str,
     traced: bool,
     expert_format: str = "exact",
+    expert_device: str | None = None,
 ) -> ServingPlan:
     """Return what an engine with these arguments runs; see Engine.
 
     Args:
         model_dir: of the engine.
         attention, experts: workers that are asked for.
-        plan, rates, dtype, expert_format: of the engine.
+        plan, rates, dtype, expert_format, expert_device: of the engine.
         limits: of each micro-batch.
         traced: whether the run is to be traced, for which it needs expert workers.
 
@@ -65,11 +66,21 @@ def plan_serving(
         ConfigError, ModelError, PlanError: see Engine.
     """
     automatic = _automatic(plan, rates, experts)
+    asked = "" if expert_device is None else f"expert_device is {expert_device!r}"
+    asked = asked if expert_format == "exact" else f"expert_format is {expert_format!r}"
+    if asked and experts == 0:
+        raise ConfigError(
+            f"{asked} with experts = 0, but only expert workers have one; give at least one, or leave it out"
+        )
     config = read_config(model_dir)
     wanted = Split(attention, 1 if experts is None else experts)
     split = serving_split(model_dir, wanted)
     model, blocks = find_experts(config)
-    check_experts_reachable(expert_format, split, config.model_type, model)
+    if asked and not split.experts:
+        why = "; ".join(unknown_experts(model)[:1]) or "it is dense"
+        raise ConfigError(
+            f"{asked}, but {config.model_type} has no experts that an expert worker could hold ({why}); leave it out"
+        )
     notes: tuple[str, ...] = ()
     if split != wanted:
         notes += (
@@ -78,7 +89,7 @@ def plan_serving(
         )
     choice = None
     if automatic is not None and split.experts:
-        may_unsplit = experts is None and not traced and expert_format == "exact"  # whole models have no codes
+        may_unsplit = experts is None and not traced and not asked
         choice = automatic.choose(
             model_dir, split, limits, dtype=dtype, may_unsplit=may_unsplit, expert_format=expert_format
         )

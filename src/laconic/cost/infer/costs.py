@@ -189,8 +189,10 @@ class InferenceCostModel:
         calls = 3 * (1 if rates.grouped else active)
         arithmetic = rows * load * shape.expert_parameters * rates.gemm.seconds_per_byte
         read = active * shape.expert_nbytes
-        if shape.expert_format != "exact":  # decoded, which is written and read once
-            read += 2 * active * shape.expert_parameters * shape.item_nbytes
+        if (
+            shape.expert_format != "exact"
+        ):  # what is decoded is written to a cache and read from there: taken for one read
+            read += active * shape.expert_parameters * shape.item_nbytes
         return calls * rates.gemm.alpha_seconds + arithmetic + read * rates.read_seconds_per_byte
 
     def _held(self, rows: float, workers: int, group: int, num_groups: int) -> list[tuple[float, float]]:

@@ -147,7 +147,9 @@ class _Counted:
     def shape(self, **known: Any) -> InferenceShape:
         calls, vocabulary = self.calls, self.model.get_input_embeddings().weight
         hidden, layers = vocabulary.shape[1], len(calls)
-        attention, shared, dense = [], [], []
+        attention: list[list[int]] = []
+        shared: list[list[int]] = []
+        dense: list[list[int]] = []
         routers = [block.router for block in self.blocks.values() if block.router is not None]
         for call in calls:
             own = self.names[id(call.module)]
