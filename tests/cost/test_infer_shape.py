@@ -126,7 +126,11 @@ def test_refusals_name_the_field(change: dict[str, Any], message: str) -> None:
 def test_a_missing_or_broken_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"must be a directory with a config\.json, or one of deepseek-v2"):
         InferenceShape.load(tmp_path / "none")
-    for text, message in (("{", "is not JSON"), ("[]", "is a list, but it must be a table")):
+    for text, message in (
+        ("{", "is not JSON"),
+        ("{}", "has no model_type"),
+        ("[]", "is a list, but it must be a table"),
+    ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(PlanError, match=message):
             InferenceShape.load(tmp_path)

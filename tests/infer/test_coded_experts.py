@@ -21,7 +21,7 @@ from laconic.infer.transformers_seam import CacheLimits, find_experts, load_expe
 from laconic.moe.huggingface.experts import FusedExperts
 from laconic.options import EXPERT_FORMATS
 from tests.infer.inside import Inside
-from tests.infer.models import NEW_TOKENS, PROMPTS, generated, make, split_families
+from tests.infer.models import NEW_TOKENS, PROMPTS, SERVED_SPLIT, generated, make
 
 CODED = EXPERT_FORMATS[1:]
 LIMITS = CacheLimits(cache_tokens=256, batch_tokens=24)
@@ -109,7 +109,8 @@ def rounded_tokens(path: Path, code: str, folder: Path) -> list[list[int]]:
     return generated(folder)
 
 
-@pytest.mark.parametrize("family", split_families("mixtral"))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SERVED_SPLIT)
 def test_tokens_are_those_of_a_model_with_rounded_experts(models: Any, family: str, tmp_path: Path) -> None:
     wanted = rounded_tokens(models(family), "int4", tmp_path)
     assert wanted != generated(models(family))  # so that exact experts would be found out
@@ -121,6 +122,7 @@ def test_tokens_are_those_of_a_model_with_rounded_experts(models: Any, family: s
 
 def test_the_load_check_finds_one_wrong_scale(models: Any) -> None:
     inside = Inside(models("mixtral"), 1, InferencePlan(), expert_format="int8")
+    assert "its experts rounded to int8 in both, to" in inside.check()
     first: Any = inside.shares[0]._layers[0]
     first.down_proj_scales[0] *= 1.02
     with pytest.raises(ModelError, match="are not those of the model's own"):

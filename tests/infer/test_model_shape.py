@@ -20,6 +20,7 @@ from laconic.infer.split import Split
 from laconic.infer.transformers_seam import find_experts, planned_shape, read_config
 from laconic.infer.transformers_seam.model_shape import counted_shape
 from tests.cost.infer_models import RATES
+from tests.grid import few
 from tests.infer.models import _COMMON, FAMILIES, SERVED_SPLIT
 
 
@@ -30,7 +31,7 @@ def config_of(family: str, folder: Path, **changes: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("family", READ)
+@pytest.mark.parametrize("family", few(READ, 3, pytest.mark.ci))
 def test_counted_sizes_are_those_of_the_configuration(family: str, tmp_path: Path) -> None:
     path = config_of(family, tmp_path)
     counted, read = counted_shape(path), InferenceShape.load(path, 4)
@@ -40,7 +41,7 @@ def test_counted_sizes_are_those_of_the_configuration(family: str, tmp_path: Pat
     assert counted.keys_seen(1000.0) == read.keys_seen(1000.0)
 
 
-@pytest.mark.parametrize("family", SERVED_SPLIT)
+@pytest.mark.parametrize("family", few(SERVED_SPLIT, 4, pytest.mark.ci))
 def test_every_family_that_is_served_is_planned(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,6 +79,11 @@ def test_shared_and_dense_layers_are_told_apart(tmp_path: Path) -> None:
     assert (window.sliding_window, window.num_full_layers) == (8, 1)
 
 
-def test_a_model_without_experts_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_cannot_be_counted_is_refused_by_name(tmp_path: Path) -> None:
+    path = config_of("dots1", tmp_path)
+    assert planned_shape(path / "config.json") == planned_shape(path)
+    (path / "config.json").rename(path / "other.json")
+    with pytest.raises(PlanError, match=r"other.json', but .* needs the name config.json"):
+        planned_shape(path / "other.json")
     with pytest.raises(PlanError, match=r"is a llama model without experts .*\(it is dense\)"):
         planned_shape(config_of("llama", tmp_path))

@@ -230,7 +230,9 @@ class _Reader:
     def __init__(self, config: Mapping[str, Any], latent_cache: bool) -> None:
         self.config = config
         self.latent_cache = latent_cache
-        self.family = str(config.get("model_type"))
+        if "model_type" not in config:
+            raise PlanError("the configuration has no model_type; give a directory that save_pretrained wrote")
+        self.family = str(config["model_type"])
         if self.family not in FAMILIES:
             raise PlanError(
                 f"model_type is {self.family!r}, but a configuration alone says the sizes of {', '.join(FAMILIES)}; "

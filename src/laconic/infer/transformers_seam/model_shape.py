@@ -43,6 +43,10 @@ def planned_shape(model: str | Path, item_nbytes: int | None = None) -> Inferenc
         return InferenceShape.load(model, item_nbytes)
     check_transformers()
     path = Path(model)
+    if not path.is_dir() and path.name != "config.json":
+        raise PlanError(
+            f"model is {str(model)!r}, but its family is counted in a model, which needs the name config.json"
+        )
     return counted_shape(path if path.is_dir() else path.parent, item_nbytes)
 
 
