@@ -7,13 +7,12 @@ slice has its part of the work.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import get_args
 
-from benchmarks.kit.timing import Case, seconds_of
+from benchmarks.kit.timing import Case, processor_clock, seconds_of
 from benchmarks.registry import Options, Table, benchmark
 from laconic.schedule.inference import BlockTimes, InferencePlan, Order, Times, inference_plan, inference_seconds
 from laconic.schedule.inference_orders import (
@@ -205,18 +204,10 @@ def _planning() -> Table:
                 "fast": lambda times=times, plan=plan: inference_seconds(times, plan, 60),
                 "tasks": lambda times=times, plan=plan: simulate(inference_plan(times, plan, 60)),
             }
-            seconds = seconds_of(cases, 9, warm_ups=3, clock=_processor_clock)
+            seconds = seconds_of(cases, 9, warm_ups=3, clock=processor_clock)
             rows.append([kind, order, f"{seconds['fast'] * 1e6:.0f}", f"{seconds['tasks'] * 1e6:.0f}"])
     return Table(
         "Microseconds of processor time to simulate, T = 60, r1 = 4, r2 = 8",
         ["layers", "order", "inference_seconds", "simulate(inference_plan)"],
         rows,
     )
-
-
-def _processor_clock(case: Case) -> Callable[[], float]:
-    """Seconds of this process, whatever else the machine does."""
-    started = time.process_time()
-    case()
-    taken = time.process_time() - started
-    return lambda: taken

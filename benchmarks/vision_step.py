@@ -8,7 +8,6 @@ a region runs again, all that it keeps is there as well.
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import ResNetConfig, ResNetForImageClassification
 
 import laconic
-from benchmarks.kit.timing import Case, seconds_of
+from benchmarks.kit.timing import Case, processor_clock, seconds_of
 from benchmarks.registry import Options, Table, benchmark
 from laconic.activations import SavedTensorTracker
 from laconic.vision import AFIResNetConfig, AFIResNetForImageClassification
@@ -71,7 +70,7 @@ def _table(name: str, options: Options) -> Table:
         model.zero_grad()
 
     steps: dict[str, Case] = {case: partial(step, model) for case, model in models.items()}
-    seconds = seconds_of(steps, options.rounds, warm_up_rounds=2, clock=_processor_clock)
+    seconds = seconds_of(steps, options.rounds, warm_up_rounds=2, clock=processor_clock)
     exact = seconds["exact"]
     return Table.of(
         f"{name}, {batch} x 3 x {side} x {side}, fp32, {options.thread_text}",
@@ -92,13 +91,6 @@ def _kept(model: nn.Module, inputs: dict[str, Tensor]) -> Mapping[str, int]:
     with SavedTensorTracker(model) as tracker:
         model(**inputs)
     return tracker.by_module
-
-
-def _processor_clock(case: Case) -> Callable[[], float]:
-    started = time.process_time()
-    case()
-    taken = time.process_time() - started
-    return lambda: taken
 
 
 # --- activation checkpointing ---

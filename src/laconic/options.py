@@ -16,6 +16,8 @@ __all__ = [
     "BLOCK_SIZES",
     "CODE_BITS",
     "DEFAULT_CODES",
+    "EXPERT_BLOCK_SIZE",
+    "EXPERT_FORMATS",
     "GATES",
     "GRADIENT_BITS",
     "LOSSES",
@@ -26,6 +28,7 @@ __all__ = [
     "BlockCode",
     "BlockSize",
     "Code",
+    "ExpertFormat",
     "GateName",
     "GradientBits",
     "Loss",
@@ -72,6 +75,12 @@ BLOCK_SIZES: tuple[int, ...] = get_args(BlockSize)
 ActivationBits = Literal[2, 4, 5, 6, 8, 16]
 ACTIVATION_BITS: tuple[int, ...] = get_args(ActivationBits)
 """Of saved activations; 16 keeps them as they are."""
+
+ExpertFormat = Literal["exact", "nf4", "e2m1", "int4", "int5", "int6", "int8"]
+EXPERT_FORMATS: tuple[str, ...] = get_args(ExpertFormat)
+"""In which expert workers of inference hold matrices: as they are, or rounded to the nearest code."""
+EXPERT_BLOCK_SIZE = 64
+"""Values of these matrices that share a bfloat16 scale."""
 
 Attention = Literal["exact", "recompute", Code]
 ATTENTIONS: tuple[str, ...] = get_args(Attention)

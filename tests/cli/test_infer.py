@@ -73,7 +73,9 @@ def test_arrivals_are_planned_for_their_latency(rates: list[str], capsys: pytest
     assert best["first_token_seconds"] > 0
     for more, message in (
         (["100000"], "no plan carries 100000 requests/s of 1024 + 64 tokens on 16 workers"),
-        (["-1"], "requests_per_second is -1.0"),
+        (["-1"], "--arrivals is -1.0, but it must be above 0"),
+        (["nan"], "--arrivals is nan, but it must be above 0"),
+        (["1", "--output", "0"], "--output is 0 with --arrivals"),
         (["1", "--requests", "4"], "--requests is given with --arrivals"),
         (["1", "--gantt", "x.html"], "--gantt is given with --arrivals"),
     ):
@@ -124,8 +126,16 @@ def test_rates_can_be_printed(rates: list[str], capsys: pytest.CaptureFixture[st
             "model is 'nothing', but it must be a directory",
         ),
         ([*MODEL, "--workers", "2", "--memory", "1GB"], "does not fit on 2 workers"),
-        ([*MODEL, "--workers", "2", "--memory", "1GB", "--output", "-9"], "must be a whole number"),
+        ([*MODEL, *SMALL, "--output", "-9"], "--output is -9, but it must be a whole number from 0 on"),
+        ([*MODEL, *SMALL, "--prompt", "0"], "--prompt is 0, but it must be a whole number from 1 on"),
+        ([*MODEL, *SMALL, "--requests", "0"], "--requests is 0, but"),
+        ([*MODEL, *SMALL, "--max-slices", "0"], "--max-slices is 0, but"),
+        ([*MODEL, "--workers", "2", "--memory", "9"], "--memory is '9', but it must have a unit"),
+        ([*MODEL, *SMALL, "--workers", "0"], "--workers is 0, but"),
+        ([*MODEL, *SMALL, "--attention-workers", "16"], "--attention-workers is 16 of --workers 16, but"),
+        ([*MODEL, *SMALL, "--prompt", "40960"], "--prompt 40960 and --output 64 are 41024 tokens of a request, but"),
         ([*MODEL, *SMALL, "--for", "vllm-afd", "--arrivals", "2"], "--arrivals is given with --for vllm-afd"),
+        ([*MODEL, *SMALL, "--for", "vllm-afd", "--expert-format", "int8"], "--expert-format is given with --for"),
         ([*MODEL, *SMALL, "--host", "10.0.0.1"], "--host is given, but it is an address in the commands of --for"),
     ],
 )
@@ -143,7 +153,7 @@ def test_a_wrong_routing_file_is_refused(rates: list[str], tmp_path: Path, capsy
     for text, message in (
         ("[", "is not JSON"),
         ('["a"]', "must be a list of numbers"),
-        ("[1]", "shares has 1 entries"),
+        ("[1]", f"--routing {file}: shares has 1 entries"),
     ):
         file.write_text(text)
         assert main([*MODEL, *SMALL, *rates, "--routing", str(file)]) == 2

@@ -25,7 +25,8 @@ from laconic.cost.infer import (
     worker_nbytes,
 )
 from laconic.cost.infer.choice_text import choice_text, infer_rates_text
-from laconic.cost.infer.planner import KINDS, Candidate, least_seconds, plans_of, priced, sharded_seconds
+from laconic.cost.infer.memory import ATTENTION_WORKER, EXPERT_WORKER
+from laconic.cost.infer.planner import KINDS, Candidate, least_seconds, pass_seconds, plans_of, priced, sharded_seconds
 from laconic.cost.infer.rates import ExchangeCosts, LinkPair
 from laconic.errors import PlanError
 from laconic.schedule.inference import BlockTimes, InferencePlan, inference_plan
@@ -299,6 +300,29 @@ def test_thirty_two_workers_are_planned_quickly() -> None:
         choice = choose(InferenceCostModel(shape, rates, work), Workers(32, 80 * 10**9))
         assert time.process_time() - started < 10
         assert choice.best.tokens_per_second > 0
+
+
+def test_codes_are_counted_on_expert_workers_alone() -> None:
+    exact = model_of(Workload.decode(64, 64))
+    for code, bits in (("int8", 8.25), ("nf4", 4.25)):
+        coded = replace(exact, shape=replace(exact.shape, expert_format=code))
+        before, after = (worker_nbytes(model, Split(1, 3), 1) for model in (exact, coded))
+        assert after[EXPERT_WORKER]["weights"] == pytest.approx(before[EXPERT_WORKER]["weights"] * bits / 16)
+        assert after[ATTENTION_WORKER] == before[ATTENTION_WORKER]
+        assert worker_nbytes(coded, Split(2, 2), 1, whole=True) == worker_nbytes(exact, Split(2, 2), 1, whole=True)
+        for kind, workers in (("replicated", Split(1, 1)), ("sharded", Split(2, 2))):
+            seconds = [pass_seconds(model, kind, workers, 2, InferencePlan()) for model in (exact, coded)]
+            assert seconds[0] == seconds[1], kind
+
+
+def test_a_model_too_large_fits_in_codes() -> None:
+    exact = model_of(Workload.decode(64, 64, 4), num_experts=64, expert_hidden=1024)
+    workers = Workers(2, 40_000_000)
+    with pytest.raises(PlanError, match="does not fit on 2 workers"):
+        choose(exact, workers)
+    found = choose(replace(exact, shape=replace(exact.shape, expert_format="int4")), workers)
+    assert found.split_pays
+    assert {one.kind for one in found.candidates} == {"naive", "pppipe", "findep"}  # unsplit workers hold exact experts
 
 
 def test_tables_say_what_was_chosen_and_what_limits() -> None:

@@ -110,7 +110,7 @@ def test_a_directory_or_its_file_can_be_read_and_its_dtype_counts(tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "llama"}, "model_type is 'llama', but the planner of inference knows deepseek_v2"),
+        ({"model_type": "llama"}, "model_type is 'llama', but a configuration alone says the sizes of deepseek_v2"),
         ({"hidden_size": None}, "hidden_size is None, but it must be a whole number"),
         ({"num_experts_per_tok": 9}, "top_k is 9, but a token has at most num_experts = 8"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
@@ -126,7 +126,11 @@ def test_refusals_name_the_field(change: dict[str, Any], message: str) -> None:
 def test_a_missing_or_broken_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"must be a directory with a config\.json, or one of deepseek-v2"):
         InferenceShape.load(tmp_path / "none")
-    for text, message in (("{", "is not JSON"), ("[]", "is a list, but it must be a table")):
+    for text, message in (
+        ("{", "is not JSON"),
+        ("{}", "has no model_type"),
+        ("[]", "is a list, but it must be a table"),
+    ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(PlanError, match=message):
             InferenceShape.load(tmp_path)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import queue
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from laconic.infer.attention_worker import put_remote_experts
+from laconic.infer.coded_experts import keep_experts
 from laconic.infer.expert_share import ExpertShare
 from laconic.infer.links import LocalLink
 from laconic.infer.load_check import expected_logits, made_up_trials, try_engine
@@ -33,11 +35,16 @@ class Inside:
     """A split model whose links are calls."""
 
     def __init__(
-        self, path: Path, num_experts_workers: int, plan: InferencePlan, dtype: torch.dtype = torch.float32
+        self,
+        path: Path,
+        num_experts_workers: int,
+        plan: InferencePlan,
+        dtype: torch.dtype = torch.float32,
+        expert_format: str = "exact",
     ) -> None:
-        split = Split(1, num_experts_workers)
+        split, keep = Split(1, num_experts_workers), partial(keep_experts, expert_format)
         self.shares = [
-            ExpertShare(load_experts(path, dtype, lambda count, w=w: split.expert_range(w, count)))
+            ExpertShare(load_experts(path, dtype, lambda count, w=w: split.expert_range(w, count), keep))
             for w in range(num_experts_workers)
         ]
         _, blocks = find_experts(read_config(path))
@@ -47,7 +54,9 @@ class Inside:
         self.model: Any = load_attention_model(path, dtype, lambda layer, _: RemoteLayer(self.experts, layer))
         self.moved, self.left = put_remote_experts(self.model, self.experts)
         self.limits = CacheLimits(cache_tokens=256, batch_tokens=64)
-        self.expected = expected_logits(self.model, made_up_trials(self.model.config, self.limits))
+        self.expected = expected_logits(
+            self.model, made_up_trials(self.model.config, self.limits), False, expert_format
+        )
         fit_latent_attention(self.model)
 
     def check(self) -> str:

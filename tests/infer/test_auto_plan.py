@@ -89,8 +89,8 @@ def test_what_contradicts_is_refused(model: Path, slow: Path, tmp_path: Path, mo
         Engine(model, plan=AutoPlan(slow, num_slices=0))
     with pytest.raises(PlanError, match="cache_tokens is 64"):
         Engine(model, plan="auto", rates=slow, cache_tokens=64)
-    with pytest.raises(PlanError, match="glm4_moe"):
-        Engine(make("glm4_moe", tmp_path), plan="auto", rates=slow)
+    with pytest.raises(PlanError, match="16300 \\+ 128 tokens is expected, but qwen2_moe has 16384 positions"):
+        Engine(model, plan=AutoPlan(slow, prompt=16300), cache_tokens=20000)
     monkeypatch.setenv("LACONIC_INFER_RATES", str(tmp_path / "none.json"))
     with pytest.raises(ConfigError, match=r"none\.json does not exist; measure with laconic profile --infer"):
         Engine(model, plan="auto")

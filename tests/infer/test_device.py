@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from torch import Tensor
 from laconic.errors import ConfigError, ModelError
 from laconic.infer import AutoPlan, Engine
 from laconic.infer.attention_worker import put_remote_experts
+from laconic.infer.coded_experts import keep_experts
 from laconic.infer.device import take_device
 from laconic.infer.expert_share import ExpertShare
 from laconic.infer.links import LocalLink
 from laconic.infer.messages import Rows
 from laconic.infer.remote_experts import RemoteExperts, RemoteLayer
+from laconic.infer.settings import WorkerSettings
 from laconic.infer.split import Split
 from laconic.infer.transformers_seam import load_attention_model, load_experts
 from laconic.schedule.inference import InferencePlan
@@ -40,14 +43,17 @@ class Noting(LocalLink):
         super().send(rows)
 
 
-def logits(path: Path, plan: InferencePlan, device: torch.device) -> tuple[Tensor, list[Noting], list[str]]:
-    """Logits of a model on `device` whose experts are divided between two workers, also there."""
+def logits(
+    path: Path, plan: InferencePlan, device: torch.device, experts_on: torch.device, expert_format: str = "exact"
+) -> tuple[Tensor, list[Noting], list[str]]:
+    """Logits of a model on `device` whose experts are divided between two workers."""
+    keep = partial(keep_experts, expert_format)
     split = Split(1, 2)
     links: list[Noting] = []
     for worker in range(2):
-        layers = load_experts(path, torch.float32, lambda count, worker=worker: split.expert_range(worker, count))
-        links.append(Noting(ExpertShare([layer.to(device) for layer in layers])))
-    ranges = [[split.expert_range(worker, layers[0].num_global_experts * 2) for worker in range(2)] for _ in layers]
+        layers = load_experts(path, torch.float32, lambda count, worker=worker: split.expert_range(worker, count), keep)
+        links.append(Noting(ExpertShare([layer.to(experts_on) for layer in layers])))
+    ranges = [[split.expert_range(worker, layers[0].num_experts * 2) for worker in range(2)] for _ in layers]
     experts = RemoteExperts(links, ranges, plan)
     model: Any = load_attention_model(path, torch.float32, lambda layer, _: RemoteLayer(experts, layer)).to(device)
     moved, _ = put_remote_experts(model, experts)
@@ -64,15 +70,52 @@ def test_a_split_model_on_a_device_gives_the_same_logits_and_sends_rows_of_the_h
     family: str, tmp_path: Path
 ) -> None:
     path, plan = make(family, tmp_path), InferencePlan(num_slices=2)
-    right, _, moved = logits(path, plan, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    right, _, moved = logits(path, plan, cpu, cpu)
     with cuda() as device:
-        found, links, moved_there = logits(path, plan, CUDA)
+        found, links, moved_there = logits(path, plan, CUDA, CUDA)
     device.check(orders=20)  # of one stream there is one order
     torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
     assert moved_there == moved
     sent = [rows for link in links for rows in link.rows]
     assert len(sent) >= 2 * plan.num_slices
     assert not any(x.is_cuda for rows in sent for x in (rows.hidden, rows.experts, rows.weights))
+
+
+@pytest.mark.parametrize("expert_format", ["exact", "int8"])
+@pytest.mark.parametrize(("attention_on", "experts_on"), [("cuda", "cpu"), ("cpu", "cuda")])
+def test_attention_and_experts_may_be_on_different_devices(
+    attention_on: str, experts_on: str, expert_format: str, tmp_path: Path
+) -> None:
+    path, plan, places = make("qwen2_moe", tmp_path), InferencePlan(), {"cpu": torch.device("cpu"), "cuda": CUDA}
+    right, _, _ = logits(path, plan, places["cpu"], places["cpu"], expert_format)
+    with cuda() as device:
+        found, _, _ = logits(path, plan, places[attention_on], places[experts_on], expert_format)
+    device.check(orders=20)
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+
+
+def test_each_kind_of_worker_is_told_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Stop(Exception):
+        pass
+
+    def launcher(settings: list[WorkerSettings], *args: Any) -> Any:
+        told.extend(each.device for each in settings)
+        raise Stop
+
+    monkeypatch.setattr("laconic.infer.engine.WorkerLauncher", launcher)
+    path = make("qwen2_moe", tmp_path)
+    for devices, wanted in (
+        ({"device": "cuda", "expert_device": "cpu"}, ["cuda", "cpu", "cpu"]),
+        ({"expert_device": "cuda"}, ["cpu", "cuda", "cuda"]),
+        ({"device": "cuda"}, ["cuda"] * 3),
+    ):
+        told.clear()
+        with pytest.raises(Stop):
+            Engine(path, experts=2, **devices)
+        assert told == wanted
 
 
 def test_workers_of_a_machine_take_its_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +141,10 @@ def test_workers_of_a_machine_take_its_devices_in_turn(monkeypatch: pytest.Monke
         ({"device": "cuda", "plan": "auto"}, "rates are those of CPUs"),
         ({"device": "cuda", "plan": AutoPlan()}, "rates are those of CPUs"),
         ({"device": "cuda", "trace": "run.json"}, "trace is asked for with device = 'cuda'"),
+        ({"expert_device": "meta"}, "expert_device is 'meta', but it must be one of cpu, cuda"),
+        ({"expert_device": "cuda", "plan": "auto"}, "plan is automatic with expert_device = 'cuda'"),
+        ({"expert_device": "cuda", "trace": "run.json"}, "trace is asked for with expert_device = 'cuda'"),
+        ({"expert_device": "cpu", "experts": 0}, "expert_device is 'cpu' with experts = 0"),
     ],
 )
 def test_what_is_not_known_of_a_device_is_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laconic.errors import ConfigError
+from laconic.options import EXPERT_FORMATS
 
 if TYPE_CHECKING:
     from laconic.infer import AutoPlan, Engine, InferencePlan
@@ -37,6 +38,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, **defaults: str) -> None:
     )
     workers.add_argument("--dtype", default="auto", help="float32, bfloat16, float16, or auto (the checkpoint's)")
     workers.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of all workers (default: cpu)")
+    workers.add_argument("--expert-device", choices=("cpu", "cuda"), help="of expert workers (default: --device)")
     workers.add_argument("--cache-tokens", type=int, default=4096, metavar="N", help="of a micro-batch (default: 4096)")
     workers.add_argument("--batch-tokens", type=int, default=256, metavar="N", help="of a forward (default: 256)")
     workers.add_argument(
@@ -45,6 +47,13 @@ def add_engine_flags(parser: argparse.ArgumentParser, **defaults: str) -> None:
         default="raw",
         help="rows and sums between workers: as they are, in fewer bytes with the same tokens, in 8 bits with others,"
         " or raw or lossless by measured rates (default: raw)",
+    )
+    workers.add_argument(
+        "--expert-format",
+        choices=EXPERT_FORMATS,
+        default="exact",
+        help="in which expert workers hold the experts' matrices: as they are, or rounded to 8, 6, 5 or 4 bits"
+        " (default: exact)",
     )
     workers.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="of all workers after one was lost (default: 0)"
@@ -125,6 +134,8 @@ def start_engine(options: argparse.Namespace) -> Engine:
         max_restarts=options.max_restarts,
         expert_loads=options.expert_loads,
         redundant_experts=options.redundant_experts,
+        expert_format=options.expert_format,
+        expert_device=options.expert_device,
     )
 
 

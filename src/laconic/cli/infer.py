@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from laconic.cli.arguments import Parser, add_json
@@ -25,8 +27,10 @@ from laconic.cost.infer import (
     plan_vllm_afd,
 )
 from laconic.cost.infer.choice_text import arrivals_text, candidate_name, choice_text, infer_rates_text
+from laconic.cost.infer.shape import is_read
 from laconic.cost.sizes import parse_nbytes
 from laconic.errors import ConfigError, PlanError
+from laconic.options import EXPERT_FORMATS
 from laconic.schedule.gantt import save_gantt
 from laconic.schedule.inference import inference_plan
 from laconic.schedule.streams import Timeline, simulate
@@ -48,7 +52,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    memory_nbytes = None if options.memory is None else parse_nbytes(options.memory)
+    memory_nbytes = None if options.memory is None else parse_nbytes(options.memory, "--memory")
     path = Path(options.rates or default_infer_path())
     if options.rates is None and not path.exists():
         raise ConfigError(f"{path} does not exist; measure with laconic profile --infer, or give --rates FILE")
@@ -61,10 +65,17 @@ def _plan(options: argparse.Namespace) -> int:
         return 0
     if options.model is None or options.workers is None or memory_nbytes is None:
         raise PlanError("a model, --workers and --memory are needed: laconic infer plan DIR --workers 8 --memory 48GB")
-    shape = InferenceShape.load(options.model, options.item_nbytes)
+    _check_flags(options)
+    shape = replace(_shape(options), expert_format=options.expert_format)
+    taken = options.prompt + options.output
+    if shape.positions is not None and taken > shape.positions:
+        raise PlanError(
+            f"--prompt {options.prompt} and --output {options.output} are {taken} tokens of a request, but {shape.name}"
+            f" has {shape.positions} positions (max_position_embeddings); lower them"
+        )
     workers = Workers(options.workers, memory_nbytes, options.attention_workers)
     search = Search(options.max_micro_batches, options.max_slices)
-    shares = _shares(options.routing)
+    shares = _shares(options.routing, shape, rates)
     if options.for_server is not None:
         return _plan_vllm(options, shape, rates, workers, search, shares)
     if options.host is not None:
@@ -90,6 +101,41 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
+_LEAST = {
+    "workers": 1,
+    "prompt": 1,
+    "output": 0,
+    "requests": 1,
+    "max-micro-batches": 1,
+    "max-slices": 1,
+    "item-nbytes": 1,
+}
+
+
+def _check_flags(options: argparse.Namespace) -> None:
+    for flag, least in _LEAST.items():
+        value = getattr(options, flag.replace("-", "_"))
+        if value is not None and value < least:
+            raise PlanError(f"--{flag} is {value}, but it must be a whole number from {least} on")
+    if options.attention_workers is not None and not 1 <= options.attention_workers < options.workers:
+        raise PlanError(
+            f"--attention-workers is {options.attention_workers} of --workers {options.workers}, but both roles need"
+            f" one: it must be from 1 to {options.workers - 1}"
+        )
+    if options.arrivals is not None and not 0 < options.arrivals < math.inf:
+        raise PlanError(f"--arrivals is {options.arrivals}, but it must be above 0 and finite")
+    if options.arrivals is not None and options.output < 1:
+        raise PlanError("--output is 0 with --arrivals, which plans for answers; give 1 or more")
+
+
+def _shape(options: argparse.Namespace) -> InferenceShape:
+    if is_read(options.model):
+        return InferenceShape.load(options.model, options.item_nbytes)
+    from laconic.infer.transformers_seam import planned_shape
+
+    return planned_shape(options.model, options.item_nbytes)
+
+
 def _refuse_flags(beside: str, given: Mapping[str, bool]) -> None:
     for flag, is_given in given.items():
         if is_given:
@@ -110,6 +156,7 @@ def _plan_vllm(
             "--arrivals": options.arrivals is not None,
             "--phase": options.phase == "prefill",
             "--gantt": options.gantt is not None,
+            "--expert-format": options.expert_format != "exact",
         },
     )
     found = plan_vllm_afd(
@@ -179,17 +226,22 @@ def _json(choice: Choice) -> dict[str, object]:
     }
 
 
-def _shares(path: str | None) -> tuple[float, ...]:
-    """Read a file of measured routing: a JSON list with one number per expert."""
+def _shares(path: str | None, shape: InferenceShape, rates: InferenceRates) -> tuple[float, ...]:
+    """Read a file of measured routing: a JSON list with one number per expert of a layer."""
     if path is None:
         return ()
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise PlanError(f"routing {path} is not JSON: {error}") from error
+        raise PlanError(f"--routing {path} is not JSON: {error}") from error
     if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
-        raise PlanError(f"routing {path} must be a list of numbers, the share of rows that choose each expert")
-    return tuple(map(float, values))
+        raise PlanError(f"--routing {path} must be a list of numbers, the share of rows that choose each expert")
+    shares = tuple(map(float, values))
+    try:
+        InferenceCostModel(shape, rates, Workload(1), shares)
+    except PlanError as error:
+        raise PlanError(f"--routing {path}: {error}") from None
+    return shares
 
 
 def make_parser() -> Parser:
@@ -206,6 +258,12 @@ def make_parser() -> Parser:
     add("--workers", type=int, metavar="N", help="processes or GPUs in all")
     add("--memory", metavar="SIZE", help="of each, for example 48GB or 80GiB")
     add("--attention-workers", type=int, metavar="N", help="fix how many run attention (default: as is best)")
+    add(
+        "--expert-format",
+        choices=EXPERT_FORMATS,
+        default="exact",
+        help="in which expert workers hold experts; unsplit workers hold them exactly (default: exact)",
+    )
     add = parser.add_argument_group("requests").add_argument
     add("--prompt", type=int, default=1024, metavar="N", help="tokens of a prompt (default: %(default)s)")
     add("--output", type=int, default=256, metavar="N", help="tokens of an answer (default: %(default)s)")

@@ -50,6 +50,8 @@ class _EngineArguments(BaseModel):
     max_restarts: int | None = None
     expert_loads: str | None = None
     redundant_experts: int | None = None
+    expert_format: str | None = None
+    expert_device: str | None = None
 
 
 class _ServerArguments(BaseModel):

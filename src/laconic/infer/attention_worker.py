@@ -105,7 +105,9 @@ class AttentionWorker:
             ]
         limits = CacheLimits(settings.cache_tokens, settings.batch_tokens)
         coarse = split.experts > 0 and settings.payload == "int8"
-        expected = self._expected = expected_logits(model, made_up_trials(model.config, limits), coarse)
+        expected = self._expected = expected_logits(
+            model, made_up_trials(model.config, limits), coarse, settings.expert_format
+        )
         fit_latent_attention(model)
         self._watch_blocks(model)
         self.nbytes = sum(p.nbytes for p in model.parameters())

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from laconic.cost.infer import InferenceRates, InferenceShape, default_infer_path
+from laconic.cost.infer import InferenceRates, default_infer_path
 from laconic.cost.infer import Split as PlannedSplit
 from laconic.cost.infer.engine_plan import Demand, EngineChoice, EngineLimits, Fixed, choose_for_engine
 from laconic.errors import ConfigError
 from laconic.infer.split import Split
+from laconic.infer.transformers_seam import planned_shape
 from laconic.schedule.inference import InferencePlan, Order, Slicing
 
 __all__ = ["AutoPlan"]
@@ -72,7 +73,14 @@ class AutoPlan:
         return Fixed(self.num_micro_batches, self.num_slices, order, self.slicing, self.shared_first)
 
     def choose(
-        self, model_dir: Path, split: Split, limits: EngineLimits, *, dtype: str = "auto", may_unsplit: bool = True
+        self,
+        model_dir: Path,
+        split: Split,
+        limits: EngineLimits,
+        *,
+        dtype: str = "auto",
+        may_unsplit: bool = True,
+        expert_format: str = "exact",
     ) -> EngineChoice:
         """Choose for a model and workers.
 
@@ -82,10 +90,11 @@ class AutoPlan:
             limits: of the engine.
             dtype: of the engine.
             may_unsplit: whether all workers may run the whole model instead.
+            expert_format: of the engine.
 
         Raises:
             ConfigError: there are no rates.
-            PlanError: the planner does not know the model's family, or a request does not fit into the cache.
+            PlanError: the model's sizes cannot be counted, or a request does not fit into cache or positions.
             ScheduleError: fixed fields contradict each other.
         """
         path = Path(self.rates) if self.rates is not None else default_infer_path()
@@ -95,7 +104,7 @@ class AutoPlan:
             )
         demand, fixed = self.demand, self.fixed
         return choose_for_engine(
-            InferenceShape.load(model_dir, _ITEM_NBYTES[dtype]),
+            replace(planned_shape(model_dir, _ITEM_NBYTES[dtype]), expert_format=expert_format),
             InferenceRates.load(path),
             PlannedSplit(split.attention, split.experts),
             demand,

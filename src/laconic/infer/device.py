@@ -15,15 +15,15 @@ __all__ = ["DeviceKind", "check_device", "take_device"]
 DeviceKind = Literal["cpu", "cuda"]
 
 
-def check_device(device: str) -> None:
-    """Check a setting.
+def check_device(device: str, name: str = "device") -> None:
+    """Check the setting `name`.
 
     Raises:
         ConfigError: there is no such kind of device.
     """
     if device not in get_args(DeviceKind):
         raise ConfigError(
-            f"device is {device!r}, but it must be one of {', '.join(get_args(DeviceKind))}; which of several CUDA"
+            f"{name} is {device!r}, but it must be one of {', '.join(get_args(DeviceKind))}; which of several CUDA"
             " devices a worker takes is CUDA_VISIBLE_DEVICES' and its rank's"
         )
 

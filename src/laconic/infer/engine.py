@@ -26,6 +26,7 @@ from typing import Literal, get_args
 from laconic.cost.infer.engine_plan import EngineLimits
 from laconic.errors import CollectiveError, ConfigError, LaconicError, ModelError
 from laconic.infer.auto_plan import AutoPlan
+from laconic.infer.coded_experts import check_expert_format
 from laconic.infer.device import DeviceKind, check_device
 from laconic.infer.expert_placement import check_expert_placement, place_experts, save_loads
 from laconic.infer.generation_config import AnswerDefaults, check_generation_config, read_generation_config
@@ -40,6 +41,7 @@ from laconic.infer.token_engine import TokenListener
 from laconic.infer.transformers_seam import CacheLimits, check_transformers, check_weights, read_config
 from laconic.infer.watch import progress_limit
 from laconic.infer.workers import WorkerReport, WorkerSet
+from laconic.options import ExpertFormat
 from laconic.schedule.inference import InferencePlan
 
 __all__ = ["Engine", "Generation", "Recording", "WorkerReport"]
@@ -76,6 +78,7 @@ class Engine:
         start_timeout_seconds: for all workers to load their weights and meet.
         device: "cpu", or "cuda": the workers of a machine take its CUDA devices in turn, and rows travel through host
             memory. Automatic plans and traces know CPUs alone and are refused with it.
+        expert_device: of expert workers, "cpu" or "cuda"; None is `device`, which is that of attention workers then.
         payload: how hidden states and sums travel between workers: "raw", "lossless" (the same tokens), "int8" (other
             tokens: values are rounded, see laconic.infer.payload), or "auto": raw or lossless for each message, by
             measured rates of links and codec.
@@ -87,6 +90,9 @@ class Engine:
             that the busiest expert worker has least to do; `close` writes this run's.
         redundant_experts: further copies of experts in each layer, of those that have most to do by `expert_loads`;
             each row is sent to one of them.
+        expert_format: in which expert workers hold the matrices of experts: "exact", or rounded to a code of
+            laconic.formats in blocks of 64 values: "int8" (8.25 bits of a value), "int6", "int5", "nf4", "int4", "e2m1"
+            (4.25 bits). Tokens are then those of the model with its experts rounded so.
 
     Attributes:
         split: the workers there are. A model without experts has no expert workers, whatever was asked for.
@@ -99,8 +105,8 @@ class Engine:
     Raises:
         ConfigError: an argument breaks its rule, or transformers is missing or of a version that is not known.
         ModelError: the directory holds no model that can be served.
-        PlanError: an automatic plan was asked for, and the planner does not know the model's family, or a request of
-            the expected size does not fit into the cache.
+        PlanError: an automatic plan was asked for, and the model's sizes cannot be counted, or a request of the
+            expected size does not fit into the cache or the model's positions.
     """
 
     def __init__(
@@ -124,14 +130,30 @@ class Engine:
         trace: str | os.PathLike[str] | None = None,
         expert_loads: str | os.PathLike[str] | None = None,
         redundant_experts: int = 0,
+        expert_format: ExpertFormat = "exact",
+        expert_device: DeviceKind | None = None,
     ) -> None:
         check_transformers()
         _check_arguments(dtype, threads, answer_timeout_seconds, payload, launcher, max_restarts)
-        _check_known_of_device(device, plan, trace)
+        devices = {"device": device} | ({} if expert_device is None else {"expert_device": expert_device})
+        for name, each in devices.items():
+            _check_known_of_device(name, each, plan, trace)
+        check_expert_format(expert_format)
         CacheLimits(cache_tokens, batch_tokens)
         self._pid = os.getpid()
         directory, limits = Path(model_dir), EngineLimits(cache_tokens, batch_tokens)
-        serving = plan_serving(directory, attention, experts, plan, rates, limits, dtype, trace is not None)
+        serving = plan_serving(
+            directory,
+            attention,
+            experts,
+            plan,
+            rates,
+            limits,
+            dtype,
+            trace is not None,
+            expert_format,
+            expert_device,
+        )
         self.split, self.plan, self.choice, self.notes = serving.split, serving.plan, serving.choice, serving.notes
         self._loads_path = None if expert_loads is None else Path(expert_loads)
         check_expert_placement(self._loads_path, redundant_experts)
@@ -160,8 +182,9 @@ class Engine:
                 batch_tokens=batch_tokens,
                 answer_timeout_seconds=answer_timeout_seconds,
                 threads=threads,
-                device=device,
+                device=device if self.split.role(rank)[0] == "attention" else expert_device or device,
                 payload=payload,
+                expert_format=expert_format,
                 held=held,
             )
             for rank in range(self.split.num_workers)
@@ -186,7 +209,7 @@ class Engine:
         self.notes += tuple(str(note) for note in first["notes"])
         planned = None if self.choice is None else self.choice.step_seconds
         self._recorder = RunRecorder(self._workers, self.split, self.plan, planned, lambda: self.error)
-        self._device = device
+        self._devices = devices
         self.recording = None if trace is None else Recording(self._recorder)
         if self.recording is not None:
             self._recorder.start(self.recording)
@@ -313,7 +336,8 @@ class Engine:
         Entering the block raises ConfigError if another recording of the engine is on, if its models are whole and
         there is nothing to trace, or if they are on CUDA devices, and CollectiveError if a worker has been lost.
         """
-        _check_known_of_device(self._device, None, "a file")
+        for name, each in self._devices.items():
+            _check_known_of_device(name, each, None, "a file")
         return Recording(self._recorder)
 
     def close(self) -> None:
@@ -416,25 +440,25 @@ def _check_defaults(defaults: AnswerDefaults) -> AnswerDefaults:
 
 
 def _check_known_of_device(
-    device: str, plan: InferencePlan | AutoPlan | str | None, trace: str | os.PathLike[str] | None
+    name: str, device: str, plan: InferencePlan | AutoPlan | str | None, trace: str | os.PathLike[str] | None
 ) -> None:
-    """Refuse what knows the times of CPUs alone.
+    """Refuse what knows the times of CPUs alone, for the device of the argument `name`.
 
     Raises:
         ConfigError: the device is unknown, or CUDA with an automatic plan or a trace.
     """
-    check_device(device)
+    check_device(device, name)
     if device == "cpu":
         return
     if plan is not None and not isinstance(plan, InferencePlan):
         raise ConfigError(
-            f"plan is automatic with device = {device!r}, but rates are those of CPUs (laconic profile --infer); give"
+            f"plan is automatic with {name} = {device!r}, but rates are those of CPUs (laconic profile --infer); give"
             " an InferencePlan"
         )
     if trace is not None:
         raise ConfigError(
-            f"trace is asked for with device = {device!r}, but it would time when work is given to the device, not when"
-            " it runs; use torch's profiler, or device='cpu'"
+            f"trace is asked for with {name} = {device!r}, but it would time when work is given to the device, not when"
+            f" it runs; use torch's profiler, or {name}='cpu'"
         )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from laconic.infer.coded_experts import CodedExperts
 from laconic.infer.messages import Rows
-from laconic.moe.huggingface.experts import FusedExperts
+from laconic.moe.experts.modules import Experts
 
 __all__ = ["ExpertShare"]
 
@@ -16,14 +18,21 @@ __all__ = ["ExpertShare"]
 class ExpertShare:
     """A range of the experts of every layer."""
 
-    def __init__(self, layers: Sequence[FusedExperts]) -> None:
+    def __init__(self, layers: Sequence[Experts]) -> None:
         """Take each layer's local experts."""
         self._layers = list(layers)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters."""
-        return sum(p.nbytes for layer in self._layers for p in layer.parameters())
+        """Bytes of all parameters, or of codes and scales."""
+        return sum(p.nbytes for layer in self._layers for p in _tensors(layer))
+
+    @property
+    def rounding(self) -> float | None:
+        """By how much codes have moved the values of all matrices, root mean square over theirs; None without codes."""
+        squares = [layer.squares for layer in self._layers if isinstance(layer, CodedExperts)]
+        exact, moved = (sum(each) for each in zip(*squares, strict=True)) if squares else (0.0, 0.0)
+        return (moved / exact) ** 0.5 if exact else None
 
     @torch.no_grad()
     def run(self, rows: Rows) -> Tensor:
@@ -38,7 +47,7 @@ class ExpertShare:
         # 1. One row per choice that is here, sorted by expert.
         (num_rows, top_k), width = rows.experts.shape, rows.hidden.shape[1]
         layer = self._layers[rows.layer]
-        device = next(layer.parameters()).device
+        device = next(_tensors(layer)).device
         choices, hidden = rows.experts.to(device).flatten().long(), rows.hidden.to(device)
         here = (choices >= 0).nonzero().squeeze(1)
         numbers, order = choices[here].sort(stable=True)
@@ -52,3 +61,7 @@ class ExpertShare:
         weights = rows.weights.to(device).flatten()
         terms[places] = outputs.to(sum_dtype) * weights[places, None].to(sum_dtype)
         return terms.view(num_rows, top_k, width).sum(1).to(hidden.dtype).cpu()
+
+
+def _tensors(layer: nn.Module) -> Iterator[Tensor]:
+    return chain(layer.parameters(), layer.buffers())

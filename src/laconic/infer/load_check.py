@@ -76,6 +76,8 @@ class Expected:
         family: the model's type.
         dtype: of its weights.
         coarse: whether rows travel rounded to 8 bits.
+        expert_format: of the experts that were asked, here and by the engine: one rounding for both, so that the bound
+            stays that of exact ones.
         seconds: that it took to ask.
     """
 
@@ -85,6 +87,7 @@ class Expected:
     family: str
     dtype: torch.dtype
     coarse: bool
+    expert_format: str
     seconds: float
 
     @property
@@ -128,13 +131,14 @@ def made_up_trials(config: Any, limits: CacheLimits) -> list[Trial]:
 
 
 @torch.no_grad()
-def expected_logits(model: Any, trials: list[Trial], coarse: bool = False) -> Expected:
+def expected_logits(model: Any, trials: list[Trial], coarse: bool = False, expert_format: str = "exact") -> Expected:
     """Run the sequences by the model's plain forward, two by two, the shorter padded behind.
 
     Args:
         model: as transformers has loaded it, before an engine has changed anything.
         trials: the sequences.
         coarse: whether rows travel to expert workers rounded to 8 bits.
+        expert_format: in which these hold experts.
 
     Raises:
         ModelError: the forward fails.
@@ -158,7 +162,7 @@ def expected_logits(model: Any, trials: list[Trial], coarse: bool = False) -> Ex
             f" {type(error).__name__}: {error}"
         ) from error
     noise = _noise(model, trials[0], rows[0][-1:])
-    return Expected(trials, rows, noise, family, model.dtype, coarse, time.monotonic() - start)
+    return Expected(trials, rows, noise, family, model.dtype, coarse, expert_format, time.monotonic() - start)
 
 
 def _noise(model: Any, trial: Trial, last: Tensor) -> float:
@@ -219,9 +223,10 @@ def try_engine(expected: Expected, requests: Sequence[Requests], on_trouble: Cal
         rows = [found[number, trial] for trial in range(len(expected.trials))]
         worst = max(worst, _compare(expected, rows))
     seconds = expected.seconds + time.monotonic() - start
+    same = "" if expected.expert_format == "exact" else f", its experts rounded to {expected.expert_format} in both,"
     return (
         f"checked: {expected.family} in {str(expected.dtype).removeprefix('torch.')} gives the logits of the model's"
-        f" plain forward to {worst:.1e} of their spread (bound {expected.bound:.1e}), {seconds:.2f} s"
+        f" plain forward{same} to {worst:.1e} of their spread (bound {expected.bound:.1e}), {seconds:.2f} s"
     )
 
 

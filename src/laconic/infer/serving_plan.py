@@ -12,6 +12,7 @@ from laconic.errors import ConfigError
 from laconic.infer.auto_plan import AutoPlan
 from laconic.infer.split import Split
 from laconic.infer.transformers_seam import find_experts, num_positions, read_config
+from laconic.moe.huggingface.blocks import unknown_experts
 from laconic.schedule.inference import InferencePlan, Order
 
 __all__ = ["ServingPlan", "plan_serving", "serving_split"]
@@ -49,13 +50,15 @@ def plan_serving(
     limits: EngineLimits,
     dtype: str,
     traced: bool,
+    expert_format: str = "exact",
+    expert_device: str | None = None,
 ) -> ServingPlan:
     """Return what an engine with these arguments runs; see Engine.
 
     Args:
         model_dir: of the engine.
         attention, experts: workers that are asked for.
-        plan, rates, dtype: of the engine.
+        plan, rates, dtype, expert_format, expert_device: of the engine.
         limits: of each micro-batch.
         traced: whether the run is to be traced, for which it needs expert workers.
 
@@ -63,9 +66,21 @@ def plan_serving(
         ConfigError, ModelError, PlanError: see Engine.
     """
     automatic = _automatic(plan, rates, experts)
+    asked = "" if expert_device is None else f"expert_device is {expert_device!r}"
+    asked = asked if expert_format == "exact" else f"expert_format is {expert_format!r}"
+    if asked and experts == 0:
+        raise ConfigError(
+            f"{asked} with experts = 0, but only expert workers have one; give at least one, or leave it out"
+        )
     config = read_config(model_dir)
     wanted = Split(attention, 1 if experts is None else experts)
     split = serving_split(model_dir, wanted)
+    model, blocks = find_experts(config)
+    if asked and not split.experts:
+        why = "; ".join(unknown_experts(model)[:1]) or "it is dense"
+        raise ConfigError(
+            f"{asked}, but {config.model_type} has no experts that an expert worker could hold ({why}); leave it out"
+        )
     notes: tuple[str, ...] = ()
     if split != wanted:
         notes += (
@@ -74,7 +89,10 @@ def plan_serving(
         )
     choice = None
     if automatic is not None and split.experts:
-        choice = automatic.choose(model_dir, split, limits, dtype=dtype, may_unsplit=experts is None and not traced)
+        may_unsplit = experts is None and not traced and not asked
+        choice = automatic.choose(
+            model_dir, split, limits, dtype=dtype, may_unsplit=may_unsplit, expert_format=expert_format
+        )
         notes += (f"plan auto: {choice}",)
         logging.getLogger("laconic").info("plan auto: %s", choice)
         if choice.split is None:
@@ -82,7 +100,7 @@ def plan_serving(
         plan = choice.plan
     runs, changed = _runnable(plan if isinstance(plan, InferencePlan) else InferencePlan(), split)
     vocabulary, positions = config.get_text_config().vocab_size, num_positions(config)
-    num_experts = tuple(block.num_experts for block in find_experts(config)[1].values())
+    num_experts = tuple(block.num_experts for block in blocks.values())
     return ServingPlan(split, runs, choice, notes + changed, vocabulary, positions, num_experts)
 
 

@@ -28,6 +28,7 @@ class WorkerSettings:
         threads: that torch computes with; None leaves torch's default.
         device: of the worker, see laconic.infer.device.
         payload: coding of rows and sums, see laconic.infer.payload.
+        expert_format: in which expert workers hold matrices, see laconic.infer.coded_experts.
         held: for each layer, the experts of each expert worker; None: ranges, see Split.
     """
 
@@ -43,6 +44,7 @@ class WorkerSettings:
     threads: int | None = None
     device: str = "cpu"
     payload: str = "raw"
+    expert_format: str = "exact"
     held: Sequence[Sequence[Sequence[int]]] | None = None
 
     def experts_of(self, layer: int, worker: int, num_experts: int) -> Sequence[int]:

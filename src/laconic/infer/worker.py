@@ -141,6 +141,7 @@ def _serve_experts(
     events: _Events,
     commands: IO[str],
 ) -> None:
+    from laconic.infer.coded_experts import keep_experts
     from laconic.infer.connections import accept_attention
     from laconic.infer.control import open_store
     from laconic.infer.expert_share import ExpertShare
@@ -150,7 +151,10 @@ def _serve_experts(
 
     split, numbers = settings.split, itertools.count()
     layers = load_experts(
-        Path(settings.model_dir), dtype, lambda count: settings.experts_of(next(numbers), number, count)
+        Path(settings.model_dir),
+        dtype,
+        lambda count: settings.experts_of(next(numbers), number, count),
+        functools.partial(keep_experts, settings.expert_format),
     )
     share = ExpertShare([layer.to(device) for layer in layers])
     recorder = Recorder()
@@ -160,7 +164,7 @@ def _serve_experts(
     store = open_store(settings.store, split.num_workers)
     connections = accept_attention(store, number, split.attention)
     coder = prepared_coder(settings.payload, lambda: _join_group(settings, store))
-    events.write("ready", nbytes=share.nbytes)
+    events.write("ready", nbytes=share.nbytes, rounding=share.rounding)
     serve(connections, share.run, coder, recorder)
     events.write("deserted")
 

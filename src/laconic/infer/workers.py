@@ -41,8 +41,10 @@ class WorkerReport:
         role: "attention" or "expert".
         number: among the workers of this role, from 0.
         pid: of its process.
-        nbytes: bytes of the parameters it holds.
+        nbytes: bytes of the parameters it holds, or of their codes and scales.
         host: name of its machine; None is the engine's.
+        rounding: of experts held as codes: what these have moved matrices by, root mean square over the values'; None
+            is exact.
     """
 
     role: str
@@ -50,10 +52,12 @@ class WorkerReport:
     pid: int
     nbytes: int
     host: str | None = None
+    rounding: float | None = None
 
     def __str__(self) -> str:
+        rounded = "" if self.rounding is None else f", in codes that move them by {100 * self.rounding:.2g} %"
         where = f"pid {self.pid}" if self.host is None else f"pid {self.pid} on {self.host}"
-        return f"{self.role} worker {self.number} ({where}): {self.nbytes / 2**20:.1f} MiB of weights"
+        return f"{self.role} worker {self.number} ({where}): {self.nbytes / 2**20:.1f} MiB of weights{rounded}"
 
 
 class WorkerSet:
@@ -226,7 +230,7 @@ class WorkerSet:
         role, number = self._split.role(rank)
         said, process = self._ready[rank], self._processes[rank]
         assert said is not None
-        return WorkerReport(role, number, process.pid, said["nbytes"], process.host)
+        return WorkerReport(role, number, process.pid, said["nbytes"], process.host, said.get("rounding"))
 
     def _tell(self, rank: int, *commands: dict[str, Any]) -> None:
         stream = self._processes[rank].commands

@@ -119,9 +119,11 @@ def describe(model: InferenceCostModel, workers: Workers) -> str:
 
 def _of_model(shape: InferenceShape) -> str:
     shared = f", {shape.shared_hidden} wide shared experts" if shape.shared_hidden else ""
+    held = "" if shape.expert_format == "exact" else f"; expert workers hold experts in {shape.expert_format}"
     return (
         f"{shape.name or 'model'}: {shape.num_layers} layers, hidden {shape.hidden_size}, {shape.num_experts} experts "
         f"{shape.expert_hidden} wide, top-{shape.top_k}{shared}; {shape.num_parameters / 1e9:.4g} billion parameters"
+        f"{held}"
     )
 
 

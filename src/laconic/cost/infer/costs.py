@@ -13,7 +13,7 @@ Corrections and additions to the paper:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import fsum, prod
 
 from laconic.cost.infer.rates import InferenceRates
@@ -97,7 +97,8 @@ class InferenceCostModel:
     """Seconds of a model's tasks at given rates.
 
     Raises:
-        PlanError: `shares` has not one entry from 0 to 1 per expert, or they do not add up to top_k.
+        PlanError: `shares` has not one entry from 0 to 1 per expert, or they do not add up to top_k; or a request has
+            more tokens than the model has positions.
     """
 
     shape: InferenceShape
@@ -112,9 +113,14 @@ class InferenceCostModel:
     _known: dict[object, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        shape, longest = self.shape, self.workload.cached_tokens
+        if shape.positions is not None and longest > shape.positions:
+            raise PlanError(
+                f"a request has {longest} tokens, prompt and answer, but {shape.name or 'the model'} has"
+                f" {shape.positions} positions; plan for shorter requests"
+            )
         if not self.shares:
             return
-        shape = self.shape
         if len(self.shares) != shape.num_experts or not all(0 <= share <= 1 for share in self.shares):
             raise PlanError(
                 f"shares has {len(self.shares)} entries, but it must have one from 0 to 1 for each of num_experts = "
@@ -125,6 +131,13 @@ class InferenceCostModel:
                 f"shares add up to {fsum(self.shares):g}, but each row has top_k = {shape.top_k} experts; divide the "
                 "rows of each expert by the number of rows"
             )
+
+    @property
+    def unsplit(self) -> InferenceCostModel:
+        """Costs of workers that run the whole model: their experts are exact, whatever expert workers hold."""
+        if self.shape.expert_format == "exact":
+            return self
+        return replace(self, shape=replace(self.shape, expert_format="exact"))
 
     def hosts(self, split: Split) -> int:
         """Number of attention workers that have requests: fewer than there are, if fewer wait."""
@@ -175,7 +188,11 @@ class InferenceCostModel:
         shape, rates = self.shape, self.rates
         calls = 3 * (1 if rates.grouped else active)
         arithmetic = rows * load * shape.expert_parameters * rates.gemm.seconds_per_byte
-        read = active * (shape.expert_parameters + shape.expert_biases) * shape.item_nbytes
+        read = active * shape.expert_nbytes
+        if (
+            shape.expert_format != "exact"
+        ):  # what is decoded is written to a cache and read from there: taken for one read
+            read += active * shape.expert_parameters * shape.item_nbytes
         return calls * rates.gemm.alpha_seconds + arithmetic + read * rates.read_seconds_per_byte
 
     def _held(self, rows: float, workers: int, group: int, num_groups: int) -> list[tuple[float, float]]:

@@ -185,7 +185,7 @@ def choose_for_engine(
         search: limits of the search.
 
     Raises:
-        PlanError: a request does not fit into the cache.
+        PlanError: a request does not fit into the cache, or into the model's positions.
         ScheduleError: fixed fields contradict each other.
     """
     fixed, search, total = fixed or Fixed(), search or Search(), split.attention + split.experts
@@ -193,6 +193,11 @@ def choose_for_engine(
         raise PlanError(
             f"a request of {demand.prompt} + {demand.output} tokens is expected, but cache_tokens is"
             f" {limits.cache_tokens}; expect shorter requests, or give more"
+        )
+    if shape.positions is not None and demand.prompt + demand.output > shape.positions:
+        raise PlanError(
+            f"a request of {demand.prompt} + {demand.output} tokens is expected, but {shape.name or 'the model'} has"
+            f" {shape.positions} positions; expect shorter requests"
         )
     per_host = ceil(demand.requests / min(split.attention, demand.requests))
     plans = list(fixed.plans(search, per_host, limits.batch_tokens, largest_slice(shape.num_experts, split.experts)))

@@ -60,6 +60,7 @@ def worker_nbytes(
         num_micro_batches: r1.
         whole: every worker runs both roles.
     """
+    model = model.unsplit if whole else model
     shape, work = model.shape, model.workload
     rows, requests = batch * work.new_tokens, batch * num_micro_batches
     experts = largest_slice(shape.num_experts, split.experts)
@@ -77,7 +78,7 @@ def worker_nbytes(
     received = 2 * num_micro_batches * sent * model.hosts(split) / split.experts
     pairs = everywhere * shape.top_k / split.experts
     routed = {
-        WEIGHTS: shape.experts_parameters(experts) * shape.item_nbytes,
+        WEIGHTS: shape.num_moe_layers * experts * shape.expert_nbytes,
         ACTIVATIONS: received + pairs * 2 * shape.expert_hidden * shape.item_nbytes,
     }
     if not whole:

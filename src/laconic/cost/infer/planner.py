@@ -397,7 +397,7 @@ def pass_seconds(model: InferenceCostModel, kind: Kind, split: Split, batch: int
     if kind == "replicated":
         return replicated_seconds(model, batch)
     if kind == "sharded":
-        times, r1 = model.block_times(batch, split, InferencePlan()), plan.num_micro_batches
+        times, r1 = model.unsplit.block_times(batch, split, InferencePlan()), plan.num_micro_batches
         return sharded_seconds(times, r1, model.shape.num_moe_layers) + r1 * _around_seconds(model, batch)
     layers = model.layer_times(batch, split, plan)
     return inference_seconds(layers, plan, len(layers))
@@ -405,7 +405,7 @@ def pass_seconds(model: InferenceCostModel, kind: Kind, split: Split, batch: int
 
 def replicated_seconds(model: InferenceCostModel, batch: int) -> float:
     """Seconds of a pass of `batch` requests on one worker that runs the whole model."""
-    experts = model.experts_seconds(batch * model.workload.new_tokens, 1)
+    experts = model.unsplit.experts_seconds(batch * model.workload.new_tokens, 1)
     layer = model.attention_seconds(batch) + model.shared_seconds(batch) + experts
     return model.shape.num_moe_layers * layer + _around_seconds(model, batch)
 

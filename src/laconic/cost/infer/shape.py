@@ -11,17 +11,19 @@ from typing import Any
 from laconic.cost.comm.rates import ITEM_NBYTES
 from laconic.errors import PlanError
 from laconic.json_text import parse_json
+from laconic.options import CODE_BITS, EXPERT_BLOCK_SIZE, EXPERT_FORMATS, refused
 
-__all__ = ["FAMILIES", "MODELS", "InferenceShape"]
+__all__ = ["FAMILIES", "MODELS", "InferenceShape", "is_read"]
 
 FAMILIES = ("deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-"""Known `model_type`s."""
+"""`model_type`s whose configurations say all sizes."""
 
 MODELS: Mapping[str, Mapping[str, Any]] = parse_json(
     (resources.files("laconic.cost") / "data" / "infer_models.json").read_text(encoding="utf-8")
 )
 """Configurations of FinDEP's two models, by name: the fields that `InferenceShape.from_config` reads."""
 
+_SCALE_BITS = 16
 _QUANTIZED = "quantization_config"
 
 
@@ -79,8 +81,14 @@ class InferenceShape:
     """Embedding and output projection share their matrix."""
     item_nbytes: int = 2
     """Of a weight, an activation and a cached value."""
+    expert_format: str = "exact"
+    """In which expert workers hold the matrices of experts, one of laconic.options.EXPERT_FORMATS."""
+    positions: int | None = None
+    """Tokens of the longest request, prompt and answer together; None: any."""
 
     def __post_init__(self) -> None:
+        if self.expert_format not in EXPERT_FORMATS:
+            raise PlanError(refused("expert_format", self.expert_format, EXPERT_FORMATS))
         attention = ("num_heads", "key_dim", "value_dim", "attention_parameters", "attention_products", "cache_values")
         for name in ("hidden_size", "num_layers", *attention, "num_experts", "top_k", "expert_hidden", "item_nbytes"):
             _check_whole(name, getattr(self, name), 1)
@@ -137,6 +145,15 @@ class InferenceShape:
     def experts_parameters(self, num_experts: int) -> int:
         """Of this many experts in every layer that has some."""
         return self.num_moe_layers * num_experts * (self.expert_parameters + self.expert_biases)
+
+    @property
+    def expert_nbytes(self) -> float:
+        """Bytes of one expert as an expert worker holds it: codes and scales, and biases as they are."""
+        biases = self.expert_biases * self.item_nbytes
+        if self.expert_format == "exact":
+            return biases + self.expert_parameters * self.item_nbytes
+        bits = CODE_BITS[self.expert_format] + _SCALE_BITS / EXPERT_BLOCK_SIZE
+        return biases + self.expert_parameters * bits / 8
 
     @property
     def num_parameters(self) -> int:
@@ -197,17 +214,29 @@ class InferenceShape:
         return cls(**reader.fields(), name=name, family=reader.family, item_nbytes=nbytes)
 
 
+def is_read(model: str | Path) -> bool:
+    """Return whether `InferenceShape.load` is to be asked for a model: not where it does not know the family."""
+    path = Path(model)
+    try:
+        config = parse_json((path / "config.json" if path.is_dir() else path).read_bytes())
+    except (OSError, ValueError):  # a name, or what it refuses
+        return True
+    return not isinstance(config, dict) or config.get("model_type") in (None, *FAMILIES)
+
+
 class _Reader:
     """Turns one configuration into the arguments of `InferenceShape`."""
 
     def __init__(self, config: Mapping[str, Any], latent_cache: bool) -> None:
         self.config = config
         self.latent_cache = latent_cache
-        self.family = str(config.get("model_type"))
+        if "model_type" not in config:
+            raise PlanError("the configuration has no model_type; give a directory that save_pretrained wrote")
+        self.family = str(config["model_type"])
         if self.family not in FAMILIES:
             raise PlanError(
-                f"model_type is {self.family!r}, but the planner of inference knows {', '.join(FAMILIES)}; sizes of "
-                "other families would be a guess"
+                f"model_type is {self.family!r}, but a configuration alone says the sizes of {', '.join(FAMILIES)}; "
+                "laconic infer plan DIR and plan='auto' count those of other models"
             )
         if config.get(_QUANTIZED):
             raise PlanError(f"{_QUANTIZED} is set, but weights must be unquantized; plan the unquantized model")
@@ -252,6 +281,7 @@ class _Reader:
             "expert_biases": 2 * width + hidden if gpt_oss else 0,
             "vocab_size": self.size("vocab_size"),
             "tied": bool(self.config.get("tie_word_embeddings", False)),
+            "positions": self.size("max_position_embeddings", 0) or None,
         }
 
     def _num_experts(self) -> int:

@@ -17,6 +17,7 @@ What is used of it, and for what:
   model. Those of a manager see a request's last token alone.
 - `PagedAttentionCache.update`: rows of multi-head latent attention, which are narrower than the paged cache, are filled
   with zeros.
+- `ALL_ATTENTION_FUNCTIONS` and `set_attn_implementation`: what a model gives attention (model_shape.py).
 
 `check_transformers` says at once if the installed version lacks a name or an argument.
 """
@@ -32,6 +33,7 @@ from laconic.infer.transformers_seam.loading import (
     quiet_transformers,
     read_config,
 )
+from laconic.infer.transformers_seam.model_shape import planned_shape
 from laconic.infer.transformers_seam.requests import CacheLimits, Requests
 from laconic.infer.transformers_seam.sampler import Finished, Replay
 from laconic.infer.transformers_seam.versions import FIRST, check_transformers
@@ -50,6 +52,7 @@ __all__ = [
     "load_experts",
     "load_whole_model",
     "num_positions",
+    "planned_shape",
     "quiet_transformers",
     "read_config",
 ]

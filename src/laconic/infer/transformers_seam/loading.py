@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from laconic.errors import ModelError
 from laconic.json_text import parse_json
+from laconic.moe.experts.modules import Experts
 from laconic.moe.huggingface.blocks import Block, find_blocks
 from laconic.moe.huggingface.experts import FusedExperts, check
 from laconic.train.model import no_progress_bars
@@ -165,15 +166,20 @@ def load_attention_model(
 
 
 def load_experts(
-    model_dir: Path, dtype: torch.dtype | None, share: Callable[[int], Sequence[int]]
-) -> list[FusedExperts]:
-    """Load some of the experts of every layer, and nothing else.
+    model_dir: Path,
+    dtype: torch.dtype | None,
+    share: Callable[[int], Sequence[int]],
+    keep: Callable[[str, FusedExperts], Experts] | None = None,
+) -> list[Experts]:
+    """Load some of the experts of every layer, and nothing else, one layer after the other.
 
     Args:
         model_dir: directory of the model.
         dtype: of the weights; None takes the checkpoint's.
         share: returns which of a layer's experts are wanted, ascending, for their number; called once for each layer,
             in their order.
+        keep: returns what is kept of a layer, for its name in the model and its experts, before the next is read; None
+            keeps it as it is.
 
     Raises:
         ModelError: weights are missing or cannot be read, or the experts compute something unknown.
@@ -214,30 +220,35 @@ def load_experts(
         if any(isinstance(operation, MergeModulelist) for operation in converter.operations)
     }
     known = model.state_dict()
-    wanted: dict[str, Tensor | _Lazy] = {}
+    wanted: dict[str, dict[str, _Lazy]] = {name: {} for name in blocks}
     for key, tensor in _tensors(model_dir).items():
         target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
         if (held_here := shares.get(target)) is None:
             continue
+        layer = wanted[target.rpartition(".")[0]]
         if pattern not in merged:  # one tensor holds all experts
-            wanted[key] = _Lazy(tensor, held_here)
+            layer[key] = _Lazy(tensor, held_here)
         elif (number := _expert_number(key)) is not None and number in held_here:
-            wanted[key] = _Lazy(tensor, None)
-    with quiet_transformers():
-        try:
-            info, _ = convert_and_load_state_dict_in_model(
-                model, wanted, LoadStateDictConfig(dtype=model.dtype, weight_mapping=mapping)
-            )
-        except Exception as error:
-            raise ModelError(f"the weights in {str(model_dir)!r} cannot be loaded: {error}") from error
-    failed = {str(key) for key in info.conversion_errors} & set(shares)
-    _check_loaded(model_dir, (info.missing_keys & set(shares)) | failed, info.mismatched_keys)
+            layer[key] = _Lazy(tensor, None)
 
-    # 3. Experts on sorted rows.
-    layers = []
-    for name in blocks:
+    # 3. Layer by layer, read and put on sorted rows; the model gives each away before the next comes.
+    layers: list[Experts] = []
+    for name, tensors in wanted.items():
         experts = model.get_submodule(name)
-        layers.append(FusedExperts(experts, {key: _frozen(p) for key, p in experts.named_parameters()}))
+        own = {f"{name}.{key}" for key, _ in experts.named_parameters()}
+        with quiet_transformers():
+            try:
+                info, _ = convert_and_load_state_dict_in_model(
+                    model, tensors, LoadStateDictConfig(dtype=model.dtype, weight_mapping=mapping)
+                )
+            except Exception as error:
+                raise ModelError(f"the weights in {str(model_dir)!r} cannot be loaded: {error}") from error
+        failed = {str(key) for key in info.conversion_errors} & own
+        _check_loaded(model_dir, (info.missing_keys & own) | failed, info.mismatched_keys)
+        loaded = FusedExperts(experts, {key: _frozen(p) for key, p in experts.named_parameters()})
+        layers.append(loaded if keep is None else keep(name, loaded))
+        experts.to("meta")
+        del loaded
     return layers
 
 

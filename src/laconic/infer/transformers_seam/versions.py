@@ -26,6 +26,8 @@ _NAMES = {
     "transformers.generation.utils": ("GenerationMixin._get_logits_processor",),
     "transformers.modeling_utils": (
         "PreTrainedModel._load_pretrained_model",
+        "PreTrainedModel.set_attn_implementation",
+        "ALL_ATTENTION_FUNCTIONS",
         "LoadStateDictConfig",
     ),
     "transformers.core_model_loading": (

@@ -1,0 +1,116 @@
+"""Experts of a worker whose matrices are held as codes, of which one expert at a time is decoded and multiplied.
+
+Codes are those of laconic.formats, in blocks of 64 values with a bfloat16 scale: 8.25 bits of a value in int8, 4.25 in
+nf4. Biases stay as they are. Beside the codes a worker needs room for one decoded matrix, while it multiplies. Tiles of
+the matrix that stay in a core's cache were slower than all of it at once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic.errors import ConfigError, ModelError
+from laconic.formats.blockwise import BlockFormat, BlockTensor
+from laconic.moe.experts.modules import Experts
+from laconic.moe.huggingface.experts import FusedExperts
+from laconic.options import EXPERT_BLOCK_SIZE, EXPERT_FORMATS, refused
+
+__all__ = ["CodedExperts", "check_expert_format", "keep_experts"]
+
+
+def check_expert_format(expert_format: str) -> None:
+    """Check a setting.
+
+    Raises:
+        ConfigError: there is no such format.
+    """
+    if expert_format not in EXPERT_FORMATS:
+        raise ConfigError(refused("expert_format", expert_format, EXPERT_FORMATS))
+
+
+def keep_experts(expert_format: str, name: str, layer: FusedExperts) -> Experts:
+    """Return what an expert worker keeps of a layer's experts, the module `name` of the model."""
+    if expert_format == "exact":
+        return layer
+    return CodedExperts(layer, BlockFormat(expert_format, EXPERT_BLOCK_SIZE), name)
+
+
+class CodedExperts(Experts):
+    """FusedExperts with codes in the place of matrices: outputs are those of the decoded matrices.
+
+    Buffers are `<name>_codes` uint8 [E, rows, codes] and `<name>_scales` bfloat16 [E, rows, blocks] of each matrix, in
+    the layout that the original has, and its biases.
+
+    Args:
+        layer: on any device, where codes will be; not held.
+        format: of the codes.
+        name: of the module, for messages.
+
+    Attributes:
+        squares: sums of the squares of all values, and of what coding moved them by.
+
+    Raises:
+        ModelError: a matrix holds NaN or infinity, which would be a block of NaN in codes.
+    """
+
+    def __init__(self, layer: FusedExperts, format: BlockFormat, name: str) -> None:
+        super().__init__()
+        self.num_experts = layer.num_experts
+        self.format = format
+        self.squares = (0.0, 0.0)
+        self.__dict__["_behaviour"] = layer.__dict__["_behaviour"]  # flags and gating, without parameters
+        self._matrices: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        for key, parameter in layer.named_parameters():
+            values = parameter.detach()
+            if values.dim() < 3:
+                self.register_buffer(key, values)
+                continue
+            packed = format.quantize(values)
+            self._matrices[key] = values.shape[1:], values.dtype
+            self.register_buffer(f"{key}_codes", packed.codes)
+            self.register_buffer(f"{key}_scales", packed.scales)
+            for expert in range(self.num_experts):
+                exact = values[expert].float()
+                self._add_squares(exact, self._matrix(key, expert).float() - exact)
+            if not math.isfinite(sum(self.squares)):
+                raise ModelError(
+                    f"{name}.{key} holds NaN or infinity, or values that float32 cannot square, so it has no codes in"
+                    f" {format.code}; mend the checkpoint, or serve it with expert_format='exact'"
+                )
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return outputs [q, M] of rows [q, M] sorted by expert.
+
+        Args:
+            rows: [q, M].
+            counts: int64 [E].
+        """
+        kind: Any = self.__dict__["_behaviour"]
+        activation, first = (kind._apply_gate, "gate_up_proj") if kind.has_gate else (kind.act_fn, "up_proj")
+        out = torch.empty_like(rows)
+        sizes = counts.tolist()
+        for expert, (part, place) in enumerate(zip(rows.split(sizes), out.split(sizes), strict=True)):
+            if len(part):
+                place.copy_(self._product(activation(self._product(part, first, expert)), "down_proj", expert))
+        return out
+
+    def _product(self, rows: Tensor, key: str, expert: int) -> Tensor:
+        """Multiply rows by a matrix, decoded and forgotten, and add its bias."""
+        kind: Any = self.__dict__["_behaviour"]
+        matrix = self._matrix(key, expert)
+        out = rows @ (matrix if kind.is_transposed else matrix.T)
+        return out + self.get_buffer(f"{key}_bias")[expert].to(out.dtype) if kind.has_bias else out
+
+    def _matrix(self, key: str, expert: int) -> Tensor:
+        """Decode one expert's matrix."""
+        shape, dtype = self._matrices[key]
+        codes, scales = self.get_buffer(f"{key}_codes")[expert], self.get_buffer(f"{key}_scales")[expert]
+        return BlockTensor(codes, scales, self.format, shape, dtype).dequantize()
+
+    def _add_squares(self, exact: Tensor, moved: Tensor) -> None:
+        of_exact, of_moved = self.squares
+        self.squares = of_exact + float(exact.square().sum()), of_moved + float(moved.square().sum())

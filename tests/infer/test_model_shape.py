@@ -1,0 +1,89 @@
+"""Sizes for the planner: counted ones are those read from configurations, and every family that is served has them."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from laconic.cli.main import main
+from laconic.cost.infer import InferenceShape
+from laconic.cost.infer.engine_plan import EngineLimits
+from laconic.cost.infer.shape import FAMILIES as READ
+from laconic.errors import PlanError
+from laconic.infer import AutoPlan
+from laconic.infer.split import Split
+from laconic.infer.transformers_seam import find_experts, planned_shape, read_config
+from laconic.infer.transformers_seam.model_shape import counted_shape
+from tests.cost.infer_models import RATES
+from tests.grid import few
+from tests.infer.models import _COMMON, FAMILIES, SERVED_SPLIT
+
+
+def config_of(family: str, folder: Path, **changes: Any) -> Path:
+    """A directory with the configuration alone, which is all that planning reads."""
+    path = folder / family
+    AutoConfig.for_model(family, **_COMMON | FAMILIES[family] | changes).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("family", few(READ, 3, pytest.mark.ci))
+def test_counted_sizes_are_those_of_the_configuration(family: str, tmp_path: Path) -> None:
+    path = config_of(family, tmp_path)
+    counted, read = counted_shape(path), InferenceShape.load(path, 4)
+    # Whether layers without a window are counted or not, they see the same.
+    same = [one.name for one in fields(InferenceShape) if one.name != "num_full_layers"]
+    assert {name: getattr(counted, name) for name in same} == {name: getattr(read, name) for name in same}
+    assert counted.keys_seen(1000.0) == read.keys_seen(1000.0)
+
+
+@pytest.mark.parametrize("family", few(SERVED_SPLIT, 4, pytest.mark.ci))
+def test_every_family_that_is_served_is_planned(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = config_of(family, tmp_path)
+    shape = planned_shape(path)
+    model, blocks = find_experts(read_config(path), torch.float32)
+    experts = sum(p.numel() for name in blocks for p in model.get_submodule(name).parameters())
+    assert shape.experts_parameters(shape.num_experts) == experts
+    assert shape.attention_worker_parameters == sum(p.numel() for p in model.parameters()) - experts
+    assert 0 <= shape.small_parameters < 0.1 * shape.attention_worker_parameters
+    assert (shape.num_moe_layers, shape.positions) == (len(blocks), 16384)
+    config: Any = read_config(path)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    assert shape.num_heads == heads
+    assert shape.cache_values == kv_heads * (shape.key_dim + shape.value_dim)
+    assert shape.expert_hidden == 24
+
+    RATES.save(tmp_path / "rates.json")
+    rates = ["--rates", str(tmp_path / "rates.json"), "--max-micro-batches", "2", "--max-slices", "2"]
+    flags = ["--workers", "2", "--memory", "1GB", "--prompt", "64", "--output", "8", "--requests", "4"]
+    assert main(["infer", "plan", str(path), *flags, *rates]) == 0
+    assert capsys.readouterr().out.count("plan: ") == 2
+    choice = AutoPlan(tmp_path / "rates.json", prompt=64, output=8).choose(path, Split(1, 1), EngineLimits())
+    assert choice.seconds > 0
+
+
+def test_shared_and_dense_layers_are_told_apart(tmp_path: Path) -> None:
+    shape = planned_shape(config_of("glm4_moe", tmp_path))
+    assert (shape.num_layers, shape.num_dense_layers, shape.dense_hidden) == (3, 1, 24)
+    assert (shape.shared_hidden, shape.shared_products) == (24, 3)
+    assert (shape.attention_products, shape.top_k, shape.num_experts) == (4, 2, 6)
+    beside = planned_shape(config_of("granitemoeshared", tmp_path))
+    assert (beside.shared_hidden, beside.shared_products) == (16, 2)  # gate and up in one
+    window = planned_shape(config_of("afmoe", tmp_path, sliding_window=8, num_hidden_layers=4))
+    assert (window.sliding_window, window.num_full_layers) == (8, 1)
+
+
+def test_what_cannot_be_counted_is_refused_by_name(tmp_path: Path) -> None:
+    path = config_of("dots1", tmp_path)
+    assert planned_shape(path / "config.json") == planned_shape(path)
+    (path / "config.json").rename(path / "other.json")
+    with pytest.raises(PlanError, match=r"other.json', but .* needs the name config.json"):
+        planned_shape(path / "other.json")
+    with pytest.raises(PlanError, match=r"is a llama model without experts .*\(it is dense\)"):
+        planned_shape(config_of("llama", tmp_path))
