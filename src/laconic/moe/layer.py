@@ -96,6 +96,8 @@ class MoELayer(nn.Module):
         self.losses, self.load, self.num_dropped = {}, None, 0
         self.expert_mean: ExpertMean | None = None
         """Reduces the gradients of experts in the backward of each forward; None: they stay those of this rank."""
+        self.is_fully_sharded = False
+        """Whether `fully_shard_layers` has arranged who reduces the gradients of experts."""
         self.meanwhile: Meanwhile | None = None
         """What the current forward computes while rows travel; a schedule runs it when it has started to send them."""
         if isinstance(self.dispatcher, LocalDispatcher) and gate.num_experts != (here := num_experts_of(experts)):
