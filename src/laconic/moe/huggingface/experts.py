@@ -120,7 +120,7 @@ class FusedExperts(Experts):
             bias = self._local(f"{name}_bias")
             if name == "down_proj" and not self._adds_down_bias:
                 # Nothing, with the gradient that the process has that adds it; adapters' is added up over all.
-                own = local_part(self.get_parameter("down_proj_bias"))
+                own = local_part(getattr(self, f"{name}_bias"))
                 bias = own - own.detach() + 0 * (bias - own).to(own.dtype)
             return out + bias.to(out.dtype)[of_row]
 
