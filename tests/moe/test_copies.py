@@ -171,6 +171,12 @@ def of_hugging_face(folder: Path, family: str, wrap: str, esp: int = 1, uneven: 
             measured = None if step == 1 else [torch.arange(num_experts)] * 2
             found = copy_hot_experts(layers, grid, 1 + step // 2, loads=measured)
             assert step == 1 or all(one.copies for one in found)
+        if step == 2 and wrap != "ddp":
+            with torch.inference_mode():
+                found = done.model(input_ids=ids[0], use_cache=False).logits
+                torch.testing.assert_close(
+                    found, reference(input_ids=ids[0], use_cache=False).logits, rtol=0, atol=1e-10
+                )
         if step == 3:  # resumed, from files that know nothing of copies
             save_sharded(str(folder), done.model, ours)
             done, model, ours = start()

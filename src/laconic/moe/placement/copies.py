@@ -242,7 +242,7 @@ class ExpertCopies:
         if homes:
             x, *both = _Fetch.apply(self, False, x, *homes.values())
             homes, copies = (dict(zip(homes, part, strict=True)) for part in (both[: len(homes)], both[len(homes) :]))
-        still = [local_part(p.detach()) for p in frozen.values()]
+        still = [local_part(p) for p in frozen.values()]
         homes |= dict(zip(frozen, still, strict=True))
         copies |= dict(zip(frozen, self.fetched(still), strict=True))
         return x, routing, partial(self._call, layer.experts, homes, copies)

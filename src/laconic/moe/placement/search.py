@@ -178,7 +178,8 @@ def hot_copies(
     ranks, room = torch.arange(num_ranks), torch.full((num_ranks,), num_per_rank)
     held = torch.zeros(num_ranks, len(given), dtype=torch.float64)
     held[torch.tensor(list(homes)), torch.arange(len(given))] = 1
-    mean, before, copies = float(given.sum()) / num_ranks or 1.0, float((held @ given).max()), []
+    mean, before = float(given.sum()) / num_ranks or 1.0, float((held @ given).max())
+    copies: list[tuple[int, int]] = []
     while True:
         share, more = given / held.sum(0), given / (held.sum(0) + 1)
         rows = held @ share
