@@ -253,7 +253,7 @@ class ExpertCopies:
         """Return the outputs [q, M] of experts at home, and of copies, for rows [q, M] sorted by slot."""
         own = counts[: self._num_homes]
         if not self._num_copies:
-            return functional_call(experts, homes, (rows, own))  # type: ignore[no-any-return]
+            return functional_call(experts, homes, (rows, own))
         at = int(own.sum())
         further = counts[self._first : self._first + self._num_copies]
         parts = [(homes, rows[:at], own), (copies, rows[at:], further)]
