@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from benchmarks.kit.allocated import peak_of_step
 from laconic.cost import Batch, Choice, Layout, Settings
 from laconic.cost.memory.saved_tensors import EXACT
 from laconic.cost.planner.policy import by_bits
+from laconic.moe import Grid, Hook, MoELayer, RoutedTokens, Routing, parallelize
+from laconic.train.memory import step_peak
 from laconic.train.memory.trace import traced_job
-from tests.activations.models import make_model
+from tests.activations.models import MIXTURES, make_model
 from tests.grid import grid
+from tests.moe.worlds import run_world
 
 pytestmark = pytest.mark.slow  # each traces a model
 
@@ -42,3 +51,53 @@ def test_peak_is_near_the_allocators(sizes: str, precision: str, bits: int, atte
     # With bf16 and the chunked loss one processor's step takes half a megabyte (5.4 %) more than the others'.
     tolerance = 0.06 if (precision, loss) == ("bf16", "chunked") else 0.05
     assert during_step == pytest.approx(measured, rel=tolerance)
+
+
+class Even(Hook):
+    """Gives each expert as many rows, as plans take them to have."""
+
+    def before_dispatch(self, layer: MoELayer, tokens: RoutedTokens) -> RoutedTokens:
+        routing = tokens.routing
+        assert isinstance(routing, Routing)
+        return replace(tokens, routing=replace(routing, experts=torch.arange(len(routing)) % routing.num_experts))
+
+
+def mixture(family: str) -> torch.nn.Module:
+    """Four layers of eight experts."""
+    name = next(name for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in MIXTURES[family])
+    return make_model(family, **{name: 8}, num_hidden_layers=4)
+
+
+def measured_and_predicted(family: str, precision: str = "fp32") -> tuple[int, int]:
+    """Bytes during a step under DDP with experts over all processes; those of DDP's buckets, kept between, included."""
+    world, ids = dist.get_world_size(), torch.randint(0, 97, (4, 160))
+    model = mixture(family)
+    parallelize(model, Grid(ep=world), hooks=[Even()])
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            ddp(input_ids=ids, labels=ids).loss.backward()
+
+    for _ in range(2):  # DDP makes its buckets anew after the first
+        step()
+    buckets = 0
+    for parameter in model.parameters():
+        if hasattr(parameter, "to_local"):
+            parameter.grad = None
+        else:
+            buckets += parameter.grad.nbytes  # type: ignore[union-attr]
+    measured = step_peak.peak_nbytes(step, ids.device) + buckets
+    layout = Layout(data_parallel=world, expert_parallel=world)
+    job = traced_job(mixture(family), Batch(4, 160), layout, Settings(precision=precision, device="cpu"))  # type: ignore[arg-type]
+    rank = by_bits(job, [16], EXACT).prediction.ranks[0]
+    return measured, rank.total_nbytes - rank.parameters_nbytes - rank.optimizer_nbytes
+
+
+def peak_with_experts_over_processes(family: str) -> None:
+    measured, predicted = measured_and_predicted(family)
+    assert predicted == pytest.approx(measured, rel=0.03), family
+
+
+def test_peak_with_experts_over_processes_is_near_the_allocators(tmp_path: Path) -> None:
+    run_world([partial(peak_with_experts_over_processes, name) for name in ("mixtral", "qwen3_moe")], 2, tmp_path)

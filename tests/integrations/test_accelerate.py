@@ -196,11 +196,12 @@ def sharding() -> Accelerator:
     return accelerator
 
 
-def shard_by_hand(accelerator: Accelerator) -> None:
+def shard_by_hand(accelerator: Accelerator, layer: str = "LlamaDecoderLayer", **options: Any) -> None:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        transformer_cls_names_to_wrap=[layer],
+        **options,
     )
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from laconic.activations.whole_model.suspended import is_compressed
 from laconic.errors import ConfigError
 from laconic.integrations.accelerate import attach
 from laconic.integrations.huggingface import LaconicConfig, LaconicTrainer
-from laconic.moe import Grid, parallelize
+from laconic.moe import Grid, Parallelized, parallelize
 from laconic.optim import AdamW8bit
 from laconic.train.launch.worker import leave
 from tests.activations.models import make_ids, make_model
 from tests.distributed.processes import free_port, rank_environment, run_ranks
 from tests.integrations.moe_hosts import weights
+from tests.integrations.test_accelerate import shard_by_hand
 
 EVERYTHING = LaconicConfig(activations=4, optimizer="adamw8bit")
 
@@ -250,6 +255,82 @@ def _refused(rank: int, folder: Path, port: int) -> None:
             trainer.fit(Module(), torch.utils.data.DataLoader(list(make_ids(4, 8))))  # type: ignore[arg-type]
         assert len(str(caught.value)) < 300
     leave(0)
+
+
+def _sharded_by_others(rank: int, folder: Path, port: int) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    os.environ.update(rank_environment(rank, 2, port))
+    data = [{"input_ids": ids, "labels": ids} for ids in make_ids(8, 8)]
+    arguments = TrainingArguments(
+        str(folder), use_cpu=True, disable_tqdm=True, report_to=[], ddp_backend="gloo", remove_unused_columns=False
+    )
+
+    def spread(trains: bool = True) -> Parallelized:
+        done = parallelize(make_model("qwen3_moe", use_cache=False), Grid(ep=2))
+        for parameter in done.experts():
+            parameter.requires_grad_(trains)
+        return done
+
+    def by_accelerate(**plugin: Any) -> None:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        accelerator = Accelerator(cpu=True)
+        shard_by_hand(accelerator, "Qwen3MoeDecoderLayer", **plugin)
+        model = spread().model
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def by_trainer() -> None:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        trainer = Trainer(spread().model, arguments, train_dataset=data)
+        shard_by_hand(trainer.accelerator, "Qwen3MoeDecoderLayer")
+        trainer.is_fsdp_enabled = True
+        trainer.train()
+
+    def by_hand(trains: bool = True, **options: Any) -> None:
+        fully_shard(spread(trains).model, **options)
+
+    def leaving_experts_out(trains: bool = True) -> nn.Module:
+        done = spread(trains)
+        return fully_shard(done.model, ignored_params={*done.experts()})
+
+    class OfFSDP1(FullyShardedDataParallel):  # type: ignore[misc]  # its constructor wants a GPU
+        def __init__(self, model: nn.Module) -> None:
+            nn.Module.__init__(self)
+            self._fsdp_wrapped_module = model
+
+    whole, sums = (
+        "would shard and reduce them as if each process had all; ",
+        "would leave their gradients sums over all",
+    )
+    done = r"call fully_shard of what parallelize returns in its place"
+    attached = r"leave FSDP out and call attach\(accelerator, model\) of laconic.* or, in a loop of your own, "
+    for shard, message in (
+        (by_accelerate, f"by accelerate's Accelerator {whole}{attached}{done}"),
+        (partial(by_accelerate, cpu_ram_efficient_loading=True), f"by accelerate's Accelerator {whole}"),
+        (partial(by_accelerate, ignored_modules=".*experts.*"), f"by accelerate's Accelerator {sums}"),
+        (by_trainer, f"by transformers's Trainer {whole}leave FSDP out and take LaconicTrainer, .*{done}"),
+        (by_hand, f"but FSDP {whole}{done}"),
+        (partial(by_hand, mesh=Grid(ep=2).expert_mesh["edp"]), f"but FSDP {whole}{done}"),
+        (partial(by_hand, trains=False), f"but FSDP {whole}{done}"),
+        (leaving_experts_out, f"but FSDP {sums}.*{done}"),
+        (lambda: OfFSDP1(spread().model), f"but FSDP {whole}{done}"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            shard()
+    # Frozen experts have no gradients to reduce, and whole ones are those that FSDP takes them for.
+    ids = make_ids(1, 8)
+    leaving_experts_out(trains=False)(input_ids=ids, labels=ids).loss.backward()
+    model = make_model("qwen3_moe", use_cache=False)
+    parallelize(model, Grid(ep=1))
+    fully_shard(model)(input_ids=ids, labels=ids).loss.backward()
+    leave(0)
+
+
+@pytest.mark.ci
+def test_fsdp_that_does_not_know_of_experts_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    run_ranks(_sharded_by_others, (tmp_path, free_port()), 2)
 
 
 @pytest.mark.ci

@@ -33,6 +33,7 @@ from laconic.moe.pipeline.grad_reduce_fsdp2 import reduce_in_slots
 from laconic.moe.pipeline.schedule import ChunkedSchedule
 from laconic.moe.placement.balancer import ExpertBalancer
 from laconic.moe.placement.consensus import agree_on_depth
+from laconic.moe.placement.copies import Copied, copy_hot_experts
 from laconic.moe.placement.expert_map import Placement
 from laconic.moe.placement.migration import ExpertMover, Moved
 from laconic.moe.placement.query import agree_on_swaps
@@ -93,6 +94,8 @@ __all__ = [
     "grouped_mm",
     "Placement",
     "ExpertMover",
+    "copy_hot_experts",
+    "Copied",
     "Moved",
     "ExpertBalancer",
     "agree_on_depth",

@@ -96,6 +96,8 @@ class MoELayer(nn.Module):
         self.losses, self.load, self.num_dropped = {}, None, 0
         self.expert_mean: ExpertMean | None = None
         """Reduces the gradients of experts in the backward of each forward; None: they stay those of this rank."""
+        self.is_fully_sharded = False
+        """Whether `fully_shard_layers` has arranged who reduces the gradients of experts."""
         self.meanwhile: Meanwhile | None = None
         """What the current forward computes while rows travel; a schedule runs it when it has started to send them."""
         if isinstance(self.dispatcher, LocalDispatcher) and gate.num_experts != (here := num_experts_of(experts)):
@@ -172,7 +174,17 @@ class MoELayer(nn.Module):
         """Return what reduces the gradients of experts in the backward of the current forward, if anything does."""
         return self.expert_mean if torch.is_grad_enabled() else None
 
-    def run_whole(self, x: Tensor, routing: Routing) -> Tensor:
+    def by_slot(self, routing: Routing) -> Routing:
+        """Return a routing with experts numbered by their slots, those of copies included."""
+        copies = getattr(self.placement, "copies", None)
+        if copies is not None:
+            found: Routing = copies.routing(routing)
+            return found
+        return routing if self.placement is None else replace(routing, experts=self.placement(routing.experts))
+
+    def run_whole(
+        self, x: Tensor, routing: Routing, experts: Callable[[Tensor, Tensor], Tensor] | None = None
+    ) -> Tensor:
         """Dispatch, compute and combine, one after the other: `Schedule.run` without a schedule."""
         if self.meanwhile is None or not isinstance(self.dispatcher, StartsDispatch):
             dispatched = self.dispatcher.dispatch(x, routing, self.order)
@@ -184,11 +196,12 @@ class MoELayer(nn.Module):
                 started.abandon()
                 raise
             dispatched = started.finish()
-        return self.dispatcher.combine(self.compute(dispatched), dispatched)
+        return self.dispatcher.combine(self.compute(dispatched, experts), dispatched)
 
     def _scheduled(self, x: Tensor, routing: Routing) -> Tensor:
-        if self.placement is not None:
-            routing = replace(routing, experts=self.placement(routing.experts))
+        routing = self.by_slot(routing)
+        if (copies := getattr(self.placement, "copies", None)) is not None:
+            return self.run_whole(*copies.begin(self, x, routing))
         return self.run_whole(x, routing) if self.schedule is None else self.schedule.run(self, x, routing)
 
     def _record(self, routing: Routing | SoftRouting) -> None:

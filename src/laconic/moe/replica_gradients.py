@@ -60,6 +60,7 @@ def fully_shard_layers(
         )
     ignored = set(options.pop("ignored_params", ()))
     for layer in _layers(model):
+        layer.is_fully_sharded = True
         ignored |= _shard_experts(layer, grid, gradient_divide_factor or float(grid.layout.dp), options)
     for module in (*units, model):
         sharded = fully_shard(module, mesh=grid.dense_mesh["dp"], ignored_params=ignored or None, **options)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from laconic.cost.memory.job import Job, Stage
-from laconic.cost.memory.persistent import persistent_nbytes
+from laconic.cost.memory.persistent import expert_gradients_nbytes, persistent_nbytes
 from laconic.cost.memory.saved_tensors import EXACT, Choice
 
 __all__ = ["PeakPoint", "peak_points"]
@@ -69,12 +69,17 @@ def peak_points(job: Job, stages: Sequence[Stage]) -> list[PeakPoint]:
     again = max(sum(unit.exact_nbytes for unit in model.layers[kind].units) for kind in model.kinds)
     rebuilt = max((unit.exact_nbytes * 3 // 4 for unit in units if unit.kind == "mlp"), default=0)
     all_gradients = persistent_nbytes(job, list(stages))["gradients"]
-    # Gradients of earlier micro-batches are there, and DDP and FSDP2 keep what they have allocated.
-    start = 0 if job.layout.micro_batches == 1 and job.layout.data_parallel == 1 else all_gradients
+    # Gradients of earlier micro-batches are there, and DDP and FSDP2 keep what they have allocated. DDP leaves experts
+    # that are spread over processes alone: their gradients come one after the other in backward.
+    layout, start = job.layout, all_gradients
+    if layout.micro_batches == 1 and layout.data_parallel == 1:
+        start = 0
+    elif layout.micro_batches == 1 and layout.expert_parallel > 1 and not layout.sharded:
+        start -= expert_gradients_nbytes(job, list(stages))
     head = model.embedding_parameters * job.precision.parameter_nbytes
     found = []
     for stage in stages:
-        with_head = min(all_gradients, start + (head if stage.is_last else 0))
+        with_head = start or min(all_gradients, head if stage.is_last else 0)
         for name, gradients in (("forward", start), ("loss", start), ("backward", with_head), ("end", all_gradients)):
             if (name == "loss" and not stage.is_last) or (name == "end" and start != 0 and not stage.is_first):
                 continue

@@ -6,7 +6,7 @@ from collections import Counter
 
 from laconic.cost.memory.job import Job, Stage
 
-__all__ = ["gradient_nbytes", "persistent_nbytes", "tensor_nbytes"]
+__all__ = ["expert_gradients_nbytes", "gradient_nbytes", "persistent_nbytes", "tensor_nbytes"]
 
 
 def persistent_nbytes(job: Job, stages: list[Stage]) -> dict[str, int]:
@@ -16,9 +16,7 @@ def persistent_nbytes(job: Job, stages: list[Stage]) -> dict[str, int]:
     total = Counter({"parameters": 0, "gradients": 0, "optimizer": 0})
     parts = layout.data_parallel if layout.sharded else 1
     tensors = [(rows, columns, parts) for stage in stages for rows, columns in stage.tensors()]
-    # Experts are cut over the processes that share them, and what each of these has is sharded over the rest.
-    cut = max(parts, layout.expert_parallel)
-    tensors += [(count * rows, columns, cut) for stage in stages for count, rows, columns in stage.experts()]
+    tensors += _experts(job, stages)
     total["parameters"] += job.model.buffers_nbytes
     for rows, columns, parts in tensors:
         local_rows = -(-rows // (parts * layout.tensor_parallel))
@@ -30,6 +28,24 @@ def persistent_nbytes(job: Job, stages: list[Stage]) -> dict[str, int]:
         else:
             total["optimizer"] += 2 * numel * (element if settings.optimizer == "adamw" else 4)
     return dict(total)
+
+
+def expert_gradients_nbytes(job: Job, stages: list[Stage]) -> int:
+    """Bytes of the gradients of experts of a rank that holds `stages`."""
+    bits, element, tensor_parallel = (
+        job.settings.gradient_bits,
+        job.precision.parameter_nbytes,
+        job.layout.tensor_parallel,
+    )
+    numels = [-(-rows // (parts * tensor_parallel)) * columns for rows, columns, parts in _experts(job, stages)]
+    return sum(gradient_nbytes(numel, bits, element) for numel in numels)
+
+
+def _experts(job: Job, stages: list[Stage]) -> list[tuple[int, int, int]]:
+    """List rows, columns and parts of the experts' parameters."""
+    # Experts are cut over the processes that share them, and what each of these has is sharded over the rest.
+    cut = max(job.layout.data_parallel if job.layout.sharded else 1, job.layout.expert_parallel)
+    return [(count * rows, columns, cut) for stage in stages for count, rows, columns in stage.experts()]
 
 
 def tensor_nbytes(rows: int, columns: int, element_nbytes: int, optimizer: str) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from laconic.formats.shards import local_part, local_runs, sharded_like, taken
 from laconic.moe.experts.grouped_mm import expert_by_expert, grouped_mm, runs_expert_by_expert
 from laconic.moe.experts.modules import Experts
 from laconic.moe.huggingface.blocks import FLAGS, takes_rows
+from laconic.moe.huggingface.calling_host import check_not_listed_by_fsdp
 from laconic.moe.huggingface.sharding import hidden_placement
 from laconic.moe.layer import MoELayer
 from laconic.moe.placement.expert_map import Placement
@@ -77,6 +78,17 @@ class FusedExperts(Experts):
             )
         return super().__reduce_ex__(protocol)
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the parameters, as of any module, unless FSDP asks for those of which processes have others.
+
+        Raises:
+            ConfigError: it does, and not on behalf of `laconic.moe.fully_shard_layers`.
+        """
+        layer = self.__dict__.get("layer")
+        if layer is not None and layer.has_own_replicas and not layer.is_fully_sharded:
+            check_not_listed_by_fsdp([p for p in self._parameters.values() if p is not None], 1)
+        return super().named_parameters(*args, **kwargs)
+
     def stand_for(self, layer: MoELayer) -> None:
         """Forward calls of the block to `layer`; see laconic.moe.huggingface.layer [Note: the seam]."""
         self.__dict__["layer"] = layer
@@ -108,7 +120,7 @@ class FusedExperts(Experts):
             bias = self._local(f"{name}_bias")
             if name == "down_proj" and not self._adds_down_bias:
                 # Nothing, with the gradient that the process has that adds it; adapters' is added up over all.
-                own = local_part(self.get_parameter("down_proj_bias"))
+                own = local_part(getattr(self, f"{name}_bias"))
                 bias = own - own.detach() + 0 * (bias - own).to(own.dtype)
             return out + bias.to(out.dtype)[of_row]
 

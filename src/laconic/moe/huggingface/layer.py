@@ -146,6 +146,11 @@ class ExpertsLayer(MoELayer):
         finally:
             self.is_running, self.meanwhile = False, None
 
+    @property
+    def has_own_replicas(self) -> bool:
+        """Whether the replicas of experts are others than those of the dense part."""
+        return self._own_replicas is not None
+
     def mean_of_forward(self) -> ExpertMean | None:
         """See `MoELayer.mean_of_forward`."""
         mean = super().mean_of_forward()

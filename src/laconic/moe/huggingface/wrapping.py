@@ -8,45 +8,36 @@ calls a global hook then.
 
 from __future__ import annotations
 
-import sys
 from functools import cache
-from types import FrameType
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.errors import ConfigError
 from laconic.moe.huggingface.adapters import adapt
+from laconic.moe.huggingface.calling_host import calling_host, fsdp_refused
 from laconic.moe.huggingface.layer import ExpertsLayer
 from laconic.moe.huggingface.spread import spread_layers
 from laconic.moe.layer import moe_layers
 
 __all__ = ["watch_wrappers"]
 
-_REMEDIES = {
-    ("transformers.trainer", "Trainer"): "take LaconicTrainer, or class Mine(LaconicTrainerMixin, ...), of"
-    " laconic.integrations.huggingface",
-    ("lightning.pytorch.trainer.trainer", "Trainer"): "give it callbacks=[LaconicCallback()] of"
-    " laconic.integrations.lightning",
-    ("pytorch_lightning.trainer.trainer", "Trainer"): "import it from lightning, and give it"
-    " callbacks=[LaconicCallback()] of laconic.integrations.lightning",
-    ("accelerate.accelerator", "Accelerator"): "call attach(accelerator, model) of laconic.integrations.accelerate"
-    " before prepare",
-}
-"""What to do with hosts that save on rank 0 what they take for the whole model, by module and name of their class."""
-
 
 @cache
 def watch_wrappers() -> None:
-    """Let DDP leave spread experts alone, and PEFT's adapters find their parts, from now on."""
+    """Let DDP leave spread experts alone, FSDP1 be refused, and PEFT's adapters find their parts, from now on."""
     register_module_module_registration_hook(_registered)
 
 
 def _registered(module: nn.Module, name: str, child: nn.Module | None) -> None:
     if isinstance(module, DistributedDataParallel) and name == "module" and child is not None:
         _leave_experts(module, child)
+    elif isinstance(module, FullyShardedDataParallel) and child is not None:
+        if any(isinstance(one, ExpertsLayer) and one.has_own_replicas for one in moe_layers(child).values()):
+            raise fsdp_refused()
     elif type(module).__name__ == "ParamWrapper" and name == "base_layer":
         adapt(child, module)
 
@@ -56,7 +47,7 @@ def _leave_experts(ddp: Any, model: nn.Module) -> None:
     sharded = {
         id(parameter)
         for layer in moe_layers(model).values()
-        if isinstance(layer, ExpertsLayer) and layer._own_replicas is not None
+        if isinstance(layer, ExpertsLayer) and layer.has_own_replicas
         for parameter in layer.experts.parameters()
     }
     _check_host(model)
@@ -72,14 +63,7 @@ def _check_host(model: nn.Module) -> None:
     layers = [layer for layer in spread_layers(model) if any(p.requires_grad for p in layer.experts.parameters())]
     if all(layer.is_saved_by_host for layer in layers):
         return
-    found = None
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        for (module, name), remedy in _REMEDIES.items():
-            kind = getattr(sys.modules.get(module), name, None)
-            if kind is not None and isinstance(frame.f_locals.get("self"), kind):
-                found = name, module.partition(".")[0], remedy  # the outermost of them decides
-        frame = frame.f_back
+    found = calling_host()
     if found is not None:
         name, package, remedy = found
         raise ConfigError(

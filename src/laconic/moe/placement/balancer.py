@@ -137,6 +137,11 @@ class ExpertBalancer:
         layer, record = self.mover.layers[number], self._records[number].trained
         dispatcher = layer.dispatcher
         assert isinstance(dispatcher, HierarchicalDispatcher)
+        if self.mover.placement(number).copies is not None:
+            raise ConfigError(
+                f"layer {number} has copies of experts, but swaps are weighed without; drop them with"
+                " copy_hot_experts(layers, grid, 0), or call no step"
+            )
         if record is None:
             raise ConfigError(
                 f"layer {number} has routed nothing in training yet, so there is nothing to balance; call step after a"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from laconic.errors import CheckpointError, RoutingError
+from laconic.errors import CheckpointError, ConfigError, RoutingError
 
-__all__ = ["Placement"]
+if TYPE_CHECKING:
+    from laconic.moe.layer import MoELayer
+    from laconic.moe.placement.copies import ExpertCopies
+
+__all__ = ["Placement", "placement_of"]
 
 
 class Placement(nn.Module):
@@ -19,12 +23,16 @@ class Placement(nn.Module):
     slots. A new placement is the identity;
     `laconic.moe.ExpertMover` changes it together with the weights.
 
+    Experts that `laconic.moe.copy_hot_experts` holds on further ranks have their own slot here, where their parameters
+    are.
+
     State dicts are in logical order, so the placement is not part of them: taking one while experts are elsewhere
     raises CheckpointError (`ExpertMover.logical_order` moves them home for a while), and loading one makes the
     placement the identity again.
 
     Attributes:
         slots: int64 [E], a permutation; not saved.
+        copies: of hot experts on further ranks; not saved. None: there are none.
     """
 
     slots: Tensor
@@ -32,6 +40,7 @@ class Placement(nn.Module):
     def __init__(self, num_experts: int, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.register_buffer("slots", torch.arange(num_experts, device=device), persistent=False)
+        self.copies: ExpertCopies | None = None
         self.register_state_dict_pre_hook(_refuse_unless_home)
         self.register_load_state_dict_post_hook(_go_home)
 
@@ -53,6 +62,12 @@ class Placement(nn.Module):
     def forward(self, experts: Tensor) -> Tensor:
         """Return the slots, int64, of experts, int64 of any shape."""
         return self.slots[experts]
+
+    def put(self, slots: Tensor) -> None:
+        """Take slots that weights have moved to, int64 [E], a permutation."""
+        self.slots.copy_(slots)
+        if self.copies is not None:
+            self.copies = self.copies.at(self.slots.tolist())
 
     def swapped(self, a: int, b: int) -> Tensor:
         """Return the slots, int64 [E], after exchanging experts a and b (logical).
@@ -85,6 +100,22 @@ class Placement(nn.Module):
         return f"num_experts={self.num_experts}"
 
 
+def placement_of(layer: MoELayer, number: int) -> Placement:
+    """Return the placement of layer `number`; one without gets a Placement.
+
+    Raises:
+        ConfigError: it has a placement of another kind.
+    """
+    if layer.placement is None:
+        layer.placement = Placement(layer.gate.num_experts, next(layer.experts.parameters()).device)
+    if not isinstance(layer.placement, Placement):
+        raise ConfigError(
+            f"layer {number} has the placement {layer.placement!r}, but experts that move need a laconic.moe.Placement;"
+            " leave it out"
+        )
+    return layer.placement
+
+
 def _refuse_unless_home(placement: nn.Module, prefix: str, keep_vars: bool) -> None:
     assert isinstance(placement, Placement)
     if not placement.is_identity:
@@ -96,4 +127,4 @@ def _refuse_unless_home(placement: nn.Module, prefix: str, keep_vars: bool) -> N
 
 def _go_home(placement: nn.Module, incompatible_keys: Any) -> None:
     assert isinstance(placement, Placement)
-    placement.slots.copy_(torch.arange(placement.num_experts))
+    placement.put(torch.arange(placement.num_experts))

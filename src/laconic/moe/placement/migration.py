@@ -29,7 +29,7 @@ from laconic.formats import quantized_gradient
 from laconic.formats.shards import local_part
 from laconic.moe.dispatch.staged import experts_of, experts_per_rank
 from laconic.moe.layer import MoELayer
-from laconic.moe.placement.expert_map import Placement
+from laconic.moe.placement.expert_map import Placement, placement_of
 
 __all__ = ["ExpertMover", "Moved"]
 
@@ -76,14 +76,7 @@ class ExpertMover:
             raise ConfigError("layers are empty, but there must be experts to move; give at least one MoELayer")
         self._rank, self._world = (0, 1) if group is None else (group.rank(), group.size())
         for number, layer in enumerate(self.layers):
-            if layer.placement is None:
-                layer.placement = Placement(layer.gate.num_experts, next(layer.experts.parameters()).device)
-            placement = layer.placement
-            if not isinstance(placement, Placement):
-                raise ConfigError(
-                    f"layer {number} has the placement {placement!r}, but experts that move need a"
-                    " laconic.moe.Placement; leave it out"
-                )
+            placement = placement_of(layer, number)
             if placement.num_experts < self._world:
                 raise ConfigError(
                     f"layer {number} has {placement.num_experts} experts, but the {self._world} ranks of the group need"
@@ -148,7 +141,7 @@ class ExpertMover:
             for put in self._unpacked(routes, incoming):
                 put()
         for number, target in enumerate(targets):
-            self.placement(number).slots.copy_(target)
+            self.placement(number).put(target)
         return Moved(
             sum(map(len, routes)),
             sum(buffer.nbytes for peer, buffer in outgoing.items() if peer != self._rank),

@@ -32,10 +32,8 @@ class RecordedRouting:
     """Bytes of a row with its ids and weights."""
 
     def by_slot(self, layer: MoELayer) -> Routing:
-        """Return the routing with experts numbered by their current slots."""
-        if layer.placement is None:
-            return self.routing
-        return replace(self.routing, experts=layer.placement(self.routing.experts))
+        """Return the routing with experts numbered by their current slots; see `MoELayer.by_slot`."""
+        return layer.by_slot(self.routing)
 
 
 class RoutingRecord(Hook):

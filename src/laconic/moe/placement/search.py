@@ -43,6 +43,7 @@ __all__ = [
     "SwapPlan",
     "best_swaps",
     "copies_of",
+    "hot_copies",
     "packed",
     "place",
     "rows_of",
@@ -158,6 +159,38 @@ def copies_of(loads: Sequence[float], num_slots: int) -> list[int]:
         busiest = max(range(len(loads)), key=lambda expert: loads[expert] / copies[expert])
         copies[busiest] += 1
     return copies
+
+
+def hot_copies(
+    loads: Sequence[float], homes: Sequence[int], num_ranks: int, num_per_rank: int
+) -> tuple[tuple[tuple[int, int], ...], float, float]:
+    """Return (expert, rank) of copies, and the busiest rank's rows over the mean of all, before and after.
+
+    The copy that relieves the busiest rank most, then the next, until none does. Homes stay where they are.
+
+    Args:
+        loads: tokens of each expert; its copies share them evenly.
+        homes: the rank of each expert's home.
+        num_ranks: N_EP.
+        num_per_rank: copies that a rank holds at most.
+    """
+    given = torch.tensor(list(loads), dtype=torch.float64)
+    ranks, room = torch.arange(num_ranks), torch.full((num_ranks,), num_per_rank)
+    held = torch.zeros(num_ranks, len(given), dtype=torch.float64)
+    held[torch.tensor(list(homes)), torch.arange(len(given))] = 1
+    mean, before = float(given.sum()) / num_ranks or 1.0, float((held @ given).max())
+    copies: list[tuple[int, int]] = []
+    while True:
+        share, more = given / held.sum(0), given / (held.sum(0) + 1)
+        rows = held @ share
+        after = (rows + (held * (more - share)).T).repeat(num_ranks, 1, 1)  # [rank of the copy, expert, rank]
+        after[ranks, :, ranks] += more
+        seconds = _smooth_max(after, GAMMA).masked_fill((held > 0) | (room == 0)[:, None], torch.inf)
+        rank, expert = divmod(int(seconds.argmin()), len(given))
+        if not float(seconds[rank, expert]) < float(_smooth_max(rows, GAMMA)) * (1 - _LEAST_GAIN):
+            return tuple(copies), before / mean, float(rows.max()) / mean
+        copies.append((expert, rank))
+        held[rank, expert], room[rank] = 1, room[rank] - 1
 
 
 def packed(loads: Sequence[float], rooms: Sequence[int]) -> list[list[int]]:
