@@ -20,8 +20,6 @@ In 4 bits a block of 128 numbers shares a scale, and 16 levels leave no room for
   but 1 as the last of all. Zero is none of them: what is not zero must not become it, and where all of a block is zero,
   so is the scale.
 
-Other maps lose more: `benchmarks/results/adamw_updates_xeon_202611.md`.
-
 Levels of 8 bits: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022, section 2.2, equal to the last
 bit to those of bitsandbytes, so that states can be exchanged.
 """
@@ -45,6 +43,7 @@ __all__ = ["BLOCK_SIZES", "STATE_BLOCK_SIZE", "dynamic_map", "dynamic_map_tensor
 BLOCK_SIZES = MOMENT_BLOCK_SIZES
 
 STATE_BLOCK_SIZE = BLOCK_SIZES[8]
+"""Elements of 8 bits that share one scale."""
 
 _NUM_DECADES = 7
 _TABLE = 8
