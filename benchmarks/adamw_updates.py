@@ -1,6 +1,6 @@
-"""Updates of AdamW with 8-bit moments beside the exact ones, along one exact training run.
+"""Updates of AdamW with moments in 8 and 4 bits beside the exact ones, along one exact training run.
 
-Losses of two runs part by chance, so what 8-bit moments do to a step is hard to see in them. Here only exact AdamW
+Losses of two runs part by chance, so what coded moments do to a step is hard to see in them. Here only exact AdamW
 moves the weights. Every follower gets the same gradients and keeps moments of its own; its update u' is held against
 the exact update u of the same step:
 
@@ -96,7 +96,7 @@ def _product(a: Tensor, b: Tensor) -> float:
 
 
 def _makers() -> dict[str, Callable[..., torch.optim.Optimizer]]:
-    found: dict[str, Any] = {"AdamW8bit": AdamW8bit}
+    found: dict[str, Any] = {"AdamW8bit": AdamW8bit, "AdamW8bit, bits=4": partial(AdamW8bit, bits=4)}
     for package in ("bitsandbytes", "torchao"):
         if (theirs := installed(package, "optim")) is not None:
             found[f"{package} AdamW8bit"] = theirs.AdamW8bit

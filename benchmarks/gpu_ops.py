@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.registry import Table, dtype_name
 from laconic import BlockFormat, linear_cross_entropy, ops
-from laconic.ops.dynamic_map import STATE_BLOCK_SIZE, ZERO_CODE
+from laconic.ops.dynamic_map import STATE_BLOCK_SIZE, zero_code
 from laconic.ops.lossless import EXPONENT_DTYPES, Status
 
 __all__ = ["Timer", "bits_table", "head_table", "lossless_table", "same_bits", "speed_table"]
@@ -98,7 +98,7 @@ def _optimizer_cases(x: Tensor, device: str) -> Iterator[_Case]:
                 part
                 for signed in (True, False)
                 for part in (
-                    torch.full((n // STATE_BLOCK_SIZE, STATE_BLOCK_SIZE), ZERO_CODE[signed], dtype=torch.uint8).to(
+                    torch.full((n // STATE_BLOCK_SIZE, STATE_BLOCK_SIZE), zero_code(signed), dtype=torch.uint8).to(
                         device
                     ),
                     torch.zeros(n // STATE_BLOCK_SIZE, 1, device=device),

@@ -1,4 +1,4 @@
-"""One step of AdamW on the CPU: 8-bit moments beside torch's fused fp32 AdamW, bitsandbytes and torchao.
+"""One step of AdamW on the CPU: moments in 8 and 4 bits beside torch's fused fp32 AdamW, bitsandbytes and torchao.
 
 Every row updates the same number of fp32 weights, in matrices of 2048 columns. The limit is the memory: a copy that
 reads and writes as many bytes as AdamW8bit has to (16 per weight: weight twice, gradient once, codes twice). torch's
@@ -70,6 +70,7 @@ def _speed_table(options: Options) -> Table:
         "memcpy, 16 bytes per weight": partial(torch.empty_like(source).copy_, source),
         "torch AdamW, fused": _stepping(partial(torch.optim.AdamW, fused=True, **_OPTIONS), _matrix(n)),
         "**AdamW8bit**": _stepping(ours, _matrix(n)),
+        "**AdamW8bit, bits=4**": _stepping(partial(ours, bits=4), _matrix(n)),
         "AdamW8bit, gradient in 8 bits": _stepping(ours, _matrix(n), bits=8),
         "AdamW8bit, gradient in 12 bits": _stepping(ours, _matrix(n), bits=12),
         "AdamW8bit, bf16 weights and gradient": _stepping(ours, _matrix(n, torch.bfloat16)),
@@ -119,7 +120,11 @@ def _trajectory_table(options: Options) -> Table:
     rows = []
     torch.manual_seed(0)
     start = _matrix(n).detach()
-    makers: dict[str, Any] = {"AdamW8bit": partial(AdamW8bit, **_OPTIONS), **_peers()}
+    makers: dict[str, Any] = {
+        "AdamW8bit": partial(AdamW8bit, **_OPTIONS),
+        "AdamW8bit, bits=4": partial(AdamW8bit, bits=4, **_OPTIONS),
+        **_peers(),
+    }
     for kind in ("Gaussian", "heavy tails", "outliers"):
         exact, _ = _follow(partial(torch.optim.AdamW, **_OPTIONS), start, kind)
         moved = (exact - start).norm()

@@ -4,7 +4,8 @@
 
 trains one model per setting and seed with `laconic train` (byte-level text, the Python standard library) and writes
 NAME.md (means, differences from exact by seed) and NAME.png (loss curves). Comparisons: `formats` (how activations are
-kept), `attention` (how attention is kept), `parts` (activations, optimizer and gradients, alone and together). Runs
+kept), `attention` (how attention is kept), `parts` (activations, optimizer and gradients, alone and together),
+`optimizer` (bits of AdamW's moments). Runs
 that are complete under --runs are read and not repeated, others go on from their last checkpoint: an interrupted
 benchmark continues where it stopped.
 """
@@ -59,6 +60,11 @@ COMPARISONS: dict[str, dict[str, list[str]]] = {
         "A+O": [*_EXACT, *_A, "--activations.attention", "int8", *_O],
         "A+O+G": [*_EXACT, *_A, "--activations.attention", "int8", *_O, *_G, "8"],
     },
+    "optimizer": {
+        "exact": _EXACT,
+        "8 bits": [*_EXACT, *_O],
+        "4 bits": [*_EXACT, "--optimizer.kind", "adamw4bit"],
+    },
 }
 """What is compared with "exact", which comes first: by setting the flags of `laconic train`; all else is the same."""
 
@@ -76,6 +82,7 @@ class Size:
 
 
 SIZES = {
+    "brief": Size("0.9 million", (), 4, 150, eval_sequences=128, eval_every=150),
     "small": Size("0.9 million", (), 16, 600),
     "medium": Size(
         "10 million",

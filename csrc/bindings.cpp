@@ -143,8 +143,8 @@ double square_sum_blockwise(size_t isa, int64_t num_threads, int64_t length, uin
   return laconic::tree_sum(sums.data(), static_cast<int64_t>(sums.size()));
 }
 
-void adamw8bit(size_t isa, int64_t num_threads, int64_t rows, int64_t length, uintptr_t parameter,
-               int parameter_type, const std::array<uintptr_t, 6>& moments, uintptr_t gradient,
+void adamw8bit(size_t isa, int64_t num_threads, int64_t rows, int64_t length, int bits,
+               uintptr_t parameter, int parameter_type, const std::array<uintptr_t, 6>& moments, uintptr_t gradient,
                int gradient_type, const std::array<uintptr_t, 4>& quantized, uintptr_t factor,
                bool maximize, const std::array<float, 9>& scalars) {
   const laconic::AdamWKernels& kernels = *laconic::supported_isas().at(isa).adamw;
@@ -155,6 +155,7 @@ void adamw8bit(size_t isa, int64_t num_threads, int64_t rows, int64_t length, ui
   laconic::AdamW task{pointer<void>(parameter),
                       static_cast<FloatType>(parameter_type),
                       length,
+                      bits,
                       moment(0),
                       moment(3),
                       pointer<const void>(gradient),
@@ -168,7 +169,7 @@ void adamw8bit(size_t isa, int64_t num_threads, int64_t rows, int64_t length, ui
                       {}};
   static_assert(sizeof(task.scalars) == sizeof(scalars));
   std::memcpy(&task.scalars, scalars.data(), sizeof(scalars));
-  run(rows, length, laconic::kStateBlock, num_threads,
+  run(rows, length, laconic::state_block(bits), num_threads,
       [&](int64_t first, int64_t last) { kernels.update(task, first, last); });
 }
 

@@ -172,14 +172,14 @@ void gradients(const Isa& isa, const Codebook* int4) {
 }
 
 void optimizer(const Isa& isa, const DynamicMap* maps) {
-  const int64_t blocks = kRows * blocks_of(kLength, kStateBlock);
+  const int64_t blocks = kRows * blocks_of(kLength, state_block(8));
   for (const FloatType type : kTypes) {
     auto parameter = random_values(type, kRows * kLength), gradient = random_values(type, kRows * kLength);
     std::vector<uint8_t> first(kRows * kLength, 128), second(kRows * kLength, 0);
     std::vector<float> first_scales(blocks), second_scales(blocks);
     const AdamWScalars scalars{0.9f, 0.1f, 0.95f, 0.05f, 1.5f, 4.0f, 1e-8f, 0.999f, 1e-3f};
     for (int step = 0; step < 3; step++) {
-      const AdamW task{parameter.data(), type, kLength, {first.data(), first_scales.data(), &maps[0]},
+      const AdamW task{parameter.data(), type, kLength, 8, {first.data(), first_scales.data(), &maps[0]},
                        {second.data(), second_scales.data(), &maps[1]}, gradient.data(), type,
                        nullptr, nullptr, nullptr, nullptr, nullptr, step == 2, scalars};
       all(blocks, [&](int64_t a, int64_t b) { isa.adamw->update(task, a, b); });

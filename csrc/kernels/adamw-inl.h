@@ -1,9 +1,10 @@
 // One AdamW step, block by block: moments and gradient become fp32 on the stack, are updated there,
-// and the moments go back to 8 bits, so that each byte in memory moves once. Loops over plain
-// arrays are left to the compiler's vectorizer, lookups of levels too: gathers are no faster. Only
-// finding codes needs a vocabulary, which the including file provides as a class template:
+// and the moments go back to codes, so that each byte in memory moves once. Loops over plain arrays
+// are left to the compiler's vectorizer. Only codes and levels need a vocabulary, which the
+// including file provides as a class template of <bool kSigned, int kBits>, with a code per byte:
 //   kLanes                                             numbers handled at once
-//   Codes(map, kSigned)                                tables in registers
+//   Codes(map)                                         tables in registers
+//   load(const uint8_t* codes, float scale, float* x)  kLanes levels times scale
 //   store(const float* x, float inverse, uint8_t* out) codes of kLanes numbers x * inverse
 #pragma once
 
@@ -16,8 +17,8 @@ namespace laconic {
 namespace {
 
 constexpr int64_t kGradientBlock = 128;
-// How many blocks ahead of the one at hand memory is fetched.
-constexpr int64_t kPrefetchBlocks = 2;
+// How many elements ahead of those at hand memory is fetched.
+constexpr int64_t kPrefetchElements = 512;
 // 2^62: LARGEST_GRADIENT of src/laconic/ops/adamw_scalars.py.
 constexpr uint32_t kLargestGradientBits = 0x5E800000;
 
@@ -87,38 +88,77 @@ inline void load_gradient(const AdamW& a, int64_t first, int64_t n, float* out) 
 
 // --- moments ---
 
-inline void dequantize_moment(const Moment& moment, int64_t first, int64_t block, int64_t n,
-                              float* out) {
-  const float* levels = moment.map->levels;
-  const float scale = moment.scales[block];
-  const uint8_t* codes = moment.codes + first;
-  for (int64_t i = 0; i < n; ++i) out[i] = levels[codes[i]] * scale;
+// The code of zero.
+constexpr uint8_t zero_code(bool is_signed, int bits) {
+  return static_cast<uint8_t>(is_signed ? (1 << (bits - 1)) - 1 : 0);
 }
 
-template <class Codes>
+inline void unpack_pairs(const uint8_t* pairs, int64_t n, uint8_t* codes) {
+  for (int64_t j = 0; j < (n + 1) / 2; ++j) {
+    codes[2 * j] = pairs[j] & 15;
+    codes[2 * j + 1] = pairs[j] >> 4;
+  }
+}
+
+// The second half of the last byte is 0 where n is odd.
+inline void pack_pairs(uint8_t* codes, int64_t n, uint8_t* pairs) {
+  if (n % 2 == 1) codes[n] = 0;
+  for (int64_t j = 0; j < (n + 1) / 2; ++j)
+    pairs[j] = static_cast<uint8_t>(codes[2 * j] | codes[2 * j + 1] << 4);
+}
+
+// x, a whole block long, from the n codes that begin at byte `first`.
+template <int kBits, class Codes>
+inline void dequantize_moment(const Codes& codes_of, const Moment& moment, int64_t first,
+                              int64_t block, int64_t n, float* x) {
+  const float scale = moment.scales[block];
+  const uint8_t* codes = moment.codes + first;
+  alignas(64) uint8_t copy[state_block(kBits)] = {};
+  if constexpr (kBits == 4) {
+    unpack_pairs(codes, n, copy);
+    codes = copy;
+  } else if (n % Codes::kLanes != 0) {
+    std::memcpy(copy, codes, n);
+    codes = copy;
+  }
+  for (int64_t i = 0; i < n; i += Codes::kLanes) codes_of.load(codes + i, scale, x + i);
+}
+
+// Whether the scale has the sign of the largest magnitude: 16 levels have 1, and none near -1.
+constexpr bool has_signed_scale(bool is_signed, int bits) { return is_signed && bits == 4; }
+
+template <bool kSigned, int kBits, class Codes>
 inline void quantize_moment(const Codes& codes_of, const Moment& moment, int64_t first,
-                            int64_t block, int64_t n, float* x) {
+                            int64_t block, int64_t n, const float* x) {
+  constexpr uint8_t kZero = zero_code(kSigned, kBits);
   // The largest magnitude, as bits: NaN > infinity > every finite number.
   uint32_t largest = 0;
   for (int64_t i = 0; i < n; ++i) {
     const uint32_t magnitude = bits_of(x[i]) & 0x7FFFFFFF;
     largest = magnitude > largest ? magnitude : largest;
   }
-  uint8_t* codes = moment.codes + first;
+  alignas(64) uint8_t copy[state_block(kBits)];
+  const bool is_whole = kBits == 8 && n % Codes::kLanes == 0;
+  uint8_t* codes = is_whole ? moment.codes + first : copy;
   if (__builtin_expect(largest - kSmallestNormalBits >= kInfinityBits - kSmallestNormalBits, 0)) {
     const bool broken = largest >= kInfinityBits;
     moment.scales[block] = broken ? float_of(0x7FC00000) : 0.0f;
-    std::memset(codes, Codes::kZero, n);
-    return;
+    std::memset(codes, kZero, is_whole ? n : state_block(kBits));
+  } else {
+    float scale = float_of(largest);
+    if constexpr (has_signed_scale(kSigned, kBits)) {
+      bool is_positive = false;
+      for (int64_t i = 0; i < n; ++i) is_positive |= x[i] == scale;
+      scale = is_positive ? scale : -scale;
+    }
+    moment.scales[block] = scale;
+    const float inverse = 1.0f / scale;
+    for (int64_t i = 0; i < n; i += Codes::kLanes) codes_of.store(x + i, inverse, codes + i);
   }
-  moment.scales[block] = float_of(largest);
-  const float inverse = 1.0f / float_of(largest);
-  int64_t i = 0;
-  for (; i + Codes::kLanes <= n; i += Codes::kLanes) codes_of.store(x + i, inverse, codes + i);
-  if (i < n) {
-    uint8_t padded[Codes::kLanes];
-    codes_of.store(x + i, inverse, padded);  // x is a whole block long
-    std::memcpy(codes + i, padded, n - i);
+  if constexpr (kBits == 4) {
+    pack_pairs(copy, n, moment.codes + first);
+  } else if (!is_whole) {
+    std::memcpy(moment.codes + first, copy, n);
   }
 }
 
@@ -156,34 +196,37 @@ inline void prefetch(const void* start, int64_t offset, int64_t nbytes) {
 
 inline int64_t size_of(FloatType type) { return type == FloatType::kFloat32 ? 4 : 2; }
 
-inline void prefetch_block(const AdamW& a, int64_t at) {
+inline void prefetch_block(const AdamW& a, int64_t at, int64_t code_at, int64_t size) {
   const int64_t parameter_size = size_of(a.parameter_type),
                 gradient_size = size_of(a.gradient_type);
-  prefetch(a.parameter, at * parameter_size, kStateBlock * parameter_size);
-  prefetch(a.first.codes, at, kStateBlock);
-  prefetch(a.second.codes, at, kStateBlock);
+  prefetch(a.parameter, at * parameter_size, size * parameter_size);
+  prefetch(a.first.codes, code_at, size * a.bits / 8);
+  prefetch(a.second.codes, code_at, size * a.bits / 8);
   if (a.gradient_codes == nullptr) {
-    prefetch(a.gradient, at * gradient_size, kStateBlock * gradient_size);
+    prefetch(a.gradient, at * gradient_size, size * gradient_size);
   } else {
-    prefetch(a.gradient_codes, at, kStateBlock);
-    if (a.residual_codes != nullptr) prefetch(a.residual_codes, at / 2, kStateBlock / 2);
+    prefetch(a.gradient_codes, at, size);
+    if (a.residual_codes != nullptr) prefetch(a.residual_codes, at / 2, size / 2);
   }
 }
 
-template <template <bool> class CodesOf>
-void update(const AdamW& a, int64_t first, int64_t last) {
-  const CodesOf<true> signed_codes(*a.first.map);
-  const CodesOf<false> unsigned_codes(*a.second.map);
-  const int64_t blocks_per_row = blocks_of(a.length, kStateBlock);
-  alignas(64) float m[kStateBlock] = {}, v[kStateBlock] = {}, g[kStateBlock], change[kStateBlock];
+template <int kBits, template <bool, int> class CodesOf>
+void update_blocks(const AdamW& a, int64_t first, int64_t last) {
+  constexpr int64_t kBlock = state_block(kBits), kPerByte = 8 / kBits;
+  const CodesOf<true, kBits> signed_codes(*a.first.map);
+  const CodesOf<false, kBits> unsigned_codes(*a.second.map);
+  const int64_t blocks_per_row = blocks_of(a.length, kBlock);
+  alignas(64) float m[kBlock] = {}, v[kBlock] = {}, g[kBlock], change[kBlock];
   for (int64_t b = first; b < last; ++b) {
-    const int64_t column = b % blocks_per_row * kStateBlock;
-    const int64_t at = b / blocks_per_row * a.length + column;
-    const int64_t n = a.length - column < kStateBlock ? a.length - column : kStateBlock;
-    prefetch_block(a, at + kPrefetchBlocks * kStateBlock);
+    const int64_t row = b / blocks_per_row, column = b % blocks_per_row * kBlock;
+    const int64_t at = row * a.length + column;
+    const int64_t code_at = row * blocks_of(a.length, kPerByte) + column / kPerByte;
+    const int64_t n = a.length - column < kBlock ? a.length - column : kBlock;
+    constexpr int64_t kAhead = kPrefetchElements;
+    prefetch_block(a, at + kAhead, code_at + kAhead / kPerByte, kBlock);
     load_gradient(a, at, n, g);
-    dequantize_moment(a.first, at, b, n, m);
-    dequantize_moment(a.second, at, b, n, v);
+    dequantize_moment<kBits>(signed_codes, a.first, code_at, b, n, m);
+    dequantize_moment<kBits>(unsigned_codes, a.second, code_at, b, n, v);
     update_moments(a.scalars, g, n, m, v, change);
     if (a.parameter_type == FloatType::kFloat32) {
       update_parameter(a.scalars, change, n, static_cast<float*>(a.parameter) + at);
@@ -192,13 +235,18 @@ void update(const AdamW& a, int64_t first, int64_t last) {
     } else {
       update_parameter(a.scalars, change, n, static_cast<Float16*>(a.parameter) + at);
     }
-    quantize_moment(signed_codes, a.first, at, b, n, m);
-    quantize_moment(unsigned_codes, a.second, at, b, n, v);
+    quantize_moment<true, kBits>(signed_codes, a.first, code_at, b, n, m);
+    quantize_moment<false, kBits>(unsigned_codes, a.second, code_at, b, n, v);
   }
 }
 
+template <template <bool, int> class CodesOf>
+void update(const AdamW& a, int64_t first, int64_t last) {
+  a.bits == 8 ? update_blocks<8, CodesOf>(a, first, last) : update_blocks<4, CodesOf>(a, first, last);
+}
+
 // The kernels of one instruction set.
-template <template <bool> class CodesOf>
+template <template <bool, int> class CodesOf>
 constexpr AdamWKernels kAdamWKernels = {update<CodesOf>};
 
 }  // namespace

@@ -1,4 +1,4 @@
-// AdamW with 8-bit moments on raw pointers. src/laconic/ops/reference/adamw.py is the
+// AdamW with moments in 8 or 4 bits on raw pointers. src/laconic/ops/reference/adamw.py is the
 // specification.
 #pragma once
 
@@ -8,11 +8,12 @@
 
 namespace laconic {
 
-constexpr int64_t kStateBlock = 256;
+// Elements that share a scale.
+constexpr int64_t state_block(int bits) { return bits == 8 ? 256 : 128; }
 
 // The tables of one map, as src/laconic/ops/dynamic_map.py documents them.
 struct DynamicMap {
-  float levels[256];  // by code
+  float levels[256];  // by code; 16 of them in 4 bits
   float borders[8];   // by decade from the second on
   float slopes[8];    // by decade, as the next two
   float offsets[8];
@@ -32,7 +33,8 @@ struct AdamWScalars {
   float step_size;
 };
 
-// Codes and scales of one moment: rows cut into blocks.
+// Codes and scales of one moment: rows cut into blocks. In 4 bits a byte has two codes, and every
+// row begins at a byte.
 struct Moment {
   uint8_t* codes;
   float* scales;
@@ -43,6 +45,7 @@ struct AdamW {
   void* parameter;  // rows of `length`, contiguous
   FloatType parameter_type;
   int64_t length;
+  int bits;  // of a code of a moment
   Moment first, second;
   const void* gradient;  // dense
   FloatType gradient_type;
@@ -63,5 +66,6 @@ struct AdamWKernels {
 extern const AdamWKernels kAdamWPortable;
 extern const AdamWKernels kAdamWAvx2;
 extern const AdamWKernels kAdamWAvx512;
+extern const AdamWKernels kAdamWAvx512Vbmi;
 
 }  // namespace laconic

@@ -5,18 +5,33 @@
 namespace laconic {
 namespace {
 
-template <bool kSigned>
+template <bool kSigned, int kBits>
 class Avx2Codes {
  public:
   static constexpr int kLanes = 8;
-  static constexpr uint8_t kZero = kSigned ? 127 : 0;
   explicit Avx2Codes(const DynamicMap& map)
-      : slopes_(_mm256_loadu_ps(map.slopes)),
+      : map_(map),
+        low_levels_(_mm256_loadu_ps(map.levels)),
+        high_levels_(_mm256_loadu_ps(map.levels + 8)),
+        slopes_(_mm256_loadu_ps(map.slopes)),
         offsets_(_mm256_loadu_ps(map.offsets)),
         last_(_mm256_cvtps_epi32(_mm256_loadu_ps(map.last))),
         zero_border_(_mm256_set1_ps(map.zero_border)),
         top_(_mm256_set1_ps(map.top)) {
     for (int d = 0; d < 6; ++d) borders_[d] = _mm256_set1_ps(map.borders[d]);
+  }
+
+  void load(const uint8_t* codes, float scale, float* x) const {
+    if constexpr (kBits == 4) {
+      const __m256i code =
+          _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+      const __m256 low = _mm256_permutevar8x32_ps(low_levels_, code),
+                   high = _mm256_permutevar8x32_ps(high_levels_, code);
+      const __m256 is_high = _mm256_castsi256_ps(_mm256_slli_epi32(code, 28));
+      _mm256_storeu_ps(x, _mm256_mul_ps(_mm256_blendv_ps(low, high, is_high), _mm256_set1_ps(scale)));
+    } else {
+      for (int i = 0; i < kLanes; ++i) x[i] = map_.levels[codes[i]] * scale;
+    }
   }
 
   void store(const float* x, float inverse, uint8_t* out) const {
@@ -35,11 +50,11 @@ class Avx2Codes {
     number = _mm256_and_si256(number, greater(magnitude, zero_border_));
     if (kSigned) {
       const __m256i negative = _mm256_srai_epi32(_mm256_castps_si256(n), 31);
-      // Level 128, the one of 1, has no negative: at most 128 above zero and 127 below.
-      const __m256i most = _mm256_add_epi32(_mm256_set1_epi32(128), negative);
+      // The level of 1 has no negative: there is one level more above zero than below.
+      const __m256i most = _mm256_add_epi32(_mm256_set1_epi32(zero_code(true, kBits) + 1), negative);
       number = _mm256_min_epi32(number, most);
       number = _mm256_sub_epi32(_mm256_xor_si256(number, negative), negative);
-      number = _mm256_add_epi32(number, _mm256_set1_epi32(127));
+      number = _mm256_add_epi32(number, _mm256_set1_epi32(zero_code(true, kBits)));
     }
     const __m128i words =
         _mm_packus_epi32(_mm256_castsi256_si128(number), _mm256_extracti128_si256(number, 1));
@@ -50,6 +65,8 @@ class Avx2Codes {
   static __m256i greater(__m256 a, __m256 b) {
     return _mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_GT_OQ));
   }
+  const DynamicMap& map_;
+  __m256 low_levels_, high_levels_;
   __m256 borders_[6], slopes_, offsets_;
   __m256i last_;
   __m256 zero_border_, top_;

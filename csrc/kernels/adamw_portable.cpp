@@ -5,14 +5,13 @@ namespace {
 
 // Loops without branches and lookups, which compilers turn into vectors. Magnitudes are not
 // negative, so that they compare like their bits.
-template <bool kSigned>
+template <bool kSigned, int kBits>
 class PortableCodes {
  public:
   static constexpr int kLanes = 32;
-  static constexpr uint8_t kZero = kSigned ? 127 : 0;
 
   explicit PortableCodes(const DynamicMap& map)
-      : zero_border_(signed_bits(map.zero_border)), top_(signed_bits(map.top)) {
+      : map_(map), zero_border_(signed_bits(map.zero_border)), top_(signed_bits(map.top)) {
     for (int d = 0; d < 7; ++d) {
       border_[d] = signed_bits(map.borders[d]);
       slope_[d] = signed_bits(map.slopes[d]);
@@ -24,6 +23,10 @@ class PortableCodes {
       offset_[d] -= offset_[d - 1];
       last_[d] -= last_[d - 1];
     }
+  }
+
+  void load(const uint8_t* codes, float scale, float* x) const {
+    for (int i = 0; i < kLanes; ++i) x[i] = map_.levels[codes[i]] * scale;
   }
 
   void store(const float* x, float inverse, uint8_t* out) const {
@@ -46,8 +49,9 @@ class PortableCodes {
       }
     }
 
-    // 2. Numbers of levels, and their codes. Level 128 of the signed map, the one of 1, has no
-    // negative.
+    // 2. Numbers of levels, and their codes. The level of 1 has no negative: there is one level
+    // more above zero than below.
+    constexpr int32_t kZero = zero_code(kSigned, kBits);
     int32_t code[kLanes];
     for (int i = 0; i < kLanes; ++i) {
       const float line = float_of(magnitude[i]) * float_of(slope[i]) + float_of(offset[i]);
@@ -55,7 +59,7 @@ class PortableCodes {
       int32_t number = last[i] + (over & (over >> 31)) + (magnitude[i] > top_);
       number &= -static_cast<int32_t>(magnitude[i] > zero_border_);
       if constexpr (kSigned) {
-        const int32_t negative = signed_bits(x[i]) >> 31, most = 128 + negative;
+        const int32_t negative = signed_bits(x[i] * inverse) >> 31, most = kZero + 1 + negative;
         const int32_t beyond = number - most;
         number = most + (beyond & (beyond >> 31));
         number = (number ^ negative) - negative;
@@ -68,6 +72,7 @@ class PortableCodes {
  private:
   static int32_t signed_bits(float value) { return static_cast<int32_t>(bits_of(value)); }
 
+  const DynamicMap& map_;
   // By decade, what its line has more than the one before, of bits where they are fp32 numbers.
   int32_t border_[7], slope_[7], offset_[7], last_[7];
   int32_t zero_border_, top_;

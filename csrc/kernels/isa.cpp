@@ -23,7 +23,7 @@ const std::vector<Isa>& supported_isas() {
                        __builtin_cpu_supports("avx512vpopcntdq");
     if (avx512) {
       found.push_back({"avx512", &kBlockwiseAvx512, &kAccumulateAvx512, &kReduceAvx512,
-                       &kAdamWAvx512, vbmi2 ? &kLosslessAvx512 : &kLosslessAvx2, &kRowsAvx512,
+                       vbmi2 ? &kAdamWAvx512Vbmi : &kAdamWAvx512, vbmi2 ? &kLosslessAvx512 : &kLosslessAvx2, &kRowsAvx512,
                        &kGatedAvx512, &kBitsAvx512});
     }
 #endif

@@ -102,9 +102,15 @@ GradientBits = Literal[8, 12, 32]
 GRADIENT_BITS: tuple[int, ...] = get_args(GradientBits)
 """In which gradients are held; 32 leaves them as they are."""
 
-Optimizer = Literal["adamw8bit"]
+Optimizer = Literal["adamw8bit", "adamw4bit"]
 OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 """Those that take the place of the host's."""
+
+MOMENT_BITS: dict[str, int] = {"adamw8bit": 8, "adamw4bit": 4}
+"""Bits of their moments."""
+
+MOMENT_BLOCK_SIZES: dict[int, int] = {8: 256, 4: 128}
+"""By the bits of a moment, how many elements share one scale."""
 
 _ONLY_IN_TRAIN = {
     "auto": "auto is for laconic train, whose configuration says how many logits there will be",

@@ -47,9 +47,10 @@ def prepared(kind: str, dtype: torch.dtype, **options: object) -> tuple[laconic.
     ("kind", "options", "dtype"), grid(list(GRADIENTS), OPTIONS, [torch.float32, torch.bfloat16], strength=1)
 )
 def test_right_updates_are_not_refused(kind: str, options: dict[str, object], dtype: torch.dtype) -> None:
-    optimizer, gradients = prepared(kind, dtype, **options)
-    assert check_updates(optimizer, gradients, {}) == 5
-    assert not optimizer.state
+    for bits in (8, 4):
+        optimizer, gradients = prepared(kind, dtype, **options, bits=bits)
+        assert check_updates(optimizer, gradients, {}) == 5
+        assert not optimizer.state
 
 
 @pytest.mark.parametrize("moment", [1, 3])

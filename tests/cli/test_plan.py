@@ -118,7 +118,7 @@ def test_policies_are_kept_whether_they_fit_or_not(
         (["--memory", "lots"], r"memory is 'lots', but it must be a size such as 24GB"),
         (["--memory", "9GB", "--reserve", "1"], r"reserve is 1.0"),
         (["--policy", "budget"], r"no budget was given; add --memory"),
-        (["--optimizer", "sgd"], r"optimizer is 'sgd', but it must be one of adamw, adamw8bit"),
+        (["--optimizer", "sgd"], r"optimizer is 'sgd', but it must be one of adamw, adamw8bit, adamw4bit"),
         (["--stages", "64"], r"the model has 32 layers, but 64 chunks"),
         (["--stages", "4", "--virtual-stages", "2", "--micro-batches", "9"], r"num_micro_batches is 9"),
         (["--policy", "uniform4", "--attention", "fp3"], r"code is 'fp3'"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laconic.ops import quantize_blockwise
-from laconic.ops.dynamic_map import ZERO_CODE
+from laconic.ops.dynamic_map import BLOCK_SIZES, zero_code
 from tests.ops.cases import same_bits
 
 OPTIONS: dict[str, Any] = {
@@ -21,6 +21,7 @@ OPTIONS: dict[str, Any] = {
     "weight_decay": 0.1,
     "step": 1,
     "maximize": False,
+    "bits": 8,
 }
 
 
@@ -54,15 +55,15 @@ class Case:
         return {field.name: getattr(self, field.name).cpu() for field in fields(self)[:5]}
 
 
-def new_case(shape: tuple[int, int], dtype: torch.dtype, gradient: Tensor) -> Case:
-    """A parameter with moments of zero and a dense gradient."""
+def new_case(shape: tuple[int, int], dtype: torch.dtype, gradient: Tensor, bits: int = 8) -> Case:
+    """A parameter with moments of zero in so many bits and a dense gradient."""
     rows, length = shape
-    blocks = -(-length // 256)
+    blocks, codes = -(-length // BLOCK_SIZES[bits]), (rows, -(-length * bits // 8))
     return Case(
         torch.randn(shape).to(dtype),
-        torch.full(shape, ZERO_CODE[True], dtype=torch.uint8),
+        torch.full(codes, zero_code(True, bits) * (17 if bits == 4 else 1), dtype=torch.uint8),
         torch.zeros(rows, blocks),
-        torch.full(shape, ZERO_CODE[False], dtype=torch.uint8),
+        torch.full(codes, zero_code(False, bits), dtype=torch.uint8),
         torch.zeros(rows, blocks),
         gradient,
     )
@@ -126,11 +127,11 @@ def follow(op: Any, case: Case, num_steps: int, **options: Any) -> list[dict[str
     return found
 
 
-def batch(dtype: torch.dtype, gradient_dtype: torch.dtype, bits: int | None = None) -> list[Case]:
+def batch(dtype: torch.dtype, gradient_dtype: torch.dtype, bits: int | None = None, moment_bits: int = 8) -> list[Case]:
     """A case for each of many sizes; gradients of a dtype, or in 8 or 12 bits."""
     cases = []
     for _, gradient in awkward_gradients():
-        case = new_case((gradient.shape[0], gradient.shape[1]), dtype, gradient.to(gradient_dtype))
+        case = new_case((gradient.shape[0], gradient.shape[1]), dtype, gradient.to(gradient_dtype), moment_bits)
         cases.append(case if bits is None else quantized(case, bits))
     return cases
 

@@ -1,4 +1,4 @@
-"""AdamW with 8-bit moments: every kernel's bits, of one parameter and of many, and what does not fit is refused."""
+"""AdamW with moments in 8 and 4 bits: the bits of every kernel, of one parameter and of many; refusals."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ def assert_same(kernels: Kernels, case: Case, where: object, num_steps: int = 3,
 
 
 @each_kernel
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_all_bits_are_the_references(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_all_bits_are_the_references(kernels: Kernels, dtype: torch.dtype, bits: int) -> None:
     for name, gradient in few(list(awkward_gradients()), 3, DTYPES.index(dtype)):
-        assert_same(kernels, new_case(tuple(gradient.shape), dtype, gradient.to(dtype)), name)
+        assert_same(kernels, new_case(tuple(gradient.shape), dtype, gradient.to(dtype), bits), name, bits=bits)
 
 
 @each_kernel
@@ -59,15 +60,17 @@ def test_quantized_gradients_give_the_references_bits(kernels: Kernels, bits: in
 
 
 @each_kernel
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("signed", [True, False])
-def test_every_code_is_found_as_the_reference_finds_it(kernels: Kernels, signed: bool) -> None:
+def test_every_code_is_found_as_the_reference_finds_it(kernels: Kernels, signed: bool, bits: int) -> None:
     # With beta 0 a moment is the gradient or its square; numbers around every decision of the map, 10 or 8 bits each.
     step = 1 << (15 if INTERPRETED else 13)
     n = torch.arange(100 << 23, (127 << 23) + 1, step, dtype=torch.int32).view(torch.float32)
     n = torch.cat((n, -n)) if signed else n.sqrt()
     blocks = torch.nn.functional.pad(n, (0, -len(n) % 255)).view(-1, 255)
     gradient = torch.cat((torch.ones(len(blocks), 1), blocks), dim=1)
-    assert_same(kernels, new_case(tuple(gradient.shape), torch.float32, gradient), signed, 1, beta1=0.0, beta2=0.0)
+    case = new_case(tuple(gradient.shape), torch.float32, gradient, bits)
+    assert_same(kernels, case, signed, 1, beta1=0.0, beta2=0.0, bits=bits)
 
 
 @each_native
@@ -171,13 +174,15 @@ MIXED += [(dtype, torch.float32, bits) for dtype in DTYPES for bits in (8, 12)]
     ("dtype", "gradient_dtype", "bits"),
     [mixed if mixed[0] == torch.bfloat16 and mixed[2] == 12 else slow_in_interpreter(*mixed) for mixed in MIXED],
 )
+@pytest.mark.parametrize("moment_bits", [8, slow_in_interpreter(4)])
 def test_many_parameters_get_the_bits_of_one_call_each(
-    ops: Kernels, dtype: torch.dtype, gradient_dtype: torch.dtype, bits: int | None
+    ops: Kernels, dtype: torch.dtype, gradient_dtype: torch.dtype, bits: int | None, moment_bits: int
 ) -> None:
-    cases = batch(dtype, gradient_dtype, bits)
+    cases = batch(dtype, gradient_dtype, bits, moment_bits)
     if bits is not None:
         cases = [replace(case, gradient_factor=torch.tensor(0.3)) for case in cases]
-    assert_as_one_by_one(REFERENCE, ops.adamw8bit_multi_, cases, num_steps=2, weight_decay=0.0, beta1=0.8)
+    options = {"weight_decay": 0.0, "beta1": 0.8, "bits": moment_bits}
+    assert_as_one_by_one(REFERENCE, ops.adamw8bit_multi_, cases, num_steps=2, **options)
 
 
 def test_hundreds_of_parameters_and_none_at_all() -> None:
@@ -206,7 +211,7 @@ def test_one_number_of_the_step_wrong_is_seen() -> None:
     """The comparison of this file fails when it should."""
 
     def wrong(*arguments: Any) -> None:
-        reference.adamw8bit_multi_(*arguments[:15], arguments[15] + 1, arguments[16])
+        reference.adamw8bit_multi_(*arguments[:15], arguments[15] + 1, *arguments[16:])
 
     with pytest.raises(AssertionError):
         assert_as_one_by_one(REFERENCE, wrong, batch(torch.float32, torch.float32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -15,13 +16,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from laconic.cost.memory.persistent import tensor_nbytes
 from laconic.errors import ConfigError, FormatError
 from laconic.formats import QuantizedGradient, quantized_gradient, set_quantized_gradient
 from laconic.formats.gradient import GRADIENT_FORMAT, RESIDUAL_FORMAT
 from laconic.gradients import compress_gradients
 from laconic.ops import adamw8bit_
 from laconic.ops.adamw_scalars import largest_step
-from laconic.optim import AdamW8bit
+from laconic.optim import AdamW4bit, AdamW8bit
 from tests.grid import grid
 
 
@@ -130,6 +132,45 @@ def test_states_take_two_bytes_per_weight() -> None:
     assert optimizer.state_nbytes == 2 * (256 * 512 + 256 * 2 * 4) + 2 * 256 * 4
 
 
+def test_states_of_4_bits_take_a_byte_per_weight() -> None:
+    p = parameter(256, 513)
+    optimizer = AdamW4bit([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert {key: (value.dtype, tuple(value.shape)) for key, value in optimizer.state[p].items()} == {
+        "step": (torch.float32, ()),
+        "exp_avg_codes": (torch.uint8, (256, 257)),
+        "exp_avg_scales": (torch.float32, (256, 5)),
+        "exp_avg_sq_codes": (torch.uint8, (256, 257)),
+        "exp_avg_sq_scales": (torch.float32, (256, 5)),
+    }
+    assert optimizer.state_nbytes == 2 * 256 * (257 + 5 * 4) == tensor_nbytes(256, 513, 4, "adamw4bit")["optimizer"]
+
+
+def test_moments_of_4_bits_follow_exact_adamw_within_a_third_of_a_step() -> None:
+    ours, exact = parameter(64, 512), parameter(64, 512)
+    mine, theirs = AdamW8bit([ours], betas=(0.9, 0.95), bits=4), torch.optim.AdamW([exact], betas=(0.9, 0.95))
+    for step in range(20):
+        gradient = torch.randn(64, 512, generator=torch.Generator().manual_seed(step))
+        before = ours.detach().clone(), exact.detach().clone()
+        ours.grad, exact.grad = gradient, gradient.clone()
+        mine.step()
+        theirs.step()
+    change, expected = ours.detach() - before[0], exact.detach() - before[1]
+    assert (change - expected).norm() < 0.5 * expected.norm()
+    assert (change * expected).sum() / expected.square().sum() == pytest.approx(0.95, abs=0.1)
+
+
+def test_bits_stay_those_of_the_optimizer() -> None:
+    p, optimizer = stepped(bits=4)
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert twin.bits == 4
+    assert not {"bits"} & {*optimizer.state_dict()["param_groups"][0]}  # files are those of before
+    assert AdamW4bit([parameter(3)]).bits == 4
+    with pytest.raises(ConfigError, match="bits is 4 in a parameter group, but it is the same for all groups"):
+        AdamW8bit([{"params": [p], "bits": 4}])
+
+
 @pytest.mark.parametrize(
     ("shape", "eight"),
     [
@@ -222,6 +263,7 @@ KINDS: list[Callable[[Tensor, torch.Generator], Tensor]] = [outlier, fading, spa
     eps=st.sampled_from([1e-8, 0.0, 1e-15]),
     weight_decay=st.sampled_from([0.0, 0.1]),
     seed=st.integers(0, 1 << 30),
+    bits=st.sampled_from([8, 4]),
 )
 def test_no_step_is_larger_than_adams_largest(
     kinds: list[Callable[[Tensor, torch.Generator], Tensor]],
@@ -229,11 +271,12 @@ def test_no_step_is_larger_than_adams_largest(
     eps: float,
     weight_decay: float,
     seed: int,
+    bits: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     p = nn.Parameter(torch.randn(4, 300, generator=generator))
     lr = 1e-2
-    optimizer = AdamW8bit([p], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, min_8bit_numel=0)
+    optimizer = AdamW8bit([p], lr, betas, eps, weight_decay, min_8bit_numel=0, bits=bits)
     for step, kind in enumerate(kinds, start=1):
         before = p.detach().double()
         p.grad = kind(torch.randn(4, 300, generator=generator), generator)
@@ -253,14 +296,24 @@ def test_no_step_is_larger_than_adams_largest(
     betas=st.tuples(st.floats(0, 0.999), st.floats(0.001, 0.9999)),
     exponents=st.tuples(st.integers(-40, 15), st.integers(-40, 15)),
     seed=st.integers(0, 1 << 30),
+    bits=st.sampled_from([8, 4]),
 )
 def test_moments_of_any_bytes_keep_to_the_bound(
-    step: int, betas: tuple[float, float], exponents: tuple[int, int], seed: int
+    step: int, betas: tuple[float, float], exponents: tuple[int, int], seed: int, bits: int
 ) -> None:
     # Moments that no training leaves: random codes, and scales that have nothing to do with each other.
     generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 256, (2, 3, 300), generator=generator, dtype=torch.uint8)
-    scales = torch.tensor(exponents).view(2, 1, 1).double().mul(3.32).exp2().float().expand(2, 3, 2).contiguous()
+    codes = torch.randint(0, 256, (2, 3, 300 * bits // 8), generator=generator, dtype=torch.uint8)
+    scales = (
+        torch.tensor(exponents)
+        .view(2, 1, 1)
+        .double()
+        .mul(3.32)
+        .exp2()
+        .float()
+        .expand(2, 3, {8: 2, 4: 3}[bits])
+        .contiguous()
+    )
     p, gradient = torch.randn(2, 3, 300, generator=generator)
     gradient *= torch.exp2(20 * torch.randn(3, 300, generator=generator))
     before = p.double()
@@ -277,6 +330,7 @@ def test_moments_of_any_bytes_keep_to_the_bound(
         eps=1e-8,
         weight_decay=0.0,
         step=step,
+        bits=bits,
     )
     bound = min(1e-2 * largest_step(*betas, step) * (1 + 2.0**-15), 3e38)
     assert ((p.double() - before).abs() <= bound + 2.0**-23 * (before.abs() + bound)).all()
@@ -665,20 +719,23 @@ def test_groups_and_schedules_work_as_in_torch() -> None:
 # --- states ---
 
 
-def stepped(shape: tuple[int, ...] = (64, 256), dtype: torch.dtype = torch.float32) -> tuple[nn.Parameter, AdamW8bit]:
+def stepped(
+    shape: tuple[int, ...] = (64, 256), dtype: torch.dtype = torch.float32, bits: int = 8
+) -> tuple[nn.Parameter, AdamW8bit]:
     p = parameter(*shape, dtype=dtype)
-    optimizer = AdamW8bit([p])
+    optimizer = AdamW8bit([p], bits=bits)
     p.grad = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     optimizer.step()
     return p, optimizer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(64, 256), (5, 7)])
-def test_state_dict_comes_back_bit_for_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    p, optimizer = stepped(shape, dtype)
+@pytest.mark.parametrize("shape", [(64, 256), (5, 7), (33, 131)])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_state_dict_comes_back_bit_for_bit(shape: tuple[int, ...], dtype: torch.dtype, bits: int) -> None:
+    p, optimizer = stepped(shape, dtype, bits)
     q = nn.Parameter(p.detach().clone())
-    other = AdamW8bit([q], lr=7.0)
+    other = AdamW8bit([q], lr=7.0, bits=bits)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert same_state(other.state[q], optimizer.state[p])
     for parameter_, optimizer_ in ((p, optimizer), (q, other)):
@@ -778,6 +835,9 @@ def test_other_gradients_that_cannot_be_read_are_refused() -> None:
         ({"eps": -1e-8}, "eps is -1e-08, but it must be finite and at least 0"),
         ({"weight_decay": float("nan")}, "weight_decay is nan, but it must be finite and at least 0"),
         ({"min_8bit_numel": -1}, "min_8bit_numel is -1, but"),
+        ({"bits": 5}, "bits is 5, but it must be 8 or 4"),
+        ({"bits": 8.0}, "bits is 8.0, but it must be 8 or 4"),
+        ({"bits": "4"}, "bits is '4', but it must be 8 or 4"),
     ],
 )
 def test_hyperparameters_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:

@@ -50,11 +50,11 @@ def train(ps: list[nn.Parameter], optimizer: torch.optim.Optimizer, steps: int, 
         optimizer.step()
 
 
-def moment_of(state: dict[str, Any], moment: str) -> Tensor:
+def moment_of(state: dict[str, Any], moment: str, shape: torch.Size | None = None) -> Tensor:
     if moment in state:
         value: Tensor = state[moment]
         return value
-    return dequantize_moment(state[f"{moment}_codes"], state[f"{moment}_scales"], signed=MOMENTS[moment])
+    return dequantize_moment(state[f"{moment}_codes"], state[f"{moment}_scales"], signed=MOMENTS[moment], shape=shape)
 
 
 def theirs(state: dict[str, Any], moment: str) -> Tensor:
@@ -236,6 +236,63 @@ def test_states_go_to_torch_and_come_back_bit_for_bit() -> None:
             expected = moved
     for found, step in zip(moved, expected, strict=True):
         assert (found - step).norm() < 0.01 * step.norm()  # AdamW8bit limits first moments that rounding made too large
+
+
+@pytest.mark.parametrize(("old", "new"), [(8, 4), (4, 8)])
+def test_states_of_other_bits_are_rounded_once(old: int, new: int) -> None:
+    ps = parameters()
+    source, target = AdamW8bit(ps, lr=0.01, bits=old), AdamW8bit(qs := parameters(), lr=1.0, bits=new)
+    train(ps, source, 3)
+    target.load_state_dict(copy.deepcopy(source.state_dict()))
+    assert (target.bits, target.param_groups[0]["lr"]) == (new, 0.01)
+    through_exact = AdamW8bit(rs := parameters(), bits=new)
+    from_adamw_state(through_exact, to_adamw_state(source))
+    for p, q, r in zip(ps, qs, rs, strict=True):
+        assert target.state[q]["step"].item() == 3
+        assert all(torch.equal(value, through_exact.state[r][key]) for key, value in target.state[q].items())
+        for moment in MOMENTS:
+            before, after = (moment_of(o.state[of], moment, p.shape) for o, of in ((source, p), (target, q)))
+            assert (before - after).norm() <= (0.02 if new == 8 else 0.25) * before.norm()
+            assert (p.dim() == 1) == torch.equal(before, after)
+    train(qs, target, 1)
+
+
+def test_states_of_4_bits_go_to_torch_and_come_back_bit_for_bit() -> None:
+    ps = parameters()
+    source = AdamW8bit(ps, lr=0.01, bits=4)
+    train(ps, source, 3)
+    exact = torch.optim.AdamW(parameters())
+    exact.load_state_dict(to_adamw_state(source))
+    back = AdamW8bit(rs := parameters(), bits=4)
+    back.load_state_dict(exact.state_dict())
+    for p, r in zip(ps, rs, strict=True):
+        assert source.state[p].keys() == back.state[r].keys()
+        assert all(torch.equal(value, back.state[r][key]) for key, value in source.state[p].items())
+
+
+def test_states_of_4_bits_become_those_of_bitsandbytes_in_8() -> None:
+    ps = parameters()
+    source = AdamW8bit(ps, lr=0.01, bits=4)
+    train(ps, source, 3)
+    state = to_bitsandbytes_state(source)
+    back = AdamW8bit(rs := parameters(), bits=4)
+    from_bitsandbytes_state(back, state)
+    for p, r in zip(ps, rs, strict=True):
+        for moment in MOMENTS:
+            before, after = (moment_of(o.state[of], moment, p.shape) for o, of in ((source, p), (back, r)))
+            assert (before - after).norm() <= 0.03 * before.norm()
+
+
+@pytest.mark.parametrize("other", [8, 4])
+def test_states_of_other_bits_that_do_not_fit_are_refused(other: int) -> None:
+    source = AdamW8bit(ps := parameters(), bits=other)
+    train(ps, source, 1)
+    target = AdamW8bit(parameters(), bits=12 - other)
+    bad = source.state_dict()
+    bad["state"][1] = bad["state"][1] | {"exp_avg_scales": torch.zeros(3, 3)}
+    with pytest.raises(FormatError, match=r"exp_avg_scales of parameter 1 .* \(3, 3\), but it must be"):
+        target.load_state_dict(bad)
+    assert not target.state
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "Adam", "bitsandbytes", "fp32"])

@@ -1,8 +1,8 @@
 """The first updates of an AdamW8bit against those of AdamW in double precision, on copies of parts of its parameters.
 
 A step of the optimizer itself would write weights and moments. So its own code runs two steps, with its groups'
-hyperparameters, on copies of up to `_MAX_ROWS` rows of each parameter, and both are held to rounding. Moments in 8
-bits begin exact, at zero. What the first step leaves of them has to be the exact ones to the nearest code of their
+hyperparameters, on copies of up to `_MAX_ROWS` rows of each parameter, and both are held to rounding. Moments in
+codes begin exact, at zero. What the first step leaves of them has to be the exact ones to the nearest code of their
 blocks; the second step is compared with that of exact AdamW from there, as an update is no smooth function of its
 moments: where a second moment was coded as almost nothing, a change is off by any share of itself. A wrong bias
 correction, rate, decay or block is off by more than rounding.
@@ -24,9 +24,9 @@ from torch.optim import optimizer as torch_optimizer
 from laconic.errors import AuditError
 from laconic.formats.shards import local_part
 from laconic.ops.adamw_scalars import adamw_scalars
-from laconic.ops.dynamic_map import STATE_BLOCK_SIZE, dynamic_map
+from laconic.ops.dynamic_map import BLOCK_SIZES, dynamic_map, has_signed_scale
 from laconic.optim import AdamW8bit
-from laconic.optim.moments import MOMENTS, dequantize_moment, is_8bit, rows_of
+from laconic.optim.moments import MOMENTS, dequantize_moment, is_coded, rows_of, state_bits
 
 __all__ = ["check_updates"]
 
@@ -107,15 +107,16 @@ class _Exact:
         Raises:
             AuditError: they are not the exact ones to the nearest code.
         """
-        if not is_8bit(state):
+        if not is_coded(state):
             return
         self._is_coded = True
+        shape, bits = self._m.shape, state_bits(state, self._m)
         stored = [
-            dequantize_moment(state[f"{moment}_codes"], state[f"{moment}_scales"], signed=signed).double()
+            dequantize_moment(state[f"{moment}_codes"], state[f"{moment}_scales"], signed=signed, shape=shape).double()
             for moment, signed in MOMENTS.items()
         ]
         for found, exact, (moment, signed) in zip(stored, (self._m, self._v), MOMENTS.items(), strict=True):
-            if not bool(((found - exact).abs() <= _code_bound(exact, signed)).all()):
+            if not bool(((found - exact).abs() <= _code_bound(exact, signed, bits)).all()):
                 raise AuditError(
                     f"{moment} of {name} in the state of AdamW8bit is not the exact one to the nearest code of its "
                     "blocks; likely causes: codes or scales of another block or parameter, a moment not written"
@@ -123,18 +124,21 @@ class _Exact:
         self._m, self._v = stored
 
 
-def _code_bound(moment: Tensor, signed: bool) -> Tensor:
+def _code_bound(moment: Tensor, signed: bool, bits: int) -> Tensor:
     """How far the nearest code may be from each value of an exact moment, of its shape.
 
     Half of the gap between the levels around it, in scales of its block; values of no sign below the smallest level
     become that, and -1 the level next to it.
     """
     values = moment.reshape(rows_of(moment.shape))
-    padding = -values.shape[1] % STATE_BLOCK_SIZE
-    blocks = F.pad(values, (0, padding)).unflatten(1, (-1, STATE_BLOCK_SIZE))
+    block_size = BLOCK_SIZES[bits]
+    padding = -values.shape[1] % block_size
+    blocks = F.pad(values, (0, padding)).unflatten(1, (-1, block_size))
     scales = blocks.abs().amax(-1, keepdim=True)
     n = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)
-    levels = torch.tensor(dynamic_map(signed).levels, dtype=torch.float64, device=moment.device)
+    if has_signed_scale(signed, bits):
+        n = torch.where(blocks.amax(-1, keepdim=True) == scales, n, -n)
+    levels = torch.tensor(dynamic_map(signed, bits).levels, dtype=torch.float64, device=moment.device)
     above = torch.bucketize(n, levels).clamp(max=len(levels) - 1)
     low, high = levels[(above - 1).clamp(min=0)], levels[above]
     gap = (high - low) / 2 if signed else torch.where(low == 0, high, (high - low) / 2)

@@ -20,6 +20,7 @@ from laconic.cost.sizes import parse_nbytes
 from laconic.cost.text.chart import save_chart
 from laconic.cost.text.plan_text import plan_text
 from laconic.errors import PlanError
+from laconic.options import OPTIMIZERS
 from laconic.schedule import SCHEDULES
 
 __all__ = ["make_parser", "run"]
@@ -245,7 +246,7 @@ def make_parser() -> Parser:
     add("--micro-batches", type=integer, metavar="N", help="per step and pipeline (default: twice the stages)")
     add("--precision", default="bf16", help="fp32, bf16 (autocast over fp32 parameters) or bf16-pure")
     add("--image-size", type=integer, metavar="N", help="pixels of a side (default: the configuration's, or 224)")
-    add("--optimizer", default="adamw", help="adamw or adamw8bit")
+    add("--optimizer", default="adamw", help=f"adamw, {' or '.join(OPTIMIZERS)}")
     add("--gradients", type=integer, default=32, metavar="BITS", help="32, 16, 12 or 8")
     add("--loss", default="exact", help="exact or chunked")
     add = parser.add_argument_group("layout").add_argument

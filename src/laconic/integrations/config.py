@@ -34,7 +34,8 @@ class LaconicConfig:
         mode: "sites", "hooks" or "combined", as in `compress_activations`.
         loss: "chunked" never holds the logits of a Hugging Face language model; "exact" is the model's own loss.
         gradients: bits in which gradients are held and reduced, 8 or 12, in place of DDP; 32 leaves them to the host.
-        optimizer: "adamw8bit" is `laconic.AdamW8bit` with the host's hyperparameters; "host" what the host makes.
+        optimizer: "adamw8bit" is `laconic.AdamW8bit` with the host's hyperparameters, "adamw4bit" the same with bits=4;
+            "host" what the host makes.
         audit: compare the first training call with the exact computation (`laconic.audit`), and refuse what differs.
 
     Raises:
@@ -61,7 +62,8 @@ class LaconicConfig:
         },
     )
     optimizer: str = field(
-        default="host", metadata={"help": "adamw8bit: AdamW with moments in 8 bits.", "choices": _OPTIMIZERS}
+        default="host",
+        metadata={"help": "adamw8bit, adamw4bit: moments in 8 or 4 bits.", "choices": _OPTIMIZERS},
     )
     audit: bool = field(default=True, metadata={"help": "Compare the first training call with the exact computation."})
 

@@ -19,7 +19,7 @@ from laconic.errors import ConfigError
 from laconic.formats.shards import is_deepspeeds
 from laconic.gradients.turns import owner_of
 from laconic.integrations.config import LaconicConfig, compress, given
-from laconic.optim import AdamW8bit
+from laconic.optim import OPTIMIZER_CLASSES, AdamW8bit
 
 __all__ = ["LaconicConfig", "attach", "initialize"]
 
@@ -36,7 +36,7 @@ def initialize(
 ) -> tuple[Any, Any, Any, Any]:
     """Convert a model and call `deepspeed.initialize` with it.
 
-    With `optimizer="adamw8bit"` the configuration's "optimizer" section, of type Adam or AdamW, says the
+    With `optimizer="adamw8bit"` or "adamw4bit" the configuration's "optimizer" section, of type Adam or AdamW, says the
     hyperparameters, and its "scheduler" works on it. ZeRO cuts parameters into one flat vector for each group and
     process; AdamW8bit keeps those of less than 2**20 elements in fp32.
 
@@ -60,11 +60,11 @@ def initialize(
             raise ConfigError(
                 f"optimizer is {laconic.optimizer!r}, but initialize was given an optimizer; leave one of them out"
             )
-        hyperparameters = _hyperparameters(settings)
+        hyperparameters = _hyperparameters(settings, laconic.optimizer)
     attach(model, settings, laconic)
     if laconic.optimizer != "host":
         trainable = kwargs.pop("model_parameters", None) or [p for p in model.parameters() if p.requires_grad]
-        optimizer = AdamW8bit(trainable, **hyperparameters)
+        optimizer = OPTIMIZER_CLASSES[laconic.optimizer](trainable, **hyperparameters)
     if isinstance(optimizer, AdamW8bit):
         settings["zero_allow_untested_optimizer"] = True  # tests/integrations/test_deepspeed.py has tested it
     made: tuple[Any, Any, Any, Any] = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, **kwargs)
@@ -144,12 +144,12 @@ def _settings(config: Mapping[str, Any] | str | PathLike[str]) -> dict[str, Any]
     return found
 
 
-def _hyperparameters(settings: dict[str, Any]) -> dict[str, Any]:
+def _hyperparameters(settings: dict[str, Any], wanted: str) -> dict[str, Any]:
     """Those of the configuration's optimizer, which is taken out."""
     section = settings.pop("optimizer", None)
     if section is None:
         raise ConfigError(
-            "optimizer is 'adamw8bit', but DeepSpeed's configuration has no optimizer section that says its lr; add "
+            f"optimizer is {wanted!r}, but DeepSpeed's configuration has no optimizer section that says its lr; add "
             '"optimizer": {"type": "AdamW", "params": {"lr": ...}}'
         )
     kind, params = str(section.get("type")), dict(section.get("params", {}))
@@ -160,7 +160,7 @@ def _hyperparameters(settings: dict[str, Any]) -> dict[str, Any]:
         found = f"has {', '.join(unknown)}" if unknown else f"is {kind}"
         mode = "" if adam_w_mode else " with adam_w_mode false"
         raise ConfigError(
-            f"optimizer is 'adamw8bit', but the optimizer of DeepSpeed's configuration {found}{mode}; it must be AdamW "
+            f"optimizer is {wanted!r}, but the optimizer of DeepSpeed's configuration {found}{mode}; it must be AdamW "
             f"with {', '.join(_HYPERPARAMETERS)}"
         )
     # DeepSpeed's default of the weight decay, not AdamW8bit's: what the configuration means stays.

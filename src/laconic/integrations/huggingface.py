@@ -21,7 +21,7 @@ from laconic.moe.huggingface.blocks import is_fused_experts
 from laconic.moe.huggingface.experts import FusedExperts
 from laconic.moe.huggingface.pretrained import load_pretrained
 from laconic.moe.huggingface.spread import is_cut_otherwise, is_spread, saved_by_host
-from laconic.optim import AdamW8bit
+from laconic.optim import OPTIMIZER_CLASSES, AdamW8bit
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -73,10 +73,10 @@ class LaconicTrainerMixin:
         """Convert the model, which has neither been wrapped nor prepared, and make the optimizer."""
         self._convert_laconic()
         trainer: Any = self
-        if self.laconic.optimizer == "adamw8bit" and trainer.optimizer is None:
+        if self.laconic.optimizer != "host" and trainer.optimizer is None:
             arguments: TrainingArguments = trainer.args
             trainer.optimizer_cls_and_kwargs = (
-                AdamW8bit,
+                OPTIMIZER_CLASSES[self.laconic.optimizer],
                 {
                     "lr": arguments.learning_rate,
                     "betas": (arguments.adam_beta1, arguments.adam_beta2),

@@ -15,7 +15,7 @@ from torchtitan.tools.logging import logger
 
 from laconic.errors import ConfigError
 from laconic.integrations.config import LaconicConfig, compress, given
-from laconic.optim import AdamW8bit
+from laconic.optim import OPTIMIZER_CLASSES
 
 __all__ = ["LaconicConfig", "LaconicConverter", "LaconicOptimizersContainer", "adamw8bit"]
 
@@ -110,8 +110,11 @@ def _check(config: Any) -> None:
             )
 
 
+_CLASSES = {cls.__name__: cls for cls in OPTIMIZER_CLASSES.values()}
+
+
 class LaconicOptimizersContainer(OptimizersContainer):
-    """torchtitan's container of optimizers, in which a group's `optimizer_name` may be "AdamW8bit".
+    """torchtitan's container of optimizers, in which `optimizer_name` may be "AdamW8bit" or "AdamW4bit".
 
     Its state is sharded, saved and resharded by torchtitan's checkpoints as ever.
 
@@ -125,19 +128,20 @@ class LaconicOptimizersContainer(OptimizersContainer):
 
     def __init__(self, config: Any, **kwargs: Any) -> None:
         names = [group.optimizer_name for group in config.param_groups]
-        if "AdamW8bit" not in names:
+        if not _CLASSES.keys() & set(names):
             raise ConfigError(
-                f"the groups' optimizers are {names}, but none is 'AdamW8bit'; take torchtitan's OptimizersContainer"
+                f"the groups' optimizers are {names}, but none is {' or '.join(map(repr, _CLASSES))}; take torchtitan's"
+                " OptimizersContainer"
             )
         if config.implementation == "fused_opt_states_bf16":
             raise ConfigError(
-                "implementation is 'fused_opt_states_bf16', but moments of AdamW8bit are in 8 bits; set 'fused'"
+                "implementation is 'fused_opt_states_bf16', but moments of AdamW8bit are in 8 or 4 bits; set 'fused'"
             )
         super().__init__(config, **kwargs)
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
-        return AdamW8bit if name == "AdamW8bit" else OptimizersContainer._resolve_optimizer_factory(name)
+        return _CLASSES[name] if name in _CLASSES else OptimizersContainer._resolve_optimizer_factory(name)
 
 
 def adamw8bit(lr: float = 8e-4, **kwargs: Any) -> LaconicOptimizersContainer.Config:
@@ -145,7 +149,7 @@ def adamw8bit(lr: float = 8e-4, **kwargs: Any) -> LaconicOptimizersContainer.Con
 
     Args:
         lr: learning rate.
-        kwargs: of `laconic.AdamW8bit`; betas, eps and weight_decay are torchtitan's by default.
+        kwargs: of `laconic.AdamW8bit`, such as bits=4; betas, eps and weight_decay are torchtitan's by default.
     """
     options = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, **kwargs}
     group = ParamGroupConfig(pattern=r".*", optimizer_name="AdamW8bit", optimizer_kwargs=options)

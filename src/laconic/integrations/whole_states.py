@@ -111,17 +111,18 @@ def _cut(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):  # torch checks them
         for parameter, key in zip(group["params"], saved["params"], strict=False):
             if isinstance(parameter, DTensor) and key in states:
-                states[key] = {name: _part(name, value, parameter, group) for name, value in states[key].items()}
+                whole, bits = states[key], getattr(optimizer, "bits", 8)
+                states[key] = {name: _part(name, value, parameter, group, bits) for name, value in whole.items()}
     return {**state_dict, "state": states}
 
 
-def _part(name: str, value: Any, parameter: DTensor, group: dict[str, Any]) -> Any:
+def _part(name: str, value: Any, parameter: DTensor, group: dict[str, Any], bits: int) -> Any:
     """Return this process's part of an entry of a parameter's state."""
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.dim() == 0:
         return value
     like: Any = parameter
-    if value.shape != parameter.shape:  # scales of AdamW8bit
-        like = new_state(parameter, group.get("min_8bit_numel", 0)).get(name)
+    if value.shape != parameter.shape:  # codes and scales of AdamW8bit
+        like = new_state(parameter, group.get("min_8bit_numel", 0), bits).get(name)
     if not isinstance(like, DTensor) or value.shape != like.shape:
         return value  # which the optimizer refuses
     part = taken(value, local_runs(like.shape, like.device_mesh, like.placements))

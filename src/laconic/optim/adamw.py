@@ -1,4 +1,4 @@
-"""AdamW whose moments take 2 bytes per weight instead of 8, and which reads quantized gradients as they are.
+"""AdamW whose moments take 2 bytes per weight, or 1, instead of 8, and which reads quantized gradients as they are.
 
 docs/optim.md has the format, the bound on the size of a step and the measurements.
 """
@@ -21,9 +21,10 @@ from laconic.formats.coded_gradient import coded_gradient
 from laconic.formats.shards import local_part
 from laconic.ops import DTYPES, adamw8bit_multi_
 from laconic.ops.declarations.adamw import share_memory
-from laconic.optim.moments import check_state, is_8bit, new_state, parameter_name
+from laconic.optim.moments import check_state, is_coded, new_state, parameter_name
+from laconic.options import MOMENT_BLOCK_SIZES
 
-__all__ = ["AdamW8bit"]
+__all__ = ["OPTIMIZER_CLASSES", "AdamW4bit", "AdamW8bit"]
 
 
 class _Update(NamedTuple):
@@ -39,7 +40,8 @@ class AdamW8bit(torch.optim.Optimizer):
 
     State of a parameter: "step" (0-dim fp32 on the host), and "exp_avg_codes", "exp_avg_sq_codes" (uint8, the
     parameter's shape), "exp_avg_scales", "exp_avg_sq_scales" (fp32, [shape[0], ceil(elements of a row / 256)]); in fp32
-    "exp_avg" and "exp_avg_sq". Those of a DTensor are DTensors, which torch.distributed.checkpoint can save, load and
+    "exp_avg" and "exp_avg_sq". In 4 bits codes are [shape[0], ceil(elements of a row / 2)], and a scale has 128
+    elements instead of 256. Those of a DTensor are DTensors, which torch.distributed.checkpoint can save, load and
     reshard.
 
     Args:
@@ -53,10 +55,13 @@ class AdamW8bit(torch.optim.Optimizer):
             host reads the number of the step, and autograd does not follow the step's writes.
         min_8bit_numel: parameters with fewer elements keep fp32 moments. So do vectors of less than 2**20 elements
             (norms, biases) and parameters with less than 16 elements per index of their first dimension.
+        bits: of a moment, 8 or 4, for all groups; it is no option of a group, and no state dict changes it.
 
     Raises:
         ConfigError: a hyperparameter is out of range.
     """
+
+    bits: int = 8
 
     def __init__(
         self,
@@ -73,7 +78,11 @@ class AdamW8bit(torch.optim.Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         min_8bit_numel: int = 4096,
+        bits: int = 8,
     ) -> None:
+        if bits not in MOMENT_BLOCK_SIZES or isinstance(bits, bool | float):
+            raise ConfigError(f"bits is {bits!r}, but it must be {' or '.join(map(str, MOMENT_BLOCK_SIZES))}")
+        self.bits = bits
         if foreach and fused:
             raise ConfigError("foreach and fused are both True, but they exclude each other; set one of them")
         refused = {"amsgrad": amsgrad, "capturable": capturable, "differentiable": differentiable}
@@ -88,12 +97,21 @@ class AdamW8bit(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # torch's has only what every optimizer has.
+        return {**super().__getstate__(), "bits": self.bits}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own, as in torch.
 
         Raises:
             ConfigError: an option is out of range.
         """
+        if "bits" in param_group:
+            raise ConfigError(
+                f"bits is {param_group['bits']!r} in a parameter group, but it is the same for all groups of an"
+                " optimizer; give it to the optimizer, or make one for each number of bits"
+            )
         _check_group({**self.defaults, **param_group})
         _check_refused(param_group)
         super().add_param_group(param_group)
@@ -143,10 +161,10 @@ class AdamW8bit(torch.optim.Optimizer):
         for group, updates in work:
             for update in updates:
                 if not self.state[update.parameter]:
-                    self.state[update.parameter] = new_state(update.parameter, group["min_8bit_numel"])
+                    self.state[update.parameter] = new_state(update.parameter, group["min_8bit_numel"], self.bits)
         for group, updates in work:
-            self._step_8bit(group, [u for u in updates if is_8bit(self.state[u.parameter])], gradient_factor)
-            self._step_fp32(group, [u for u in updates if not is_8bit(self.state[u.parameter])], gradient_factor)
+            self._step_coded(group, [u for u in updates if is_coded(self.state[u.parameter])], gradient_factor)
+            self._step_fp32(group, [u for u in updates if not is_coded(self.state[u.parameter])], gradient_factor)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -154,7 +172,8 @@ class AdamW8bit(torch.optim.Optimizer):
 
         States of torch.optim.AdamW (or Adam without weight decay) and of bitsandbytes are converted, as
         laconic.optim.from_adamw_state and from_bitsandbytes_state do: moments larger than `min_8bit_numel` are rounded
-        to 8 bits. Where the state and this optimizer name parameters (`param_names`), these are matched by name.
+        to codes. So are those of an AdamW8bit with other `bits`. Where the state and this optimizer name parameters
+        (`param_names`), these are matched by name.
 
         Raises:
             FormatError: the state does not fit, or belongs to another optimizer; nothing has changed then.
@@ -177,7 +196,7 @@ class AdamW8bit(torch.optim.Optimizer):
                     state = loaded["state"].get(key)
                     if state:
                         min_8bit_numel = saved.get("min_8bit_numel", group["min_8bit_numel"])
-                        check_state(parameter_name(self, group, index), parameter, state, min_8bit_numel)
+                        check_state(parameter_name(self, group, index), parameter, state, min_8bit_numel, self.bits)
                         checked[parameter] = state
             return loaded
 
@@ -212,7 +231,7 @@ class AdamW8bit(torch.optim.Optimizer):
                 coded.check("read")
             yield _Update(name, parameter, dense if coded is None else coded.codes)
 
-    def _step_8bit(self, group: Mapping[str, Any], updates: list[_Update], factor: Tensor | None) -> None:
+    def _step_coded(self, group: Mapping[str, Any], updates: list[_Update], factor: Tensor | None) -> None:
         """One call of the op for the parameters of each device, dtype, kind of gradient and number of the step."""
         batches: dict[Any, list[_Update]] = {}
         is_shared = self._is_shared(updates)
@@ -261,6 +280,7 @@ class AdamW8bit(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             step=int(states[0]["step"].item()) + 1,
             maximize=group["maximize"],
+            bits=self.bits,
         )
         for state in states:
             state["step"] += 1
@@ -303,6 +323,23 @@ class AdamW8bit(torch.optim.Optimizer):
         for parameter, value in zip(parameters, values, strict=True):
             if value is not parameter:
                 parameter.copy_(value)
+
+
+class AdamW4bit(AdamW8bit):
+    """`AdamW8bit` with `bits=4`: AdamW with block-wise 4-bit moments (Li et al., 2023), of 1.06 bytes per weight.
+
+    Raises:
+        ConfigError: a hyperparameter is out of range.
+    """
+
+    bits: int = 4
+
+    def __init__(self, *args: Any, bits: int = 4, **kwargs: Any) -> None:
+        super().__init__(*args, bits=bits, **kwargs)
+
+
+OPTIMIZER_CLASSES: dict[str, type[AdamW8bit]] = {"adamw8bit": AdamW8bit, "adamw4bit": AdamW4bit}
+"""By the name of an option."""
 
 
 def _local_parts(states: list[dict[str, Tensor]], key: str) -> list[Tensor]:

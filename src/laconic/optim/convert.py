@@ -19,20 +19,23 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from laconic.errors import FormatError
-from laconic.formats.shards import local_part, sharded_like
+from laconic.formats.shards import local_part
 from laconic.ops import STATE_BLOCK_SIZE, dequantize_dynamic, quantize_dynamic
 from laconic.ops.adamw_scalars import LARGEST_GRADIENT
 from laconic.ops.dynamic_map import dynamic_map
 from laconic.optim.adamw import AdamW8bit
 from laconic.optim.moments import (
     MOMENTS,
+    check_state,
     dequantize_moment,
     has_own_blocks,
-    is_8bit,
+    is_coded,
     new_state,
     parameter_name,
+    placed_like,
     quantize_moment,
     rows_of,
+    state_bits,
 )
 
 __all__ = [
@@ -63,11 +66,11 @@ _TORCH_DEFAULTS: dict[str, Any] = {
 }
 
 Moments = Mapping[str, Tensor | tuple[Tensor, Tensor]]
-"""By name: the moment itself, or codes uint8 [n] and scales fp32 [ceil(n / 256)] in flat blocks."""
+"""By name: the moment itself, or codes uint8 [n] and scales fp32 [ceil(n / 256)] in flat blocks of 8 bits."""
 
 
 def from_adamw_state(optimizer: AdamW8bit, state_dict: Mapping[str, Any]) -> None:
-    """Load the state dict of a torch.optim.AdamW (or Adam without weight decay), its moments rounded to 8 bits.
+    """Load the state dict of a torch.optim.AdamW (or Adam without weight decay), its moments rounded to codes.
 
     `optimizer` has the same parameters in the same groups, and in the same order where the two do not name them. The
     moments of a DTensor are DTensors placed as it is, or plain tensors of its global shape, then the same on every
@@ -169,18 +172,18 @@ def _from_bitsandbytes(optimizer: AdamW8bit, state_dict: Mapping[str, Any]) -> d
 
 
 def converted(optimizer: AdamW8bit, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict as AdamW8bit's own: one of torch's AdamW or of bitsandbytes converted, any other unchanged.
+    """A state dict as the optimizer's own: of torch's AdamW, bitsandbytes or other bits converted, others unchanged.
 
     Raises:
-        FormatError: a state of torch's AdamW or of bitsandbytes does not fit.
+        FormatError: a state that is converted does not fit.
     """
     states = [state for state in state_dict["state"].values() if isinstance(state, Mapping)]
     if any("state1" in state or _BNB_NESTED in state for state in states):
         return _from_bitsandbytes(optimizer, state_dict)
-    if any(is_8bit(state) for state in states) or all(
+    if any(is_coded(state) for state in states) or all(
         "min_8bit_numel" in group for group in state_dict["param_groups"]
     ):
-        return state_dict
+        return _from_other_bits(optimizer, state_dict)
     if any("betas" not in group for group in state_dict["param_groups"]):
         keys = sorted({key for state in states for key in state} or set(state_dict["param_groups"][0]))
         raise FormatError(
@@ -188,6 +191,23 @@ def converted(optimizer: AdamW8bit, state_dict: dict[str, Any]) -> dict[str, Any
             " torch.optim.AdamW and bitsandbytes can be loaded"
         )
     return _from_adamw(optimizer, state_dict)
+
+
+def _from_other_bits(optimizer: AdamW8bit, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict of AdamW8bit with the optimizer's bits: moments in others are rounded to these."""
+    states = dict(state_dict["state"])
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):  # torch checks them
+        for index, (parameter, key) in enumerate(zip(group["params"], saved["params"], strict=False)):
+            state = states.get(key)
+            if not state or not is_coded(state) or state_bits(state, parameter) == optimizer.bits:
+                continue
+            name, other_bits = parameter_name(optimizer, group, index), 12 - optimizer.bits
+            check_state(name, parameter, state, group["min_8bit_numel"], other_bits)
+            fresh = new_state(parameter, 0, optimizer.bits)
+            for moment in MOMENTS:
+                _fill(name, parameter, moment, fresh, _exact(parameter, state, moment))
+            states[key] = {**fresh, "step": state["step"]}
+    return {**state_dict, "state": states}
 
 
 def matched_by_name(optimizer: AdamW8bit, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,25 +259,26 @@ def to_adamw_state(optimizer: AdamW8bit) -> dict[str, Any]:
         for parameter, key in zip(group["params"], packed["params"], strict=True):
             state = optimizer.state.get(parameter, {})
             if state:
-                moments = {moment: _exact(state, moment) for moment in MOMENTS}
+                moments = {moment: _exact(parameter, state, moment) for moment in MOMENTS}
                 states[key] = {"step": state["step"].clone(), **moments}
     return {"state": states, "param_groups": groups}
 
 
-def _exact(state: Mapping[str, Any], moment: str) -> Tensor:
+def _exact(parameter: Tensor, state: Mapping[str, Any], moment: str) -> Tensor:
     """A moment in fp32, placed as the parameter is."""
-    if not is_8bit(state):
+    if not is_coded(state):
         value: Tensor = state[moment].clone()
         return value
     codes, scales = (local_part(state[f"{moment}_{part}"]) for part in ("codes", "scales"))
-    exact = dequantize_moment(codes, scales, signed=MOMENTS[moment])
-    return sharded_like(exact, state[f"{moment}_codes"])
+    exact = dequantize_moment(codes, scales, signed=MOMENTS[moment], shape=local_part(parameter).shape)
+    return placed_like(parameter, exact)
 
 
 def to_bitsandbytes_state(optimizer: AdamW8bit) -> dict[str, Any]:
     """The state dict that a bitsandbytes AdamW8bit with the same parameters can load; tensors are copies.
 
-    DTensors are gathered, so all processes call it together, and each gets the whole state.
+    DTensors are gathered, so all processes call it together, and each gets the whole state. Moments in 4 bits become
+    ones in 8.
 
     Raises:
         FormatError: the optimizer has maximize=True, which bitsandbytes does not know.
@@ -277,11 +298,11 @@ def to_bitsandbytes_state(optimizer: AdamW8bit) -> dict[str, Any]:
             tensors = {}
             for moment, signed in MOMENTS.items():
                 number = _BNB_NUMBERS[moment]
-                if not is_8bit(state):
+                if not is_coded(state):
                     tensors[f"state{number}"] = _full(state[moment]).clone()
                     continue
-                if has_own_blocks(parameter):
-                    exact = _full(_exact(state, moment)).reshape(1, -1)
+                if optimizer.bits != 8 or has_own_blocks(parameter):
+                    exact = _full(_exact(parameter, state, moment)).reshape(1, -1)
                     codes, scales = quantize_dynamic(exact, signed=signed)
                     codes, scales = codes.view(parameter.shape), scales.flatten()
                 else:
@@ -315,7 +336,7 @@ def _convert(
             state = state_dict["state"].get(key)
             if not state:
                 continue
-            fresh = new_state(parameter, group["min_8bit_numel"])
+            fresh = new_state(parameter, group["min_8bit_numel"], optimizer.bits)
             for moment, value in moments_of(name, state).items():
                 _fill(name, parameter, moment, fresh, value)
             fresh["step"].fill_(float(state["step"]))
@@ -348,7 +369,7 @@ def _fill(
         )
     if isinstance(found, DTensor) and (not isinstance(parameter, DTensor) or found.placements != parameter.placements):
         raise FormatError(f"{moment} of {name} is a DTensor, but not placed as the parameter is; redistribute it")
-    whole = not isinstance(found, DTensor)
+    whole, bits = not isinstance(found, DTensor), state_bits(fresh, parameter) if is_coded(fresh) else None
 
     # 1. Codes and scales as they are, or the moment in fp32: of this process if it is a DTensor, else of all.
     codes = scales = exact = None
@@ -357,40 +378,44 @@ def _fill(
     else:
         rows, length = rows_of(parameter.shape)
         codes, scales = value[0], value[1].view(1, -1)
-        if is_8bit(fresh) and (rows == 1 or length % STATE_BLOCK_SIZE == 0):
+        if bits == 8 and (rows == 1 or length % STATE_BLOCK_SIZE == 0):
             scales = scales.view(rows, -1)
         else:
             exact = dequantize_dynamic(codes.reshape(1, -1), scales, signed=signed).view(parameter.shape)
-    if is_8bit(fresh) and whole and has_own_blocks(parameter):
+    if bits is not None and whole and has_own_blocks(parameter, bits):
         if exact is None:
             assert codes is not None
             assert scales is not None
             exact = dequantize_moment(codes, scales, signed=signed)
         exact, whole = _part(exact.to(parameter.device), parameter), False
-    if is_8bit(fresh) and exact is not None and not signed:
+    if bits is not None and exact is not None and not signed:
         # Of a weight that torch's AdamW has stopped for good; in a block it would stop 256.
         exact = exact.clamp(max=LARGEST_GRADIENT**2)
 
     # 2. The new state's form.
-    if not is_8bit(fresh):
+    if bits is None:
         parts = {moment: exact}
     else:
+        if exact is not None and whole and bits == 4:
+            # Codes in pairs cannot be cut as the parameter is.
+            exact, whole = _part(exact.to(parameter.device), parameter), False
         if exact is not None:
-            codes, scales = _quantize_again(exact, signed=signed)
+            codes, scales = _quantize_again(exact, signed=signed, bits=bits)
         parts = {f"{moment}_codes": codes, f"{moment}_scales": scales}
     for key, part in parts.items():
         assert part is not None
         _write(fresh[key], part, whole=whole)
 
 
-def _quantize_again(exact: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+def _quantize_again(exact: Tensor, *, signed: bool, bits: int) -> tuple[Tensor, Tensor]:
     """Codes and scales of a moment; those it came from, if it was dequantized from codes.
 
-    The signed map has a level 1, but none at -1: the largest magnitude of a block is a little below its scale where it
-    is negative. So for such blocks the scale that this implies is tried, and taken where it gives every value exactly.
+    The signed map of 8 bits has a level 1, but none at -1: the largest magnitude of a block is a little below its scale
+    where it is negative. So for such blocks the scale that this implies is tried, and taken where it gives every value
+    exactly.
     """
-    codes, scales = quantize_moment(exact, signed=signed)
-    if not signed or exact.numel() == 0:
+    codes, scales = quantize_moment(exact, signed=signed, bits=bits)
+    if not signed or bits == 4 or exact.numel() == 0:
         return codes, scales
     rows, length = rows_of(exact.shape)
     levels = torch.tensor(dynamic_map(signed).levels, device=exact.device)
@@ -437,7 +462,7 @@ def _in_flat_blocks(codes: Tensor, scales: Tensor, signed: bool) -> tuple[Tensor
 
 def _refuse_codes(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """torch's Adam takes any state dict; with codes in it it would fail at this step with a KeyError."""
-    if isinstance(optimizer, torch.optim.Adam) and any(is_8bit(state) for state in optimizer.state.values()):
+    if isinstance(optimizer, torch.optim.Adam) and any(is_coded(state) for state in optimizer.state.values()):
         raise FormatError(
             f"this {type(optimizer).__name__} was given the state of an AdamW8bit, whose moments are codes; load"
             " laconic.optim.to_adamw_state(optimizer) instead"

@@ -1,10 +1,11 @@
-"""How the moments of one parameter are stored: in 8 bits or in fp32, plain or sharded like the parameter.
+"""How the moments of one parameter are stored: in 8 or 4 bits or in fp32, plain or sharded like the parameter.
 
-Blocks of 256 run along rows, where a row holds the elements that share an index of the first dimension. FSDP2 cuts that
-dimension only, so every block lies on one process whatever the world size, and codes and scales are DTensors with the
-parameter's own placements: a checkpoint of theirs can be loaded by any number of processes, bit for bit. Where rows are
-multiples of 256 long, as in language models, this is the flat order of bitsandbytes. Tensor parallelism that cuts rows
-within a block makes blocks of its own, filled up at each cut; only the same cut can continue those.
+Blocks of 256 (128 in 4 bits) run along rows, where a row holds the elements that share an index of the first dimension.
+FSDP2 cuts that dimension only, so every block lies on one process whatever the world size, and codes and scales are
+DTensors with the parameter's own placements: a checkpoint of theirs can be loaded by any number of processes, bit for
+bit. Where rows are multiples of 256 long, as in language models, this is the flat order of bitsandbytes. In 4 bits a
+byte holds two codes of a row, the last one perhaps one. Tensor parallelism that cuts rows within a block makes blocks
+of its own, filled up at each cut; only the same cut can continue those.
 
 What depends on the shape alone is decided by the parameter's global shape, so that all layouts agree on it.
 """
@@ -21,24 +22,25 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from laconic.errors import FormatError
 from laconic.formats.shards import local_part
-from laconic.ops import STATE_BLOCK_SIZE, dequantize_dynamic, quantize_dynamic
-from laconic.ops.dynamic_map import ZERO_CODE
+from laconic.ops import dequantize_dynamic, quantize_dynamic
+from laconic.ops.dynamic_map import BLOCK_SIZES
 
 __all__ = [
     "MOMENTS",
-    "blocks_per_row",
     "check_state",
     "dequantize_moment",
     "has_own_blocks",
-    "is_8bit",
+    "is_coded",
     "new_state",
     "parameter_name",
+    "placed_like",
     "quantize_moment",
     "rows_of",
+    "state_bits",
 ]
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
-"""Adam's moments by their names in a state, and whether each has a sign. In 8 bits, <name>_codes and <name>_scales."""
+"""Adam's moments by their names in a state, and whether each has a sign. In codes, <name>_codes and <name>_scales."""
 
 # Shorter rows would spend more on scales than they save; only depthwise convolutions and the like have them.
 _MIN_ROW_LENGTH = 16
@@ -61,68 +63,77 @@ def parameter_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], i
     return f"parameter {index} of group {number}"
 
 
-def _wants_8bit(parameter: Tensor, min_8bit_numel: int) -> bool:
-    """Whether the moments of a parameter are kept in 8 bits, which its global shape decides."""
+def _wants_codes(parameter: Tensor, min_8bit_numel: int) -> bool:
+    """Whether the moments of a parameter are kept in codes, which its global shape decides."""
     rows, length = rows_of(parameter.shape)
     smallest = min_8bit_numel if parameter.dim() >= 2 else max(min_8bit_numel, _MIN_VECTOR_NUMEL)
     return rows * length >= smallest and length >= _MIN_ROW_LENGTH
 
 
-def is_8bit(state: Mapping[str, Any]) -> bool:
+def is_coded(state: Mapping[str, Any]) -> bool:
     """Whether a state holds codes and scales."""
     return "exp_avg_codes" in state
 
 
-def new_state(parameter: Tensor, min_8bit_numel: int) -> dict[str, Any]:
+def state_bits(state: Mapping[str, Any], parameter: Tensor) -> int:
+    """Of a code of a state that holds codes: in 8 bits they have the parameter's shape, in 4 bits one of their own."""
+    return 8 if state["exp_avg_codes"].shape == parameter.shape else 4
+
+
+def new_state(parameter: Tensor, min_8bit_numel: int, bits: int = 8) -> dict[str, Any]:
     """The state before the first step: both moments zero, on the parameter's device and with its placements.
 
     "step" is a 0-dim fp32 tensor on the host, as in torch.
 
     Raises:
-        FormatError: the parameter is sharded in a way that 8-bit moments cannot follow.
+        FormatError: the parameter is sharded in a way that codes cannot follow.
     """
     state: dict[str, Any] = {"step": torch.tensor(0.0)}
     for name, signed in MOMENTS.items():
-        if _wants_8bit(parameter, min_8bit_numel):
-            part = local_part(parameter)
-            rows, length = rows_of(part.shape)
-            codes = torch.full(part.shape, ZERO_CODE[signed], dtype=torch.uint8, device=part.device)
-            scales = torch.zeros(rows, -(-length // STATE_BLOCK_SIZE), dtype=torch.float32, device=part.device)
-            state[f"{name}_codes"], state[f"{name}_scales"] = _placed_like(parameter, codes, scales)
+        if _wants_codes(parameter, min_8bit_numel):
+            zeros = torch.zeros(local_part(parameter).shape, dtype=torch.float32, device=parameter.device)
+            codes, scales = quantize_moment(zeros, signed=signed, bits=bits)
+            state[f"{name}_codes"], state[f"{name}_scales"] = _placed_like(parameter, codes, scales, bits)
         else:
             state[name] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
     return state
 
 
-def quantize_moment(moment: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes, uint8 of the moment's shape, and scales, fp32 [rows, blocks per row], of a plain fp32 tensor."""
-    codes, scales = quantize_dynamic(moment.reshape(rows_of(moment.shape)), signed=signed)
-    return codes.view(moment.shape), scales
+def quantize_moment(moment: Tensor, *, signed: bool, bits: int = 8) -> tuple[Tensor, Tensor]:
+    """Codes and scales, fp32 [rows, blocks per row], of a plain fp32 tensor.
+
+    Codes are uint8 of the moment's shape; in 4 bits [rows, ceil(length of a row / 2)].
+    """
+    codes, scales = quantize_dynamic(moment.reshape(rows_of(moment.shape)), signed=signed, bits=bits)
+    return codes.view(moment.shape) if bits == 8 else codes, scales
 
 
-def dequantize_moment(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """The moment, fp32 of the codes' shape, from plain tensors."""
-    values = dequantize_dynamic(codes.reshape(rows_of(codes.shape)), scales, signed=signed)
-    return values.view(codes.shape)
+def dequantize_moment(codes: Tensor, scales: Tensor, *, signed: bool, shape: torch.Size | None = None) -> Tensor:
+    """The moment, fp32, from plain tensors; `shape` is its own, which codes of 8 bits have too."""
+    shape = codes.shape if shape is None else shape
+    rows, length = rows_of(shape)
+    bits = 8 if codes.shape == shape else 4
+    codes = codes.reshape(rows, length) if bits == 8 else codes
+    return dequantize_dynamic(codes, scales, signed=signed, bits=bits, length=length).view(shape)
 
 
-def check_state(name: str, parameter: Tensor, state: Mapping[str, Any], min_8bit_numel: int) -> None:
-    """Check that a loaded state fits a parameter.
+def check_state(name: str, parameter: Tensor, state: Mapping[str, Any], min_8bit_numel: int, bits: int) -> None:
+    """Check that a loaded state fits a parameter whose moments are kept in so many bits.
 
     Raises:
         FormatError: it does not; the message calls the parameter `name`.
     """
     expected = {"step"} | (
-        {f"{moment}_{part}" for moment in MOMENTS for part in ("codes", "scales")} if is_8bit(state) else set(MOMENTS)
+        {f"{moment}_{part}" for moment in MOMENTS for part in ("codes", "scales")} if is_coded(state) else set(MOMENTS)
     )
     if set(state) != expected:
         raise FormatError(
             f"the state of {name} has {', '.join(sorted(map(str, state)))}, but AdamW8bit keeps"
             f" {', '.join(sorted(expected))}; states of torch.optim.AdamW and bitsandbytes can be loaded, no others"
         )
-    if not is_8bit(state) and _wants_8bit(parameter, min_8bit_numel):
+    if not is_coded(state) and _wants_codes(parameter, min_8bit_numel):
         raise FormatError(
-            f"the state of {name} is in fp32, but this optimizer keeps it in 8 bits; convert a state of"
+            f"the state of {name} is in fp32, but this optimizer keeps it in {bits} bits; convert a state of"
             " torch.optim.AdamW with laconic.optim.from_adamw_state, or set min_8bit_numel above"
             f" {parameter.numel()} to go on in fp32"
         )
@@ -132,7 +143,9 @@ def check_state(name: str, parameter: Tensor, state: Mapping[str, Any], min_8bit
             continue
         shape, dtype = tuple(parameter.shape), torch.uint8 if key.endswith("_codes") else torch.float32
         if key.endswith("_scales"):
-            shape = (rows, blocks_per_row(parameter))
+            shape = (rows, sum(_parts_by(parameter, BLOCK_SIZES[bits])))
+        elif bits == 4 and key.endswith("_codes"):
+            shape = (rows, sum(_parts_by(parameter, 2)))
         if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
             found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise FormatError(f"{key} of {name} is {found}, but it must be {dtype} {shape}")
@@ -145,19 +158,19 @@ def check_state(name: str, parameter: Tensor, state: Mapping[str, Any], min_8bit
             )
 
 
-def blocks_per_row(parameter: Tensor) -> int:
-    """Blocks of one row, on all processes together.
+def _parts_by(parameter: Tensor, size: int) -> list[int]:
+    """How many blocks, or bytes, of `size` elements each process has of a row that they share, in order.
 
     Tensor parallelism may cut rows within a block. Each process then fills its last block up, as the last one of a row
     always is, so there are more blocks than in an uncut row, and others.
     """
-    return sum(-(-length // STATE_BLOCK_SIZE) for length in _parts_of_row(parameter))
+    return [-(-length // size) for length in _parts_of_row(parameter)]
 
 
-def has_own_blocks(parameter: Tensor) -> bool:
+def has_own_blocks(parameter: Tensor, bits: int = 8) -> bool:
     """Whether the blocks of a parameter are those of this way to cut it, and not those of its global shape."""
     lengths = _parts_of_row(parameter)
-    return len(lengths) > 1 and any(length % STATE_BLOCK_SIZE for length in lengths[:-1])
+    return len(lengths) > 1 and any(length % BLOCK_SIZES[bits] for length in lengths[:-1])
 
 
 def _parts_of_row(parameter: Tensor) -> list[int]:
@@ -185,7 +198,7 @@ def _placements(parameter: Tensor) -> list[tuple[Placement, int]]:
     return list(zip(parameter.placements, parameter.device_mesh.shape, strict=True))
 
 
-def _placed_like(parameter: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+def _placed_like(parameter: Tensor, codes: Tensor, scales: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Codes and scales of the local part as DTensors, if the parameter is one."""
     if not isinstance(parameter, DTensor):
         return codes, scales
@@ -200,29 +213,42 @@ def _placed_like(parameter: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tens
             between_rows = along_rows == 1 and getattr(placement, "dim", None) == 0
             followed = followed and (placement.is_replicate() or between_rows)
             placements.append(placement)
-    if not followed or not _are_chunks(parameter):
+    sizes = (BLOCK_SIZES[bits],) if bits == 8 else (BLOCK_SIZES[bits], 2)
+    if not followed or not all(_are_chunks(parameter, size) for size in sizes):
         raise FormatError(
             f"a parameter of shape {tuple(parameter.shape)} is placed as {parameter.placements} on a mesh of shape"
-            f" {tuple(parameter.device_mesh.shape)}, but 8-bit moments follow shards of dimension 0, and those of"
+            f" {tuple(parameter.device_mesh.shape)}, but {bits}-bit moments follow shards of dimension 0, and those of"
             " dimension 1 that are equal or cut once; shard dimension 0, or put the parameter into a group with a"
             " larger min_8bit_numel to keep its moments in fp32"
         )
-    mesh, shape = parameter.device_mesh, torch.Size((rows_of(parameter.shape)[0], blocks_per_row(parameter)))
-    return (
-        DTensor.from_local(
-            codes, mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=_strides(parameter.shape)
-        ),
-        DTensor.from_local(scales, mesh, placements, run_check=False, shape=shape, stride=_strides(shape)),
-    )
+    by_row = tuple(placements)
+
+    def shape_by(size: int) -> torch.Size:
+        return torch.Size((rows_of(parameter.shape)[0], sum(_parts_by(parameter, size))))
+
+    coded = (parameter.shape, parameter.placements) if bits == 8 else (shape_by(2), by_row)
+    return _distributed(parameter, codes, *coded), _distributed(parameter, scales, shape_by(BLOCK_SIZES[bits]), by_row)
 
 
-def _are_chunks(parameter: Tensor) -> bool:
-    """Whether the parts of a row are what torch makes of it, and so are their blocks: equal, but for the last ones."""
+def placed_like(parameter: Tensor, moment: Tensor) -> Tensor:
+    """The local part of a moment as a DTensor, if the parameter is one."""
+    if not isinstance(parameter, DTensor):
+        return moment
+    return _distributed(parameter, moment, parameter.shape, parameter.placements)
+
+
+def _distributed(parameter: DTensor, local: Tensor, shape: torch.Size, where: tuple[Placement, ...]) -> DTensor:
+    mesh = parameter.device_mesh
+    return DTensor.from_local(local, mesh, where, run_check=False, shape=shape, stride=_strides(shape))
+
+
+def _are_chunks(parameter: Tensor, size: int) -> bool:
+    """Whether parts of a row, and their blocks of `size`, are what torch makes of it: equal, but for the last ones."""
     lengths = _parts_of_row(parameter)
     num_cuts = sum(placement.is_shard(_along_rows(parameter)) for placement, _ in _placements(parameter))
     if num_cuts > 1 and len(set(lengths)) > 1:  # torch cuts the parts of one dimension of the mesh again
         return False
-    blocks = [-(-length // STATE_BLOCK_SIZE) for length in lengths]
+    blocks = _parts_by(parameter, size)
     each = -(-sum(blocks) // len(blocks))
     return blocks == [max(0, min(each, sum(blocks) - each * part)) for part in range(len(blocks))]
 

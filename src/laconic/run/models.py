@@ -42,7 +42,7 @@ class Wishes:
         activations: bits of saved activations; None is 4 wherever a model allows it, 16 leaves all exact.
         attention: as in `compress_activations`.
         loss: "exact" or "chunked", as in `compress_activations`; None is "exact".
-        optimizer: "adamw8bit" makes every `torch.optim.AdamW` an `AdamW8bit`.
+        optimizer: "adamw8bit" or "adamw4bit" makes every `torch.optim.AdamW` an `AdamW8bit` or `AdamW4bit`.
         audit: whether the first training call of a model is compared with the exact computation.
 
     Raises:

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from laconic.activations.whole_model.suspended import unwrapped
-from laconic.optim import AdamW8bit
+from laconic.optim import OPTIMIZER_CLASSES, AdamW8bit
 from laconic.run.models import Model, Refusal, Wishes, holders_of, model_of
 from laconic.run.modules_alive import ModulesAlive
 from laconic.run.tcp import tcp_sent_nbytes
@@ -98,7 +98,7 @@ class Savings:
 
         Optimizer.add_param_group = add_param_group  # type: ignore[method-assign, assignment]
         if self.wishes.optimizer is not None:
-            self._name_adamw(AdamW8bit)
+            self._name_adamw(OPTIMIZER_CLASSES[self.wishes.optimizer])
         self._alive.__enter__()
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -260,8 +260,9 @@ class Savings:
             raise self.refusal
         if self.wishes.optimizer is not None and not self.optimizers and not isinstance(optimizer, AdamW8bit):
             self._refuse(
-                f"--optimizer is adamw8bit, but the script's first step is of {type(optimizer).__name__}; only "
-                f"torch.optim.AdamW is replaced: use it in the script, or leave out --optimizer"
+                f"--optimizer is {self.wishes.optimizer}, but the script's first step is of "
+                f"{type(optimizer).__name__}; only torch.optim.AdamW is replaced: use it in the script, or leave out "
+                f"--optimizer"
             )
         if not self.wishes.converts:
             return None

@@ -28,7 +28,7 @@ from laconic.activations import SavedTensorTracker, seed_rounding
 from laconic.auditing import AuditReport, audit_loss, first_rows
 from laconic.collectives import audit
 from laconic.errors import AuditError
-from laconic.optim import AdamW8bit
+from laconic.optim import OPTIMIZER_CLASSES
 from laconic.train.config.schema import OptimizerConfig, TrainConfig
 from laconic.train.data.sampler import global_indices, split_mix
 from laconic.train.distributed.data_parallel import autocast, plain_model
@@ -373,4 +373,6 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
         "betas": (config.beta1, config.beta2),
         "eps": config.eps,
     }
-    return AdamW8bit(**options) if config.kind == "adamw8bit" else torch.optim.AdamW(**options, fused=True)
+    if config.kind == "adamw":
+        return torch.optim.AdamW(**options, fused=True)
+    return OPTIMIZER_CLASSES[config.kind](**options)

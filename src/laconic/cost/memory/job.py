@@ -11,6 +11,7 @@ from laconic.cost.memory.saved_tensors import EXACT, PRECISIONS, Batch, Choice, 
 from laconic.cost.memory.split import balanced_split
 from laconic.cost.memory.traced import TracedModel
 from laconic.errors import PlanError
+from laconic.options import OPTIMIZERS, Optimizer
 from laconic.schedule import PipelineSchedule, make_schedule
 
 __all__ = ["Job", "Layout", "Settings", "Stage", "kept_nbytes", "precision_of", "recomputed_nbytes"]
@@ -78,14 +79,14 @@ class Settings:
 
     Attributes:
         precision: "fp32", "bf16" (autocast over fp32 parameters) or "bf16-pure".
-        optimizer: AdamW with fp32 states ("adamw") or 8-bit ones ("adamw8bit").
+        optimizer: AdamW with fp32 states ("adamw"), 8-bit ("adamw8bit") or 4-bit ones ("adamw4bit").
         gradient_bits: 32, 16, 12 or 8.
         loss: "exact" keeps the log-probabilities, "chunked" does not.
         device: "cuda" or "cpu", which has no other memory to offload to.
     """
 
     precision: Literal["fp32", "bf16", "bf16-pure"] = "bf16"
-    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    optimizer: Literal["adamw", Optimizer] = "adamw"
     gradient_bits: int = 32
     loss: Literal["exact", "chunked"] = "exact"
     device: Literal["cuda", "cpu"] = "cuda"
@@ -93,7 +94,7 @@ class Settings:
     def __post_init__(self) -> None:
         rules: tuple[tuple[str, tuple[object, ...]], ...] = (
             ("precision", tuple(PRECISIONS)),
-            ("optimizer", ("adamw", "adamw8bit")),
+            ("optimizer", ("adamw", *OPTIMIZERS)),
             ("gradient_bits", (8, 12, 16, 32)),
             ("loss", ("exact", "chunked")),
             ("device", ("cuda", "cpu")),

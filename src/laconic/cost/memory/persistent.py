@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from laconic.cost.memory.job import Job, Stage
+from laconic.options import MOMENT_BITS, MOMENT_BLOCK_SIZES
 
 __all__ = ["expert_gradients_nbytes", "gradient_nbytes", "persistent_nbytes", "tensor_nbytes"]
 
@@ -23,8 +24,8 @@ def persistent_nbytes(job: Job, stages: list[Stage]) -> dict[str, int]:
         numel = local_rows * columns
         total["parameters"] += numel * element
         total["gradients"] += gradient_nbytes(numel, settings.gradient_bits, element)
-        if settings.optimizer == "adamw8bit" and _has_8bit_moments(rows, columns):
-            total["optimizer"] += _adamw8bit_nbytes(local_rows, columns)
+        if settings.optimizer in MOMENT_BITS and _has_coded_moments(rows, columns):
+            total["optimizer"] += _coded_nbytes(local_rows, columns, MOMENT_BITS[settings.optimizer])
         else:
             total["optimizer"] += 2 * numel * (element if settings.optimizer == "adamw" else 4)
     return dict(total)
@@ -54,12 +55,12 @@ def tensor_nbytes(rows: int, columns: int, element_nbytes: int, optimizer: str) 
     Args:
         rows, columns: of the parameter; vectors have one column.
         element_nbytes: of the parameter and its gradient.
-        optimizer: "adamw" or "adamw8bit".
+        optimizer: as in `Settings`.
     """
     numel = rows * columns
     moments = 2 * numel * (element_nbytes if optimizer == "adamw" else 4)
-    if optimizer == "adamw8bit" and _has_8bit_moments(rows, columns):
-        moments = _adamw8bit_nbytes(rows, columns)
+    if optimizer in MOMENT_BITS and _has_coded_moments(rows, columns):
+        moments = _coded_nbytes(rows, columns, MOMENT_BITS[optimizer])
     return {"parameters": numel * element_nbytes, "gradients": numel * element_nbytes, "optimizer": moments}
 
 
@@ -71,11 +72,11 @@ def gradient_nbytes(numel: int, bits: int, parameter_nbytes: int = 4) -> int:
     return numel + scales + (0 if bits == 8 else -(-numel // 2) + scales)
 
 
-def _adamw8bit_nbytes(rows: int, columns: int) -> int:
-    """Bytes of the two moments of a matrix in `laconic.optim.AdamW8bit`: codes, and an fp32 scale per 256 of a row."""
-    return 2 * rows * (columns + -(-columns // 256) * 4)
+def _coded_nbytes(rows: int, columns: int, bits: int) -> int:
+    """Bytes of the two moments of a matrix in an AdamW8bit: codes, and an fp32 scale per block of a row."""
+    return 2 * rows * (-(-columns * bits // 8) + -(-columns // MOMENT_BLOCK_SIZES[bits]) * 4)
 
 
-def _has_8bit_moments(rows: int, columns: int) -> bool:
-    """Whether a whole parameter is large enough for AdamW8bit to keep its moments in 8 bits; vectors stay in fp32."""
+def _has_coded_moments(rows: int, columns: int) -> bool:
+    """Whether a whole parameter is large enough for AdamW8bit to keep its moments in codes; vectors stay in fp32."""
     return columns >= 16 and rows * columns >= 4096

@@ -31,7 +31,7 @@ def _remedy(term: str, job: Job, chosen: Chosen, buffers: str) -> str:
     """The first switch that is not on yet and makes a term smaller; `buffers` is the largest kind of these."""
     layout, settings = job.layout, job.settings
     spread = "more --dp" if layout.sharded and layout.data_parallel > 1 else "--fsdp with --dp 2 or more"
-    if term == "optimizer" and settings.optimizer != "adamw8bit":
+    if term == "optimizer" and settings.optimizer == "adamw":
         return "--optimizer adamw8bit"
     if term == "gradients" and settings.gradient_bits > 8:
         return "--gradients 8"

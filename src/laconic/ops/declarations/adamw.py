@@ -1,4 +1,4 @@
-"""AdamW with 8-bit moments: the declarations. One parameter is a list of one."""
+"""AdamW with moments in 8 or 4 bits: the declarations. One parameter is a list of one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from laconic.ops.declarations.op import (
     random_bytes,
     random_values,
 )
-from laconic.ops.dynamic_map import STATE_BLOCK_SIZE
+from laconic.ops.dynamic_map import BLOCK_SIZES
 
 __all__ = ["AdamWStep", "AdamWTensors", "adamw8bit_", "adamw8bit_multi_", "checked_step", "share_memory"]
 
@@ -61,6 +61,8 @@ class AdamWStep:
     weight_decay: float
     step: int
     maximize: bool
+    bits: int = 8
+    """Of a code of a moment."""
 
     @property
     def scalars(self) -> AdamWScalars:
@@ -85,7 +87,7 @@ def checked_step(*arguments: Any) -> AdamWStep:
     step = AdamWStep(each, [], gradient_factor, *numbers)
     for index, tensors in enumerate(each):
         try:
-            step.shapes.append(_check_one(tensors, gradient_factor, step.step))
+            step.shapes.append(_check_one(tensors, gradient_factor, step.step, step.bits))
         except FormatError as error:
             raise FormatError(f"tensor {index}: {error}") from None
         for name, found, first in (
@@ -105,29 +107,35 @@ def checked_step(*arguments: Any) -> AdamWStep:
     return step
 
 
-def _check_one(tensors: AdamWTensors, gradient_factor: Tensor | None, step: int) -> tuple[int, int]:
+def _check_one(tensors: AdamWTensors, gradient_factor: Tensor | None, step: int, bits: int) -> tuple[int, int]:
     """Check the arguments of one parameter; return its rows and the length of a row."""
     parameter, exp_avg_codes, exp_avg_scales, exp_avg_sq_codes, exp_avg_sq_scales = tensors[:5]
     gradient, gradient_scales, residual_codes, residual_scales = tensors[5:]
     if parameter.dtype not in DTYPES:
         raise FormatError(f"parameter.dtype is {parameter.dtype}, but it must be one of {names(DTYPES)}")
+    if bits not in BLOCK_SIZES:
+        raise FormatError(f"bits is {bits}, but it must be one of {', '.join(map(str, BLOCK_SIZES))}")
     if step < 1:
         raise FormatError(f"step is {step}, but it must be at least 1, the number of the first step")
 
-    # 1. Moments: codes like the parameter, scales by row.
+    # 1. Moments: codes like the parameter, or two in a byte by row; scales by row.
     rows = exp_avg_scales.shape[0] if exp_avg_scales.dim() == 2 else 0
     length = parameter.numel() // rows if rows else 0
-    scales_shape = (rows, (length + STATE_BLOCK_SIZE - 1) // STATE_BLOCK_SIZE)
+    block_size = BLOCK_SIZES[bits]
+    scales_shape = (rows, (length + block_size - 1) // block_size)
+    codes_shape = tuple(parameter.shape)
+    if bits == 4:  # of no rows the length is not known
+        codes_shape = (rows, (length + 1) // 2) if rows else tuple(exp_avg_codes.shape)
     if parameter.numel() != rows * length or (rows and exp_avg_scales.shape[1] != scales_shape[1]):
         raise FormatError(
             f"exp_avg_scales has shape {tuple(exp_avg_scales.shape)}, but for a parameter with {parameter.numel()}"
-            f" elements it must be [rows, ceil(elements / rows / {STATE_BLOCK_SIZE})]"
+            f" elements it must be [rows, ceil(elements / rows / {block_size})]"
         )
     n = parameter.numel()
     expected: list[tuple[str, Tensor, tuple[int, ...], tuple[torch.dtype, ...]]] = [
-        ("exp_avg_codes", exp_avg_codes, tuple(parameter.shape), (torch.uint8,)),
+        ("exp_avg_codes", exp_avg_codes, codes_shape, (torch.uint8,)),
         ("exp_avg_scales", exp_avg_scales, tuple(exp_avg_scales.shape), (torch.float32,)),
-        ("exp_avg_sq_codes", exp_avg_sq_codes, tuple(parameter.shape), (torch.uint8,)),
+        ("exp_avg_sq_codes", exp_avg_sq_codes, codes_shape, (torch.uint8,)),
         ("exp_avg_sq_scales", exp_avg_sq_scales, tuple(exp_avg_scales.shape), (torch.float32,)),
     ]
 
@@ -169,7 +177,7 @@ def _check_step(*arguments: Any) -> None:
 
 
 def _check_arguments_of_one(*arguments: Any) -> None:
-    _check_one(AdamWTensors(*arguments[:9]), arguments[9], arguments[15])
+    _check_one(AdamWTensors(*arguments[:9]), arguments[9], arguments[15], arguments[17] if len(arguments) > 17 else 8)
 
 
 def share_memory(tensors: list[Tensor]) -> bool:
@@ -191,14 +199,15 @@ def _example_of_one(
     gradient_dtype: torch.dtype,
     has_residual: bool,
     shape: tuple[int, int],
+    bits: int,
 ) -> AdamWTensors:
     rows, n = shape[0], shape[0] * shape[1]
     moments = [
         part
         for seed in (1, 2)
         for part in (
-            random_bytes(*shape, seed=seed),
-            random_values(rows, -(-shape[1] // STATE_BLOCK_SIZE), seed=seed).abs(),
+            random_bytes(rows, -(-shape[1] * bits // 8), seed=seed),
+            random_values(rows, -(-shape[1] // BLOCK_SIZES[bits]), seed=seed).abs(),
         )
     ]
     if gradient_dtype == torch.uint8:
@@ -218,13 +227,14 @@ def _example(
     has_factor: bool,
     maximizes: bool,
     is_alone: bool,
+    bits: int = 8,
 ) -> Arguments:
     # Whole blocks; ragged rows, whose accesses are narrow; a tensor of several programs.
-    shapes = ((4, 2 * STATE_BLOCK_SIZE), (3, 300), (9, 3 * STATE_BLOCK_SIZE))[: 1 if is_alone else 3]
-    each = [_example_of_one(dtype, gradient_dtype, has_residual, shape) for shape in shapes]
+    shapes = ((4, 2 * BLOCK_SIZES[bits]), (3, 300), (9, 3 * BLOCK_SIZES[bits]))[: 1 if is_alone else 3]
+    each = [_example_of_one(dtype, gradient_dtype, has_residual, shape, bits) for shape in shapes]
     lists = [[] if tensors[0] is None else list(tensors) for tensors in zip(*each, strict=True)]
     factor = torch.tensor(0.75, dtype=torch.float32, device="cpu") if has_factor else None
-    return *lists, factor, 1e-3, 0.9, 0.999, 1e-8, 0.1, 3, maximizes
+    return *lists, factor, 1e-3, 0.9, 0.999, 1e-8, 0.1, 3, maximizes, bits
 
 
 def _choices_of(*arguments: Any) -> Arguments:
@@ -237,6 +247,7 @@ def _choices_of(*arguments: Any) -> Arguments:
         arguments[9] is not None,
         bool(arguments[16]),
         len(parameters) == 1,  # on CUDA another kernel
+        arguments[17] if len(arguments) > 17 else 8,  # torch leaves defaults out
     )
 
 
@@ -244,18 +255,20 @@ _adamw8bit_multi_ = declare(
     "adamw8bit_multi_(Tensor(a!)[] parameters, Tensor(b!)[] exp_avg_codes, Tensor(c!)[] exp_avg_scales,"
     " Tensor(d!)[] exp_avg_sq_codes, Tensor(e!)[] exp_avg_sq_scales, Tensor[] gradients, Tensor[] gradient_scales,"
     " Tensor[] residual_codes, Tensor[] residual_scales, Tensor? gradient_factor, float lr, float beta1, float beta2,"
-    " float eps, float weight_decay, int step, bool maximize) -> ()",
+    " float eps, float weight_decay, int step, bool maximize, int bits=8) -> ()",
     fake=_check_step,
     example=_example,
     choices_of=_choices_of,
     examples=[
-        (torch.float32, torch.float32, False, False, False, False, False),
-        (torch.bfloat16, torch.bfloat16, False, False, True, True, True),
-        (torch.bfloat16, torch.uint8, True, False, False, False, False),
-        (torch.float16, torch.uint8, True, True, True, False, True),
-        (torch.bfloat16, torch.bfloat16, False, False, True, True, False),
-        (torch.float16, torch.uint8, True, True, True, False, False),
-        (torch.float32, torch.float32, False, False, False, False, True),
+        (torch.float32, torch.float32, False, False, False, False, False, 8),
+        (torch.bfloat16, torch.bfloat16, False, False, True, True, True, 8),
+        (torch.bfloat16, torch.uint8, True, False, False, False, False, 8),
+        (torch.float16, torch.uint8, True, True, True, False, True, 8),
+        (torch.bfloat16, torch.bfloat16, False, False, True, True, False, 8),
+        (torch.float16, torch.uint8, True, True, True, False, False, 8),
+        (torch.float32, torch.float32, False, False, False, False, True, 8),
+        (torch.float32, torch.float32, False, False, False, False, True, 4),
+        (torch.bfloat16, torch.uint8, True, True, True, True, False, 4),
     ],
 )
 
@@ -279,6 +292,7 @@ def adamw8bit_multi_(
     weight_decay: float,
     step: int,
     maximize: bool = False,
+    bits: int = 8,
 ) -> None:
     """`adamw8bit_` of many parameters with the same bits, on CUDA in one launch however many they are.
 
@@ -291,7 +305,8 @@ def adamw8bit_multi_(
         exp_avg_codes, exp_avg_scales, exp_avg_sq_codes, exp_avg_sq_scales: one for each parameter.
         gradients: one for each parameter, of one dtype, all dense or all codes.
         gradient_scales, residual_codes, residual_scales: one for each parameter; None if the gradients have none.
-        gradient_factor, lr, beta1, beta2, eps, weight_decay, step, maximize: as in `adamw8bit_`, the same for all.
+        gradient_factor, lr, beta1, beta2, eps, weight_decay, step, maximize, bits: as in `adamw8bit_`, the same
+            for all.
 
     Raises:
         FormatError: an argument is outside of these values; nothing has changed then.
@@ -315,6 +330,7 @@ def adamw8bit_multi_(
             weight_decay,
             step,
             maximize,
+            bits,
         )
 
 
@@ -332,7 +348,7 @@ _adamw8bit_ = declare(
     "adamw8bit_(Tensor(a!) parameter, Tensor(b!) exp_avg_codes, Tensor(c!) exp_avg_scales, Tensor(d!) exp_avg_sq_codes,"
     " Tensor(e!) exp_avg_sq_scales, Tensor gradient, Tensor? gradient_scales, Tensor? residual_codes,"
     " Tensor? residual_scales, Tensor? gradient_factor, float lr, float beta1, float beta2, float eps,"
-    " float weight_decay, int step, bool maximize) -> ()",
+    " float weight_decay, int step, bool maximize, int bits=8) -> ()",
     fake=_check_arguments_of_one,
     composed=_by_lists,
 )
@@ -357,23 +373,27 @@ def adamw8bit_(
     weight_decay: float,
     step: int,
     maximize: bool = False,
+    bits: int = 8,
 ) -> None:
-    """One step of AdamW with moments in 8 bits, in place, one pass over the data.
+    """One step of AdamW with moments in 8 or 4 bits, in place, one pass over the data.
 
     No weight moves by more than lr * C(step) + lr * weight_decay * |weight|, Adam's own worst case (adamw_scalars.py),
     plus its rounding. A block that meets NaN or infinity gets scale NaN.
 
     Args:
-        parameter: [...], float32, bfloat16 or float16. It is cut into rows that blocks of 256 run along: `rows` rows of
+        parameter: [...], float32, bfloat16 or float16. It is cut into rows that blocks of 256, or of
+            128 in 4 bits, run along: `rows` rows of
             n / rows elements each, in the order of the contiguous tensor.
-        exp_avg_codes, exp_avg_sq_codes: uint8 [...], codes of the signed and of the unsigned map of ops/dynamic_map.py.
-        exp_avg_scales, exp_avg_sq_scales: fp32 [rows, ceil(n / rows / 256)].
+        exp_avg_codes, exp_avg_sq_codes: codes of the signed and of the unsigned map of ops/dynamic_map.py, uint8 [...];
+            in 4 bits uint8 [rows, ceil(n / rows / 2)], the first of two in the low half of a byte.
+        exp_avg_scales, exp_avg_sq_scales: fp32 [rows, ceil(n / rows / 256)], or / 128 in 4 bits.
         gradient: [...], float32, bfloat16 or float16; or the int8 codes of a quantized gradient, uint8 [n], with
             gradient_scales fp32 [ceil(n / 128)] and, at 12 bits, residual_codes uint8 [ceil(n / 2)] and
             residual_scales fp32 [ceil(n / 128)].
         gradient_factor: fp32, 0-d; the gradient is multiplied by it. It is not read by the host.
         lr, beta1, beta2, eps, weight_decay, maximize: as in torch.optim.AdamW. eps counts as at least 2**-126.
         step: number of this step, 1 for the first.
+        bits: of a code of a moment, 8 or 4.
 
     Raises:
         FormatError: an argument is outside of these values.
@@ -396,4 +416,5 @@ def adamw8bit_(
         weight_decay,
         step,
         maximize,
+        bits,
     )

@@ -1,4 +1,4 @@
-"""AdamW with 8-bit moments on the CPU: `reference/adamw.py` in C++, the same bits."""
+"""AdamW with moments in 8 or 4 bits on the CPU: `reference/adamw.py` in C++, the same bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def adamw8bit_multi_(*arguments: Any, isa: str | None = None) -> None:
     step = checked_step(*arguments)
     number, update, factor = isa_number(isa), kernels().adamw8bit, _address(step.gradient_factor)
     scalars = list(astuple(step.scalars))
-    signed, unsigned = (dynamic_map_tensor(signed, _CPU).data_ptr() for signed in (True, False))
+    signed, unsigned = (dynamic_map_tensor(signed, _CPU, step.bits).data_ptr() for signed in (True, False))
     for tensors, (rows, length) in zip(step.each, step.shapes, strict=True):
         parameter, *moments, gradient, _, _, _ = tensors
         first_codes, first_scales, second_codes, second_scales = map(_address, moments)
@@ -32,6 +32,7 @@ def adamw8bit_multi_(*arguments: Any, isa: str | None = None) -> None:
             torch.get_num_threads(),
             rows,
             length,
+            step.bits,
             parameter.data_ptr(),
             FLOAT_TYPES[parameter.dtype],
             [first_codes, first_scales, signed, second_codes, second_scales, unsigned],

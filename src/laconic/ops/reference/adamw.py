@@ -1,4 +1,4 @@
-"""AdamW with 8-bit moments: the specification."""
+"""AdamW with moments in 8 or 4 bits: the specification."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from laconic.ops.adamw_scalars import LARGEST_GRADIENT
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE, MIN_SCALE
 from laconic.ops.declarations.adamw import AdamWStep, AdamWTensors, checked_step
-from laconic.ops.dynamic_map import STATE_BLOCK_SIZE, ZERO_CODE, dynamic_map_tensor
+from laconic.ops.dynamic_map import BLOCK_SIZES, dynamic_map_tensor, has_signed_scale, zero_code
 from laconic.ops.reference.blockwise import dequantize_blockwise
 
 __all__ = ["adamw8bit_multi_", "dequantize_dynamic", "quantize_dynamic"]
@@ -43,8 +43,10 @@ def _update(tensors: AdamWTensors, rows: int, length: int, step: AdamWStep) -> N
     g = torch.where(g.isinf(), g, g.clamp(-LARGEST_GRADIENT, LARGEST_GRADIENT))
 
     # 2. The moments, in this order of operations.
-    m = dequantize_dynamic(exp_avg_codes.view(rows, length), exp_avg_scales, signed=True)
-    v = dequantize_dynamic(exp_avg_sq_codes.view(rows, length), exp_avg_sq_scales, signed=False)
+    def moment_of(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
+        return dequantize_dynamic(codes.view(rows, -1), scales, signed=signed, bits=step.bits, length=length)
+
+    m, v = moment_of(exp_avg_codes, exp_avg_scales, True), moment_of(exp_avg_sq_codes, exp_avg_sq_scales, False)
     m = m * a.beta1 + g * a.one_minus_beta1
     v = v * a.beta2 + (g * g) * a.one_minus_beta2
     # torch's fp32 square root may be one bit off (MKL's is); the one of fp64, rounded, is the IEEE one.
@@ -62,33 +64,37 @@ def _update(tensors: AdamWTensors, rows: int, length: int, step: AdamWStep) -> N
     written.view(_BITS_DTYPE[parameter.dtype]).masked_fill_(p.isnan(), _NAN_BITS[parameter.dtype])
     parameter.copy_(written.view_as(parameter))
 
-    # 5. The moments again in 8 bits.
+    # 5. The moments again in codes.
     for moment, codes, scales, signed in (
         (m, exp_avg_codes, exp_avg_scales, True),
         (v, exp_avg_sq_codes, exp_avg_sq_scales, False),
     ):
-        new_codes, new_scales = quantize_dynamic(moment, signed=signed)
+        new_codes, new_scales = quantize_dynamic(moment, signed=signed, bits=step.bits)
         codes.copy_(new_codes.view_as(codes))
         scales.copy_(new_scales)
 
 
-def quantize_dynamic(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [rows, L] and scales fp32 [rows, ceil(L / 256)] of x, fp32 [rows, L], blocks along rows.
+def quantize_dynamic(x: Tensor, *, signed: bool, bits: int = 8) -> tuple[Tensor, Tensor]:
+    """Codes and scales fp32 [rows, ceil(L / B)] of x, fp32 [rows, L], in blocks of B elements along rows.
 
-    A block with NaN or infinity gets scale NaN; one whose largest magnitude is below 2**-126, scale 0 and zeros.
+    In 8 bits B is 256 and codes are uint8 [rows, L]; in 4 bits B is 128 and codes are uint8 [rows, ceil(L / 2)], the
+    first of two in the low half of a byte. A block with NaN or infinity gets scale NaN; one whose largest magnitude is
+    below 2**-126, scale 0 and zeros. In 4 bits the scale of a signed block is the number of largest magnitude itself.
     """
     rows, length = x.shape
-    tables = dynamic_map_tensor(signed, x.device)
+    tables, block_size, zero = dynamic_map_tensor(signed, x.device, bits), BLOCK_SIZES[bits], zero_code(signed, bits)
     borders, slopes, offsets, last = (tables[256 + 8 * i : 264 + 8 * i] for i in range(4))
     zero_border, top = tables[288], tables[289]
-    num_blocks = -(-length // STATE_BLOCK_SIZE)
-    padding = num_blocks * STATE_BLOCK_SIZE - length
-    blocks = torch.nn.functional.pad(x, (0, padding)).view(rows, num_blocks, STATE_BLOCK_SIZE)
+    num_blocks = -(-length // block_size)
+    padding = num_blocks * block_size - length
+    blocks = torch.nn.functional.pad(x, (0, padding)).view(rows, num_blocks, block_size)
 
     magnitude_bits = blocks.abs().view(torch.int32).amax(-1)
     scales = magnitude_bits.view(torch.float32).clone()
     broken = magnitude_bits >= _INFINITY_BITS
     vanished = ~broken & (scales < MIN_SCALE)
+    if has_signed_scale(signed, bits):
+        scales = torch.where(blocks.amax(-1) == scales, scales, -scales)
     scales = scales.masked_fill(vanished, 0.0).masked_fill(broken, float("nan"))
 
     ordinary = ~(broken | vanished)
@@ -99,14 +105,34 @@ def quantize_dynamic(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     number = (magnitude * slopes[decade] + offsets[decade]).int()
     number = torch.minimum(number, last[decade].int()) + (magnitude > top)
     number = number.masked_fill(magnitude <= zero_border, 0)
-    codes = torch.where(n < 0, ZERO_CODE[signed] - number.clamp(max=127), ZERO_CODE[signed] + number)
-    return codes.to(torch.uint8).view(rows, num_blocks * STATE_BLOCK_SIZE)[:, :length].contiguous(), scales
+    codes = torch.where(n < 0, zero - number.clamp(max=zero), zero + number)
+    codes = codes.to(torch.uint8).view(rows, num_blocks * block_size)[:, :length].contiguous()
+    return codes if bits == 8 else _pack_pairs(codes), scales
 
 
-def dequantize_dynamic(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """The values, fp32 [rows, L], of codes uint8 [rows, L] and scales fp32 [rows, ceil(L / 256)]."""
-    levels = dynamic_map_tensor(signed, codes.device)[:256][codes.int()]
-    return levels * scales.repeat_interleave(STATE_BLOCK_SIZE, dim=-1)[:, : codes.shape[-1]]
+def dequantize_dynamic(
+    codes: Tensor, scales: Tensor, *, signed: bool, bits: int = 8, length: int | None = None
+) -> Tensor:
+    """The values, fp32 [rows, L], of what `quantize_dynamic` returns.
+
+    `length` is L; None means as many as there are codes, of which in 4 bits the last may be none of the row's.
+    """
+    if bits == 4:
+        codes = _unpack_pairs(codes)
+    codes = codes[:, :length]
+    levels = dynamic_map_tensor(signed, codes.device, bits)[:256][codes.int()]
+    return levels * scales.repeat_interleave(BLOCK_SIZES[bits], dim=-1)[:, : codes.shape[-1]]
+
+
+def _pack_pairs(codes: Tensor) -> Tensor:
+    """Codes of 4 bits uint8 [rows, L], two in a byte: uint8 [rows, ceil(L / 2)]."""
+    low, high = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2)).unflatten(1, (-1, 2)).unbind(-1)
+    return low | high << 4
+
+
+def _unpack_pairs(pairs: Tensor) -> Tensor:
+    """Codes of 4 bits uint8 [rows, 2 * bytes] of pairs uint8 [rows, bytes]."""
+    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
 
 
 def _gradient(

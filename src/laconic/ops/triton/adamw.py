@@ -1,4 +1,4 @@
-"""AdamW with 8-bit moments in Triton; `blockwise.py` explains why bits are equal."""
+"""AdamW with moments in 8 or 4 bits in Triton; `blockwise.py` explains why bits are equal."""
 
 # The parameters of kernels have no Python types.
 # mypy: disable-error-code="no-untyped-def"
@@ -18,15 +18,14 @@ from torch import Tensor
 from laconic.ops.adamw_scalars import LARGEST_GRADIENT
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
 from laconic.ops.declarations.adamw import AdamWStep, AdamWTensors, checked_step
-from laconic.ops.dynamic_map import STATE_BLOCK_SIZE, dynamic_map_tensor
+from laconic.ops.dynamic_map import BLOCK_SIZES, dynamic_map_tensor, zero_code
 from laconic.ops.triton.blockwise import _bits, _name, _narrow, _on_device, _place, _widen, _widen_bits
 
 __all__ = ["adamw8bit_multi_"]
 
-_BLOCKS = 4
-"""Blocks of 256 elements per program."""
+_BLOCKS = {8: 4, 4: 8}
+"""By the bits of a code, blocks per program: 1024 elements."""
 
-_BLOCK_SIZE = tl.constexpr(STATE_BLOCK_SIZE)
 _GRADIENT_BLOCK = tl.constexpr(GRADIENT_BLOCK_SIZE)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _LARGEST_GRADIENT = tl.constexpr(LARGEST_GRADIENT)
@@ -42,26 +41,46 @@ _TOP = tl.constexpr(289)
 
 
 @triton.jit
-def _dequantize(codes_ptr, scales_ptr, map_ptr, at, exists, block, block_exists, ZERO: tl.constexpr):
-    """Codes -> fp32 [BLOCKS, 256]."""
+def _dequantize(
+    codes_ptr, scales_ptr, map_ptr, at, exists, block, block_exists, ZERO: tl.constexpr, BITS: tl.constexpr
+):
+    """Codes -> fp32 [BLOCKS, BLOCK_SIZE]; `at` is the byte of each."""
     codes = tl.load(codes_ptr + at, mask=exists, other=ZERO).to(tl.int32)
+    if BITS == 4:
+        pairs = tl.join(codes & 15, codes >> 4)
+        codes = tl.reshape(pairs, [pairs.shape[0], 2 * pairs.shape[1]])
     return tl.load(map_ptr + codes) * tl.load(scales_ptr + block, mask=block_exists, other=0.0)[:, None]
 
 
 @triton.jit
 def _quantize(
-    x, codes_ptr, scales_ptr, map_ptr, at, exists, block, block_exists, ZERO: tl.constexpr, BLOCKS: tl.constexpr
+    x,
+    codes_ptr,
+    scales_ptr,
+    map_ptr,
+    at,
+    exists,
+    is_element,
+    block,
+    block_exists,
+    ZERO: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SIGNED_SCALE: tl.constexpr,
 ):
-    """fp32 [BLOCKS, 256], zeros outside the tensor -> codes and scales, stored."""
+    """fp32 [BLOCKS, BLOCK_SIZE], zeros outside the tensor -> codes and scales, stored."""
     magnitude_bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     largest = magnitude_bits.to(tl.float32, bitcast=True)
     broken = magnitude_bits >= _INFINITY_BITS
     vanished = magnitude_bits < _SMALLEST_NORMAL_BITS
     scale = tl.where(broken, float("nan"), tl.where(vanished, 0.0, largest))
+    if SIGNED_SCALE:  # negations are products
+        is_positive = tl.max(x.to(tl.int32, bitcast=True), axis=1) == magnitude_bits
+        scale = tl.where(is_positive | broken | vanished, scale, largest * -1.0)
     tl.store(scales_ptr + block, scale, mask=block_exists)
 
     ordinary = (broken | vanished) == 0
-    inverse = tl.div_rn(tl.full([BLOCKS], 1.0, tl.float32), tl.where(ordinary, largest, 1.0))
+    inverse = tl.div_rn(tl.full([BLOCKS], 1.0, tl.float32), tl.where(ordinary, scale, 1.0))
     n = tl.where(ordinary[:, None], x * inverse[:, None], 0.0)
     magnitude = tl.abs(n)
     decade = tl.zeros_like(magnitude).to(tl.int32)
@@ -71,7 +90,11 @@ def _quantize(
     number = tl.minimum(line.to(tl.int32), tl.load(map_ptr + _LAST + decade).to(tl.int32))
     number += tl.where(magnitude > tl.load(map_ptr + _TOP), 1, 0)
     number = tl.where(magnitude > tl.load(map_ptr + _ZERO_BORDER), number, 0)
-    codes = tl.where(n < 0, ZERO - tl.minimum(number, 127), ZERO + number)
+    codes = tl.where(n < 0, ZERO - tl.minimum(number, ZERO), ZERO + number)
+    if BITS == 4:
+        codes = tl.where(is_element, codes, 0)
+        even, odd = tl.split(tl.reshape(codes, [BLOCKS, codes.shape[1] // 2, 2]))
+        codes = even | (odd << 4)
     tl.store(codes_ptr + at, codes.to(tl.uint8), mask=exists)
 
 
@@ -89,8 +112,9 @@ def _update(
     residual_codes_ptr,
     residual_scales_ptr,
     factor_ptr,
-    at,
-    exists,
+    row,
+    first_column,
+    length,
     block,
     block_exists,
     beta1,
@@ -108,8 +132,23 @@ def _update(
     FACTOR: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SIGNED_ZERO: tl.constexpr,
+    BITS: tl.constexpr,
 ):
-    """Update the elements `at` [BLOCKS, 256] of the blocks `block` [BLOCKS]."""
+    """Update the elements of the blocks `block` [BLOCKS], which begin at `first_column` of their `row`."""
+    column = first_column[:, None] + tl.arange(0, BLOCK_SIZE)[None, :]
+    exists = block_exists[:, None] & (column < length)
+    at = row[:, None] * length + column
+    # Where the codes are: in 4 bits two in a byte, and every row begins at a byte.
+    if BITS == 8:
+        code_at = at
+        code_exists = exists
+    else:
+        pair = first_column[:, None] // 2 + tl.arange(0, BLOCK_SIZE // 2)[None, :]
+        code_at = row[:, None] * tl.cdiv(length, 2) + pair
+        code_exists = block_exists[:, None] & (2 * pair < length)
+
     # 1. The gradient in fp32. Negations are products, because 0 - x loses the sign of zero.
     g = tl.load(gradient_ptr + at, mask=exists, other=0)
     if QUANTIZED:
@@ -133,8 +172,28 @@ def _update(
     g = tl.where(is_huge, tl.where(g > 0, _LARGEST_GRADIENT, -_LARGEST_GRADIENT), g)
 
     # 2. The moments.
-    m = _dequantize(exp_avg_codes_ptr, exp_avg_scales_ptr, signed_map_ptr, at, exists, block, block_exists, 127)
-    v = _dequantize(exp_avg_sq_codes_ptr, exp_avg_sq_scales_ptr, unsigned_map_ptr, at, exists, block, block_exists, 0)
+    m = _dequantize(
+        exp_avg_codes_ptr,
+        exp_avg_scales_ptr,
+        signed_map_ptr,
+        code_at,
+        code_exists,
+        block,
+        block_exists,
+        SIGNED_ZERO,
+        BITS,
+    )
+    v = _dequantize(
+        exp_avg_sq_codes_ptr,
+        exp_avg_sq_scales_ptr,
+        unsigned_map_ptr,
+        code_at,
+        code_exists,
+        block,
+        block_exists,
+        0,
+        BITS,
+    )
     m = m * beta1 + g * one_minus_beta1
     v = v * beta2 + (g * g) * one_minus_beta2
     root = tl.sqrt_rn(v)
@@ -150,12 +209,38 @@ def _update(
     p = p * decay - change * step_size
     tl.store(parameter_ptr + at, _narrow(p, TYPE), mask=exists)
 
-    # 5. The moments again in 8 bits.
+    # 5. The moments again in codes.
     m = tl.where(exists, m, 0.0)
     v = tl.where(exists, v, 0.0)
-    _quantize(m, exp_avg_codes_ptr, exp_avg_scales_ptr, signed_map_ptr, at, exists, block, block_exists, 127, BLOCKS)
     _quantize(
-        v, exp_avg_sq_codes_ptr, exp_avg_sq_scales_ptr, unsigned_map_ptr, at, exists, block, block_exists, 0, BLOCKS
+        m,
+        exp_avg_codes_ptr,
+        exp_avg_scales_ptr,
+        signed_map_ptr,
+        code_at,
+        code_exists,
+        exists,
+        block,
+        block_exists,
+        SIGNED_ZERO,
+        BITS,
+        BLOCKS,
+        BITS == 4,
+    )
+    _quantize(
+        v,
+        exp_avg_sq_codes_ptr,
+        exp_avg_sq_scales_ptr,
+        unsigned_map_ptr,
+        code_at,
+        code_exists,
+        exists,
+        block,
+        block_exists,
+        0,
+        BITS,
+        BLOCKS,
+        False,
     )
 
 
@@ -190,12 +275,12 @@ def _adamw_kernel(
     FACTOR: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SIGNED_ZERO: tl.constexpr,
+    BITS: tl.constexpr,
     ONE_ROW: tl.constexpr,
 ):
-    block, row, first_column, block_exists = _place(num_blocks, length, BLOCKS, _BLOCK_SIZE, ONE_ROW)
-    column = first_column[:, None] + tl.arange(0, _BLOCK_SIZE)[None, :]
-    exists = block_exists[:, None] & (column < length)
-    at = row[:, None] * length + column
+    block, row, first_column, block_exists = _place(num_blocks, length, BLOCKS, BLOCK_SIZE, ONE_ROW)
     _update(
         parameter_ptr,
         exp_avg_codes_ptr,
@@ -209,8 +294,9 @@ def _adamw_kernel(
         residual_codes_ptr,
         residual_scales_ptr,
         factor_ptr,
-        at,
-        exists,
+        row,
+        first_column,
+        length,
         block,
         block_exists,
         beta1,
@@ -228,6 +314,9 @@ def _adamw_kernel(
         FACTOR,
         MAXIMIZE,
         BLOCKS,
+        BLOCK_SIZE,
+        SIGNED_ZERO,
+        BITS,
     )
 
 
@@ -264,6 +353,9 @@ def _adamw_multi_kernel(
     FACTOR: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SIGNED_ZERO: tl.constexpr,
+    BITS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """BLOCKS blocks of one tensor; table_ptr is int64 [12, num_tensors] of `_table`."""
@@ -281,7 +373,7 @@ def _adamw_multi_kernel(
     length = tl.load(table_ptr + num_tensors + tensor)
     num_blocks = tl.load(table_ptr + 2 * num_tensors + tensor)
     if ALIGNED:
-        length = tl.multiple_of(length, 16)
+        length = tl.multiple_of(length, 16 * 8 // BITS)
     parameter_ptr = _pointer(table_ptr, 3, num_tensors, tensor, BITS_TYPE, ALIGNED)
     exp_avg_codes_ptr = _pointer(table_ptr, 4, num_tensors, tensor, tl.uint8, ALIGNED)
     exp_avg_scales_ptr = _pointer(table_ptr, 5, num_tensors, tensor, tl.float32, ALIGNED)
@@ -293,11 +385,10 @@ def _adamw_multi_kernel(
     residual_codes_ptr = _pointer(table_ptr, 10, num_tensors, tensor, tl.uint8, ALIGNED)
     residual_scales_ptr = _pointer(table_ptr, 11, num_tensors, tensor, tl.float32, ALIGNED)
     block = first_block + tl.arange(0, BLOCKS)
-    blocks_per_row = tl.cdiv(length, _BLOCK_SIZE)
+    blocks_per_row = tl.cdiv(length, BLOCK_SIZE)
     row = block // blocks_per_row
-    first_column = (block - row * blocks_per_row) * _BLOCK_SIZE
+    first_column = (block - row * blocks_per_row) * BLOCK_SIZE
     block_exists = block < num_blocks
-    column = first_column[:, None] + tl.arange(0, _BLOCK_SIZE)[None, :]
     _update(
         parameter_ptr,
         exp_avg_codes_ptr,
@@ -311,8 +402,9 @@ def _adamw_multi_kernel(
         residual_codes_ptr,
         residual_scales_ptr,
         factor_ptr,
-        row[:, None] * length + column,
-        block_exists[:, None] & (column < length),
+        row,
+        first_column,
+        length,
         block,
         block_exists,
         beta1,
@@ -330,6 +422,9 @@ def _adamw_multi_kernel(
         FACTOR,
         MAXIMIZE,
         BLOCKS,
+        BLOCK_SIZE,
+        SIGNED_ZERO,
+        BITS,
     )
 
 
@@ -353,18 +448,19 @@ def _launch_one(tensors: AdamWTensors, rows: int, length: int, step: AdamWStep) 
     parameter, exp_avg_codes, exp_avg_scales, exp_avg_sq_codes, exp_avg_sq_scales = tensors[:5]
     gradient, gradient_scales, residual_codes, residual_scales = tensors[5:]
     num_blocks = exp_avg_scales.numel()
-    one_row = rows == 1 or length % STATE_BLOCK_SIZE == 0
+    one_row = rows == 1 or length % BLOCK_SIZES[step.bits] == 0
+    blocks = _BLOCKS[step.bits]
     # Pointers that are not read still have to be tensors.
     unused = exp_avg_scales
     with _on_device(parameter):
-        _adamw_kernel[(triton.cdiv(num_blocks, _BLOCKS),)](
+        _adamw_kernel[(triton.cdiv(num_blocks, blocks),)](
             _bits(parameter.detach()),
             exp_avg_codes,
             exp_avg_scales,
             exp_avg_sq_codes,
             exp_avg_sq_scales,
-            dynamic_map_tensor(True, parameter.device),
-            dynamic_map_tensor(False, parameter.device),
+            dynamic_map_tensor(True, parameter.device, step.bits),
+            dynamic_map_tensor(False, parameter.device, step.bits),
             _bits(gradient.detach()) if gradient.dtype == torch.bfloat16 else gradient.detach(),
             unused if gradient_scales is None else gradient_scales,
             unused if residual_codes is None else residual_codes,
@@ -378,7 +474,10 @@ def _launch_one(tensors: AdamWTensors, rows: int, length: int, step: AdamWStep) 
             RESIDUAL=residual_codes is not None,
             FACTOR=step.gradient_factor is not None,
             MAXIMIZE=step.maximize,
-            BLOCKS=_BLOCKS,
+            BLOCKS=blocks,
+            BLOCK_SIZE=BLOCK_SIZES[step.bits],
+            SIGNED_ZERO=zero_code(True, step.bits),
+            BITS=step.bits,
             ONE_ROW=one_row,
             enable_fp_fusion=False,
         )
@@ -390,7 +489,7 @@ def _launch_many(step: AdamWStep, device: torch.device) -> None:
     # Pointers that are not read still have to be tensors.
     factor = first.exp_avg_scales if step.gradient_factor is None else step.gradient_factor
     for is_aligned in (True, False):
-        table, num_programs = _table(step.shapes, addresses, is_aligned)
+        table, num_programs = _table(step.shapes, addresses, is_aligned, step.bits)
         if not table:
             continue
         with _on_device(first.parameter):
@@ -398,8 +497,8 @@ def _launch_many(step: AdamWStep, device: torch.device) -> None:
             _adamw_multi_kernel[(num_programs,)](
                 _on_stream(table, device, stream),
                 len(table) // 12,
-                dynamic_map_tensor(True, device),
-                dynamic_map_tensor(False, device),
+                dynamic_map_tensor(True, device, step.bits),
+                dynamic_map_tensor(False, device, step.bits),
                 factor,
                 *scalars,
                 TYPE=_name(first.parameter.dtype),
@@ -409,7 +508,10 @@ def _launch_many(step: AdamWStep, device: torch.device) -> None:
                 RESIDUAL=first.residual_codes is not None,
                 FACTOR=step.gradient_factor is not None,
                 MAXIMIZE=step.maximize,
-                BLOCKS=_BLOCKS,
+                BLOCKS=_BLOCKS[step.bits],
+                BLOCK_SIZE=BLOCK_SIZES[step.bits],
+                SIGNED_ZERO=zero_code(True, step.bits),
+                BITS=step.bits,
                 ALIGNED=is_aligned,
                 enable_fp_fusion=False,
             )
@@ -423,7 +525,9 @@ _GRADIENT_TYPES = {
 }
 
 
-def _table(shapes: list[tuple[int, int]], addresses: list[list[int]], is_aligned: bool) -> tuple[tuple[int, ...], int]:
+def _table(
+    shapes: list[tuple[int, int]], addresses: list[list[int]], is_aligned: bool, bits: int
+) -> tuple[tuple[int, ...], int]:
     """What `_adamw_multi_kernel` reads about its tensors, [12, tensors], and the number of its programs.
 
     In this order: number of the first program, length of a row, number of blocks, and the nine addresses. Tensors of
@@ -433,17 +537,19 @@ def _table(shapes: list[tuple[int, int]], addresses: list[list[int]], is_aligned
         shapes: (rows, length of a row) of each tensor.
         addresses: of the nine tensors of each; 0 where there is none.
         is_aligned: take the tensors whose rows all begin at multiples of 16 bytes in all of their parts; or the others.
+        bits: of a code of a moment.
     """
+    block_size = BLOCK_SIZES[bits]
     entries: list[tuple[int, ...]] = []
     num_programs = 0
     for (rows, length), parts in zip(shapes, addresses, strict=True):
         if rows * length == 0:
             continue
-        row = rows * length if rows == 1 or length % STATE_BLOCK_SIZE == 0 else length
-        if (row % 16 == 0 and not any(address % 16 for address in parts)) is is_aligned:
-            num_blocks = rows * -(-length // STATE_BLOCK_SIZE)
+        row = rows * length if rows == 1 or length % block_size == 0 else length
+        if (row * bits % 128 == 0 and not any(address % 16 for address in parts)) is is_aligned:
+            num_blocks = rows * -(-length // block_size)
             entries.append((num_programs, row, num_blocks, *parts))
-            num_programs += -(-num_blocks // _BLOCKS)
+            num_programs += -(-num_blocks // _BLOCKS[bits])
     return tuple(chain.from_iterable(zip(*entries, strict=True))), num_programs
 
 

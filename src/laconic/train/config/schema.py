@@ -217,8 +217,8 @@ class OptimizerConfig:
     """AdamW with linear warm-up and cosine decay."""
 
     kind: Literal["adamw", Optimizer] = "adamw"
-    """adamw: torch's, moments in fp32. adamw8bit: laconic's, moments in 8 bits; it reads gradients of 8 or 12 bits as
-    they are, for the other one they are unpacked before the update."""
+    """adamw: torch's, moments in fp32. adamw8bit and adamw4bit: laconic's, moments in 8 or 4 bits; they read gradients
+    of 8 or 12 bits as they are, for the other one they are unpacked before the update."""
     learning_rate: PositiveFloat | None = None
     """Peak learning rate; None means 2e-3, and 2e-5 when training starts from the weights of model.path."""
     min_learning_rate_ratio: Annotated[NonNegativeFloat, Field(le=1)] = 0.1
