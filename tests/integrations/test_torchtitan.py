@@ -196,7 +196,7 @@ def test_what_torchtitan_does_itself_or_would_undo_is_refused(titan: Any) -> Non
     model = titan.make_model(plain, "cpu")
     optimizer = adamw8bit()
     optimizer.implementation = "fused_opt_states_bf16"
-    with pytest.raises(ConfigError, match="moments of AdamW8bit are in 8 bits"):
+    with pytest.raises(ConfigError, match="moments of AdamW8bit are in 8 or 4 bits"):
         optimizer.build(model_parts=[model])
     with pytest.raises(ConfigError, match="none is 'AdamW8bit'"):
         LaconicOptimizersContainer.Config(param_groups=titan.default_adamw().param_groups).build(model_parts=[model])

@@ -21,6 +21,7 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, centered=True),
     "adamw8bit": lambda p: AdamW8bit(p, lr=1e-2, min_8bit_numel=256),
+    "adamw4bit": lambda p: AdamW8bit(p, lr=1e-2, min_8bit_numel=256, bits=4),
 }
 
 
