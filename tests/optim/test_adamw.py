@@ -24,6 +24,7 @@ from laconic.gradients import compress_gradients
 from laconic.ops import adamw8bit_
 from laconic.ops.adamw_scalars import largest_step
 from laconic.optim import AdamW4bit, AdamW8bit
+from laconic.optim.moments import _zero_moment, quantize_moment
 from tests.grid import grid
 
 
@@ -935,3 +936,12 @@ def test_what_is_written_to_groups_later_is_checked_before_anything_moves() -> N
 def test_what_is_no_state_dict_is_refused(bad: Any) -> None:
     with pytest.raises(FormatError, match=r"the state dict is|state is a list"):
         AdamW8bit([parameter(3)]).load_state_dict(bad)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("shape", [(3, 300), (2, 17), (1 << 6,), (4, 3, 5), (0, 16)])
+@pytest.mark.parametrize("signed", [True, False])
+def test_new_states_are_the_codes_of_zero(shape: tuple[int, ...], bits: int, signed: bool) -> None:
+    zeros = torch.zeros(shape)
+    made, expected = _zero_moment(zeros, signed, bits), quantize_moment(zeros, signed=signed, bits=bits)
+    assert all(torch.equal(one, other) for one, other in zip(made, expected, strict=True))

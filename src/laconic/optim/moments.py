@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from laconic.errors import FormatError
 from laconic.formats.shards import local_part
 from laconic.ops import dequantize_dynamic, quantize_dynamic
-from laconic.ops.dynamic_map import BLOCK_SIZES
+from laconic.ops.dynamic_map import BLOCK_SIZES, zero_code
 
 __all__ = [
     "MOMENTS",
@@ -91,12 +91,24 @@ def new_state(parameter: Tensor, min_8bit_numel: int, bits: int = 8) -> dict[str
     state: dict[str, Any] = {"step": torch.tensor(0.0)}
     for name, signed in MOMENTS.items():
         if _wants_codes(parameter, min_8bit_numel):
-            zeros = torch.zeros(local_part(parameter).shape, dtype=torch.float32, device=parameter.device)
-            codes, scales = quantize_moment(zeros, signed=signed, bits=bits)
+            codes, scales = _zero_moment(local_part(parameter), signed, bits)
             state[f"{name}_codes"], state[f"{name}_scales"] = _placed_like(parameter, codes, scales, bits)
         else:
             state[name] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
     return state
+
+
+def _zero_moment(part: Tensor, signed: bool, bits: int) -> tuple[Tensor, Tensor]:
+    """What `quantize_moment` makes of zeros; a device has nothing to wait for."""
+    rows, length = rows_of(part.shape)
+    zero = zero_code(signed, bits)
+    if bits == 8:
+        codes = torch.full(part.shape, zero, dtype=torch.uint8, device=part.device)
+    else:
+        codes = torch.full((rows, -(-length // 2)), zero << 4 | zero, dtype=torch.uint8, device=part.device)
+        if length % 2:
+            codes[:, -1] = zero
+    return codes, torch.zeros(rows, -(-length // BLOCK_SIZES[bits]), dtype=torch.float32, device=part.device)
 
 
 def quantize_moment(moment: Tensor, *, signed: bool, bits: int = 8) -> tuple[Tensor, Tensor]:
