@@ -86,7 +86,7 @@ def _random_layer(width: int, hidden: int, num_experts: int, dtype: torch.dtype)
         num_key_value_heads=1,
     )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     experts = model.get_submodule(next(iter(find_blocks(model))))
     torch.manual_seed(0)
     drawn = {key: (torch.randn(p.shape) / p.shape[-1] ** 0.5).to(dtype) for key, p in experts.named_parameters()}
@@ -141,7 +141,7 @@ def _trained(tokens: Tensor, steps: int) -> Any:
 
     with tempfile.TemporaryDirectory() as folder:
         save_demo_model(Path(folder), hidden_size=256, layers=4, experts=16)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     generator = torch.Generator().manual_seed(0)
     for step in range(steps):
