@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from laconic.collectives import Raw, api
 from laconic.errors import ConfigError, ModelError
 from laconic.formats import QuantizedGradient, set_quantized_gradient
-from laconic.moe import GatedExperts, HierarchicalDispatcher, MoELayer, Schedule, SoftmaxGate
+from laconic.moe import GatedExperts, HierarchicalDispatcher, MoELayer, Schedule, SoftmaxGate, moe_layers
 from laconic.moe.dispatch.parm import make_dispatcher
 from laconic.moe.experts.shard import expert_shard
 from laconic.moe.parallel.grid import Grid
@@ -118,6 +120,40 @@ def models_without_layers_are_refused() -> None:
             function(nn.Linear(2, 2), grid)  # type: ignore[operator]
 
 
+def spread(grid: Grid) -> nn.Sequential:
+    model = make_model()
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            module.experts = expert_shard(module.experts, grid)
+            module.dispatcher = make_dispatcher(grid, "joint", codec=Raw())
+    return model
+
+
+def wrappers_that_take_experts_for_copies_are_refused() -> None:
+    """DDP would give all ranks the first one's experts, FSDP2 would cut them as if all had the same."""
+    grid = Grid(1, 2, 1)
+    x = torch.ones(3, DIM, dtype=torch.float64)
+    with pytest.raises(ConfigError, match=r"DDP would give all the first one's; .*moe.reduce_gradients\(model, grid\)"):
+        DistributedDataParallel(spread(grid))
+    with pytest.raises(ConfigError, match="DDP would give"):
+        DistributedDataParallel(next(iter(moe_layers(spread(grid)).values())))
+    for of in (lambda model: model, lambda model: model[0]):
+        with pytest.raises(ConfigError, match=r"FSDP would shard .* laconic.moe.fully_shard_layers\(model, grid\)"):
+            fully_shard(of(spread(grid)))
+    # What leaves the experts out, or has the same on all its ranks, is fine.
+    model = spread(grid)
+    names = {name: p for name, p in model.named_parameters() if ".experts." in name}
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    DistributedDataParallel(model)(x).sum().backward()
+    model = spread(grid)
+    experts = {p for name, p in model.named_parameters() if ".experts." in name}
+    fully_shard(model, ignored_params=experts)(x).sum().backward()
+    DistributedDataParallel(make_model())(x).sum().backward()
+    alone = Grid(1, 1, 1)
+    DistributedDataParallel(spread(alone))(x).sum().backward()
+    fully_shard(spread(alone))(x).sum().backward()
+
+
 def gradients_travel_in_buckets() -> None:
     """As many collectives as buckets, one after the other in the same order, with the sums of one per parameter."""
     grid = Grid(1, 2, 1)
@@ -176,6 +212,7 @@ TWO = [
     partial(losses_are_those_of_one_process, 1, 2, 1, "joint", True, torch.float32),
     partial(losses_are_those_of_one_process, 1, 1, 1, "joint", True, torch.float32),
     models_without_layers_are_refused,
+    wrappers_that_take_experts_for_copies_are_refused,
     gradients_travel_in_buckets,
     refused_gradients,
 ]

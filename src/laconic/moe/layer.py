@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.errors import RoutingError
 from laconic.moe.dispatch.base import (
     Dispatcher,
@@ -22,6 +24,7 @@ from laconic.moe.dispatch.base import (
 from laconic.moe.gates.base import Gate
 from laconic.moe.hooks import Hook
 from laconic.moe.meanwhile import Meanwhile
+from laconic.moe.parallel.calling_host import check_not_wrapped
 from laconic.moe.parallel.expert_mean import ExpertMean
 from laconic.moe.permute import Order, SortedOrder
 from laconic.moe.routing import RoutedTokens, Routing, SoftRouting
@@ -70,6 +73,8 @@ class MoELayer(nn.Module):
     """int64 [E]: this rank's tokens per logical expert in the last forward."""
     num_dropped: int
     """Assignments dropped by a capacity in the last forward."""
+    is_known_to_hosts = False
+    """Whether DDP leaves the experts alone, and FSDP is told of them, by other means than `named_parameters`."""
 
     def __init__(
         self,
@@ -169,6 +174,19 @@ class MoELayer(nn.Module):
         run = experts or (self.experts if mean is None else partial(mean.call, self.experts))
         rows = run(inputs.rows, inputs.counts)
         return self._call("before_combine", ExpertRows(rows, inputs.counts)).rows if self.hooks else rows
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the parameters, as of any module, unless DDP or FSDP asks for experts of which processes have others.
+
+        Raises:
+            ConfigError: one of them does, over the processes that rows travel between.
+        """
+        if not (self.is_known_to_hosts or self.is_fully_sharded):
+            peers = {rank for group in getattr(self.dispatcher, "groups", ()) for rank in ranks_of(group)}
+            peers -= {dist.get_rank()} if peers else set()
+            if peers:
+                check_not_wrapped(self.experts.parameters(), peers, 1)
+        return super().named_parameters(*args, **kwargs)
 
     def mean_of_forward(self) -> ExpertMean | None:
         """Return what reduces the gradients of experts in the backward of the current forward, if anything does."""

@@ -16,9 +16,9 @@ from laconic.formats.shards import local_part, local_runs, sharded_like, taken
 from laconic.moe.experts.grouped_mm import expert_by_expert, grouped_mm, runs_expert_by_expert
 from laconic.moe.experts.modules import Experts
 from laconic.moe.huggingface.blocks import FLAGS, takes_rows
-from laconic.moe.huggingface.calling_host import check_not_listed_by_fsdp
 from laconic.moe.huggingface.sharding import hidden_placement
 from laconic.moe.layer import MoELayer
+from laconic.moe.parallel.calling_host import check_not_listed_by_fsdp
 from laconic.moe.placement.expert_map import Placement
 
 __all__ = ["FusedExperts", "check"]

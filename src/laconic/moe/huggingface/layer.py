@@ -54,6 +54,7 @@ class ExpertsLayer(MoELayer):
 
     gate: GivenRouting
     experts: FusedExperts
+    is_known_to_hosts = True  # by laconic.moe.huggingface.wrapping
 
     def __init__(
         self,

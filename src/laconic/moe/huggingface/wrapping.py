@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.errors import ConfigError
 from laconic.moe.huggingface.adapters import adapt
-from laconic.moe.huggingface.calling_host import calling_host, fsdp_refused
 from laconic.moe.huggingface.layer import ExpertsLayer
 from laconic.moe.huggingface.spread import spread_layers
 from laconic.moe.layer import moe_layers
+from laconic.moe.parallel.calling_host import calling_host, fsdp_refused
 
 __all__ = ["watch_wrappers"]
 
