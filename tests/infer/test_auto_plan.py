@@ -12,6 +12,7 @@ import pytest
 from laconic.cli.engine_flags import add_engine_flags, start_engine
 from laconic.cli.main import main
 from laconic.cost.comm.rates import Line
+from laconic.cost.infer.engine_plan import Demand
 from laconic.cost.infer.rates import LinkPair
 from laconic.errors import ConfigError, PlanError, ScheduleError
 from laconic.infer import AutoPlan, Engine, InferencePlan
@@ -72,6 +73,22 @@ def test_workers_and_fields_that_are_given_are_kept(model: Path, slow: Path) -> 
         assert engine.generate(PROMPTS[:2], NEW_TOKENS) == expected(model)[:2]
 
 
+@pytest.mark.parametrize(
+    ("given", "most", "expected"),
+    [
+        ({}, 4096, (512, 128)),
+        ({}, 256, (205, 51)),
+        ({}, 1, (1, 1)),
+        ({"prompt": 200}, 256, (200, 56)),
+        ({"output": 200}, 256, (56, 200)),
+        ({"prompt": 300}, 256, (300, 1)),  # refused by those who plan for it
+        ({"prompt": 300, "output": 300}, 256, (300, 300)),
+    ],
+)
+def test_what_is_expected_without_being_told_fits(given: dict[str, int], most: int, expected: tuple[int, int]) -> None:
+    assert AutoPlan(**given).demand(most) == Demand(*expected, requests=8)
+
+
 def test_what_contradicts_is_refused(model: Path, slow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="only an automatic plan needs rates"):
         Engine(model, rates=slow)
@@ -88,9 +105,9 @@ def test_what_contradicts_is_refused(model: Path, slow: Path, tmp_path: Path, mo
     with pytest.raises(ScheduleError, match="num_slices is 0"):
         Engine(model, plan=AutoPlan(slow, num_slices=0))
     with pytest.raises(PlanError, match="cache_tokens is 64"):
-        Engine(model, plan="auto", rates=slow, cache_tokens=64)
+        Engine(model, plan=AutoPlan(slow, prompt=64), cache_tokens=64)
     with pytest.raises(PlanError, match="16300 \\+ 128 tokens is expected, but qwen2_moe has 16384 positions"):
-        Engine(model, plan=AutoPlan(slow, prompt=16300), cache_tokens=20000)
+        Engine(model, plan=AutoPlan(slow, prompt=16300, output=128), cache_tokens=20000)
     monkeypatch.setenv("LACONIC_INFER_RATES", str(tmp_path / "none.json"))
     with pytest.raises(ConfigError, match=r"none\.json does not exist; measure with laconic profile --infer"):
         Engine(model, plan="auto")

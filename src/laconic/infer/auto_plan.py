@@ -28,15 +28,16 @@ class AutoPlan:
 
     Attributes:
         rates: file of `laconic profile --infer`; None takes its default path.
-        prompt, output, requests: what is expected, see Demand: tokens of a prompt and of an answer, and requests in
-            flight together.
+        prompt, output: what is expected, see Demand: tokens of a prompt and of an answer; None: 512 and 128, or four
+            fifths and a fifth of what a request may have, if that is less.
+        requests: in flight together.
         num_micro_batches, num_slices, order, slicing: as in InferencePlan; None leaves it to the planner.
         shared_first: as in InferencePlan; never chosen, only asked for.
     """
 
     rates: str | os.PathLike[str] | None = None
-    prompt: int = 512
-    output: int = 128
+    prompt: int | None = None
+    output: int | None = None
     requests: int = 8
     num_micro_batches: int | None = None
     num_slices: int | None = None
@@ -44,14 +45,16 @@ class AutoPlan:
     slicing: Slicing | None = None
     shared_first: bool = False
 
-    @property
-    def demand(self) -> Demand:
-        """What is expected.
+    def demand(self, most: int) -> Demand:
+        """What is expected, if a request may have so many tokens.
 
         Raises:
             PlanError: a number is below 1.
         """
-        return Demand(self.prompt, self.output, self.requests)
+        prompt, output = self.prompt, self.output
+        if output is None:
+            output = max(1, min(128, most // 5 if prompt is None else most - prompt))
+        return Demand(max(1, min(512, most - output)) if prompt is None else prompt, output, self.requests)
 
     @property
     def fixed(self) -> Fixed:
@@ -102,12 +105,14 @@ class AutoPlan:
             raise ConfigError(
                 f"plan is 'auto', but {path} does not exist; measure with laconic profile --infer, or give rates"
             )
-        demand, fixed = self.demand, self.fixed
+        fixed = self.fixed
+        shape = replace(planned_shape(model_dir, _ITEM_NBYTES[dtype]), expert_format=expert_format)
+        most = limits.cache_tokens if shape.positions is None else min(limits.cache_tokens, shape.positions)
         return choose_for_engine(
-            replace(planned_shape(model_dir, _ITEM_NBYTES[dtype]), expert_format=expert_format),
+            shape,
             InferenceRates.load(path),
             PlannedSplit(split.attention, split.experts),
-            demand,
+            self.demand(most),
             limits,
             fixed=fixed,
             may_unsplit=may_unsplit,
