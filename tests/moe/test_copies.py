@@ -224,6 +224,10 @@ def what_cannot_have_copies_is_refused() -> None:
         with pytest.raises(ConfigError, match=message):
             copy_hot_experts(wanted, **{"grid": grid, "num_per_rank": 1, "loads": given, **arguments})
         assert all(getattr(layer.placement, "copies", None) is None for layer in wanted)
+    # One rank's mistake is an error on all, not a wait.
+    alone = given if grid.ep.rank() == 0 else [given[0], -given[0]]
+    with pytest.raises(ConfigError, match="the loads of another rank" if alone is given else "loads of layer 1 are"):
+        copy_hot_experts(layers(), grid, 1, loads=alone)
     done = parallelize(tiny("qwen3_moe").float(), grid)
     done.fully_shard(done.model.model.layers)
     with pytest.raises(ConfigError, match="FSDP2 shards the experts of layer 0, so no rank has whole ones to copy"):

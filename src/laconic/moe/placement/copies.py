@@ -33,7 +33,7 @@ from laconic.moe.dispatch.staged import experts_of, experts_per_rank
 from laconic.moe.layer import MoELayer
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.placement.consensus import first_answer
-from laconic.moe.placement.expert_map import placement_of
+from laconic.moe.placement.expert_map import Placement, placement_of
 from laconic.moe.placement.search import hot_copies
 from laconic.moe.routing import Routing
 from laconic.moe.row_ops import accumulation_dtype
@@ -90,7 +90,7 @@ def copy_hot_experts(
         _check(layer, grid.ep, f"layer {number}")
         _check_split(layer, grid.ep, f"layer {number}")
     given = [layer.load for layer in layers] if loads is None else [*loads]
-    totals = _added_up(given, [one.num_experts for one in placements], grid.dp)
+    totals = _added_up(given, placements, grid.dp)
     found = []
     for placement, total in zip(placements, totals, strict=True):
         most = experts_per_rank(placement.num_experts, grid.layout.ep)
@@ -102,7 +102,26 @@ def copy_hot_experts(
     return found
 
 
-def _added_up(given: Sequence[Tensor | None], sizes: Sequence[int], group: dist.ProcessGroup) -> list[list[float]]:
+def _added_up(
+    given: Sequence[Tensor | None], placements: Sequence[Placement], group: dist.ProcessGroup
+) -> list[list[float]]:
+    """Add loads up over all ranks, each of which raises if one rank's are wrong."""
+    sizes, wrong = [one.num_experts for one in placements], None
+    try:
+        loads = torch.cat([row.cpu() for row in _checked(given, sizes)])
+    except ConfigError as error:
+        wrong, loads = error, torch.zeros(sum(sizes), dtype=torch.float64)
+    total = torch.cat([loads, loads.new_tensor([float(wrong is not None)])]).to(placements[0].slots.device)
+    dist.all_reduce(total, group=group)
+    if wrong is not None:
+        raise wrong
+    if total[-1]:
+        raise ConfigError("the loads of another rank are none, which its own error names; nothing has changed here")
+    return [row.tolist() for row in total[:-1].cpu().split(sizes)]
+
+
+def _checked(given: Sequence[Tensor | None], sizes: Sequence[int]) -> list[Tensor]:
+    """Return this rank's loads, fp64 [E] of each layer."""
     if len(given) != len(sizes):
         raise ConfigError(f"loads are those of {len(given)} layers, but there are {len(sizes)}; give one each")
     rows = []
@@ -119,9 +138,7 @@ def _added_up(given: Sequence[Tensor | None], sizes: Sequence[int], group: dist.
                 " expert"
             )
         rows.append(row)
-    total = torch.cat(rows)
-    dist.all_reduce(total, group=group)
-    return [row.tolist() for row in total.cpu().split([*sizes])]
+    return rows
 
 
 def _check(layer: MoELayer, group: dist.ProcessGroup, name: str) -> None:
