@@ -120,7 +120,7 @@ def test_bytes_of_the_loss_are_named_where_chunking_serves_and_nowhere_else(capl
     report = laconic.compress_activations(Wrapped(), example_inputs=inputs)
     assert report.loss_owner == "inner"
     assert report.loss_nbytes_per_token == pytest.approx(2004 * 4, rel=0.05)
-    remedy = f'loss="chunked" would not keep the {report.loss_nbytes_per_token:,.0f} bytes of the loss'
+    remedy = f'loss="chunked" would not keep the {report.loss_nbytes_per_token:,.0f} bytes a token of the loss'
     assert str(report).endswith(f"2.09x less\n{remedy}")
     with caplog.at_level(logging.WARNING, logger="laconic"):
         laconic.compress_activations(Wrapped().bfloat16(), example_inputs=inputs)  # saves less than half
