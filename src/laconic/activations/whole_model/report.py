@@ -255,7 +255,9 @@ class Report:
     def _remedy_of_loss(self) -> str | None:
         """What to say if a quarter of what is kept, or more, belongs to a loss that need not keep it."""
         nbytes, after = self.loss_nbytes_per_token, self.after_nbytes_per_token or 0.0
-        return None if nbytes <= after / 4 else f'loss="chunked" would not keep the {nbytes:,.0f} bytes a token of the loss'
+        if nbytes <= after / 4:
+            return None
+        return f'loss="chunked" would not keep the {nbytes:,.0f} bytes a token of the loss'
 
     @property
     def left_exact(self) -> tuple[str, ...]:
