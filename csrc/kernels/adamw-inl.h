@@ -147,9 +147,9 @@ inline void quantize_moment(const Codes& codes_of, const Moment& moment, int64_t
   } else {
     float scale = float_of(largest);
     if constexpr (has_signed_scale(kSigned, kBits)) {
-      bool is_positive = false;
-      for (int64_t i = 0; i < n; ++i) is_positive |= x[i] == scale;
-      scale = is_positive ? scale : -scale;
+      uint32_t is_positive = 0;  // as a number, which compilers vectorize
+      for (int64_t i = 0; i < n; ++i) is_positive |= bits_of(x[i]) == largest;
+      scale = is_positive != 0 ? scale : -scale;
     }
     moment.scales[block] = scale;
     const float inverse = 1.0f / scale;
