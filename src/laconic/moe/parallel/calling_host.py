@@ -57,10 +57,9 @@ def check_not_listed_by_fsdp(experts: Iterable[nn.Parameter], depth: int) -> Non
     Raises:
         ConfigError: it is, and would shard `experts`, or train them without reducing their gradients.
     """
-    caller = sys._getframe(depth + 1)
-    if "ignored_params" not in caller.f_locals or not caller.f_globals.get("__name__", "").startswith(_FSDP):
+    ignored = _ignored_by_fsdp(sys._getframe(depth + 1))
+    if ignored is None:
         return
-    ignored = {id(parameter) for parameter in caller.f_locals["ignored_params"] or ()}
     if any(id(parameter) not in ignored for parameter in experts):
         raise fsdp_refused(_SHARDED)
     if any(parameter.requires_grad for parameter in experts):
@@ -76,8 +75,7 @@ def check_not_wrapped(experts: Iterable[nn.Parameter], peers: Set[int], depth: i
     caller = sys._getframe(depth + 1)
     frame: FrameType | None = caller
     whole = [parameter for parameter in experts if not isinstance(parameter, DTensor)]
-    if "ignored_params" in caller.f_locals and caller.f_globals.get("__name__", "").startswith(_FSDP):
-        ignored = {id(parameter) for parameter in caller.f_locals["ignored_params"] or ()}
+    if (ignored := _ignored_by_fsdp(caller)) is not None:
         while frame is not None and frame.f_code.co_name != "fully_shard":
             frame = frame.f_back
         mesh = None if frame is None else frame.f_locals.get("mesh")
@@ -99,6 +97,13 @@ def check_not_wrapped(experts: Iterable[nn.Parameter], peers: Set[int], depth: i
             "experts are spread over processes, but DDP would give all the first one's; leave DDP out and call"
             " laconic.moe.reduce_gradients(model, grid) after backward"
         )
+
+
+def _ignored_by_fsdp(caller: FrameType) -> set[int] | None:
+    """Return the ids of the parameters that FSDP leaves out, if it is the caller."""
+    if "ignored_params" not in caller.f_locals or not caller.f_globals.get("__name__", "").startswith(_FSDP):
+        return None
+    return {id(parameter) for parameter in caller.f_locals["ignored_params"] or ()}
 
 
 def fsdp_refused(
