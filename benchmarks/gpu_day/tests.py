@@ -38,16 +38,25 @@ class _Group:
     workers: int
     is_moved: bool = False
     """Whether the default device is set."""
+    has_engine: bool = False
+    """Whether it finds the transformers that was brought along for the inference engine."""
+
+
+def _marked() -> list[str]:
+    """Files with a test that is marked; others are not imported, as the machine lacks what they need."""
+    files = sorted((_ROOT / "tests").rglob("test_*.py"))
+    return [str(path.relative_to(_ROOT)) for path in files if "@pytest.mark.gpu" in path.read_text(encoding="utf-8")]
 
 
 _ACTIVATIONS = ("functions", "norms", "kept", "gated_products", "blocks", "attention", "witnesses", "replacement")
 _GROUPS = (
     _Group(
         "marked gpu",
-        ["-m", "gpu", *(f"tests/{room}" for room in ("ops", "optim", "activations", "formats", "moe", "infer"))],
+        ["-m", "gpu", *_marked()],
         ["-m", "gpu", "tests/optim/test_adamw.py", "tests/moe/test_streams.py"],
         45,
         6,
+        has_engine=True,
     ),
     _Group("ops", ["-k", "triton", "tests/ops"], ["tests/ops/test_bits.py"], 55, 10),
     _Group(
@@ -112,6 +121,9 @@ def _tested(group: _Group, rehearses: bool) -> tuple[list[Outcome], float, str]:
         if not rehearses:
             command += ["-n", str(group.workers), "--dist", "loadfile"]
         environment = os.environ | {"LACONIC_GPU_DAY_OUTCOMES": str(path)}
+        if group.has_engine:
+            first = [os.environ.get("LACONIC_GPU_DAY_INFERENCE", ""), os.environ.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, first))
         if group.is_moved:
             environment["LACONIC_GPU_DAY_DEVICE"] = "cpu" if rehearses else "cuda"
             environment.pop("TRITON_INTERPRET", None)
