@@ -152,7 +152,7 @@ class Exchange:
             "codec": setting_of(self.codec),
             "version": WIRE_VERSION,
         }
-        said = note(self.group, self.device) if is_auto(self.codec) and has_tags(self.device) else b""
+        said = note(self.group, self.device) if is_auto(self.codec) and has_tags(self.group, self.device) else b""
         announcement = Announcement(common, split_sizes, said)
         return Wire(self.group, Peers(self.ranks, others), announcement, self.dtype, self.device)
 

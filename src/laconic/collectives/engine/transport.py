@@ -6,6 +6,8 @@ before a receive with the same tag stands, and tags carry a fingerprint of the c
 never meet. They do meet through NCCL, which has no tags; there ranks wait for announcements that may differ
 (device_handshake.py), and a group whose ranks differ nevertheless is ended (announcement_watch.py).
 
+Where gloo carries a GPU's tensors, their messages are copied to the host and back, and are coded on the GPU.
+
 Lengths of messages are not exchanged on the CPU: gloo delivers a short message into a longer buffer, and its header has
 the length. NCCL has to know them: 8 bytes in front of each message whose length depends on the values.
 
@@ -39,7 +41,7 @@ from laconic.collectives.engine.device_handshake import DeviceHandshake, all_wai
 from laconic.collectives.engine.handshake import GROUP_ENDED, MAX_INSIDE_NBYTES, Announcement, Handshake, Peers
 from laconic.collectives.runtime import torch_compat
 from laconic.collectives.runtime.failure_diagnosis import broke_off
-from laconic.collectives.runtime.group_facts import timeout_of
+from laconic.collectives.runtime.group_facts import goes_through_host, timeout_of
 from laconic.collectives.runtime.group_failures import fail, raise_if_failed
 from laconic.collectives.runtime.late_checks import LateCheck, make_checks
 from laconic.errors import CollectiveError, ConfigError, FormatError
@@ -80,9 +82,9 @@ class Incoming(NamedTuple):
     """Where they may be received if they travel raw: contiguous, [numel]."""
 
 
-def has_tags(device: torch.device) -> bool:
+def has_tags(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether messages of a device have tags (gloo), or meet in their order alone (NCCL)."""
-    return device.type == "cpu"
+    return device.type == "cpu" or goes_through_host(group, device)
 
 
 _num_calls: WeakKeyDictionary[dist.ProcessGroup, dict[Any, int]] = WeakKeyDictionary()
@@ -124,7 +126,9 @@ class Wire:
         self.is_checked_late = False
         """Whether the caller makes `late_check`."""
         self._num_started = 0
-        self.timeout = timeout_of(group) if has_tags(device) else _NO_TIMEOUT
+        self.has_tags = has_tags(group, device)
+        """If so, messages are on the host, wherever the values are."""
+        self.timeout = timeout_of(group) if self.has_tags else _NO_TIMEOUT
         """Of waits for sends and receives."""
         kind = None if peers.sends is None else (peers.sends, *peers.group_ranks)
         calls = _num_calls.setdefault(group, {})
@@ -136,9 +140,9 @@ class Wire:
         self._has_notes = bool(announcement.note)
         self._early: list[InFlightMessages] = []
         self._unread: list[UnreadMessages] = []
-        if not has_tags(device):
+        if not self.has_tags:
             make_checks(group)  # what an earlier call has to send again comes before this call, on every rank
-        if has_tags(device):
+        if self.has_tags:
             self._handshake = Handshake(group, peers, announcement, self.send, self.receive, self.wait)
         elif kind is None:
             announcement_watch.poll(group)
@@ -225,7 +229,7 @@ class Wire:
         number, self._num_started = self._num_started, self._num_started + 1
         sends = [out for out in outgoing if out.values.numel()]
         receives = [entry for entry in incoming if entry.numel]
-        if not has_tags(self.device):
+        if not self.has_tags:
             return _BatchedMessages(self, codec, sends, receives)
         numels = {*[out.values.numel() for out in sends], *[entry.numel for entry in receives]}
         nbytes = {numel: _buffer_nbytes(codec, numel, self.dtype) for numel in numels}
@@ -241,7 +245,7 @@ class Wire:
 
     def reads_late(self, codec: Codec) -> TypeGuard[Lossless]:
         """Whether messages go through `start_unread`."""
-        return self.is_checked_late and not has_tags(self.device) and is_unread(codec)
+        return self.is_checked_late and not self.has_tags and is_unread(codec)
 
     def start_unread(
         self, codec: Lossless, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]
@@ -361,7 +365,7 @@ class Wire:
         if isinstance(error, CollectiveError):
             raise error
         # A group with a dead rank is of no use to a collective; two ranks may still have things to say.
-        wake = self.peers.sends is None and has_tags(self.device)
+        wake = self.peers.sends is None and self.has_tags
         return broke_off(self._what(), self.group, self.peers.ranks, peer, error, wake=wake)
 
     def damaged(self, peer: int, error: FormatError) -> FormatError:
@@ -425,7 +429,7 @@ class InFlightMessages:
             self._receipts[peer] = (numel, buffer, self._receive(peer, codec, buffer, numel))
         for peers, values, made in outgoing:
             wire.raw_nbytes += values.nbytes * len(peers)
-            message = wire.encode(codec, values) if made is None else made
+            message = (wire.encode(codec, values) if made is None else made).cpu()
             if handshake is not None and self._is_short(values.numel()):
                 wire.message_nbytes += message.nbytes * len(peers)
                 for peer in peers:
@@ -433,7 +437,7 @@ class InFlightMessages:
             else:
                 self._send(peers, codec, message, values.numel())
             if not codec.fits(message):
-                message = wire.encode(codec.fallback, values)
+                message = wire.encode(codec.fallback, values).cpu()
                 self._send(peers, codec.fallback, message, values.numel(), again=True)
 
     def take(self, peer: int) -> tuple[Codec, Tensor]:
@@ -448,11 +452,11 @@ class InFlightMessages:
             wire.wait(moving)
         message = self._cut(peer, self._codec, buffer)
         if self._codec.fits(message):
-            return self._codec, message
+            return self._codec, message.to(wire.device)
         fallback = self._codec.fallback
         buffer = _buffer(fallback, _buffer_nbytes(fallback, numel, wire.dtype), None, wire)
         wire.wait(self._receive(peer, fallback, buffer, numel, again=True))
-        return fallback, self._cut(peer, fallback, buffer)
+        return fallback, self._cut(peer, fallback, buffer).to(wire.device)
 
     def wait_sent(self) -> None:
         """Wait until this rank's own messages have left."""
@@ -634,9 +638,9 @@ class UnreadMessages(_BatchedMessages):
 
 def _buffer(codec: Codec, nbytes: int, out: Tensor | None, wire: Wire) -> Tensor:
     """Where a message of at most `nbytes` can be received."""
-    if out is not None and isinstance(codec, Raw):
+    if out is not None and isinstance(codec, Raw) and (out.is_cpu or not wire.has_tags):
         return bytes_of(out)
-    return torch.empty(nbytes, dtype=torch.uint8, device=wire.device)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu" if wire.has_tags else wire.device)
 
 
 def _buffer_nbytes(codec: Codec, numel: int, dtype: torch.dtype) -> int:

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import (
 from laconic.collectives.runtime.background import Work, done
 from laconic.collectives.runtime.callbacks import follow, queue_of
 from laconic.collectives.runtime.failure_diagnosis import broken_off
-from laconic.collectives.runtime.group_facts import timeout_of
+from laconic.collectives.runtime.group_facts import goes_through_host, timeout_of
 from laconic.collectives.runtime.thread_state import as_here
 from laconic.collectives.runtime.torch_compat import name_of
 
@@ -200,8 +200,9 @@ def scatter(
 
 def send(tensor: Tensor, group: dist.ProcessGroup, peer: int, async_op: bool = True) -> Work[Tensor]:
     """Send to group rank `peer`, which calls `recv` with as many elements of that dtype."""
+    x = _movable(tensor)
     try:
-        work = group.send([_movable(tensor)], peer, _tag(tensor))
+        work = group.send([x.cpu() if goes_through_host(group, x.device) else x], peer, _tag(tensor))
     except RuntimeError as error:
         raise broken_off("send", group, error, peer) from error
     return _carried("send", work, tensor, group, async_op, peer)
@@ -209,6 +210,9 @@ def send(tensor: Tensor, group: dist.ProcessGroup, peer: int, async_op: bool = T
 
 def recv(tensor: Tensor, group: dist.ProcessGroup, peer: int, async_op: bool = True) -> Work[Tensor]:
     """Receive what group rank `peer` sends."""
+    if goes_through_host(group, tensor.device):
+        host = torch.empty_like(tensor, device="cpu")
+        return recv(host, group, peer, async_op).map(tensor.copy_)
     try:
         work = group.recv([_movable(tensor)], peer, _tag(tensor))
     except RuntimeError as error:

@@ -20,6 +20,7 @@ from laconic.errors import ConfigError
 __all__ = [
     "check_member",
     "follow_timeout",
+    "goes_through_host",
     "options_of",
     "original_of",
     "ranks_of",
@@ -106,6 +107,16 @@ def options_of(group: dist.ProcessGroup) -> Any:
         return original_of(group)._get_backend(_CPU).options
     except (AttributeError, RuntimeError):
         return None
+
+
+def goes_through_host(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether gloo carries a device's tensors. Its sends read the host's memory alone: another address ends the process."""
+    if device.type == "cpu":
+        return False
+    try:
+        return group._get_backend(device).name() == "gloo"
+    except (AttributeError, RuntimeError):
+        return False
 
 
 def follow_timeout(copies: Iterable[dist.ProcessGroup]) -> None:

@@ -20,8 +20,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from laconic.collectives.runtime.group_facts import timeout_of
+from laconic.collectives.runtime.group_facts import goes_through_host, timeout_of
 
 __all__ = [
     "Started",
@@ -68,6 +69,8 @@ class Started(Protocol):
 
 def all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Started:
     """Exchange rows: row r of `sent` [W, n] goes to rank r; row r of `received` [W, n] comes from it."""
+    if goes_through_host(group, sent.device):
+        return _ThroughHost(all_to_all, received, sent, group)
     count_sent(sent.nbytes * (group.size() - 1) // group.size())
     if sent.device.type == "cpu":
         return _exchange(received, list(sent), group)
@@ -76,6 +79,8 @@ def all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Star
 
 def all_to_all_uneven(received: list[Tensor], sent: list[Tensor], group: dist.ProcessGroup) -> Started:
     """Exchange tensors: sent[r], contiguous, goes to rank r; received[r] comes from it. Both ranks know their sizes."""
+    if goes_through_host(group, sent[0].device):
+        return _ThroughHost(all_to_all_uneven, received, sent, group)
     me = group.rank()
     count_sent(sum(x.nbytes for peer, x in enumerate(sent) if peer != me))
     if sent[me].device.type == "cpu":
@@ -138,6 +143,8 @@ def _messages_on_device(sent: Sequence[Tensor], group: dist.ProcessGroup) -> lis
 
 def all_gather(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup) -> Started:
     """Gather: row r of `gathered` [W, ...] becomes rank r's `mine` [...]."""
+    if goes_through_host(group, mine.device):
+        return _ThroughHost(all_gather, gathered, mine, group)
     count_sent(mine.nbytes * (group.size() - 1))
     if mine.device.type == "cpu":
         return _exchange(gathered.view(group.size(), -1), [mine.view(-1)] * group.size(), group)
@@ -146,6 +153,8 @@ def all_gather(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup) -> Star
 
 def reduce_scatter(mine: Tensor, rows: Tensor, group: dist.ProcessGroup) -> Started:
     """Sum over ranks row `rank` of `rows` [W, n] into `mine` [n], in the tensor's own type."""
+    if goes_through_host(group, rows.device):
+        return _ThroughHost(reduce_scatter, mine, rows, group)
     count_sent(rows.nbytes * (group.size() - 1) // group.size())
     return _started(_reduce_scatter(mine, rows.view(-1), group=group, async_op=True))
 
@@ -183,6 +192,21 @@ class _Exchange:
             work.wait(self._timeout)
 
 
+class _ThroughHost:
+    """A function of this module on the host's copies of a device's tensors; `wait` copies back what arrives."""
+
+    def __init__(
+        self, start: Callable[..., Started], received: Tensor | list[Tensor], sent: Tensor | list[Tensor], group: Any
+    ) -> None:
+        self._received = received
+        self._arrived: Any = tree_map(lambda x: torch.empty_like(x, device="cpu"), received)
+        self._started = start(self._arrived, tree_map(Tensor.cpu, sent), group)
+
+    def wait(self) -> None:
+        self._started.wait()
+        tree_map(Tensor.copy_, self._received, self._arrived)
+
+
 def _exchange(received: Tensor | list[Tensor], sent: list[Tensor], group: dist.ProcessGroup) -> _Exchange:
     rank, world = group.rank(), group.size()
     tag = _next_tag(group)
@@ -196,6 +220,8 @@ def _exchange(received: Tensor | list[Tensor], sent: list[Tensor], group: dist.P
 
 def pass_around(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Started:
     """Send `sent` to the next rank and receive as much from the one before into `received`."""
+    if goes_through_host(group, sent.device):
+        return _ThroughHost(pass_around, received, sent, group)
     count_sent(sent.nbytes)
     after, before = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
     if sent.device.type == "cpu":
