@@ -110,7 +110,7 @@ def options_of(group: dist.ProcessGroup) -> Any:
 
 
 def goes_through_host(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether gloo carries a device's tensors: it sends from the host's memory, and ends the process at other addresses."""
+    """Whether gloo carries a device's tensors: it sends from the host's memory; another address ends the process."""
     if device.type == "cpu":
         return False
     try:
