@@ -16,10 +16,11 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 import laconic
 from laconic.activations.host.cuda_graph import without_draws
 from laconic.activations.keep.offload import CudaCopier
+from laconic.activations.keep.witnesses import ALWAYS
 from laconic.activations.whole_model.loss import ROWS
 from laconic.errors import ModelError
 from tests.activations.models import gradients_of, make_ids, make_model
-from tests.streams.cuda import CUDA, counted_waits, cuda
+from tests.streams.cuda import CUDA, _Event, counted_waits, cuda
 
 ATTENTION = ("exact", "int8", "nf4", "recompute")
 
@@ -46,8 +47,15 @@ def _refused(*_: object) -> NoReturn:
 def capture() -> Iterator[None]:
     """What torch.cuda says and refuses while a CUDA graph is captured."""
     generators = {"get_rng_state": _refused, "set_rng_state": _refused}
-    with mock.patch.multiple(torch.cuda, is_current_stream_capturing=lambda: True, **generators):
+    with (
+        mock.patch.multiple(torch.cuda, is_current_stream_capturing=lambda: True, **generators),
+        mock.patch.multiple(_Event, query=_forbidden, synchronize=_forbidden),
+    ):
         yield
+
+
+def _forbidden(*_: object) -> NoReturn:
+    raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
 
 def on_device(model: nn.Module) -> nn.Module:
@@ -67,7 +75,7 @@ def on_device(model: nn.Module) -> nn.Module:
 
 
 def check_step(model: nn.Module) -> None:
-    """A captured step of `model` on the device gives the CPU's bits, and its host waits for nothing."""
+    """A step of `model` captured after another on the device gives the CPU's bits, and its host waits for nothing."""
     ids = make_ids(length=32)
     twin = copy.deepcopy(model)
     loss = step(model, ids)
@@ -75,12 +83,27 @@ def check_step(model: nn.Module) -> None:
     with cuda() as device:
         on_device(twin)
         there = ids.to(CUDA)
+        step(twin, there)  # leaves checks that the device has not made
+        twin.zero_grad(set_to_none=True)
         with capture(), counted_waits(device) as waits:
             found = step(twin, there)
             assert not waits
         assert torch.equal(found.detach().cpu(), loss.detach())
         for name, grad in gradients_of(twin).items():
             assert torch.equal(grad.cpu(), expected[name]), name
+
+
+def test_steps_without_witnesses_are_those_of_the_cpu() -> None:
+    """The first forwards of a model have witnesses, and later ones have not."""
+    model = compressed(bits=4, attention="int8")
+    ids = make_ids(length=16)
+    losses = [step(model, ids).detach() for _ in range(2)]
+    with cuda():
+        on_device(model)
+        model.forward._num_forwards = ALWAYS - 1  # type: ignore[union-attr]
+        there = ids.to(CUDA)
+        for loss in losses:
+            assert torch.equal(step(model, there).detach().cpu(), loss)
 
 
 @pytest.mark.parametrize(
