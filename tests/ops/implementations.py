@@ -45,14 +45,20 @@ class Kernels:
         def call(*arguments: Any, **options: Any) -> Any:
             there = _moved(arguments, DEVICE)
             results = kernel(*there, **options)
-            if DEVICE != "cpu" and op.endswith("_"):
-                tree_map(lambda x, y: x.copy_(y) if isinstance(x, Tensor) else None, arguments, there)
+            if DEVICE != "cpu":
+                for argument, here, changed in zip(_arguments(op), arguments, there, strict=False):
+                    if argument.alias_info is not None and argument.alias_info.is_write:
+                        tree_map(lambda x, y: x.copy_(y) if isinstance(x, Tensor) else None, here, changed)
             return _moved(results, "cpu")
 
         return call
 
     def __str__(self) -> str:
         return self.name
+
+
+def _arguments(op: str) -> Any:
+    return getattr(torch.ops.laconic, op).default._schema.arguments
 
 
 def _moved(values: Any, device: str) -> Any:
