@@ -30,7 +30,7 @@ __all__ = ["compare", "run"]
 Kernels = Callable[[str], Callable[..., Any]]
 Choices = tuple[Any, ...]
 
-_WORKERS = 10
+_WORKERS = 14
 _AT_ONCE = 6
 """Combinations that a worker takes at a time."""
 

@@ -28,10 +28,10 @@ class DayPart:
 
 
 PARTS = (
-    DayPart("bits", "Doctor, and the bits of every op", 120, 1),
-    DayPart("tests", "Tests marked gpu, and those of ops and activations on the device", 150, 1),
-    DayPart("layer", "A Llama 8B layer: device and host time", 150, 1),
-    DayPart("kernels", "Every kernel as a share of copy bandwidth", 100, 1),
+    DayPart("bits", "Doctor, and the bits of every op", 170, 1),
+    DayPart("tests", "Tests marked gpu, and those of ops and activations on the device", 180, 1),
+    DayPart("layer", "A Llama 8B layer: device and host time", 130, 1),
+    DayPart("kernels", "Every kernel as a share of copy bandwidth", 60, 1),
     DayPart("training", "Training steps of a 1B and a 3B Llama", 160, 2),
     DayPart("exchange", "Lossless codec, and two processes on one device", 110, 2),
     DayPart("rooms", "Experts, offload, CUDA graphs, inference engine", 120, 2),
