@@ -537,7 +537,7 @@ def make_checks(*, wait: bool = False) -> None:
     Raises:
         ModelError: one has found that backward computed with another tensor than forward.
     """
-    if _LEFT and torch.cuda.is_current_stream_capturing():
+    if _LEFT and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return
     while _LEFT and (wait or _LEFT[0].is_over):
         _LEFT.pop(0).make()
