@@ -54,6 +54,9 @@ _VARIANTS = {
         lambda model, ids: _compress(model, ids), lambda parameters: AdamW8bit(parameters, lr=3e-4)
     ),
     "activation checkpointing, fused AdamW": _Variant(lambda model, ids: _checkpoint(model), _fused_adamw),
+    "laconic, its layers compiled": _Variant(
+        lambda model, ids: _compress_and_compile(model, ids), lambda parameters: AdamW8bit(parameters, lr=3e-4), True
+    ),
     "exact, torch.compile, fused AdamW": _Variant(lambda model, ids: _compile(model), _fused_adamw, True),
 }
 
@@ -90,7 +93,7 @@ def _trained(setting: Setting, size: str, variant: _Variant) -> list[str]:
     """The cells of a row. Weights and tokens are the same for every variant."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    steps, warm = setting.sized((50, 10), (4, 2))
+    steps, warm = setting.sized((50, 10), (12, 2))
     batch, length = _batch_shape(setting, size)
     sizes = setting.sized(_SIZES[size], _TINY)
     torch.manual_seed(0)
@@ -140,6 +143,12 @@ def _tokens(steps: int, batch: int, length: int, vocabulary: int) -> Tensor:
 
 def _compress(model: nn.Module, ids: Tensor) -> None:
     laconic.compress_activations(model, 4, attention="int8", loss="chunked", sequence_length=ids.shape[1])
+
+
+def _compress_and_compile(model: Any, ids: Tensor) -> None:
+    _compress(model, ids)
+    for layer in model.model.layers:
+        layer.compile(backend="inductor" if ids.is_cuda else "aot_eager")
 
 
 def _checkpoint(model: Any) -> None:
