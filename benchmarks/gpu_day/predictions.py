@@ -1,7 +1,7 @@
 """What was predicted before any device was there, read from the committed tables of `gpu-step` and `gpu-code`.
 
 A figure that a part measures has the name of its prediction here. One that is off by more than a fifth needs a sentence
-in explanations.toml.
+in explanations.toml, where the longest key that the name begins with counts.
 """
 
 from __future__ import annotations
@@ -56,9 +56,14 @@ def compare(
     """Each prediction for the device beside the figure of its name."""
     said = tomllib.loads(explanations.read_text(encoding="utf-8")) if explanations.exists() else {}
     return [
-        Comparison(name, value, unit, source, measured.get(name, (None,))[0], str(said.get(name, "")))
+        Comparison(name, value, unit, source, measured.get(name, (None,))[0], _said(said, name))
         for name, (value, unit, source) in predictions(device, results).items()
     ]
+
+
+def _said(explanations: Mapping[str, object], name: str) -> str:
+    key = max((key for key in explanations if name.startswith(key)), key=len, default="")
+    return str(explanations.get(key, ""))
 
 
 def predictions(device: str, results: Path = _RESULTS) -> dict[str, tuple[float, str, str]]:
