@@ -24,6 +24,7 @@ KINDS = (
     "laconic, zip_collectives",
     "laconic, quantize_reduction (8 bits)",
     "laconic, zip_collectives and quantize_reduction",
+    "laconic, quantize_gathers and quantize_reduction (8 bits)",
     "ZeRO++ scheme in torch: weights int8, gradients int8",
     "ZeRO++ scheme in torch: weights int8, gradients int4",
 )
@@ -118,6 +119,8 @@ class _Training:
         fully_shard(model, mesh=mesh)
         if "zip_collectives" in kind:
             laconic.zip_collectives(model, codec=Lossless())
+        if "quantize_gathers" in kind:
+            laconic.quantize_gathers(model)
         if "quantize_reduction" in kind:
             quantize_reduction(model)
         if "ZeRO++" in kind:

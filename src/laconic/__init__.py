@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from laconic.activations import compress_activations, decompress_activations, linear_cross_entropy
     from laconic.advice import advise
     from laconic.auditing import audit
+    from laconic.collectives.integrations.quantized_gathers import quantize_gathers
     from laconic.collectives.integrations.zip import zip_collectives
     from laconic.formats import BlockFormat, BlockTensor, Expect, decode, encode, load_zipped
     from laconic.gradients import compress_gradients, quantize_reduction
@@ -26,6 +27,7 @@ __all__ = [
     "linear_cross_entropy",
     "compress_gradients",
     "quantize_reduction",
+    "quantize_gathers",
     "zip_collectives",
     "verify_replicas",
     "advise",
@@ -46,6 +48,7 @@ _HOME = {
     "linear_cross_entropy": "laconic.activations",
     "compress_gradients": "laconic.gradients",
     "quantize_reduction": "laconic.gradients",
+    "quantize_gathers": "laconic.collectives.integrations.quantized_gathers",
     "zip_collectives": "laconic.collectives.integrations.zip",
     "verify_replicas": "laconic.replicas",
     "advise": "laconic.advice",

@@ -7,16 +7,17 @@ ImportError.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from laconic.collectives import api
-from laconic.collectives.codec import Codec, check_codec, is_unread
+from laconic.collectives.codec import Blockwise, Codec, check_codec, is_unread
 from laconic.collectives.runtime.background import BackgroundWork
-from laconic.errors import ConfigError
+from laconic.errors import ConfigError, ModelError
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -32,6 +33,7 @@ __all__ = [
     "AllGather",
     "DefaultAllGather",
     "DefaultReduceScatter",
+    "QuantizedAllGather",
     "ReduceScatter",
     "ZipAllGather",
     "ZipReduceScatter",
@@ -73,6 +75,72 @@ class ZipAllGather(AllGather):
         return BackgroundWork(
             api.all_gather(output_tensor, input_tensor, group, codec=self.codec, async_op=True), [output_tensor]
         )
+
+
+class QuantizedAllGather(AllGather):
+    """An all-gather of a group of FSDP2's parameters in the blocks of a codec; `quantize_gathers` says what holds.
+
+    FSDP2 hands over the shards of all parameters of the group, one behind the other. Each is padded to whole blocks, so
+    that no block has values of two; those of one dimension travel exactly, in a gather of their own at the same time.
+
+    Args:
+        params: FSDP2's group of parameters.
+        codec: of the others.
+    """
+
+    def __init__(self, params: Any, codec: Blockwise) -> None:
+        self._params, self.codec = params, codec
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate an uninitialized buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather input_tensor [n] of each of the W ranks into output_tensor [W * n], of which it may be a part."""
+        rows = output_tensor.view(group.size(), -1)
+        is_blocking = input_tensor.device.type == "cuda" and not async_op
+        works = []
+        for codec, parts in self._parts(input_tensor.numel()):
+            padding = self.codec.format.block_size if codec is self.codec else 1
+            shards = [input_tensor[part] for part in parts]
+            mine = torch.cat([nn.functional.pad(shard, (0, -shard.numel() % padding)) for shard in shards])
+            gathered = mine.new_empty(group.size() * mine.numel())
+            put = partial(_put, rows, gathered.view(group.size(), -1), parts, padding)
+            if is_blocking:
+                api.all_gather(gathered, mine, group, codec=codec)
+                put()
+            else:
+                work = api.all_gather(gathered, mine, group, codec=codec, async_op=True)
+                works.append(work.map(lambda _, put=put: put()))
+        if is_blocking:
+            return None
+        return BackgroundWork(works[-1].map(lambda _: [work.wait() for work in works[:-1]]), [output_tensor])
+
+    def _parts(self, numel: int) -> Iterator[tuple[Codec | str, list[slice]]]:
+        """How the parts of a shard of `numel` elements travel."""
+        parts: dict[bool, list[slice]] = {False: [], True: []}
+        start = 0
+        for parameter in self._params.fsdp_params:
+            found = getattr(parameter, "_sharded_post_forward_param_data", None)  # of fewer ranks, after forward
+            length = (parameter._sharded_param_data if found is None else found).numel()
+            parts[parameter.sharded_param.dim() > 1].append(slice(start, start + length))
+            start += length
+        if start != numel:
+            raise ModelError(
+                f"FSDP2 gathers {numel} elements of parameters that have {start}, so their borders are not known; call"
+                " quantize_gathers(...).remove()"
+            )
+        return ((codec, found) for codec, found in (("auto", parts[False]), (self.codec, parts[True])) if found)
+
+
+def _put(rows: Tensor, gathered: Tensor, parts: Sequence[slice], padding: int) -> None:
+    start = 0
+    for part in parts:
+        length = part.stop - part.start
+        rows[:, part] = gathered[:, start : start + length]
+        start += length + -length % padding
 
 
 class ZipReduceScatter(ReduceScatter):

@@ -19,7 +19,7 @@ from laconic.collectives.codec import Codec, Lossless, check_codec, setting_of
 from laconic.collectives.integrations.ddp import ZipHookState, ddp_zip_hook
 from laconic.errors import ConfigError, ModelError
 
-__all__ = ["ZippedCollectives", "zip_collectives"]
+__all__ = ["ZippedCollectives", "ZippedPart", "gather_of", "refuse_unwrapped", "zip_collectives"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ZippedPart:
 
 @dataclass(frozen=True)
 class ZippedCollectives:
-    """Summary of `zip_collectives`: the collectives it attached to, and those it left native and why. Print it."""
+    """Summary of `zip_collectives` or `quantize_gathers`: the collectives attached, those left, and why. Print it."""
 
     wrapper: Literal["DDP", "FSDP2"]
     codec: str
@@ -116,7 +116,7 @@ def zip_collectives(
         zipped = ZippedCollectives("DDP", _codec_name(codec), tuple(parts), undo)
     else:
         if not units:
-            _refuse(model)
+            refuse_unwrapped(model)
         parts = [part for name, unit in units for part in _attach_to_unit(name, unit, codec, across, undo)]
         zipped = ZippedCollectives("FSDP2", _codec_name(codec), tuple(parts), undo)
         if prefetch:
@@ -139,7 +139,8 @@ def _listed(modules: Sequence[tuple[str, object]]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _refuse(model: nn.Module) -> NoReturn:
+def refuse_unwrapped(model: nn.Module) -> NoReturn:
+    """Say how a model has to be wrapped."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ModelError(
             "model is wrapped by FSDP1 (FullyShardedDataParallel), whose collectives cannot be replaced; use FSDP2"
@@ -202,10 +203,10 @@ def _attach_to_unit(
         setattr(group, attribute, new)
 
     for group in fsdp2.param_groups(unit):
-        gathered, reduced, numel = _dtypes_of(group)
+        _, reduced, _ = _dtypes_of(group)
         alone = "it is sharded over one rank" if fsdp2.num_shards(group) == 1 else None
+        gathered, numel, left = gather_of(group)
         # Through the attributes and not set_custom_*: those refuse modules with several groups, and none takes back.
-        left = alone or _replaced(group._all_gather_comm, fsdp2.DefaultAllGather, "all-gather")
         if left is None:
             replace(group, "_all_gather_comm", fsdp2.ZipAllGather(codec))
         yield ZippedPart(name, "all_gather", gathered, numel, left)
@@ -232,6 +233,15 @@ def _attach_to_unit(
         else:
             replace(group, "_all_reduce_hook", partial(_average_across, group=across, codec=codec))
         yield ZippedPart(name, "all_reduce", reduced, numel, left)
+
+
+def gather_of(group: Any) -> tuple[str, int, str | None]:
+    """Of a group of FSDP2's parameters: the dtype that is gathered, elements, and why it has to stay as it is."""
+    from laconic.collectives.integrations import fsdp2
+
+    dtype, _, numel = _dtypes_of(group)
+    alone = "it is sharded over one rank" if fsdp2.num_shards(group) == 1 else None
+    return dtype, numel, alone or _replaced(group._all_gather_comm, fsdp2.DefaultAllGather, "all-gather")
 
 
 def _average_across(shard: Tensor, group: dist.ProcessGroup, codec: Codec | str) -> None:
