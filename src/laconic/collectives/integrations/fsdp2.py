@@ -107,14 +107,11 @@ class QuantizedAllGather(AllGather):
             shards = [input_tensor[part] for part in parts]
             mine = torch.cat([nn.functional.pad(shard, (0, -shard.numel() % padding)) for shard in shards])
             gathered = mine.new_empty(group.size() * mine.numel())
-            put = partial(_put, rows, gathered.view(group.size(), -1), parts, padding)
-            if is_blocking:
-                api.all_gather(gathered, mine, group, codec=codec)
-                put()
-            else:
-                work = api.all_gather(gathered, mine, group, codec=codec, async_op=True)
-                works.append(work.map(lambda _, put=put: put()))
+            put = partial(_put, rows, parts, padding)
+            works.append(api.all_gather(gathered, mine, group, codec=codec, async_op=not is_blocking).map(put))
         if is_blocking:
+            for work in works:
+                work.wait()
             return None
         return BackgroundWork(works[-1].map(lambda _: [work.wait() for work in works[:-1]]), [output_tensor])
 
@@ -135,11 +132,11 @@ class QuantizedAllGather(AllGather):
         return ((codec, found) for codec, found in (("auto", parts[False]), (self.codec, parts[True])) if found)
 
 
-def _put(rows: Tensor, gathered: Tensor, parts: Sequence[slice], padding: int) -> None:
-    start = 0
+def _put(rows: Tensor, parts: Sequence[slice], padding: int, gathered: Tensor) -> None:
+    found, start = gathered.view(len(rows), -1), 0
     for part in parts:
         length = part.stop - part.start
-        rows[:, part] = gathered[:, start : start + length]
+        rows[:, part] = found[:, start : start + length]
         start += length + -length % padding
 
 
