@@ -33,6 +33,7 @@ def test_choices_go_through_json() -> None:
     ("make", "message"),
     [
         (lambda: Layout(data_parallel=0), r"data_parallel is 0"),
+        (lambda: Layout(stages=4, micro_batches=1 << 40), r"micro_batches is 1099511627776 on 4 chunks of layers, but"),
         (lambda: Layout(stages=2, split=(1, 2, 3)), r"split is \[1, 2, 3\], but it must give each of 2 chunks"),
         (lambda: Settings(gradient_bits=4), r"gradient_bits is 4, but it must be one of 8, 12, 16, 32"),
         (lambda: Batch(0, 4), r"sequences is 0"),

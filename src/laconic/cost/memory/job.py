@@ -17,6 +17,10 @@ from laconic.schedule import PipelineSchedule, make_schedule
 __all__ = ["Job", "Layout", "Settings", "Stage", "kept_nbytes", "precision_of", "recomputed_nbytes"]
 
 
+_MOST_ACTIONS = 1 << 20
+"""Forwards of a schedule, which is written out: a file that asks for more would take all memory."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Distribution of a run over processes.
@@ -48,6 +52,11 @@ class Layout:
         for name in positive:
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)!r}, but it must be at least 1")
+        if self.num_chunks * self.micro_batches > _MOST_ACTIONS:
+            raise PlanError(
+                f"micro_batches is {self.micro_batches} on {self.num_chunks} chunks of layers, but a schedule of at most"
+                f" {_MOST_ACTIONS:,} micro-batches over all chunks can be planned"
+            )
         if self.data_parallel % self.expert_parallel:
             raise PlanError(
                 f"expert_parallel is {self.expert_parallel}, but it must divide data_parallel ({self.data_parallel}), "
