@@ -85,7 +85,8 @@ def _slope(square, LINEAR: tl.constexpr, CUBIC: tl.constexpr):
 
 @triton.jit
 def _sigmoid(inside, square, LINEAR: tl.constexpr, CUBIC: tl.constexpr):
-    exponential = _exp(-_clamped(inside * _slope(square, LINEAR, CUBIC), _EXP_LIMIT))
+    # Times -1, for Triton negates by subtracting from 0.
+    exponential = _exp(_clamped(inside * _slope(square, LINEAR, CUBIC), _EXP_LIMIT) * -1.0)
     return tl.div_rn(tl.full(exponential.shape, 1.0, tl.float32), exponential + 1.0)
 
 
