@@ -139,8 +139,8 @@ def _code_table(ops: list[_Op]) -> Table:
         f" {', '.join(f'{compiler_version(number)} for sm_{number}' for number in _COMPILED_FOR)}."
         " Compiled, not run. Occupancy is predicted: the share of a multiprocessor's warps that can be resident by"
         " registers, shared memory and warps per program. Spills are loads and stores of local memory in the code;"
-        " loads and stores are those of global memory, by bits per thread, counted in the code. 32-bit loads of nf4 and"
-        " of the optimizer look up levels in tables that stay in L1. Planes of lossless messages begin at any byte, so"
+        " loads and stores are those of global memory, by bits per thread, counted in the code. 32-bit loads of the"
+        " optimizer look up levels in tables that stay in L1. Planes of lossless messages begin at any byte, so"
         " their accesses are a byte wide. Accesses of one word in measure and write are of samples, of words behind the"
         " last whole eight of a block, and stores to scratch.",
     )

@@ -42,6 +42,7 @@ def test_equal_calls_share_a_tensor_and_others_do_not() -> None:
     ("make", "arguments"),
     [
         (codebooks.codebook_tensor, ("nf4", CPU)),
+        (codebooks.bucket_tensor, ("nf4", False, CPU)),
         (dynamic_map.dynamic_map_tensor, (True, CPU)),
         (exact_codes._steps_of_offsets, (113, (3, 3), (1, 1), CPU)),
         (exact_codes._offsets_of_steps, (113, (3, 3), (1, 1), CPU)),

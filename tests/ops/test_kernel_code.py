@@ -66,6 +66,16 @@ WIDEST = {
 }
 """Bits per thread of the widest load and store of kernels that read or write aligned streams; None: not declared."""
 
+NO_BYTES = {
+    "_gated_product_kernel",
+    "_gated_backward_kernel",
+    "_accumulate_kernel",
+    "_square_kernel",
+    "_sum_blockwise_kernel",
+    "_pack_bits_kernel",
+}
+"""Kernels all of whose streams move by more than a byte per thread at once, those of 4-bit codes too."""
+
 
 UNWANTED = ("fma", ".ftz", ".approx", "atom.global", "red.global")
 """Arithmetic that is fused, flushes subnormals or is approximate, and sums whose order is left to the device."""
@@ -88,6 +98,7 @@ def check(launch: Launch, architecture: int) -> MachineCode:
     load, store = WIDEST.get(launch.name, (None, None))
     assert load is None or max(code.loads) >= load, where
     assert store is None or max(code.stores) >= store, where
+    assert launch.name not in NO_BYTES or not (code.loads[8] or code.stores[8]), where
     assert not [word for word in UNWANTED if word in code.ptx], where
     return code
 

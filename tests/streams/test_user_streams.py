@@ -253,6 +253,7 @@ WINDOW = (16, (2, 2), (1, 1))
         partial(exact_codes._offsets_of_steps, *WINDOW),
         partial(witnesses._places, 100),
         partial(codebooks.codebook_tensor, "nf4"),
+        partial(codebooks.bucket_tensor, "nf4", False),
         partial(dynamic_map.dynamic_map_tensor, True),
     ],
 )

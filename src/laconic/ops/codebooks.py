@@ -13,6 +13,7 @@ quantization of Chen et al., "ActNN", ICML 2021, section 4.1, equation 6.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -34,6 +35,8 @@ __all__ = [
     "LEVEL_MAX",
     "MIN_SCALE",
     "bits_of",
+    "bucket_rounder",
+    "bucket_tensor",
     "codebook",
     "codebook_tensor",
     "rounding_error",
@@ -167,6 +170,43 @@ def codebook_tensor(code: str, device: torch.device) -> Tensor:
     tables = (book.levels, book.sorted_levels, book.codes, book.thresholds, book.floor_thresholds, book.reciprocal_gaps)
     numbers = [*(number for table in tables for number in table), book.zero_code]
     return torch.tensor(numbers, dtype=torch.float32, device=device)
+
+
+def bucket_rounder(code: str) -> float:
+    """What fp32 n is added to, so that the low six bits of the sum are the number of n's bucket, 32 around n = 0.
+
+    Buckets are LEVEL_MAX / 16 wide, or a little more: a power of two. So they reach twice as far as LEVEL_MAX, and |n|
+    at most 1.5 times, where the scale is rounded down to the least fp16 number.
+    """
+    width = 2.0 ** (math.ceil(math.log2(LEVEL_MAX[code])) - 4)
+    return width * (1.5 * 2**23 + 32)
+
+
+@constant_tensor
+def bucket_tensor(code: str, stochastic: bool, device: torch.device) -> Tensor:
+    """A 4-bit code's tables by bucket, for kernels that look up where others search: int32, floats as their bits.
+
+    First the threshold in each of 64 buckets, of which none has two; infinity where there is none. Then for each bucket
+    and whether n is above its threshold, place = 2 * bucket + is_above: of rounding to nearest the code [128]; of
+    stochastic rounding the level below [128], the reciprocal gap [128], and for each place and whether it goes up the
+    code [256]. No n is in bucket 0, whose codes are 0.
+    """
+    book = codebook(code)
+    table = np.array(book.floor_thresholds if stochastic else book.thresholds, np.float32)
+    sought = table[np.isfinite(table)]
+    at = (sought + np.float32(bucket_rounder(code))).view(np.int32) & 63
+    thresholds = np.full(64, np.inf, np.float32)
+    thresholds[at] = sought
+    index = (at < np.arange(64)[:, None]).sum(1)  # of the level below a bucket's threshold
+    index = np.stack((index, index + 1), 1).flatten().clip(max=15)
+    tables = [thresholds.view(np.int32)]
+    if stochastic:
+        numbers = (book.sorted_levels, book.reciprocal_gaps)
+        tables += [np.array(number, np.float32)[index].view(np.int32) for number in numbers]
+        index = np.stack((index, index + 1), 1).flatten().clip(max=15)
+    codes = np.array(book.codes, np.int32)[index]
+    codes[: len(codes) // 64] = 0
+    return torch.from_numpy(np.concatenate([*tables, codes])).to(device)
 
 
 def _build(levels: tuple[float, ...], produced: list[int], ties_to_even_code: bool) -> Codebook:

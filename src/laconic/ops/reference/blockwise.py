@@ -161,8 +161,11 @@ def uniform(seed: int, index: Tensor) -> Tensor:
 
 
 def seed_key(seed: int) -> int:
-    """The 64-bit key, as a signed integer, that `uniform` derives from a seed before it hashes an index."""
-    return int(_mix64(torch.tensor(_signed64(seed + 0x9E3779B97F4A7C15))))
+    """The 64-bit key, as a signed integer, that `uniform` derives from a seed before it hashes an index.
+
+    Made by the host, whatever torch's default device is: a device would have to be waited for at every call.
+    """
+    return int(_mix64(torch.tensor(_signed64(seed + 0x9E3779B97F4A7C15), device="cpu")))
 
 
 def _write_nan(x: Tensor, where: Tensor) -> None:

@@ -13,38 +13,19 @@ from torch import Tensor
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
 from laconic.ops.declarations.accumulate import check_accumulate_blockwise_, check_square_sum_blockwise
 from laconic.ops.triton.blockwise import _bits, _on_device, _widen
+from laconic.ops.triton.reduce import _round_block
 
 __all__ = ["accumulate_blockwise_", "square_sum_blockwise"]
 
 _BLOCKS = 16
 """Blocks of 128 elements per program."""
+_SQUARE_BLOCKS = 32
+"""Blocks per program of the sum of squares, which reads a byte or so of each element and has little to write."""
 _FOLD = 256
-"""Numbers that one program of the fold adds up; a power of two, as is _BLOCKS, so that each is a subtree. 1024 would
-spill registers on sm_80."""
+"""Numbers that one program of the fold adds up; a power of two, as is _SQUARE_BLOCKS, so that each is a subtree. 1024
+would spill registers on sm_80."""
 
 _BLOCK_SIZE = tl.constexpr(GRADIENT_BLOCK_SIZE)
-_INFINITY_BITS = tl.constexpr(0x7F800000)
-_SMALLEST_NORMAL_BITS = tl.constexpr(0x00800000)
-# 1.5 * 2**23: adding it leaves the nearest integer, ties to even, in the low bits.
-_ROUNDER = tl.constexpr(12582912.0)
-_ROUNDER_BITS = tl.constexpr(0x4B400000)
-
-
-@triton.jit
-def _round_block(value, LEVEL_MAX: tl.constexpr, BLOCKS: tl.constexpr):
-    """fp32 [BLOCKS, 128] -> integers within +-LEVEL_MAX of the same shape, fp32 scales [BLOCKS]."""
-    magnitude_bits = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-    magnitude = magnitude_bits.to(tl.float32, bitcast=True)
-    scale = tl.div_rn(magnitude, tl.full([BLOCKS], LEVEL_MAX, tl.float32))
-    scale_bits = scale.to(tl.int32, bitcast=True)
-    broken = magnitude_bits >= _INFINITY_BITS
-    vanished = (broken == 0) & (scale_bits < _SMALLEST_NORMAL_BITS)
-    stored = tl.where(broken, float("nan"), tl.where(vanished, 0.0, scale))
-    ordinary = (broken | vanished) == 0
-    inverse = tl.div_rn(tl.full([BLOCKS], 1.0, tl.float32), tl.where(ordinary, scale, 1.0))
-    n = tl.where(ordinary[:, None], value * inverse[:, None], 0.0)
-    integers = (n + _ROUNDER).to(tl.int32, bitcast=True) - _ROUNDER_BITS
-    return tl.minimum(tl.maximum(integers, -LEVEL_MAX), LEVEL_MAX), stored
 
 
 @triton.jit
@@ -61,6 +42,7 @@ def _accumulate_kernel(
     residual_scales_ptr,
     gradient_ptr,
     length,
+    num_pairs,
     num_blocks,
     alpha,
     RESIDUAL: tl.constexpr,
@@ -75,7 +57,7 @@ def _accumulate_kernel(
     codes = tl.load(codes_ptr + element, mask=exists, other=0).to(tl.int8, bitcast=True)
     value = codes.to(tl.float32) * scale[:, None]
     pair = block[:, None] * (_BLOCK_SIZE // 2) + tl.arange(0, _BLOCK_SIZE // 2)[None, :]
-    pair_exists = pair < (length + 1) // 2
+    pair_exists = pair < num_pairs
     if RESIDUAL:
         rest_scale = tl.load(residual_scales_ptr + block, mask=block_exists, other=0.0)
         pairs = tl.load(residual_codes_ptr + pair, mask=pair_exists, other=0).to(tl.int32)
@@ -114,6 +96,7 @@ def _square_kernel(
     residual_scales_ptr,
     sums_ptr,
     length,
+    num_pairs,
     num_blocks,
     RESIDUAL: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -127,7 +110,7 @@ def _square_kernel(
     squares = scale * scale * tl.sum(codes * codes, axis=1).to(tl.float64)
     if RESIDUAL:
         pair = block[:, None] * (_BLOCK_SIZE // 2) + tl.arange(0, _BLOCK_SIZE // 2)[None, :]
-        pairs = tl.load(residual_codes_ptr + pair, mask=pair < (length + 1) // 2, other=0).to(tl.int32)
+        pairs = tl.load(residual_codes_ptr + pair, mask=pair < num_pairs, other=0).to(tl.int32)
         rest = tl.where(exists, _unpack(pairs), 0)
         rest_scale = tl.load(residual_scales_ptr + block, mask=block < num_blocks, other=0.0).to(tl.float64)
         squares += 2.0 * scale * rest_scale * tl.sum(codes * rest, axis=1).to(tl.float64)
@@ -164,6 +147,7 @@ def accumulate_blockwise_(
             scales if residual_scales is None else residual_scales,
             _bits(gradient) if gradient.dtype == torch.bfloat16 else gradient,
             codes.numel(),
+            triton.cdiv(codes.numel(), 2),
             num_blocks,
             float(alpha),
             RESIDUAL=residual_codes is not None,
@@ -180,7 +164,7 @@ def square_sum_blockwise(
     num_blocks = scales.numel()
     if num_blocks == 0:
         return scales.new_zeros((), dtype=torch.float64)
-    sums = scales.new_empty(triton.cdiv(num_blocks, _BLOCKS), dtype=torch.float64)
+    sums = scales.new_empty(triton.cdiv(num_blocks, _SQUARE_BLOCKS), dtype=torch.float64)
     with _on_device(codes):
         _square_kernel[(sums.numel(),)](
             codes,
@@ -189,10 +173,11 @@ def square_sum_blockwise(
             scales if residual_scales is None else residual_scales,
             sums,
             codes.numel(),
+            triton.cdiv(codes.numel(), 2),
             num_blocks,
             RESIDUAL=residual_codes is not None,
-            BLOCKS=_BLOCKS,
-            ROUNDS=_BLOCKS.bit_length() - 1,
+            BLOCKS=_SQUARE_BLOCKS,
+            ROUNDS=_SQUARE_BLOCKS.bit_length() - 1,
             enable_fp_fusion=False,
         )
         while sums.numel() > 1:

@@ -21,7 +21,7 @@ _TILE = 4096
 
 
 @triton.jit
-def _pack_bits_kernel(x_ptr, length, codes_ptr, IS_FLOAT: tl.constexpr, TILE: tl.constexpr):
+def _pack_bits_kernel(x_ptr, length, codes_ptr, num_codes, IS_FLOAT: tl.constexpr, TILE: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * TILE
     index = first + tl.arange(0, TILE)
     x = tl.load(x_ptr + index, mask=index < length, other=0)
@@ -30,7 +30,7 @@ def _pack_bits_kernel(x_ptr, length, codes_ptr, IS_FLOAT: tl.constexpr, TILE: tl
     bits = tl.reshape(tl.where(x != 0, 1, 0), [TILE // 8, 8])
     codes = tl.sum(bits << tl.arange(0, 8)[None, :], axis=1)
     at = first // 8 + tl.arange(0, TILE // 8)
-    tl.store(codes_ptr + at, codes.to(tl.uint8), mask=at < (length + 7) // 8)
+    tl.store(codes_ptr + at, codes.to(tl.uint8), mask=at < num_codes)
 
 
 @triton.jit(do_not_specialize=["zero", "one"])
@@ -62,6 +62,7 @@ def pack_bits(x: Tensor) -> Tensor:
                 x.view(INTEGERS[x.element_size()]),
                 x.numel(),
                 codes,
+                codes.numel(),
                 IS_FLOAT=x.is_floating_point(),
                 TILE=_TILE,
                 enable_fp_fusion=False,

@@ -1,11 +1,12 @@
 """Block-wise quantization in Triton: private kernels, and the launchers that carry the names of the ops.
 
 One program handles a tile of whole blocks. To return the reference's bits on any GPU, divisions are IEEE (div_rn),
-fused multiply-add is off at launch, and floats are narrowed to bf16 by integer arithmetic. bf16 tensors are passed as
-int16: their bits are all that is needed, and Triton's interpreter has no bf16 arithmetic of its own.
+fused multiply-add is off at launch, and NaNs are written as the one of docs/formats.md. bf16 tensors are passed as
+int16, and the interpreter of Triton, whose conversions to bf16 round down, narrows by integer arithmetic.
 
-Levels and thresholds come from a table in memory (the struct of csrc/kernels/blockwise.h), which stays in L1. One table
-lookup per step of a binary search costs less than a chain of 15 comparisons, and serves every 4-bit code.
+What bounds these kernels is the number of instructions per element. So tiles are flat: each thread holds neighbours
+from the first load to the last store, and offsets in a tile have 32 bits. A code of 4 bits is looked up by the bucket
+that n lies in (`bucket_tensor`): two lookups in shared memory and one comparison, for every such code.
 """
 
 # The parameters of kernels have no Python types.
@@ -20,7 +21,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from laconic.ops.codebooks import AFFINE, BITS, LEVEL_MAX, MIN_SCALE, codebook_tensor, scales_per_block
+from laconic.ops.codebooks import (
+    AFFINE,
+    ARITHMETIC,
+    BITS,
+    LEVEL_MAX,
+    MIN_SCALE,
+    bucket_rounder,
+    bucket_tensor,
+    codebook_tensor,
+    scales_per_block,
+)
 from laconic.ops.declarations.blockwise import (
     check_dequantize_blockwise,
     check_multiply_quantize_blockwise,
@@ -33,14 +44,14 @@ __all__ = ["dequantize_blockwise", "multiply_quantize_blockwise", "quantize_bloc
 _TILE = 2048
 """Elements per program; with 4 warps, each thread moves 32 bytes of bf16."""
 
-# Where each table starts in the codebook.
-_LEVELS = tl.constexpr(0)
-_SORTED_LEVELS = tl.constexpr(16)
-_CODES = tl.constexpr(32)
-_THRESHOLDS = tl.constexpr(48)
-_FLOOR_THRESHOLDS = tl.constexpr(64)
-_RECIPROCAL_GAPS = tl.constexpr(80)
+# Where bucket_tensor has which table.
+_THRESHOLDS = tl.constexpr(0)
+_NEAREST_CODES = tl.constexpr(64)
+_LEVELS_BELOW = tl.constexpr(64)
+_RECIPROCAL_GAPS = tl.constexpr(192)
+_STOCHASTIC_CODES = tl.constexpr(320)
 
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _SMALLEST_NORMAL_BITS = tl.constexpr(0x00800000)
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
@@ -69,8 +80,11 @@ def _narrow(value, TYPE: tl.constexpr):
     if TYPE == "float32":
         result = tl.where(value == value, bits, 0x7FC00000)
     elif TYPE == "bfloat16":
-        unsigned = bits.to(tl.uint32, bitcast=True)
-        rounded = ((unsigned + 0x7FFF + ((unsigned >> 16) & 1)) >> 16).to(tl.int32)
+        if _INTERPRETED:
+            unsigned = bits.to(tl.uint32, bitcast=True)
+            rounded = ((unsigned + 0x7FFF + ((unsigned >> 16) & 1)) >> 16).to(tl.int16)
+        else:
+            rounded = value.to(tl.bfloat16).to(tl.int16, bitcast=True)
         result = tl.where(value == value, rounded, 0x7FC0).to(tl.int16)
     else:
         half = value.to(tl.float16).to(tl.int16, bitcast=True)
@@ -111,20 +125,6 @@ def _narrow_up(value, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _search(n, thresholds, index, STEP: tl.constexpr):
-    return index + tl.where(n > tl.load(thresholds + index + (STEP - 1)), STEP, 0)
-
-
-@triton.jit
-def _count_below(n, thresholds):
-    """How many of the 15 ascending numbers at `thresholds` lie strictly below n: binary search."""
-    index = _search(n, thresholds, tl.zeros_like(n).to(tl.int32), 8)
-    index = _search(n, thresholds, index, 4)
-    index = _search(n, thresholds, index, 2)
-    return _search(n, thresholds, index, 1)
-
-
-@triton.jit
 def _mix64(z):
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -132,11 +132,27 @@ def _mix64(z):
 
 
 @triton.jit
-def _uniform(seed_key, index):
-    """The random numbers of reference.uniform; seed_key is its first mix64, done by the host."""
-    index = index.to(tl.uint64, bitcast=True)
-    key = _mix64((index >> 32) + seed_key.to(tl.int64).to(tl.uint64, bitcast=True))
-    h = (index ^ key).to(tl.uint32)
+def _key(seed_key, high):
+    return _mix64((high + seed_key.to(tl.int64)).to(tl.uint64, bitcast=True))
+
+
+@triton.jit
+def _uniform(seed_key, first, index, ONE_ROW: tl.constexpr):
+    """The random numbers of reference.uniform; seed_key is its first mix64, done by the host.
+
+    `index` is int64. Where ONE_ROW its numbers are consecutive from `first` on, so they have one key, or two.
+    """
+    low = index.to(tl.uint32)
+    if ONE_ROW:
+        key = _key(seed_key, first >> 32)
+        if first >> 32 == (first + index.numel - 1) >> 32:
+            next_key = key
+        else:
+            next_key = _key(seed_key, (first >> 32) + 1)
+        key = tl.where(low < first.to(tl.uint32), next_key, key)
+    else:
+        key = _key(seed_key, index >> 32)
+    h = low ^ key.to(tl.uint32)
     h = (h ^ (h >> 16)) * 0x7FEB352D
     h = h ^ (key >> 32).to(tl.uint32)
     h = (h ^ (h >> 15)) * 0x846CA68B
@@ -158,16 +174,50 @@ def _place(num_blocks, length, BLOCKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, O
     return block, row, column, block < num_blocks
 
 
-@triton.jit(do_not_specialize=["seed_key", "first_index"])
+@triton.jit
+def _tile(num_blocks, blocks_per_row, length, BLOCKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ONE_ROW: tl.constexpr):
+    """For each element of this program's blocks: row, column and whether it is there [BLOCKS * BLOCK_SIZE].
+
+    Tiles are flat, and offsets in them 32 bits wide where a tile is a row of its own: one row for each program.
+    """
+    element = tl.arange(0, BLOCKS * BLOCK_SIZE)
+    program = tl.program_id(0).to(tl.int64)
+    if ONE_ROW:
+        row = program
+        column = element
+        blocks_left = num_blocks - tl.program_id(0).to(num_blocks.dtype) * BLOCKS
+        exists = element < tl.minimum(blocks_left, BLOCKS).to(tl.int32) * BLOCK_SIZE
+    else:
+        block = program * BLOCKS + element // BLOCK_SIZE
+        row = block // blocks_per_row
+        column = (block - row * blocks_per_row) * BLOCK_SIZE + element % BLOCK_SIZE
+        exists = (block < num_blocks) & (column < length)
+    return row, column, exists
+
+
+@triton.jit
+def _spread(each, BLOCKS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """One number for each block -> one for each element [BLOCKS * BLOCK_SIZE]."""
+    return tl.reshape(tl.broadcast_to(each[:, None], [BLOCKS, BLOCK_SIZE]), [BLOCKS * BLOCK_SIZE])
+
+
+@triton.jit
+def _look_up(table_ptr, index, SIZE: tl.constexpr):
+    """table[index] from a table of SIZE numbers, by way of shared memory, where addresses have 32 bits."""
+    return tl.gather(tl.load(table_ptr + tl.arange(0, SIZE)), index, 0)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "seed_key", "first_index"])
 def _quantize_blockwise_kernel(
     x_ptr,
     row_stride,
     length,
     num_blocks,
+    blocks_per_row,
     codes_ptr,
     codes_per_row,
     scales_ptr,
-    table_ptr,
+    buckets_ptr,
     seed_key,
     first_index,
     center_ptr,
@@ -175,6 +225,7 @@ def _quantize_blockwise_kernel(
     product_ptr,
     LEVEL_MAX: tl.constexpr,
     BITS: tl.constexpr,
+    BUCKET_ROUNDER: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     CENTERED: tl.constexpr,
     MULTIPLIED: tl.constexpr,
@@ -185,44 +236,49 @@ def _quantize_blockwise_kernel(
     BLOCKS: tl.constexpr,
     ONE_ROW: tl.constexpr,
 ):
-    # 1. A tile of blocks [BLOCKS, BLOCK_SIZE] in fp32; what lies outside a row is zero.
-    block, row, first_column, block_exists = _place(num_blocks, length, BLOCKS, BLOCK_SIZE, ONE_ROW)
-    column = first_column[:, None] + tl.arange(0, BLOCK_SIZE)[None, :]
-    exists = block_exists[:, None] & (column < length)
-    x = _widen(tl.load(x_ptr + row[:, None] * row_stride + column, mask=exists, other=0))
+    # 1. A flat tile of blocks in fp32; what lies outside a row is zero.
+    TILE: tl.constexpr = BLOCKS * BLOCK_SIZE
+    row, column, exists = _tile(num_blocks, blocks_per_row, length, BLOCKS, BLOCK_SIZE, ONE_ROW)
+    scales_ptr += tl.program_id(0).to(tl.int64) * (BLOCKS * (2 if AFFINE else 1))
+    block = tl.arange(0, BLOCKS)
+    block_exists = block < num_blocks - tl.program_id(0).to(num_blocks.dtype) * BLOCKS
+    x = _widen(tl.load(x_ptr + row * row_stride + column, mask=exists, other=0))
     if MULTIPLIED:
-        at = row[:, None] * length + column
-        factor = _widen(tl.load(factor_ptr + at, mask=exists, other=0))
-        tl.store(product_ptr + at, _narrow(factor * x, TYPE), mask=exists)
+        factor = _widen(tl.load(factor_ptr + row * length + column, mask=exists, other=0))
+        tl.store(product_ptr + row * length + column, _narrow(factor * x, TYPE), mask=exists)
     if CENTERED:
         x -= tl.load(center_ptr + column, mask=exists, other=0)
 
     # 2. One scale per block. Magnitudes are compared as integers, where NaN > infinity > every finite number.
-    magnitude_bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    magnitude_bits = tl.max(tl.reshape(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, [BLOCKS, BLOCK_SIZE]), axis=1)
     if AFFINE:
         # Infinities and NaN may make anything of the range; their block is broken below.
-        least = tl.min(tl.where(exists, x, float("inf")), axis=1)
-        greatest = tl.max(tl.where(exists, x, -float("inf")), axis=1)
+        least = tl.min(tl.reshape(tl.where(exists, x, float("inf")), [BLOCKS, BLOCK_SIZE]), axis=1)
+        greatest = tl.max(tl.reshape(tl.where(exists, x, -float("inf")), [BLOCKS, BLOCK_SIZE]), axis=1)
         is_small = tl.abs(least) < _MIN_SCALE
         least = tl.where(is_small, tl.where(least < 0, -_MIN_SCALE, 0.0), least)
-        minimum = _widen_bits(_narrow_down(least, SCALE_TYPE), SCALE_TYPE)
+        stored_minimum = _narrow_down(least, SCALE_TYPE)
+        minimum = _widen_bits(stored_minimum, SCALE_TYPE)
         exact = tl.div_rn(greatest - minimum, tl.full([BLOCKS], LEVEL_MAX, tl.float32))
-        scale = _widen_bits(_narrow_up(exact, SCALE_TYPE), SCALE_TYPE)
+        stored = _narrow_up(exact, SCALE_TYPE)
+        scale = _widen_bits(stored, SCALE_TYPE)
         vanished = exact < _MIN_SCALE
         overflows = (scale.to(tl.int32, bitcast=True) >= _INFINITY_BITS) | (minimum == -float("inf"))
     else:
-        magnitude = magnitude_bits.to(tl.float32, bitcast=True)
-        scale_bits = _narrow(tl.div_rn(magnitude, tl.full([BLOCKS], LEVEL_MAX, tl.float32)), SCALE_TYPE)
-        scale = _widen_bits(scale_bits, SCALE_TYPE)
-        stored_bits = scale.to(tl.int32, bitcast=True)
-        vanished = stored_bits < _SMALLEST_NORMAL_BITS
-        overflows = stored_bits >= _INFINITY_BITS
+        scale = magnitude_bits.to(tl.float32, bitcast=True)
+        if LEVEL_MAX != 1.0:
+            scale = tl.div_rn(scale, tl.full([BLOCKS], LEVEL_MAX, tl.float32))
+        stored = _narrow(scale, SCALE_TYPE)
+        scale = _widen_bits(stored, SCALE_TYPE)
+        scale_bits = scale.to(tl.int32, bitcast=True)
+        vanished = scale_bits < _SMALLEST_NORMAL_BITS
+        overflows = scale_bits >= _INFINITY_BITS
     broken = (magnitude_bits >= _INFINITY_BITS) | overflows
-    stored = _narrow(tl.where(broken, float("nan"), tl.where(vanished, 0.0, scale)), SCALE_TYPE)
+    nan = _narrow(tl.full([BLOCKS], float("nan"), tl.float32), SCALE_TYPE)
+    stored = tl.where(broken, nan, tl.where(vanished, 0, stored))
     if AFFINE:
         tl.store(scales_ptr + 2 * block, stored, mask=block_exists)
-        stored = _narrow(tl.where(broken, float("nan"), minimum), SCALE_TYPE)
-        tl.store(scales_ptr + 2 * block + 1, stored, mask=block_exists)
+        tl.store(scales_ptr + 2 * block + 1, tl.where(broken, nan, stored_minimum), mask=block_exists)
     else:
         tl.store(scales_ptr + block, stored, mask=block_exists)
 
@@ -230,11 +286,11 @@ def _quantize_blockwise_kernel(
     ordinary = (broken | vanished) == 0
     inverse = tl.div_rn(tl.full([BLOCKS], 1.0, tl.float32), tl.where(ordinary, scale, 1.0))
     if AFFINE:
-        x = tl.where(ordinary[:, None] & exists, x - minimum[:, None], 0.0)
-    n = x * tl.where(ordinary, inverse, 0.0)[:, None]
+        x = tl.where(_spread(ordinary, BLOCKS, BLOCK_SIZE) & exists, x - _spread(minimum, BLOCKS, BLOCK_SIZE), 0.0)
+    n = x * _spread(tl.where(ordinary, inverse, 0.0), BLOCKS, BLOCK_SIZE)
     u = tl.zeros_like(n)
     if STOCHASTIC:
-        u = _uniform(seed_key, first_index + row[:, None] * length + column)
+        u = _uniform(seed_key, first_index + row * length, first_index + row * length + column, ONE_ROW)
     if BITS != 4:
         rounded = n + _ROUNDER
         index = rounded.to(tl.int32, bitcast=True) - _ROUNDER_BITS
@@ -242,34 +298,43 @@ def _quantize_blockwise_kernel(
             nearest = rounded - _ROUNDER
             lower = nearest - tl.where(nearest > n, 1.0, 0.0)
             index = lower.to(tl.int32) + tl.where(u < n - lower, 1, 0)
-        most: tl.constexpr = int(LEVEL_MAX)
+        # Of a broken block every code is zero.
+        most = _spread(tl.where(broken, 0, int(LEVEL_MAX)), BLOCKS, BLOCK_SIZE)
         codes = tl.minimum(tl.maximum(index, 0 if AFFINE else -most), most) & ((1 << BITS) - 1)
     else:
+        # A broken block's codes are those of bucket 0, which are zero.
+        bucket = (n + BUCKET_ROUNDER).to(tl.int32, bitcast=True) & _spread(tl.where(broken, 0, 63), BLOCKS, BLOCK_SIZE)
+        threshold = _look_up(buckets_ptr + _THRESHOLDS, bucket, 64).to(tl.float32, bitcast=True)
+        place = 2 * bucket + tl.where(n > threshold, 1, 0)
         if STOCHASTIC:
-            index = _count_below(n, table_ptr + _FLOOR_THRESHOLDS)
-            lower = tl.load(table_ptr + _SORTED_LEVELS + index)
-            index += tl.where(u < (n - lower) * tl.load(table_ptr + _RECIPROCAL_GAPS + index), 1, 0)
+            lower = _look_up(buckets_ptr + _LEVELS_BELOW, place, 128).to(tl.float32, bitcast=True)
+            reciprocal_gap = _look_up(buckets_ptr + _RECIPROCAL_GAPS, place, 128).to(tl.float32, bitcast=True)
+            place = 2 * place + tl.where(u < (n - lower) * reciprocal_gap, 1, 0)
+            codes = _look_up(buckets_ptr + _STOCHASTIC_CODES, place, 256)
         else:
-            index = _count_below(n, table_ptr + _THRESHOLDS)
-        codes = tl.load(table_ptr + _CODES + index).to(tl.int32)
-    codes = tl.where(exists & (broken[:, None] == 0), codes, 0)
+            codes = _look_up(buckets_ptr + _NEAREST_CODES, place, 128)
+    if not ONE_ROW:
+        codes = tl.where(exists, codes, 0)
 
     # 4. The codes of a row as one stream of bits: two codes make a byte, or eight make BITS bytes.
     if BITS == 8:
-        tl.store(codes_ptr + row[:, None] * codes_per_row + column, codes.to(tl.uint8), mask=exists)
+        tl.store(codes_ptr + row * codes_per_row + column, codes.to(tl.uint8), mask=exists)
     elif BITS == 4:
-        even, odd = tl.split(tl.reshape(codes, [BLOCKS, BLOCK_SIZE // 2, 2]))
-        at = first_column[:, None] // 2 + tl.arange(0, BLOCK_SIZE // 2)[None, :]
-        exists = block_exists[:, None] & (at < codes_per_row)
-        tl.store(codes_ptr + row[:, None] * codes_per_row + at, (even | (odd << 4)).to(tl.uint8), mask=exists)
+        even, odd = tl.split(tl.reshape(codes, [TILE // 2, 2]))
+        row, column, exists = _tile(num_blocks, blocks_per_row, codes_per_row, BLOCKS, BLOCK_SIZE // 2, ONE_ROW)
+        tl.store(codes_ptr + row * codes_per_row + column, (even | (odd << 4)).to(tl.uint8), mask=exists)
     else:
-        eight = tl.arange(0, 8)[None, None, :]
-        eights = tl.reshape(codes.to(tl.int64), [BLOCKS, BLOCK_SIZE // 8, 8])
-        stream = tl.sum(eights << (eight * BITS), axis=2)
-        bytes = ((stream[:, :, None] >> (eight * 8)) & 0xFF).to(tl.uint8)
-        at = (first_column[:, None] // 8 + tl.arange(0, BLOCK_SIZE // 8)[None, :])[:, :, None] * BITS + eight
-        exists = block_exists[:, None, None] & (eight < BITS) & (at < codes_per_row)
-        tl.store(codes_ptr + row[:, None, None] * codes_per_row + at, bytes, mask=exists)
+        # The codes of a quad go together in 32 bits, two quads in 64.
+        quads = tl.sum(tl.reshape(codes << (tl.arange(0, TILE) % 4 * BITS), [TILE // 4, 4]), axis=1)
+        streams = tl.reshape(quads.to(tl.int64) << (tl.arange(0, TILE // 4) % 2 * 4 * BITS), [TILE // 8, 2])
+        streams = tl.sum(streams, axis=1)
+        bytes = streams[:, None] >> (tl.arange(0, 8)[None, :] * 8)
+        row, column, exists = _tile(num_blocks, blocks_per_row, codes_per_row, BLOCKS, BLOCK_SIZE // 8, ONE_ROW)
+        at = column[:, None] * BITS + tl.arange(0, 8)[None, :]
+        exists = exists[:, None] & (tl.arange(0, 8)[None, :] < BITS) & (at < codes_per_row)
+        if not ONE_ROW:
+            row = row[:, None]
+        tl.store(codes_ptr + row * codes_per_row + at, bytes.to(tl.uint8), mask=exists)
 
 
 @triton.jit
@@ -277,46 +342,44 @@ def _levels(
     codes_ptr,
     codes_per_row,
     table_ptr,
-    row,
-    first_column,
-    block_exists,
+    num_blocks,
+    blocks_per_row,
     length,
     BITS: tl.constexpr,
     AFFINE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
+    ONE_ROW: tl.constexpr,
 ):
-    """The levels of a tile's codes [BLOCKS, BLOCK_SIZE] in fp32, before they are multiplied by their scales."""
-    column = first_column[:, None] + tl.arange(0, BLOCK_SIZE)[None, :]
-    exists = block_exists[:, None] & (column < length)
+    """The levels of a tile's codes [BLOCKS * BLOCK_SIZE] in fp32, before they are multiplied by their scales."""
+    row, column, exists = _tile(num_blocks, blocks_per_row, length, BLOCKS, BLOCK_SIZE, ONE_ROW)
     if BITS == 8:
-        bytes = tl.load(codes_ptr + row[:, None] * codes_per_row + column, mask=exists, other=0)
+        bytes = tl.load(codes_ptr + row * codes_per_row + column, mask=exists, other=0)
         levels = bytes.to(tl.int8, bitcast=True).to(tl.float32)
     elif BITS == 4:
-        at = first_column[:, None] // 2 + tl.arange(0, BLOCK_SIZE // 2)[None, :]
-        bytes_exist = block_exists[:, None] & (at < codes_per_row)
-        bytes = tl.load(codes_ptr + row[:, None] * codes_per_row + at, mask=bytes_exist, other=0).to(tl.int32)
-        codes = tl.reshape(tl.join(bytes & 15, bytes >> 4), [BLOCKS, BLOCK_SIZE])
-        levels = tl.load(table_ptr + _LEVELS + codes)
+        row, column, exists = _tile(num_blocks, blocks_per_row, codes_per_row, BLOCKS, BLOCK_SIZE // 2, ONE_ROW)
+        bytes = tl.load(codes_ptr + row * codes_per_row + column, mask=exists, other=0).to(tl.int32)
+        codes = tl.reshape(tl.join(bytes & 15, bytes >> 4), [BLOCKS * BLOCK_SIZE])
+        levels = _look_up(table_ptr, codes, 16)
     else:
-        # The one or two bytes that hold a code, its top bit shifted up to the sign and back.
-        bit = column * BITS
-        at = bit // 8
-        low = tl.load(codes_ptr + row[:, None] * codes_per_row + at, mask=exists, other=0).to(tl.int32)
-        high_exists = exists & (at + 1 < codes_per_row)
-        high = tl.load(codes_ptr + row[:, None] * codes_per_row + at + 1, mask=high_exists, other=0).to(tl.int32)
+        # The byte with a code's first bit and the one with its last; its top bit is shifted up to the sign and back.
+        bit = column % 8 * BITS
+        codes_ptr += row * codes_per_row + column // 8 * BITS
+        low = tl.load(codes_ptr + bit // 8, mask=exists, other=0).to(tl.int32)
+        high = tl.load(codes_ptr + (bit + BITS - 1) // 8, mask=exists, other=0).to(tl.int32)
         code = (low | (high << 8)) >> (bit % 8).to(tl.int32)
         levels = (code & 3 if AFFINE else (code << (32 - BITS)) >> (32 - BITS)).to(tl.float32)
     return levels
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _dequantize_blockwise_kernel(
     codes_ptr,
     codes_per_row,
     scales_ptr,
     length,
     num_blocks,
+    blocks_per_row,
     values_ptr,
     table_ptr,
     center_ptr,
@@ -328,19 +391,21 @@ def _dequantize_blockwise_kernel(
     BLOCKS: tl.constexpr,
     ONE_ROW: tl.constexpr,
 ):
-    block, row, first_column, block_exists = _place(num_blocks, length, BLOCKS, BLOCK_SIZE, ONE_ROW)
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    block_exists = block < num_blocks
     scale = _widen(tl.load(scales_ptr + (2 * block if AFFINE else block), mask=block_exists, other=0))
-    column = first_column[:, None] + tl.arange(0, BLOCK_SIZE)[None, :]
-    exists = block_exists[:, None] & (column < length)
+    row, column, exists = _tile(num_blocks, blocks_per_row, length, BLOCKS, BLOCK_SIZE, ONE_ROW)
     levels = _levels(
-        codes_ptr, codes_per_row, table_ptr, row, first_column, block_exists, length, BITS, AFFINE, BLOCK_SIZE, BLOCKS
-    )
-    values = levels * scale[:, None]
+        codes_ptr, codes_per_row, table_ptr, num_blocks, blocks_per_row, length,
+        BITS, AFFINE, BLOCK_SIZE, BLOCKS, ONE_ROW,
+    )  # fmt: skip
+    values = levels * _spread(scale, BLOCKS, BLOCK_SIZE)
     if AFFINE:
-        values += _widen(tl.load(scales_ptr + 2 * block + 1, mask=block_exists, other=0))[:, None]
+        minimum = _widen(tl.load(scales_ptr + 2 * block + 1, mask=block_exists, other=0))
+        values += _spread(minimum, BLOCKS, BLOCK_SIZE)
     if CENTERED:
         values += tl.load(center_ptr + column, mask=exists, other=0)
-    tl.store(values_ptr + row[:, None] * length + column, _narrow(values, TYPE), mask=exists)
+    tl.store(values_ptr + row * length + column, _narrow(values, TYPE), mask=exists)
 
 
 def quantize_blockwise(
@@ -373,13 +438,14 @@ def quantize_blockwise(
     with _on_device(x):
         _quantize_blockwise_kernel[(triton.cdiv(num_blocks, blocks),)](
             _readable(x),
-            x.stride(0) if x.dim() == 2 else length,
-            x.numel() if one_row else length,
+            _TILE if one_row else x.stride(0) if x.dim() == 2 else length,
+            _TILE if one_row else length,
             num_blocks,
+            1 if one_row else triton.cdiv(length, block_size),
             codes,
-            codes.numel() if one_row else num_codes,
+            _TILE * BITS[code] // 8 if one_row else num_codes,
             _bits(scales),
-            codebook_tensor(code, x.device),
+            None if code in ARITHMETIC else bucket_tensor(code, seed is not None, x.device),
             0 if seed is None else seed_key(seed),
             first_index,
             None if center is None else center.contiguous(),
@@ -387,6 +453,7 @@ def quantize_blockwise(
             None if product is None else _bits(product),
             LEVEL_MAX=LEVEL_MAX[code],
             BITS=BITS[code],
+            BUCKET_ROUNDER=0.0 if code in ARITHMETIC else bucket_rounder(code),
             STOCHASTIC=seed is not None,
             CENTERED=center is not None,
             MULTIPLIED=factor is not None,
@@ -432,10 +499,11 @@ def dequantize_blockwise(
     with _on_device(codes):
         _dequantize_blockwise_kernel[(triton.cdiv(num_blocks, blocks),)](
             codes,
-            codes.numel() if one_row else codes.shape[-1],
+            _TILE * BITS[code] // 8 if one_row else codes.shape[-1],
             _readable(scales),
-            values.numel() if one_row else length,
+            _TILE if one_row else length,
             num_blocks,
+            1 if one_row else triton.cdiv(length, block_size),
             _bits(values),
             codebook_tensor(code, codes.device),
             None if center is None else center.contiguous(),

@@ -25,6 +25,7 @@ from laconic.ops.gated_activations import (
     LOG2_E,
 )
 from laconic.ops.triton.blockwise import (
+    _INTERPRETED,
     _ROUNDER,
     _ROUNDER_BITS,
     _bits,
@@ -32,7 +33,8 @@ from laconic.ops.triton.blockwise import (
     _name,
     _narrow,
     _on_device,
-    _place,
+    _spread,
+    _tile,
     _widen,
     _widen_bits,
 )
@@ -52,8 +54,8 @@ _C0, _C1, _C2, _C3, _C4, _C5 = map(tl.constexpr, EXP_COEFFICIENTS)
 
 @triton.jit
 def _clamped(x, LIMIT: tl.constexpr):
-    """NaN stays, as it would not in tl.clamp."""
-    return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
+    """NaN stays."""
+    return tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -72,14 +74,30 @@ def _exp(z):
 
 
 @triton.jit
+def _slope(square, LINEAR: tl.constexpr, CUBIC: tl.constexpr):
+    """square * CUBIC + LINEAR, of a finite square; of a NaN, whatever: what it is multiplied by is NaN as well."""
+    if CUBIC == 0.0:
+        slope = tl.full(square.shape, LINEAR, tl.float32)
+    else:
+        slope = square * CUBIC + LINEAR
+    return slope
+
+
+@triton.jit
 def _sigmoid(inside, square, LINEAR: tl.constexpr, CUBIC: tl.constexpr):
-    exponential = _exp(-_clamped(inside * (square * CUBIC + LINEAR), _EXP_LIMIT))
+    # Times -1, for Triton negates by subtracting from 0.
+    exponential = _exp(_clamped(inside * _slope(square, LINEAR, CUBIC), _EXP_LIMIT) * -1.0)
     return tl.div_rn(tl.full(exponential.shape, 1.0, tl.float32), exponential + 1.0)
 
 
 @triton.jit
 def _rounded(value, TYPE: tl.constexpr):
-    return _widen_bits(_narrow(value, TYPE), TYPE)
+    """fp32 -> the nearest number of a type, in fp32; of NaNs any."""
+    if TYPE == "bfloat16" and not _INTERPRETED:
+        value = value.to(tl.bfloat16).to(tl.float32)
+    else:
+        value = _widen_bits(_narrow(value, TYPE), TYPE)
+    return value
 
 
 @triton.jit
@@ -88,28 +106,36 @@ def _rebuilt(
     scales_ptr,
     codes_per_row,
     table_ptr,
-    block,
-    row,
-    first_column,
-    block_exists,
+    num_blocks,
+    blocks_per_row,
     length,
     BITS: tl.constexpr,
     TYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
+    ONE_ROW: tl.constexpr,
 ):
     """The values of a tile in fp32, rounded to TYPE; those of fp16 within its range."""
+    block = tl.arange(0, BLOCKS)
+    block_exists = block < num_blocks - tl.program_id(0).to(num_blocks.dtype) * BLOCKS
+    scales_ptr += tl.program_id(0).to(tl.int64) * BLOCKS
     scale = _widen(tl.load(scales_ptr + block, mask=block_exists, other=0))
     levels = _levels(
-        codes_ptr, codes_per_row, table_ptr, row, first_column, block_exists, length, BITS, False, BLOCK_SIZE, BLOCKS
-    )
-    value = _rounded(levels * scale[:, None], TYPE)
+        codes_ptr, codes_per_row, table_ptr, num_blocks, blocks_per_row, length,
+        BITS, False, BLOCK_SIZE, BLOCKS, ONE_ROW,
+    )  # fmt: skip
+    value = _rounded(levels * _spread(scale, BLOCKS, BLOCK_SIZE), TYPE)
     if TYPE == "float16":
         value = _clamped(value, 65504.0)
     return value
 
 
 @triton.jit
+def _activated(gate, sigmoid, TYPE: tl.constexpr):
+    return _rounded(tl.maximum(gate, -_ACTIVATION_LIMIT, propagate_nan=tl.PropagateNan.ALL) * sigmoid, TYPE)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
 def _gated_product_kernel(
     gate_codes_ptr,
     gate_scales_ptr,
@@ -118,6 +144,7 @@ def _gated_product_kernel(
     codes_per_row,
     length,
     num_blocks,
+    blocks_per_row,
     product_ptr,
     table_ptr,
     LINEAR: tl.constexpr,
@@ -128,24 +155,22 @@ def _gated_product_kernel(
     BLOCKS: tl.constexpr,
     ONE_ROW: tl.constexpr,
 ):
-    block, row, first_column, block_exists = _place(num_blocks, length, BLOCKS, BLOCK_SIZE, ONE_ROW)
+    row, column, exists = _tile(num_blocks, blocks_per_row, length, BLOCKS, BLOCK_SIZE, ONE_ROW)
     gate = _rebuilt(
-        gate_codes_ptr, gate_scales_ptr, codes_per_row, table_ptr, block, row, first_column, block_exists, length,
-        BITS, TYPE, BLOCK_SIZE, BLOCKS,
+        gate_codes_ptr, gate_scales_ptr, codes_per_row, table_ptr, num_blocks, blocks_per_row, length,
+        BITS, TYPE, BLOCK_SIZE, BLOCKS, ONE_ROW,
     )  # fmt: skip
     up = _rebuilt(
-        up_codes_ptr, up_scales_ptr, codes_per_row, table_ptr, block, row, first_column, block_exists, length,
-        BITS, TYPE, BLOCK_SIZE, BLOCKS,
+        up_codes_ptr, up_scales_ptr, codes_per_row, table_ptr, num_blocks, blocks_per_row, length,
+        BITS, TYPE, BLOCK_SIZE, BLOCKS, ONE_ROW,
     )  # fmt: skip
     inside = _clamped(gate, _ACTIVATION_LIMIT)
     sigmoid = _sigmoid(inside, inside * inside, LINEAR, CUBIC)
-    activated = _rounded(tl.where(gate < -_ACTIVATION_LIMIT, -_ACTIVATION_LIMIT, gate) * sigmoid, TYPE)
-    column = first_column[:, None] + tl.arange(0, BLOCK_SIZE)[None, :]
-    exists = block_exists[:, None] & (column < length)
-    tl.store(product_ptr + row[:, None] * length + column, _narrow(activated * up, TYPE), mask=exists)
+    activated = _activated(gate, sigmoid, TYPE)
+    tl.store(product_ptr + row * length + column, _narrow(activated * up, TYPE), mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _gated_backward_kernel(
     grad_ptr,
     gate_codes_ptr,
@@ -155,6 +180,7 @@ def _gated_backward_kernel(
     codes_per_row,
     length,
     num_blocks,
+    blocks_per_row,
     grad_gate_ptr,
     grad_up_ptr,
     table_ptr,
@@ -167,26 +193,24 @@ def _gated_backward_kernel(
     BLOCKS: tl.constexpr,
     ONE_ROW: tl.constexpr,
 ):
-    block, row, first_column, block_exists = _place(num_blocks, length, BLOCKS, BLOCK_SIZE, ONE_ROW)
-    column = first_column[:, None] + tl.arange(0, BLOCK_SIZE)[None, :]
-    exists = block_exists[:, None] & (column < length)
-    grad = _widen_bits(tl.load(grad_ptr + row[:, None] * length + column, mask=exists, other=0), TYPE)
+    row, column, exists = _tile(num_blocks, blocks_per_row, length, BLOCKS, BLOCK_SIZE, ONE_ROW)
+    grad = _widen_bits(tl.load(grad_ptr + row * length + column, mask=exists, other=0), TYPE)
     gate = _rebuilt(
-        gate_codes_ptr, gate_scales_ptr, codes_per_row, table_ptr, block, row, first_column, block_exists, length,
-        BITS, TYPE, BLOCK_SIZE, BLOCKS,
+        gate_codes_ptr, gate_scales_ptr, codes_per_row, table_ptr, num_blocks, blocks_per_row, length,
+        BITS, TYPE, BLOCK_SIZE, BLOCKS, ONE_ROW,
     )  # fmt: skip
     up = _rebuilt(
-        up_codes_ptr, up_scales_ptr, codes_per_row, table_ptr, block, row, first_column, block_exists, length,
-        BITS, TYPE, BLOCK_SIZE, BLOCKS,
+        up_codes_ptr, up_scales_ptr, codes_per_row, table_ptr, num_blocks, blocks_per_row, length,
+        BITS, TYPE, BLOCK_SIZE, BLOCKS, ONE_ROW,
     )  # fmt: skip
     inside = _clamped(gate, _ACTIVATION_LIMIT)
     square = inside * inside
     sigmoid = _sigmoid(inside, square, LINEAR, CUBIC)
-    activated = _rounded(tl.where(gate < -_ACTIVATION_LIMIT, -_ACTIVATION_LIMIT, gate) * sigmoid, TYPE)
-    derivative = sigmoid * ((1.0 - sigmoid) * (square * THREE_CUBIC + LINEAR) * inside + 1.0)
+    activated = _activated(gate, sigmoid, TYPE)
+    derivative = sigmoid * ((1.0 - sigmoid) * _slope(square, LINEAR, THREE_CUBIC) * inside + 1.0)
     grad_gate = _narrow(_rounded(grad * up, TYPE) * derivative, TYPE)
-    tl.store(grad_gate_ptr + row[:, None] * length + column, grad_gate, mask=exists)
-    tl.store(grad_up_ptr + row[:, None] * length + column, _narrow(grad * activated, TYPE), mask=exists)
+    tl.store(grad_gate_ptr + row * length + column, grad_gate, mask=exists)
+    tl.store(grad_up_ptr + row * length + column, _narrow(grad * activated, TYPE), mask=exists)
 
 
 def gated_product_blockwise(
@@ -210,9 +234,10 @@ def gated_product_blockwise(
         with _on_device(gate_codes):
             _gated_product_kernel[(triton.cdiv(gate_scales.numel(), blocks),)](
                 *_pointers(packed),
-                gate_codes.numel() if one_row else gate_codes.shape[-1],
-                product.numel() if one_row else length,
+                _TILE * BITS[code] // 8 if one_row else gate_codes.shape[-1],
+                _TILE if one_row else length,
                 gate_scales.numel(),
+                1 if one_row else triton.cdiv(length, block_size),
                 _bits(product),
                 codebook_tensor(code, gate_codes.device),
                 LINEAR=linear,
@@ -249,9 +274,10 @@ def gated_backward_blockwise(
             _gated_backward_kernel[(triton.cdiv(gate_scales.numel(), blocks),)](
                 _bits(grad),
                 *_pointers(packed),
-                gate_codes.numel() if one_row else gate_codes.shape[-1],
-                grad.numel() if one_row else length,
+                _TILE * BITS[code] // 8 if one_row else gate_codes.shape[-1],
+                _TILE if one_row else length,
                 gate_scales.numel(),
+                1 if one_row else triton.cdiv(length, block_size),
                 _bits(grad_gate),
                 _bits(grad_up),
                 codebook_tensor(code, grad.device),
