@@ -77,7 +77,8 @@ def _quantize(x, codes_ptr, scale_ptr, table_ptr, exists, code_exists, ZERO: tl.
     bounded = tl.maximum(magnitude, _LOWEST)
     number = (bounded + tl.load(table_ptr + (256 - (_LOWEST >> SHIFT)) + (bounded >> SHIFT))) >> SHIFT
     if ZERO:
-        codes = tl.maximum(ZERO + number * ((bits >> 31) | 1), 0)
+        codes = ZERO + number * ((bits >> 31) | 1)
+        codes -= codes >> 31  # -1, which has no code, takes that of the level beside it
     else:
         codes = tl.minimum(number, magnitude)  # the bits of a number that is not zero are at least 1
     if BITS == 4:
@@ -140,6 +141,8 @@ def _update(
     """Update block `block`, which begins at `first_column` of its `row`. WHOLE: 16 divides the length of a row."""
     start = row * length + first_column
     element = tl.arange(0, BLOCK_SIZE)
+    if TYPE == "float32":  # a store has four at most, and all else shall be in its layout
+        element = tl.max_contiguous(element, 4)
     left = tl.minimum(length - first_column, BLOCK_SIZE).to(tl.int32)
     if WHOLE:
         left = tl.multiple_of(left, 16)
@@ -193,8 +196,8 @@ def _update(
 
     # 3. No |m| beyond what Adam's could be; comparisons with NaN leave m alone.
     limit = root * ratio_max
-    m = tl.where(limit < m, limit, m)
-    m = tl.where(limit * -1.0 > m, limit * -1.0, m)
+    sign = m.to(tl.int32, bitcast=True) & -0x80000000
+    m = tl.where(tl.abs(m) > limit, (limit.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True), m)
 
     # 4. The weights.
     change = tl.div_rn(m, root * inverse_correction2 + eps)
