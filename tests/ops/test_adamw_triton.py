@@ -93,7 +93,7 @@ def test_a_table_is_made_once_for_the_same_addresses_and_never_used_for_others()
     cases = [new_case((2, 300), torch.float32, torch.randn(2, 300)) for _ in range(3)]
     here = [case.to(DEVICE) for case in cases]
     kept = [here[1].parameter]  # the memory of what was replaced is still there, and must not be written to
-    adamw._on_stream.cache_clear()
+    adamw._tables.cache_clear()
     for step in range(1, 7):
         if step == 3:
             here[1].parameter = here[1].parameter.clone()
@@ -112,7 +112,7 @@ def test_a_table_is_made_once_for_the_same_addresses_and_never_used_for_others()
         assert step < 3 or torch.equal(kept[0], before)
         for one, two in zip(here, cases, strict=True):
             assert all(same_bits(one.results()[name], value) for name, value in two.results().items())
-        assert adamw._on_stream.cache_info().misses == max(step - 1, 1)
+        assert adamw._tables.cache_info().misses == max(step - 1, 1)
 
 
 @on_device

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import astuple
 from functools import lru_cache
-from itertools import chain
 from typing import Any
 
 import torch
@@ -331,7 +330,7 @@ def _adamw_multi_kernel(
     BITS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """BLOCKS blocks of one tensor; table_ptr is int64 [12, num_tensors] of `_table`."""
+    """BLOCKS blocks of one tensor; table_ptr is int64 [12, num_tensors] of `_tables`."""
     # The last tensor whose first program is not behind this one.
     program = tl.program_id(0)
     tensor = num_tensors * 0
@@ -456,19 +455,16 @@ def _launch_one(tensors: AdamWTensors, rows: int, length: int, step: AdamWStep) 
 
 
 def _launch_many(step: AdamWStep, device: torch.device) -> None:
-    addresses = [[0 if tensor is None else tensor.data_ptr() for tensor in tensors] for tensors in step.each]
+    addresses = tuple([0 if tensor is None else tensor.data_ptr() for tensors in step.each for tensor in tensors])
     first, scalars = step.each[0], astuple(step.scalars)
     # Pointers that are not read still have to be tensors.
     factor = first.exp_avg_scales if step.gradient_factor is None else step.gradient_factor
-    for is_aligned in (True, False):
-        table, num_programs = _table(step.shapes, addresses, is_aligned, step.bits)
-        if not table:
-            continue
-        with _on_device(first.parameter):
-            stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    with _on_device(first.parameter):
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        for table, num_programs, is_aligned in _tables(tuple(step.shapes), addresses, step.bits, device, stream):
             _adamw_multi_kernel[(num_programs,)](
-                _on_stream(table, device, stream),
-                len(table) // 12,
+                table,
+                table.shape[1],
                 _table_of_codes(True, device, step.bits),
                 _table_of_codes(False, device, step.bits),
                 factor,
@@ -498,42 +494,42 @@ _GRADIENT_TYPES = {
 }
 
 
-def _table(
-    shapes: list[tuple[int, int]], addresses: list[list[int]], is_aligned: bool, bits: int
-) -> tuple[tuple[int, ...], int]:
-    """What `_adamw_multi_kernel` reads about its tensors, [12, tensors], and the number of its programs.
+@lru_cache(maxsize=64)
+def _tables(
+    shapes: tuple[tuple[int, int], ...], addresses: tuple[int, ...], bits: int, device: torch.device, stream: int
+) -> list[tuple[Tensor, int, bool]]:
+    """What `_adamw_multi_kernel` reads about its tensors, int64 [12, tensors], number of its programs, and ALIGNED.
 
     In this order: number of the first program, length of a row, number of blocks, and the nine addresses. Tensors of
-    one row and of rows of whole blocks are one row. Empty tensors have no place.
+    one row and of rows of whole blocks are one row. Empty tensors have no place. Aligned are the tensors whose rows all
+    begin at multiples of 16 bytes in all of their parts. A table is copied to the device on its current stream, for
+    which the host does not wait. It is found again by all that is in it, so what is found is never out of date.
 
     Args:
         shapes: (rows, length of a row) of each tensor.
-        addresses: of the nine tensors of each; 0 where there is none.
-        is_aligned: take the tensors whose rows all begin at multiples of 16 bytes in all of their parts; or the others.
+        addresses: nine of each; 0 where there is none.
         bits: of a code of a moment.
+        stream: the address of the device's current stream.
     """
-    block_size = BLOCK_SIZES[bits]
-    entries: list[tuple[int, ...]] = []
-    num_programs = 0
-    for (rows, length), parts in zip(shapes, addresses, strict=True):
+    entries: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
+    num_programs = {True: 0, False: 0}
+    for number, (rows, length) in enumerate(shapes):
         if rows * length == 0:
             continue
-        row = rows * length if rows == 1 or length % block_size == 0 else length
-        if (row * bits % 128 == 0 and not any(address % 16 for address in parts)) is is_aligned:
-            num_blocks = rows * -(-length // block_size)
-            entries.append((num_programs, row, num_blocks, *parts))
-            num_programs += -(-num_blocks // _BLOCKS[bits])
-    return tuple(chain.from_iterable(zip(*entries, strict=True))), num_programs
-
-
-@lru_cache(maxsize=64)
-def _on_stream(table: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    """The numbers as int64 on a device, copied there on its current stream, which has the address `stream`.
-
-    Found again by all of the numbers alone, so what is found is never out of date. The host does not wait.
-    """
-    numbers = torch.tensor(table, dtype=torch.int64, device="cpu")
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
+        parts = addresses[9 * number : 9 * number + 9]
+        row = rows * length if rows == 1 or length % BLOCK_SIZES[bits] == 0 else length
+        num_blocks = rows * -(-length // BLOCK_SIZES[bits])
+        is_aligned = row * bits % 128 == 0 and not any(address % 16 for address in parts)
+        entries[is_aligned].append((num_programs[is_aligned], row, num_blocks, *parts))
+        num_programs[is_aligned] += -(-num_blocks // _BLOCKS[bits])
+    found = []
+    for is_aligned, of_tensors in entries.items():
+        if of_tensors:
+            table = torch.tensor(of_tensors, dtype=torch.int64, device="cpu").t().contiguous()
+            if device.type == "cuda":
+                table = table.pin_memory().to(device, non_blocking=True)
+            found.append((table, num_programs[is_aligned], is_aligned))
+    return found
 
 
 @constant_tensor
