@@ -181,6 +181,13 @@ def _optimizer(n: int) -> Iterator[KernelCase]:
             lambda w=weight, g=gradient: _adamw_of_one(w, *moments, g, None, None, None, None, *scalars),
             read_and_written + 3 * n * dtype.itemsize,
         )
+    weight, gradient, pairs = torch.randn(n // 128, 128), torch.randn(n // 128, 128), _moments((n // 128, 64))
+    yield KernelCase(
+        "adamw8bit_multi_",
+        "one of fp32 weights, fp32 gradient, moments in 4 bits",
+        lambda w=weight, g=gradient: _adamw_of_one(w, *pairs, g, None, None, None, None, *scalars, 4),
+        14 * n + n / 8,
+    )
     for bits in (8, 12):
         weight, store, factor = torch.randn(shape, dtype=_BF16), _random_store(n, bits), torch.ones(())
         yield KernelCase(

@@ -142,18 +142,20 @@ def _update(
     element = tl.arange(0, BLOCK_SIZE)
     if TYPE == "float32":  # a store has four at most, and all else shall be in its layout
         element = tl.max_contiguous(element, 4)
+    pair = tl.arange(0, BLOCK_SIZE // 2)
     left = tl.minimum(length - first_column, BLOCK_SIZE).to(tl.int32)
+    pairs_left = (left + 1) // 2
     if WHOLE:
         left = tl.multiple_of(left, 16)
+        pairs_left = tl.multiple_of(pairs_left, 8)
     exists = element < left
     # Where the codes are: in 4 bits two in a byte, and every row begins at a byte.
     if BITS == 8:
         code_at = start + element
         code_exists = exists
     else:
-        pair = tl.arange(0, BLOCK_SIZE // 2)
         code_at = row * ((length - 1) // 2 + 1) + first_column // 2 + pair
-        code_exists = pair < (left + 1) // 2
+        code_exists = pair < pairs_left
 
     # 1. The gradient in fp32. Negations are products, because 0 - x loses the sign of zero.
     g = tl.load(gradient_ptr + start + element, mask=exists, other=0)
@@ -166,9 +168,8 @@ def _update(
         g = g.to(tl.int8, bitcast=True).to(tl.float32) * scale
         if RESIDUAL:
             if WHOLE:
-                pair = tl.arange(0, BLOCK_SIZE // 2)
-                pair_ptr = residual_codes_ptr + start // 2 + pair
-                nibble = _halves(tl.load(pair_ptr, mask=2 * pair < left, other=0).to(tl.int32))
+                bytes = tl.load(residual_codes_ptr + start // 2 + pair, mask=pair < pairs_left, other=0)
+                nibble = _halves(bytes.to(tl.int32))
             else:
                 at = start + element
                 pairs = tl.load(residual_codes_ptr + at // 2, mask=exists, other=0).to(tl.int32)
