@@ -170,20 +170,26 @@ def _gradients(n: int) -> Iterator[KernelCase]:
 
 def _optimizer(n: int) -> Iterator[KernelCase]:
     scalars = (1e-3, 0.9, 0.999, 1e-8, 0.1, 10, False)
-    moments = [_bytes(n), torch.zeros(n // STATE_BLOCK_SIZE, 1), _bytes(n), torch.zeros(n // STATE_BLOCK_SIZE, 1)]
     shape = (n // STATE_BLOCK_SIZE, STATE_BLOCK_SIZE)
-    moments[0], moments[2] = moments[0].view(shape), moments[2].view(shape)
+    moments = _moments(shape)
     read_and_written = 4 * n + 4 * n / 64
     for name, dtype in (("bf16", _BF16), ("fp32", torch.float32)):
-        weight, gradient = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        weight, gradient = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
         yield KernelCase(
             "adamw8bit_multi_",
             f"one of {name} weights, {name} gradient",
             lambda w=weight, g=gradient: _adamw_of_one(w, *moments, g, None, None, None, None, *scalars),
             read_and_written + 3 * n * dtype.itemsize,
         )
+    weight, gradient, pairs = torch.randn(n // 128, 128), torch.randn(n // 128, 128), _moments((n // 128, 64))
+    yield KernelCase(
+        "adamw8bit_multi_",
+        "one of fp32 weights, fp32 gradient, moments in 4 bits",
+        lambda w=weight, g=gradient: _adamw_of_one(w, *pairs, g, None, None, None, None, *scalars, 4),
+        14 * n + n / 8,
+    )
     for bits in (8, 12):
-        weight, store, factor = torch.zeros(shape, dtype=_BF16), _store(n, bits), torch.ones(())
+        weight, store, factor = torch.randn(shape, dtype=_BF16), _random_store(n, bits), torch.ones(())
         yield KernelCase(
             "adamw8bit_multi_",
             f"one of bf16 weights, gradient in {bits} bits, clipped",
@@ -191,6 +197,20 @@ def _optimizer(n: int) -> Iterator[KernelCase]:
             read_and_written + 4 * n + n * bits / 8 + n / 32 * (bits / 4 - 1),
         )
     yield from _optimizer_of_many(n, scalars)
+
+
+def _moments(shape: tuple[int, int]) -> list[Tensor]:
+    """Of gradients about 1. A device takes longer for the square root of zero, and for zero over anything."""
+    codes = [torch.randint(256, shape, dtype=torch.uint8) for _ in range(2)]
+    return [codes[0], torch.rand(shape[0], 1), codes[1], torch.rand(shape[0], 1)]
+
+
+def _random_store(n: int, bits: int) -> tuple[Tensor | None, ...]:
+    store = _store(n, bits)
+    for part in store:
+        if part is not None:
+            part.fill_(1 / 127) if part.is_floating_point() else part.random_()
+    return store
 
 
 def _adamw_of_one(*arguments: Any) -> None:
@@ -205,11 +225,9 @@ def _optimizer_of_many(n: int, scalars: tuple[object, ...]) -> Iterator[KernelCa
     heights[-1] += rows - sum(heights)
     shapes = [(height, STATE_BLOCK_SIZE) for height in heights]
     sizes = [height * STATE_BLOCK_SIZE for height in heights]
-    codes = [[_bytes(size).view(shape) for size, shape in zip(sizes, shapes, strict=True)] for _ in range(2)]
-    scales = [[torch.zeros(height, 1) for height in heights] for _ in range(2)]
-    moments = (codes[0], scales[0], codes[1], scales[1])
+    moments = [list(parts) for parts in zip(*map(_moments, shapes), strict=True)]
     read_and_written = 4 * n + 4 * n / 64
-    weights, dense = ([torch.zeros(shape, dtype=_BF16) for shape in shapes] for _ in range(2))
+    weights, dense = ([torch.randn(shape, dtype=_BF16) for shape in shapes] for _ in range(2))
     yield KernelCase(
         "adamw8bit_multi_",
         f"{len(shapes)} bf16 weights, bf16 gradients",
@@ -218,7 +236,7 @@ def _optimizer_of_many(n: int, scalars: tuple[object, ...]) -> Iterator[KernelCa
     )
     factor = torch.ones(())
     for bits in (8, 12):
-        parts = zip(*(_store(size, bits) for size in sizes), strict=True)
+        parts = zip(*(_random_store(size, bits) for size in sizes), strict=True)
         gradients = [[tensor for tensor in tensors if tensor is not None] for tensors in parts]
         yield KernelCase(
             "adamw8bit_multi_",

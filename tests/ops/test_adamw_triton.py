@@ -12,6 +12,7 @@ from torch import nn
 
 from laconic.formats import QuantizedGradient, set_quantized_gradient
 from laconic.ops import reference
+from laconic.ops.reference.adamw import level_numbers
 from laconic.optim import AdamW8bit
 from tests.ops.adamw_cases import (
     OPTIONS,
@@ -31,6 +32,32 @@ from tests.ops.interpreter import (
 triton = pytest.importorskip("triton")
 
 pytestmark = numpy_may_warn
+
+
+@pytest.mark.parametrize(("signed", "bits"), [(True, 8), (False, 8), (True, 4), (False, 4)])
+def test_a_table_numbers_the_levels_of_all_magnitudes_around_its_places_and_borders(signed: bool, bits: int) -> None:
+    from laconic.ops.triton import adamw
+
+    def numbers(magnitude: torch.Tensor) -> torch.Tensor:
+        return level_numbers(magnitude.int().view(torch.float32), signed=signed, bits=bits)
+
+    # Where the number of each level begins, by bisection of all magnitudes; it ascends.
+    end = torch.full((int(numbers(torch.tensor([0x3F800000])).item()),), 0x3F810000)
+    below = torch.zeros_like(end)
+    for _ in range(30):
+        middle = (below + end) // 2
+        is_there = numbers(middle) > torch.arange(len(end))
+        below, end = torch.where(is_there, below, middle), torch.where(is_there, middle, end)
+    places = torch.arange(0x34000000, 0x3F810000, 1 << 16)
+    around = torch.cat([places, end, torch.tensor([1, 2, 300, 0x00800000])])
+    magnitude = (around[:, None] + torch.arange(-3, 4)).flatten()
+    magnitude = magnitude[(magnitude > 0) & (magnitude < 0x3F810000)]
+
+    shift = (adamw._SHIFT_OF_4_BITS if bits == 4 else adamw._SIGNED_SHIFT if signed else adamw._UNSIGNED_SHIFT).value
+    table = adamw._table_of_codes(signed, torch.device("cpu"), bits)[256:]
+    bounded = magnitude.clamp(min=adamw._LOWEST.value)
+    found = bounded + table[(bounded - adamw._LOWEST.value) >> shift] >> shift
+    assert torch.equal(found, numbers(magnitude).long())
 
 
 @on_device
@@ -66,7 +93,7 @@ def test_a_table_is_made_once_for_the_same_addresses_and_never_used_for_others()
     cases = [new_case((2, 300), torch.float32, torch.randn(2, 300)) for _ in range(3)]
     here = [case.to(DEVICE) for case in cases]
     kept = [here[1].parameter]  # the memory of what was replaced is still there, and must not be written to
-    adamw._on_stream.cache_clear()
+    adamw._tables.cache_clear()
     for step in range(1, 7):
         if step == 3:
             here[1].parameter = here[1].parameter.clone()
@@ -85,7 +112,7 @@ def test_a_table_is_made_once_for_the_same_addresses_and_never_used_for_others()
         assert step < 3 or torch.equal(kept[0], before)
         for one, two in zip(here, cases, strict=True):
             assert all(same_bits(one.results()[name], value) for name, value in two.results().items())
-        assert adamw._on_stream.cache_info().misses == max(step - 1, 1)
+        assert adamw._tables.cache_info().misses == max(step - 1, 1)
 
 
 @on_device

@@ -185,7 +185,7 @@ def quantized_gradient(parameter: Tensor) -> QuantizedGradient | None:
 def coded_gradient(parameter: Tensor) -> CodedGradient | None:
     """`parameter.grad`, or the local part of it, if it is in codes."""
     gradient = parameter.grad
-    if gradient is None:
+    if gradient is None or type(gradient) is Tensor:  # most are, of any parameter of any step
         return None
     with torch.no_grad():
         local = local_part(gradient)

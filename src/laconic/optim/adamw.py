@@ -282,8 +282,7 @@ class AdamW8bit(torch.optim.Optimizer):
             maximize=group["maximize"],
             bits=self.bits,
         )
-        for state in states:
-            state["step"] += 1
+        torch._foreach_add_([state["step"] for state in states], 1)
         for parameter, value in zip(parameters, values, strict=True):
             if value is not parameter:
                 parameter.copy_(value)

@@ -43,6 +43,7 @@ class AdamWTensors(NamedTuple):
     residual_scales: Tensor | None
 
 
+_KIND = ("parameter.dtype", "parameter.device", "gradient.dtype")
 _LISTS = ("parameters", *AdamWTensors._fields[1:5], "gradients", *AdamWTensors._fields[6:])
 
 
@@ -85,16 +86,13 @@ def checked_step(*arguments: Any) -> AdamWStep:
     # An empty list is None for each.
     each = [AdamWTensors(*tensors) for tensors in zip(*(part or [None] * count for part in lists), strict=True)]
     step = AdamWStep(each, [], gradient_factor, *numbers)
+    kinds = [(tensors.parameter.dtype, tensors.parameter.device, tensors.gradient.dtype) for tensors in each]
     for index, tensors in enumerate(each):
         try:
             step.shapes.append(_check_one(tensors, gradient_factor, step.step, step.bits))
         except FormatError as error:
             raise FormatError(f"tensor {index}: {error}") from None
-        for name, found, first in (
-            ("parameter.dtype", tensors.parameter.dtype, each[0].parameter.dtype),
-            ("parameter.device", tensors.parameter.device, each[0].parameter.device),
-            ("gradient.dtype", tensors.gradient.dtype, each[0].gradient.dtype),
-        ):
+        for name, found, first in zip(_KIND, kinds[index], kinds[0], strict=True):
             if found != first:
                 raise FormatError(
                     f"tensor {index}: {name} is {found}, but it must be {first}, as that of tensor 0; make one call"
@@ -123,9 +121,9 @@ def _check_one(tensors: AdamWTensors, gradient_factor: Tensor | None, step: int,
     length = parameter.numel() // rows if rows else 0
     block_size = BLOCK_SIZES[bits]
     scales_shape = (rows, (length + block_size - 1) // block_size)
-    codes_shape = tuple(parameter.shape)
+    codes_shape: tuple[int, ...] = parameter.shape
     if bits == 4:  # of no rows the length is not known
-        codes_shape = (rows, (length + 1) // 2) if rows else tuple(exp_avg_codes.shape)
+        codes_shape = (rows, (length + 1) // 2) if rows else exp_avg_codes.shape
     if parameter.numel() != rows * length or (rows and exp_avg_scales.shape[1] != scales_shape[1]):
         raise FormatError(
             f"exp_avg_scales has shape {tuple(exp_avg_scales.shape)}, but for a parameter with {parameter.numel()}"
@@ -133,16 +131,17 @@ def _check_one(tensors: AdamWTensors, gradient_factor: Tensor | None, step: int,
         )
     n = parameter.numel()
     expected: list[tuple[str, Tensor, tuple[int, ...], tuple[torch.dtype, ...]]] = [
+        ("parameter", parameter, parameter.shape, DTYPES),
         ("exp_avg_codes", exp_avg_codes, codes_shape, (torch.uint8,)),
-        ("exp_avg_scales", exp_avg_scales, tuple(exp_avg_scales.shape), (torch.float32,)),
+        ("exp_avg_scales", exp_avg_scales, exp_avg_scales.shape, (torch.float32,)),
         ("exp_avg_sq_codes", exp_avg_sq_codes, codes_shape, (torch.uint8,)),
-        ("exp_avg_sq_scales", exp_avg_sq_scales, tuple(exp_avg_scales.shape), (torch.float32,)),
+        ("exp_avg_sq_scales", exp_avg_sq_scales, exp_avg_scales.shape, (torch.float32,)),
     ]
 
     # 2. The gradient: dense, or flat codes.
     num_scales = (n + GRADIENT_BLOCK_SIZE - 1) // GRADIENT_BLOCK_SIZE
     if gradient_scales is None:
-        expected.append(("gradient", gradient, tuple(parameter.shape), DTYPES))
+        expected.append(("gradient", gradient, parameter.shape, DTYPES))
     else:
         expected.append(("gradient", gradient, (n,), (torch.uint8,)))
         expected.append(("gradient_scales", gradient_scales, (num_scales,), (torch.float32,)))
@@ -157,14 +156,14 @@ def _check_one(tensors: AdamWTensors, gradient_factor: Tensor | None, step: int,
         expected.append(("gradient_factor", gradient_factor, (), (torch.float32,)))
 
     # 3. Every tensor as the kernels read it.
+    device = parameter.device
     for name, tensor, shape, dtypes in expected:
-        if tuple(tensor.shape) != shape:
-            raise FormatError(f"{name} has shape {tuple(tensor.shape)}, but it must be {shape}")
+        if tensor.shape != shape:
+            raise FormatError(f"{name} has shape {tuple(tensor.shape)}, but it must be {tuple(shape)}")
         if tensor.dtype not in dtypes:
             raise FormatError(f"{name}.dtype is {tensor.dtype}, but it must be {names(dtypes)}")
-    for name, tensor in (("parameter", parameter), *((name, tensor) for name, tensor, *_ in expected)):
-        if tensor.device != parameter.device:
-            raise FormatError(f"{name} is on {tensor.device}, but it must be on {parameter.device}, as the parameter")
+        if tensor.device != device:
+            raise FormatError(f"{name} is on {tensor.device}, but it must be on {device}, as the parameter")
         if not tensor.is_contiguous():
             raise FormatError(
                 f"{name} has strides {tensor.stride()}, but it must be contiguous; pass a contiguous copy"

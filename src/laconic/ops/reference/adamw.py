@@ -82,9 +82,7 @@ def quantize_dynamic(x: Tensor, *, signed: bool, bits: int = 8) -> tuple[Tensor,
     below 2**-126, scale 0 and zeros. In 4 bits the scale of a signed block is the number of largest magnitude itself.
     """
     rows, length = x.shape
-    tables, block_size, zero = dynamic_map_tensor(signed, x.device, bits), BLOCK_SIZES[bits], zero_code(signed, bits)
-    borders, slopes, offsets, last = (tables[256 + 8 * i : 264 + 8 * i] for i in range(4))
-    zero_border, top = tables[288], tables[289]
+    block_size, zero = BLOCK_SIZES[bits], zero_code(signed, bits)
     num_blocks = -(-length // block_size)
     padding = num_blocks * block_size - length
     blocks = torch.nn.functional.pad(x, (0, padding)).view(rows, num_blocks, block_size)
@@ -100,14 +98,21 @@ def quantize_dynamic(x: Tensor, *, signed: bool, bits: int = 8) -> tuple[Tensor,
     ordinary = ~(broken | vanished)
     inverse = torch.where(ordinary, scales, 1.0).reciprocal()
     n = torch.where(ordinary.unsqueeze(-1), blocks * inverse.unsqueeze(-1), 0.0)
-    magnitude = n.abs()
-    decade = torch.bucketize(magnitude, borders)  # how many lie strictly below
-    number = (magnitude * slopes[decade] + offsets[decade]).int()
-    number = torch.minimum(number, last[decade].int()) + (magnitude > top)
-    number = number.masked_fill(magnitude <= zero_border, 0)
+    number = level_numbers(n.abs(), signed=signed, bits=bits)
     codes = torch.where(n < 0, zero - number.clamp(max=zero), zero + number)
     codes = codes.to(torch.uint8).view(rows, num_blocks * block_size)[:, :length].contiguous()
     return codes if bits == 8 else _pack_pairs(codes), scales
+
+
+def level_numbers(magnitude: Tensor, *, signed: bool, bits: int) -> Tensor:
+    """The number of the level, int32 [...], that each normalized magnitude, fp32 [...], takes: 0 is zero."""
+    tables = dynamic_map_tensor(signed, magnitude.device, bits)
+    borders, slopes, offsets, last = (tables[256 + 8 * i : 264 + 8 * i] for i in range(4))
+    zero_border, top = tables[288], tables[289]
+    decade = torch.bucketize(magnitude, borders)  # how many lie strictly below
+    number = (magnitude * slopes[decade] + offsets[decade]).int()
+    number = torch.minimum(number, last[decade].int()) + (magnitude > top)
+    return number.masked_fill(magnitude <= zero_border, 0)
 
 
 def dequantize_dynamic(
