@@ -54,8 +54,8 @@ class Layout:
                 raise PlanError(f"{name} is {getattr(self, name)!r}, but it must be at least 1")
         if self.num_chunks * self.micro_batches > _MOST_ACTIONS:
             raise PlanError(
-                f"micro_batches is {self.micro_batches} on {self.num_chunks} chunks of layers, but a schedule of at most"
-                f" {_MOST_ACTIONS:,} micro-batches over all chunks can be planned"
+                f"micro_batches is {self.micro_batches} on {self.num_chunks} chunks of layers, but a schedule of at"
+                f" most {_MOST_ACTIONS:,} micro-batches over all chunks can be planned"
             )
         if self.data_parallel % self.expert_parallel:
             raise PlanError(

@@ -13,6 +13,7 @@ from torch import Tensor
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
 from laconic.ops.declarations.accumulate import check_accumulate_blockwise_, check_square_sum_blockwise
 from laconic.ops.triton.blockwise import _bits, _on_device, _widen
+from laconic.ops.triton.kernel_constants import KernelConstant
 from laconic.ops.triton.reduce import _round_block
 
 __all__ = ["accumulate_blockwise_", "square_sum_blockwise"]
@@ -25,7 +26,7 @@ _FOLD = 256
 """Numbers that one program of the fold adds up; a power of two, as is _SQUARE_BLOCKS, so that each is a subtree. 1024
 would spill registers on sm_80."""
 
-_BLOCK_SIZE = tl.constexpr(GRADIENT_BLOCK_SIZE)
+_BLOCK_SIZE = KernelConstant(GRADIENT_BLOCK_SIZE)
 
 
 @triton.jit
@@ -140,14 +141,14 @@ def accumulate_blockwise_(
     if num_blocks == 0:
         return
     with _on_device(codes):
-        _accumulate_kernel[(triton.cdiv(num_blocks, _BLOCKS),)](
+        _accumulate_kernel[(-(-num_blocks // _BLOCKS),)](
             codes,
             scales,
             codes if residual_codes is None else residual_codes,
             scales if residual_scales is None else residual_scales,
             _bits(gradient) if gradient.dtype == torch.bfloat16 else gradient,
             codes.numel(),
-            triton.cdiv(codes.numel(), 2),
+            -(-codes.numel() // 2),
             num_blocks,
             float(alpha),
             RESIDUAL=residual_codes is not None,
@@ -164,7 +165,7 @@ def square_sum_blockwise(
     num_blocks = scales.numel()
     if num_blocks == 0:
         return scales.new_zeros((), dtype=torch.float64)
-    sums = scales.new_empty(triton.cdiv(num_blocks, _SQUARE_BLOCKS), dtype=torch.float64)
+    sums = scales.new_empty(-(-num_blocks // _SQUARE_BLOCKS), dtype=torch.float64)
     with _on_device(codes):
         _square_kernel[(sums.numel(),)](
             codes,
@@ -173,7 +174,7 @@ def square_sum_blockwise(
             scales if residual_scales is None else residual_scales,
             sums,
             codes.numel(),
-            triton.cdiv(codes.numel(), 2),
+            -(-codes.numel() // 2),
             num_blocks,
             RESIDUAL=residual_codes is not None,
             BLOCKS=_SQUARE_BLOCKS,
@@ -181,7 +182,7 @@ def square_sum_blockwise(
             enable_fp_fusion=False,
         )
         while sums.numel() > 1:
-            values, sums = sums, sums.new_empty(triton.cdiv(sums.numel(), _FOLD))
+            values, sums = sums, sums.new_empty(-(-sums.numel() // _FOLD))
             _fold_kernel[(sums.numel(),)](
                 values, sums, values.numel(), FOLD=_FOLD, ROUNDS=_FOLD.bit_length() - 1, enable_fp_fusion=False
             )

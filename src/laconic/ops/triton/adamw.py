@@ -21,23 +21,24 @@ from laconic.ops.declarations.adamw import AdamWStep, AdamWTensors, checked_step
 from laconic.ops.dynamic_map import BLOCK_SIZES, dynamic_map_tensor, zero_code
 from laconic.ops.reference.adamw import level_numbers
 from laconic.ops.triton.blockwise import _bits, _name, _narrow, _on_device, _widen, _widen_bits
+from laconic.ops.triton.kernel_constants import KernelConstant
 
 __all__ = ["adamw8bit_multi_"]
 
 _BLOCKS = {8: 4, 4: 8}
 """By the bits of a code, blocks per program of a launch for many tensors, one after the other."""
 
-_GRADIENT_BLOCK = tl.constexpr(GRADIENT_BLOCK_SIZE)
-_INFINITY_BITS = tl.constexpr(0x7F800000)
-_LARGEST_GRADIENT = tl.constexpr(LARGEST_GRADIENT)
-_SMALLEST_NORMAL_BITS = tl.constexpr(0x00800000)
+_GRADIENT_BLOCK = KernelConstant(GRADIENT_BLOCK_SIZE)
+_INFINITY_BITS = KernelConstant(0x7F800000)
+_LARGEST_GRADIENT = KernelConstant(LARGEST_GRADIENT)
+_SMALLEST_NORMAL_BITS = KernelConstant(0x00800000)
 
-_LOWEST = tl.constexpr(0x34800000)
+_LOWEST = KernelConstant(0x34800000)
 """2**-22: all magnitudes up to here, but for zero, take the same level."""
 # How many of the low bits of a magnitude do not choose its place in a table, the most for which none has two borders.
-_SIGNED_SHIFT = tl.constexpr(17)
-_UNSIGNED_SHIFT = tl.constexpr(16)
-_SHIFT_OF_4_BITS = tl.constexpr(20)
+_SIGNED_SHIFT = KernelConstant(17)
+_UNSIGNED_SHIFT = KernelConstant(16)
+_SHIFT_OF_4_BITS = KernelConstant(20)
 
 
 @triton.jit

@@ -58,7 +58,7 @@ def pack_bits(x: Tensor) -> Tensor:
     x = x.detach().contiguous()
     if x.numel():
         with _on_device(x):
-            _pack_bits_kernel[(triton.cdiv(x.numel(), _TILE),)](
+            _pack_bits_kernel[(-(-x.numel() // _TILE),)](
                 x.view(INTEGERS[x.element_size()]),
                 x.numel(),
                 codes,
@@ -76,7 +76,7 @@ def unpack_bits(codes: Tensor, length: int, dtype: torch.dtype, zero: float, one
     values = codes.new_empty(length, dtype=dtype)
     if length:
         with _on_device(codes):
-            _unpack_bits_kernel[(triton.cdiv(length, _TILE),)](
+            _unpack_bits_kernel[(-(-length // _TILE),)](
                 codes.contiguous(),
                 length,
                 *bit_patterns(zero, one, dtype),
@@ -95,7 +95,7 @@ def select_bits(x: Tensor, codes: Tensor) -> Tensor:
     if x.numel():
         word = INTEGERS[x.element_size()]
         with _on_device(x):
-            _select_bits_kernel[(triton.cdiv(x.numel(), _TILE),)](
+            _select_bits_kernel[(-(-x.numel() // _TILE),)](
                 x.view(word), codes.contiguous(), x.numel(), values.view(word), TILE=_TILE, enable_fp_fusion=False
             )
     return values

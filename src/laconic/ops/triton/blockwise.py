@@ -38,6 +38,7 @@ from laconic.ops.declarations.blockwise import (
     check_quantize_blockwise,
 )
 from laconic.ops.reference import seed_key
+from laconic.ops.triton.kernel_constants import KernelConstant
 
 __all__ = ["dequantize_blockwise", "multiply_quantize_blockwise", "quantize_blockwise"]
 
@@ -45,19 +46,19 @@ _TILE = 2048
 """Elements per program; with 4 warps, each thread moves 32 bytes of bf16."""
 
 # Where bucket_tensor has which table.
-_THRESHOLDS = tl.constexpr(0)
-_NEAREST_CODES = tl.constexpr(64)
-_LEVELS_BELOW = tl.constexpr(64)
-_RECIPROCAL_GAPS = tl.constexpr(192)
-_STOCHASTIC_CODES = tl.constexpr(320)
+_THRESHOLDS = KernelConstant(0)
+_NEAREST_CODES = KernelConstant(64)
+_LEVELS_BELOW = KernelConstant(64)
+_RECIPROCAL_GAPS = KernelConstant(192)
+_STOCHASTIC_CODES = KernelConstant(320)
 
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-_INFINITY_BITS = tl.constexpr(0x7F800000)
-_SMALLEST_NORMAL_BITS = tl.constexpr(0x00800000)
-_MIN_SCALE = tl.constexpr(MIN_SCALE)
+_INTERPRETED = KernelConstant(triton.knobs.runtime.interpret)
+_INFINITY_BITS = KernelConstant(0x7F800000)
+_SMALLEST_NORMAL_BITS = KernelConstant(0x00800000)
+_MIN_SCALE = KernelConstant(MIN_SCALE)
 # 1.5 * 2**23: adding it leaves the nearest integer, ties to even, in the low bits.
-_ROUNDER = tl.constexpr(12582912.0)
-_ROUNDER_BITS = tl.constexpr(0x4B400000)
+_ROUNDER = KernelConstant(12582912.0)
+_ROUNDER_BITS = KernelConstant(0x4B400000)
 
 
 # Triton joins the types of all returns it meets, hence one return per function.
@@ -436,12 +437,12 @@ def quantize_blockwise(
         return codes, scales
     blocks = _TILE // block_size
     with _on_device(x):
-        _quantize_blockwise_kernel[(triton.cdiv(num_blocks, blocks),)](
+        _quantize_blockwise_kernel[(-(-num_blocks // blocks),)](
             _readable(x),
             _TILE if one_row else x.stride(0) if x.dim() == 2 else length,
             _TILE if one_row else length,
             num_blocks,
-            1 if one_row else triton.cdiv(length, block_size),
+            1 if one_row else -(-length // block_size),
             codes,
             _TILE * BITS[code] // 8 if one_row else num_codes,
             _bits(scales),
@@ -497,13 +498,13 @@ def dequantize_blockwise(
         return values
     blocks = _TILE // block_size
     with _on_device(codes):
-        _dequantize_blockwise_kernel[(triton.cdiv(num_blocks, blocks),)](
+        _dequantize_blockwise_kernel[(-(-num_blocks // blocks),)](
             codes,
             _TILE * BITS[code] // 8 if one_row else codes.shape[-1],
             _readable(scales),
             _TILE if one_row else length,
             num_blocks,
-            1 if one_row else triton.cdiv(length, block_size),
+            1 if one_row else -(-length // block_size),
             _bits(values),
             codebook_tensor(code, codes.device),
             None if center is None else center.contiguous(),

@@ -38,18 +38,19 @@ from laconic.ops.triton.blockwise import (
     _widen,
     _widen_bits,
 )
+from laconic.ops.triton.kernel_constants import KernelConstant
 
 __all__ = ["gated_backward_blockwise", "gated_product_blockwise"]
 
 _TILE = 1024
 """Elements per program; with 4 warps, each thread moves 16 bytes of bf16 in one access."""
 
-_ACTIVATION_LIMIT = tl.constexpr(ACTIVATION_LIMIT)
-_EXP_LIMIT = tl.constexpr(EXP_LIMIT)
-_LOG2_E = tl.constexpr(LOG2_E)
-_LN2_HIGH = tl.constexpr(LN2_HIGH)
-_LN2_LOW = tl.constexpr(LN2_LOW)
-_C0, _C1, _C2, _C3, _C4, _C5 = map(tl.constexpr, EXP_COEFFICIENTS)
+_ACTIVATION_LIMIT = KernelConstant(ACTIVATION_LIMIT)
+_EXP_LIMIT = KernelConstant(EXP_LIMIT)
+_LOG2_E = KernelConstant(LOG2_E)
+_LN2_HIGH = KernelConstant(LN2_HIGH)
+_LN2_LOW = KernelConstant(LN2_LOW)
+_C0, _C1, _C2, _C3, _C4, _C5 = map(KernelConstant, EXP_COEFFICIENTS)
 
 
 @triton.jit
@@ -232,12 +233,12 @@ def gated_product_blockwise(
     blocks, one_row = _TILE // block_size, length % block_size == 0
     if gate_scales.numel():
         with _on_device(gate_codes):
-            _gated_product_kernel[(triton.cdiv(gate_scales.numel(), blocks),)](
+            _gated_product_kernel[(-(-gate_scales.numel() // blocks),)](
                 *_pointers(packed),
                 _TILE * BITS[code] // 8 if one_row else gate_codes.shape[-1],
                 _TILE if one_row else length,
                 gate_scales.numel(),
-                1 if one_row else triton.cdiv(length, block_size),
+                1 if one_row else -(-length // block_size),
                 _bits(product),
                 codebook_tensor(code, gate_codes.device),
                 LINEAR=linear,
@@ -271,13 +272,13 @@ def gated_backward_blockwise(
     blocks, one_row = _TILE // block_size, length % block_size == 0
     if gate_scales.numel():
         with _on_device(grad):
-            _gated_backward_kernel[(triton.cdiv(gate_scales.numel(), blocks),)](
+            _gated_backward_kernel[(-(-gate_scales.numel() // blocks),)](
                 _bits(grad),
                 *_pointers(packed),
                 _TILE * BITS[code] // 8 if one_row else gate_codes.shape[-1],
                 _TILE if one_row else length,
                 gate_scales.numel(),
-                1 if one_row else triton.cdiv(length, block_size),
+                1 if one_row else -(-length // block_size),
                 _bits(grad_gate),
                 _bits(grad_up),
                 codebook_tensor(code, grad.device),

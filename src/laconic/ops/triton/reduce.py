@@ -166,11 +166,11 @@ def _launch(
     outputs = requantized or (None, None, None, None)
     blocks = _BLOCKS if residual_codes is None else _RESIDUAL_BLOCKS
     with _on_device(codes):
-        _sum_blockwise_kernel[(triton.cdiv(num_blocks, blocks),)](
+        _sum_blockwise_kernel[(-(-num_blocks // blocks),)](
             *inputs,
             num_shards,
             length,
-            triton.cdiv(length, 2),
+            -(-length // 2),
             num_blocks,
             factor,
             None if values is None else _bits(values),

@@ -68,7 +68,7 @@ def sum_rows(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | Non
         return sums
 
     with _on_device(rows):
-        _sum_rows_kernel[(num_sums, triton.cdiv(rows.shape[1], _COLUMNS))](
+        _sum_rows_kernel[(num_sums, -(-rows.shape[1] // _COLUMNS))](
             _bits(rows) if rows.dtype == torch.bfloat16 else rows,
             *rows.shape,
             index,
