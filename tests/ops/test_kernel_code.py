@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.ops.adamw_cases import OPTIONS, as_lists, new_case, quantized
 from tests.ops.interpreter import INTERPRETED
 
 pytest.importorskip("triton")
@@ -133,6 +134,19 @@ def test_a_kernel_neither_spills_nor_moves_streams_byte_by_byte_and_computes_as_
 def test_no_kernel_spills_or_moves_streams_byte_by_byte_or_computes_otherwise(architecture: int) -> None:
     for launch in launches().values():
         check(launch, architecture)
+
+
+@needs_tools
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("shape", [(5, 1), (3, 300), (2, 33)])
+def test_the_optimizer_compiles_for_rows_of_any_length(shape: tuple[int, int], bits: int) -> None:
+    """Triton makes a constant of a length of 1, and assumes nothing of one that 16 does not divide."""
+    from laconic.ops.triton import adamw
+
+    lists = as_lists([quantized(new_case(shape, torch.bfloat16, torch.randn(shape), bits), 12)])
+    (launch,) = record(lambda: adamw.adamw8bit_multi_(*lists, *(OPTIONS | {"bits": bits}).values())).launches
+    assert compile_launch(launch, 90).spills == 0
 
 
 def check_for_amd(launch: Launch) -> None:
