@@ -33,15 +33,12 @@ needs_tools = pytest.mark.skipif(bool(missing_tools()), reason=f"not in this Tri
 needs_amd = pytest.mark.skipif("amd" not in triton.backends.backends, reason="this Triton compiles for no AMD GPU")
 
 TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-KNOWN_SPILLS = {"_write_kernel": 4} if TRITON_VERSION < (3, 9) else {}
+KNOWN_SPILLS = {"_decode_kernel": 8}
 """Loads and stores of local memory at most; 0 for all others.
 
-Triton 3.6 counts bytes by ballots of all words at once, for which a number or two that a program reads once a block
-make room.
+The compiler prefers more programs at once over registers for a few numbers that a program reads once a block.
 """
-KNOWN_SCRATCH = {"_write_kernel": 24} if TRITON_VERSION < (3, 9) else {}
-"""Bytes of scratch memory per thread on an AMD GPU at most; 0 for all others."""
-NOT_FOR_AMD = {"_write_kernel"} if TRITON_VERSION < (3, 9) else set()
+NOT_FOR_AMD = {"_write_kernel", "_write_ranked_kernel"} if TRITON_VERSION < (3, 9) else set()
 """Kernels that do not compile for an AMD GPU where pointers are known to have at most 2 GiB.
 
 Triton 3.6 takes no pointer whose base is known at run time only; a branch for each base spills on CUDA devices.
@@ -102,7 +99,7 @@ def test_every_kernel_is_launched_by_a_case_without_fused_multiply_add() -> None
 def test_lossless_messages_take_few_launches() -> None:
     for case, recording in recordings():
         if case.op.startswith("lossless"):
-            assert len(recording.launches) <= 5, case
+            assert len(recording.launches) <= 7, case
             assert len(recording.torch_ops) <= 4, case
 
 
@@ -140,7 +137,7 @@ def check_for_amd(launch: Launch) -> None:
     assert code.is_code_object, launch.specialization
     assert 0 < code.num_warps * 64 <= 1024, launch.specialization
     assert code.resident_warps > 0, launch.specialization
-    assert code.scratch_nbytes <= KNOWN_SCRATCH.get(launch.name, 0), launch.specialization
+    assert code.scratch_nbytes == 0, launch.specialization
 
 
 @needs_amd
