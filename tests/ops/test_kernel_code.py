@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.ops.adamw_cases import OPTIONS, as_lists, new_case, quantized
 from tests.ops.interpreter import INTERPRETED
 
 pytest.importorskip("triton")
@@ -33,15 +34,12 @@ needs_tools = pytest.mark.skipif(bool(missing_tools()), reason=f"not in this Tri
 needs_amd = pytest.mark.skipif("amd" not in triton.backends.backends, reason="this Triton compiles for no AMD GPU")
 
 TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-KNOWN_SPILLS = {"_write_kernel": 4} if TRITON_VERSION < (3, 9) else {}
+KNOWN_SPILLS = {"_decode_kernel": 8}
 """Loads and stores of local memory at most; 0 for all others.
 
-Triton 3.6 counts bytes by ballots of all words at once, for which a number or two that a program reads once a block
-make room.
+The compiler prefers more programs at once over registers for a few numbers that a program reads once a block.
 """
-KNOWN_SCRATCH = {"_write_kernel": 24} if TRITON_VERSION < (3, 9) else {}
-"""Bytes of scratch memory per thread on an AMD GPU at most; 0 for all others."""
-NOT_FOR_AMD = {"_write_kernel"} if TRITON_VERSION < (3, 9) else set()
+NOT_FOR_AMD = {"_write_kernel", "_write_ranked_kernel"} if TRITON_VERSION < (3, 9) else set()
 """Kernels that do not compile for an AMD GPU where pointers are known to have at most 2 GiB.
 
 Triton 3.6 takes no pointer whose base is known at run time only; a branch for each base spills on CUDA devices.
@@ -113,7 +111,7 @@ def test_every_kernel_is_launched_by_a_case_without_fused_multiply_add() -> None
 def test_lossless_messages_take_few_launches() -> None:
     for case, recording in recordings():
         if case.op.startswith("lossless"):
-            assert len(recording.launches) <= 5, case
+            assert len(recording.launches) <= 7, case
             assert len(recording.torch_ops) <= 4, case
 
 
@@ -146,12 +144,25 @@ def test_no_kernel_spills_or_moves_streams_byte_by_byte_or_computes_otherwise(ar
         check(launch, architecture)
 
 
+@needs_tools
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("shape", [(5, 1), (3, 300), (2, 33)])
+def test_the_optimizer_compiles_for_rows_of_any_length(shape: tuple[int, int], bits: int) -> None:
+    """Triton makes a constant of a length of 1, and assumes nothing of one that 16 does not divide."""
+    from laconic.ops.triton import adamw
+
+    lists = as_lists([quantized(new_case(shape, torch.bfloat16, torch.randn(shape), bits), 12)])
+    (launch,) = record(lambda: adamw.adamw8bit_multi_(*lists, *(OPTIONS | {"bits": bits}).values())).launches
+    assert compile_launch(launch, 90).spills == 0
+
+
 def check_for_amd(launch: Launch) -> None:
     code = read_amd_code(compile_for_amd(launch, AMD_TARGETS["gfx942"]))
     assert code.is_code_object, launch.specialization
     assert 0 < code.num_warps * 64 <= 1024, launch.specialization
     assert code.resident_warps > 0, launch.specialization
-    assert code.scratch_nbytes <= KNOWN_SCRATCH.get(launch.name, 0), launch.specialization
+    assert code.scratch_nbytes == 0, launch.specialization
 
 
 @needs_amd

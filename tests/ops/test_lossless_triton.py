@@ -24,10 +24,21 @@ DTYPES = EXPONENT_DTYPES
 pytestmark = [numpy_may_warn, pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")]
 
 
+@pytest.fixture
+def whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks as large as blocks in the interpreter, which is slow by the operation."""
+    if INTERPRETED:
+        from laconic.ops.triton import lossless_decoder, lossless_encoder
+
+        for module in (lossless_decoder, lossless_encoder):
+            monkeypatch.setattr(module, "_CHUNK", 4096)
+
+
 TYPICAL = (torch.bfloat16,)
 
 
 @on_device
+@pytest.mark.usefixtures("whole_blocks")
 @pytest.mark.parametrize("dtype", [d if d in TYPICAL else slow_in_interpreter(d) for d in DTYPES], ids=str)
 def test_messages_are_the_references_and_come_back(dtype: torch.dtype) -> None:
     from laconic.ops.triton import lossless
@@ -51,6 +62,23 @@ def test_messages_are_the_references_and_come_back(dtype: torch.dtype) -> None:
             assert lossless.lossless_decode_add_(added, expected.to(DEVICE)) == Status.SOUND, where
             assert torch.equal(added.cpu().isnan(), summed.isnan()), where
             assert torch.equal(bits(added.cpu().nan_to_num()), bits(summed.nan_to_num())), where
+
+
+@on_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *map(slow_in_interpreter, (torch.float32, torch.float16))], ids=str)
+def test_chunks_of_a_block_meet(dtype: torch.dtype) -> None:
+    # Lengths around chunks; with and without zeros, with exponents for every tier and escapes.
+    from laconic.ops.triton import lossless
+
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(1300, generator=generator) * torch.randn(1300, generator=generator).mul(2).exp2()
+    for length, zeros in ((1300, 0.0), (1027, 0.4), (512, 0.0)):
+        values = cast(x[:length] * (torch.rand(length, generator=generator) >= zeros), dtype)
+        expected = message_of(reference.lossless_encode, values, "tiered")
+        assert torch.equal(message_of(lossless.lossless_encode, values.to(DEVICE), "tiered").cpu(), expected)
+        out = torch.empty(length, dtype=dtype, device=DEVICE)
+        assert lossless.lossless_decode_(out, expected.to(DEVICE)) == Status.SOUND
+        assert torch.equal(bits(out.cpu()), bits(values))
 
 
 RANKED = (torch.int64,)
@@ -103,6 +131,7 @@ def test_damage_of_ranked_messages_has_the_references_status() -> None:
 
 
 @on_device
+@pytest.mark.usefixtures("whole_blocks")
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.itemsize < 4], ids=str)
 def test_every_pattern_adds_as_torch_does(dtype: torch.dtype) -> None:
     from laconic.ops.triton import lossless
@@ -152,6 +181,7 @@ def test_programs_that_write_several_blocks_write_the_same(monkeypatch: pytest.M
 
 
 @on_device
+@pytest.mark.usefixtures("whole_blocks")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *map(slow_in_interpreter, (torch.float32, torch.float16))], ids=str)
 def test_damage_has_the_references_status(dtype: torch.dtype) -> None:
     # Every byte of the front, some behind it; the front of a damaged directory is made to fit its checksum again, so

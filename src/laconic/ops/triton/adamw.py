@@ -97,7 +97,7 @@ def _repeat(x, TIMES: tl.constexpr):
 @triton.jit
 def _place(block, length, BLOCK_SIZE: tl.constexpr):
     """Row and first column, int64, of a block, int32: numbers of blocks fit, those of elements may not."""
-    blocks_per_row = ((length - 1) // BLOCK_SIZE + 1).to(tl.int32)
+    blocks_per_row = tl.cast((length - 1) // BLOCK_SIZE + 1, tl.int32)  # a length of 1 is a constant
     return (block // blocks_per_row).to(tl.int64), (block % blocks_per_row).to(tl.int64) * BLOCK_SIZE
 
 

@@ -32,8 +32,16 @@ _FIRST_DTYPES = shared.FIRST_DTYPES
 _COUNTS = ("numel", "num_blocks", "expected_dtype")
 """Compiled once for all tensors, not anew for 1 or for multiples of 16."""
 
-_NUM_WARPS = 16
-"""So that 4096 words and what is known of each fit the registers."""
+_CHUNK = 256
+_NUM_WARPS = 1
+"""Words that the common kernel takes at a time, and its warps: a program of one warp needs no barrier."""
+_MAX_PROGRAMS = 2048
+"""Of it; each has scratch for 4096 words and as many bytes, most often used in part."""
+
+_RANK_WARPS = 16
+"""Of the kernel for ranked blocks, so that 4096 words and what is known of each fit the registers."""
+_GROUP = tl.constexpr(16)
+"""Blocks that a program of it looks at, most often to find that none of them is for it."""
 
 _TRUNCATED = tl.constexpr(int(Status.TRUNCATED))
 _NOT_A_MESSAGE = tl.constexpr(int(Status.NOT_A_MESSAGE))
@@ -212,67 +220,116 @@ def _ranks(left):
 
 
 @triton.jit
-def _decode_block(ptr, end, n, kind, base, nest, layout):
-    """The words int32 [4096] of a coded block, and whether an encoder can have written it."""
-    # 1. Which words there are. The cursor only moves forward, so it misses the end for good once it is beyond.
-    i = tl.arange(0, _BLOCK)
-    cursor = tl.zeros_like(n)
-    left = i < n
-    is_masked = ((kind & shared.ZEROS_LEFT_OUT) != 0).to(tl.int32)
-    mask, is_sound = _bits(ptr, cursor, end, left, i, n, is_masked)
-    left = left & ((mask | (1 - is_masked)) != 0)
-    cursor += is_masked * ((n + 7) // 8)
-    rank, count = _ranks(left)
+def _load_bytes(ptr, first, n, CHUNK: tl.constexpr):
+    """Bytes of a chunk as int32 [CHUNK // 8, 8], 0 from the n-th on; they may begin anywhere."""
+    ptr += shared.scattered(first, shared.chunk_places(0, CHUNK))
+    if first + CHUNK <= n:
+        values = tl.load(ptr)
+    else:
+        values = tl.load(ptr, mask=shared.chunk_places(first, CHUNK) < n, other=0)
+    return values.to(tl.int32)
 
-    # 2. Mantissas and signs.
-    words = tl.zeros_like(i)
-    nbytes = shared.word_nbytes(layout)
-    sign_shift = 8 * nbytes - 1
-    num_planes = shared.num_byte_planes(layout)
-    for plane in tl.static_range(3):
-        is_there = ((kind & (shared.PLANE_LEFT_OUT << plane)) == 0) | (nbytes != 4) | (plane == 2)
-        is_there = is_there & (plane < num_planes)
-        place = cursor + rank
-        byte = tl.load(ptr + place, mask=left & (place < tl.where(is_there, end, 0)), other=0).to(tl.int32)
-        has_sign = (plane == num_planes - 1) & (shared.has_sign_byte(layout) == 1)
-        with_sign = ((byte & 127) << (8 * plane)) | ((byte >> 7) << sign_shift)
-        words |= tl.where(has_sign, with_sign, byte << (8 * plane))
-        cursor += tl.where(is_there, count, 0)
-    first = shared.first_bit(layout)
-    low_bits = shared.exponent_shift(layout) - first
-    num_bits = low_bits + shared.has_sign_bit(layout)
-    bits, is_tidy = _bits(ptr, cursor, end, left, rank, count, num_bits)
-    is_sound = is_sound & is_tidy
-    words |= (bits & ((1 << low_bits) - 1)) << first
-    words |= tl.where(shared.has_sign_bit(layout) == 1, (bits >> low_bits) << sign_shift, 0)
-    cursor += num_bits * ((count + 7) // 8)
 
-    # 3. Exponents, tier by tier, and those that escaped.
-    kept = left
-    exponent = tl.zeros_like(i)
-    window = base
-    inner = tl.zeros_like(base)
-    for tier in range(0, 3):
-        offset = tl.where(tier > 0, (nest >> tl.maximum(3 * tier - 3, 0)) & 7, 0)
-        window -= offset
-        width = shared.tier_width(kind & 7, tier)
-        passes = (1 << width) - 1
-        codes, is_tidy = _bits(ptr, cursor, end, left, rank, count, width)
-        is_sound = is_sound & is_tidy
-        distance = tl.where(codes < offset, codes, codes + inner)
-        exponent = tl.where(left, (window + distance) & 255, exponent)
-        cursor += width * ((count + 7) // 8)
-        left = left & (codes == passes)
-        rank, count = _ranks(left)
-        inner += passes
-    place = cursor + rank
-    escaped = tl.load(ptr + place, mask=left & (place < end), other=0).to(tl.int32)
-    exponent = tl.where(left, escaped, exponent)
-    cursor += count
-    is_exponent = tl.max(exponent, axis=0) >> shared.exponent_bits(layout) == 0
-    is_sound = is_sound & is_exponent & (cursor == end)
-    words |= (exponent ^ shared.exponent_flip(layout)) << shared.exponent_shift(layout)
-    return tl.where(kept, words, 0), is_sound
+@triton.jit
+def _halves(values):
+    """[rows, 8] as two of [rows, 4]: of 32 bits, a row is two accesses."""
+    return tl.split(tl.permute(tl.reshape(values, [values.shape[0], 2, 4]), [0, 2, 1]))
+
+
+@triton.jit
+def _store_words(ptr, words, dtype, first, n, ADDS: tl.constexpr, CHUNK: tl.constexpr):
+    """Write or add a chunk's words [CHUNK // 8, 8], up to the n-th of the block at ptr."""
+    half = first + 8 * tl.arange(0, CHUNK // 8)[:, None] + tl.arange(0, 4)[None, :]
+    place = shared.scattered(first, shared.chunk_places(0, CHUNK))
+    exists = shared.chunk_places(first, CHUNK) < n
+    if ADDS:
+        value = _to_float(words, dtype)
+        if first + CHUNK <= n:
+            low, high = _halves(value)
+            tl.store(ptr + half, tl.load(ptr + half) + low)
+            tl.store(ptr + half + 4, tl.load(ptr + half + 4) + high)
+        else:
+            tl.store(ptr + place, tl.load(ptr + place, mask=exists, other=0) + value, mask=exists)
+    else:
+        value = words.to(ptr.dtype.element_ty)
+        if first + CHUNK <= n:
+            if ptr.dtype.element_ty.primitive_bitwidth == 32:
+                low, high = _halves(value)
+                tl.store(ptr + half, low)
+                tl.store(ptr + half + 4, high)
+            else:
+                tl.store(ptr + shared.chunk_places(first, CHUNK), value)
+        else:
+            tl.store(ptr + place, value, mask=exists)
+
+
+@triton.jit
+def _load_codes(ptr, first, count, width, CHUNK: tl.constexpr):
+    """A chunk of the codes whose `width` planes, at most 4, are at ptr, 0 from count on.
+
+    Also how many of each row have all bits set: int32 [CHUNK // 8, 8] and [CHUNK // 8].
+    """
+    byte = first // 8 + tl.arange(0, CHUNK // 8)
+    nbytes = (count + 7) // 8
+    packed = tl.zeros([CHUNK // 8], tl.int32)
+    full = packed + 255
+    for plane in tl.static_range(4):
+        exists = byte < tl.where(plane < width, nbytes, 0)
+        value = tl.load(ptr + plane * nbytes + byte, mask=exists, other=0).to(tl.int32)
+        packed |= value << (8 * plane)
+        full = full & tl.where(plane < width, value, 255)
+    # Bit 8 p of what belongs to a word goes to bit p.
+    spread = (packed[:, None] >> tl.arange(0, 8)[None, :]) & 0x01010101
+    return ((spread * 0x204081) >> 21) & 15, _num_bits(full)
+
+
+@triton.jit
+def _num_bits(byte):
+    """How many bits of bytes are set."""
+    byte = byte - ((byte >> 1) & 0x55)
+    byte = (byte & 0x33) + ((byte >> 2) & 0x33)
+    return (byte & 15) + (byte >> 4)
+
+
+@triton.jit
+def _check_planes(ptr, cursor, end, count, width, CHUNK: tl.constexpr):
+    """Of `width` planes, at most 4, of count codes: how many have all bits set, and whether unused bits are 0."""
+    nbytes = (count + 7) // 8
+    num_full = tl.zeros([CHUNK], tl.int32)
+    unused = tl.zeros([CHUNK], tl.int32)
+    for first in tl.range(0, nbytes, CHUNK, disable_licm=True):
+        byte = first + tl.arange(0, CHUNK)
+        used = tl.where(byte < count // 8, 255, (1 << (count % 8)) - 1)
+        full = tl.where(byte < nbytes, used, 0)
+        for plane in tl.static_range(4):
+            if plane < width:
+                start = cursor + plane * nbytes
+                exists = byte < tl.minimum(nbytes, end - start)
+                value = tl.load(ptr + start + byte, mask=exists, other=0).to(tl.int32)
+                full = full & value
+                unused = unused | (value & ~used)
+        num_full += _num_bits(full)
+    return tl.sum(num_full, axis=0), tl.max(unused, axis=0) == 0
+
+
+@triton.jit
+def _read_tier(ptr, kept_ptr, count, num_left, width, start, offset, inner, CHUNK: tl.constexpr):
+    """The exponents of a tier's count words, to the end of kept_ptr [4096], where those are that it passed on."""
+    passes = (1 << width) - 1
+    later_ptr = kept_ptr + (_BLOCK - num_left)
+    kept_ptr += _BLOCK - count
+    for first in tl.range(0, count, CHUNK, disable_licm=True):
+        codes, of_row = _load_codes(ptr, first, count, width, CHUNK)
+        left = codes == passes
+        rank, num_passed = shared.ranks(left, of_row)
+        later = tl.load(later_ptr + shared.scattered(0, rank), mask=left, other=0).to(tl.int32)
+        later_ptr += num_passed
+        exponent = start + tl.where(codes < offset, codes, codes + inner)
+        exists = shared.chunk_places(first, CHUNK) < count
+        place = shared.scattered(first, shared.chunk_places(0, CHUNK))
+        tl.debug_barrier()
+        tl.store(kept_ptr + place, tl.where(left, later, exponent).to(tl.uint8), mask=exists)
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -341,6 +398,27 @@ def _to_float(words, dtype):
     return tl.where(dtype == 6, ((words ^ 128) - 128).to(tl.float32), value)
 
 
+@triton.jit
+def _entry(message_ptr, info_ptr, ends_ptr, num_blocks, block, is_coded):
+    """A block's kind, base and nest, where its payload is and its bytes."""
+    entry_ptr = message_ptr + tl.load(info_ptr + shared.DIRECTORY) + 2 * num_blocks.to(tl.int64) + block
+    kind = tl.load(entry_ptr, mask=is_coded, other=0).to(tl.int32)
+    base = tl.load(entry_ptr + num_blocks, mask=is_coded, other=0).to(tl.int32)
+    nest = tl.load(entry_ptr + 2 * num_blocks.to(tl.int64), mask=is_coded, other=0).to(tl.int32)
+    end = tl.load(ends_ptr + block)
+    previous_end = tl.load(ends_ptr + block - 1, mask=block > 0, other=0)
+    return kind, base, nest, previous_end, (end - previous_end).to(tl.int32)
+
+
+@triton.jit
+def _store_results(results_ptr, num_blocks, block, is_sound, total, weighted, nbytes):
+    results_ptr += block
+    tl.store(results_ptr, (is_sound == 0).to(tl.int64))
+    tl.store(results_ptr + num_blocks, total)
+    weighted = shared.whole_weights(total, weighted, block, nbytes)
+    tl.store(results_ptr + 2 * num_blocks.to(tl.int64), weighted)
+
+
 @triton.jit(do_not_specialize=_COUNTS)
 def _decode_kernel(
     message_ptr,
@@ -353,54 +431,211 @@ def _decode_kernel(
     expected_dtype,
     out_ptr,
     results_ptr,
+    scratch_ptr,
+    ADDS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Write or add the words of each block that is not ranked; of each, a fault and its parts of the checksum.
+
+    Results int64 [3, num_blocks]; scratch int32 [programs, 4096 + 1024]. LAYOUT is that of `expected_dtype`, or 0 if
+    the message may have any.
+    """
+    status = _status_of_front(message_ptr, info_ptr, front_ptr, listed_ptr, numel, expected_dtype)
+    is_coded = _is_coded(info_ptr) & (status == 0)
+    dtype = tl.load(info_ptr + shared.DTYPE).to(tl.int32)
+    if LAYOUT == 0:
+        layout = tl.load(info_ptr + shared.LAYOUT).to(tl.int32)
+    else:
+        layout = tl.full([], LAYOUT, tl.int32)
+    item = shared.word_nbytes(layout)
+    num_planes = shared.num_byte_planes(layout)
+    low_bits = shared.exponent_shift(layout) - shared.first_bit(layout)
+    num_bits = low_bits + shared.has_sign_bit(layout)
+    scratch_ptr += tl.program_id(0).to(tl.int64) * (_BLOCK + _BLOCK // 4)
+    kept_ptr = (scratch_ptr + _BLOCK).to(tl.pointer_type(tl.uint8))
+    for index in tl.range(tl.program_id(0), num_blocks, tl.num_programs(0), disable_licm=True):
+        # 1. What and where. A message that was found damaged has no words.
+        block = tl.zeros([], tl.int64) + index
+        n = tl.where(status == 0, tl.minimum(numel - block * _BLOCK, _BLOCK), 0).to(tl.int32)
+        kind, base, nest, start, end = _entry(message_ptr, info_ptr, ends_ptr, num_blocks, block, is_coded)
+        payload = tl.load(info_ptr + shared.PAYLOAD)
+        place_ptr = out_ptr + block * _BLOCK
+        totals = tl.zeros([CHUNK // 8], tl.int64)
+        weighted = totals
+        is_sound = n >= 0
+        is_masked = (kind & shared.ZEROS_LEFT_OUT) != 0
+        if kind == 0:
+            # 2. The original bytes.
+            ptr = message_ptr + payload + tl.where(is_coded, start, block * _BLOCK * item)
+            for first in tl.range(0, n, CHUNK, disable_licm=True):
+                place = shared.chunk_places(first, CHUNK)
+                words = tl.zeros_like(place)
+                for k in tl.range(0, item, disable_licm=True):
+                    byte_ptr = ptr + shared.scattered(k, place * item)
+                    byte = tl.load(byte_ptr, mask=place < n, other=0).to(tl.int32)
+                    words |= byte << (8 * k)
+                of_rows, weighted_rows = shared.row_sums(words, first, item, CHUNK)
+                totals += of_rows
+                weighted += weighted_rows
+                _store_words(place_ptr, words, dtype, first, n, ADDS, CHUNK)
+        elif (kind & 7) != shared.RANKED:
+            # 3. How many codes there are of each sort: zero mask, bit planes, tiers. The cursor only moves forward, so
+            # it misses the end for good once it is beyond. Places count from the block's first byte, in 32 bits: lists
+            # say lengths of 16 bits.
+            ptr = message_ptr + payload + start
+            planes_nbytes = num_planes
+            if item == 4:
+                planes_nbytes -= ((kind >> 4) & 1) + ((kind >> 5) & 1)
+            cursor = tl.zeros_like(n)
+            count = n
+            m = n
+            k2 = n
+            k3 = n
+            for stage in tl.range(0, 5, disable_licm=True):
+                width = shared.tier_width(kind & 7, stage - 2)
+                width = tl.where(stage == 0, is_masked.to(tl.int32), tl.where(stage == 1, num_bits, width))
+                passed = count
+                if width > 0:
+                    passed, is_tidy = _check_planes(ptr, cursor, end, count, width, CHUNK // 2)
+                    is_sound = is_sound & is_tidy
+                    cursor += width * ((count + 7) // 8)
+                if stage == 0:
+                    m = passed
+                    cursor += planes_nbytes * m
+                count = tl.where(stage == 1, m, passed)
+                k2 = tl.where(stage == 2, count, k2)
+                k3 = tl.where(stage == 3, count, k3)
+            is_sound = is_sound & (cursor + count == end)
+            if is_sound:
+                # 4. Exponents from the escapes to the second tier, each time at the end of the scratch.
+                ptr += cursor
+                left_ptr = kept_ptr + (_BLOCK - count)
+                for first in tl.range(0, count, CHUNK, disable_licm=True):
+                    i = first + tl.arange(0, CHUNK)
+                    tl.store(left_ptr + i, tl.load(ptr + i, mask=i < count, other=0), mask=i < count)
+                tl.debug_barrier()
+                w1 = shared.tier_width(kind & 7, 0)
+                inner = (1 << w1) - 1
+                tier1 = (1 << shared.tier_width(kind & 7, 1)) - 1
+                for step in tl.range(0, 2, disable_licm=True):
+                    width = shared.tier_width(kind & 7, 2 - step)
+                    if width > 0:
+                        of_tier = tl.where(step == 0, k3, k2)
+                        ptr -= width * ((of_tier + 7) // 8)
+                        offset = tl.where(step == 0, nest >> 3, nest & 7)
+                        window = base - (nest & 7) - tl.where(step == 0, offset, 0)
+                        within = inner + tl.where(step == 0, tier1, 0)
+                        _read_tier(ptr, kept_ptr, of_tier, count, width, window, offset, within, CHUNK)
+                        count = of_tier
+
+                # 5. The words, those of a block without zeros to the scratch first.
+                ptr -= w1 * ((m + 7) // 8)
+                later_ptr = kept_ptr + (_BLOCK - k2)
+                bits_ptr = ptr - num_bits * ((m + 7) // 8)
+                planes_ptr = bits_ptr - planes_nbytes * m
+                largest = tl.zeros([CHUNK // 8], tl.int32)
+                for first in tl.range(0, m, CHUNK, disable_licm=True):
+                    place = shared.chunk_places(first, CHUNK)
+                    codes, of_row = _load_codes(ptr, first, m, w1, CHUNK)
+                    further = codes == inner
+                    rank, num_further = shared.ranks(further, of_row)
+                    later = tl.load(later_ptr + shared.scattered(0, rank), mask=further, other=0).to(tl.int32)
+                    later_ptr += num_further
+                    e = tl.where(further, later, (base + codes) & 255)
+                    if first + CHUNK > m:
+                        e = tl.where(place < m, e, 0)
+                    largest = tl.maximum(largest, tl.max(e, axis=1))
+                    words = (e ^ shared.exponent_flip(layout)) << shared.exponent_shift(layout)
+                    if num_bits > 0:
+                        bits = _load_codes(bits_ptr, first, m, num_bits, CHUNK)[0]
+                        words |= (bits & ((1 << low_bits) - 1)) << shared.first_bit(layout)
+                        if shared.has_sign_bit(layout) == 1:
+                            words |= (bits >> low_bits) << (8 * item - 1)
+                    byte_ptr = planes_ptr
+                    for plane in tl.static_range(3):
+                        is_there = (item != 4) | ((kind & (shared.PLANE_LEFT_OUT << plane)) == 0) | (plane == 2)
+                        if is_there & (plane < num_planes):
+                            byte = _load_bytes(byte_ptr, first, m, CHUNK)
+                            if (plane == num_planes - 1) & (shared.has_sign_byte(layout) == 1):
+                                words |= ((byte & 127) << (8 * plane)) | ((byte >> 7) << (8 * item - 1))
+                            else:
+                                words |= byte << (8 * plane)
+                            byte_ptr += m
+                    if is_masked:
+                        tl.store(scratch_ptr + place, words)
+                    else:
+                        if first + CHUNK > n:
+                            words = tl.where(place < n, words, 0)
+                        of_rows, weighted_rows = shared.row_sums(words, first, item, CHUNK)
+                        totals += of_rows
+                        weighted += weighted_rows
+                        _store_words(place_ptr, words, dtype, first, n, ADDS, CHUNK)
+                is_sound = (tl.max(largest, axis=0) >> shared.exponent_bits(layout)) == 0
+                tl.debug_barrier()
+
+                # 6. Zeros between them.
+                if is_masked:
+                    words_ptr = scratch_ptr
+                    mask_ptr = planes_ptr - (n + 7) // 8
+                    for first in tl.range(0, n, CHUNK, disable_licm=True):
+                        bits, of_row = _load_codes(mask_ptr, first, n, 1, CHUNK)
+                        rank, num_kept = shared.ranks(bits != 0, of_row)
+                        words = tl.load(words_ptr + shared.scattered(0, rank), mask=bits != 0, other=0)
+                        words_ptr += num_kept
+                        of_rows, weighted_rows = shared.row_sums(words, first, item, CHUNK)
+                        totals += of_rows
+                        weighted += weighted_rows
+                        _store_words(place_ptr, words, dtype, first, n, ADDS, CHUNK)
+                    tl.debug_barrier()
+        if (kind & 7) != shared.RANKED:
+            total = tl.sum(totals, axis=0)
+            _store_results(results_ptr, num_blocks, block, is_sound, total, tl.sum(weighted, axis=0), item)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _decode_ranked_kernel(
+    message_ptr,
+    info_ptr,
+    front_ptr,
+    listed_ptr,
+    ends_ptr,
+    numel,
+    num_blocks,
+    expected_dtype,
+    out_ptr,
+    results_ptr,
     ADDS: tl.constexpr,
 ):
-    """Write or add each block's words; of each block, a fault and its parts of the checksum, int64 [3, num_blocks]."""
-    # 1. What and where. A message that was found damaged has no words.
-    block = tl.program_id(0).to(tl.int64)
+    """As `_decode_kernel`, the ranked blocks."""
     status = _status_of_front(message_ptr, info_ptr, front_ptr, listed_ptr, numel, expected_dtype)
-    layout = tl.load(info_ptr + shared.LAYOUT).to(tl.int32)
-    item = shared.word_nbytes(layout)
-    n = tl.where(status == 0, tl.minimum(numel - block * _BLOCK, _BLOCK), 0).to(tl.int32)
-    i = tl.arange(0, _BLOCK)
     is_coded = _is_coded(info_ptr) & (status == 0)
-    ptr = message_ptr + tl.load(info_ptr + shared.PAYLOAD)
-    entry_ptr = message_ptr + tl.load(info_ptr + shared.DIRECTORY) + 2 * num_blocks.to(tl.int64) + block
-    kind = tl.load(entry_ptr, mask=is_coded, other=0).to(tl.int32)
-    base = tl.load(entry_ptr + num_blocks, mask=is_coded, other=0).to(tl.int32)
-    nest = tl.load(entry_ptr + 2 * num_blocks.to(tl.int64), mask=is_coded, other=0).to(tl.int32)
-    end = tl.load(ends_ptr + block)
-    previous_end = tl.load(ends_ptr + block - 1, mask=block > 0, other=0)
-
-    # 2. The words.
-    words = tl.zeros_like(i)
-    is_sound = n >= 0
-    if kind == 0:
-        start = tl.where(is_coded, previous_end, block * _BLOCK * item)
-        for k in tl.static_range(4):
-            byte = tl.load(ptr + start + i * item + k, mask=i < tl.where(k < item, n, 0), other=0).to(tl.int32)
-            words |= byte << (8 * k)
-    else:
-        # Places count from the block's first byte, in 32 bits: lists say lengths of 16 bits.
-        ptr += previous_end
-        size = (end - previous_end).to(tl.int32)
-        if (kind & 7) == shared.RANKED:
-            words, is_sound = _decode_ranked_block(ptr, size, n, kind, layout)
-        else:
-            words, is_sound = _decode_block(ptr, size, n, kind, base, nest, layout)
-
-    # 3. Their checksum, and where they go.
-    total, weighted = shared.block_sums(words, block, item)
-    results_ptr += block
-    tl.store(results_ptr, (is_sound == 0).to(tl.int64))
-    tl.store(results_ptr + num_blocks, total)
-    tl.store(results_ptr + 2 * num_blocks.to(tl.int64), weighted)
-    place = out_ptr + block * _BLOCK + i
-    if ADDS:
+    i = tl.arange(0, _BLOCK)
+    first = tl.program_id(0) * _GROUP
+    last = tl.minimum(first + _GROUP, num_blocks)
+    group = first + tl.arange(0, _GROUP)
+    kinds_ptr = message_ptr + tl.load(info_ptr + shared.DIRECTORY) + 2 * num_blocks.to(tl.int64)
+    kinds = tl.load(kinds_ptr + group, mask=group < tl.where(is_coded, last, 0), other=0).to(tl.int32) & 7
+    if tl.max((kinds == shared.RANKED).to(tl.int32), axis=0) != 0:
         dtype = tl.load(info_ptr + shared.DTYPE)
-        tl.store(place, tl.load(place, mask=i < n, other=0) + _to_float(words, dtype), mask=i < n)
-    else:
-        tl.store(place, words.to(out_ptr.dtype.element_ty), mask=i < n)
+        layout = tl.load(info_ptr + shared.LAYOUT).to(tl.int32)
+        item = shared.word_nbytes(layout)
+        for index in tl.range(first, last, disable_licm=True):
+            block = tl.zeros([], tl.int64) + index
+            kind, _, _, start, end = _entry(message_ptr, info_ptr, ends_ptr, num_blocks, block, is_coded)
+            if (kind & 7) == shared.RANKED:
+                n = tl.minimum(numel - block * _BLOCK, _BLOCK).to(tl.int32)
+                ptr = message_ptr + tl.load(info_ptr + shared.PAYLOAD) + start
+                words, is_sound = _decode_ranked_block(ptr, end, n, kind, layout)
+                totals, weighted = shared.row_sums(tl.reshape(words, [_BLOCK // 8, 8]), 0, item, _BLOCK)
+                total = tl.sum(totals, axis=0)
+                _store_results(results_ptr, num_blocks, block, is_sound, total, tl.sum(weighted, axis=0), item)
+                place = out_ptr + block * _BLOCK + i
+                if ADDS:
+                    value = _to_float(words, dtype)
+                    tl.store(place, tl.load(place, mask=i < n, other=0) + value, mask=i < n)
+                else:
+                    tl.store(place, words.to(out_ptr.dtype.element_ty), mask=i < n)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -440,21 +675,22 @@ def decode(out: Tensor, message: Tensor, adds: bool) -> Tensor:
             )
         listed = lists.sum(1)
         if num_blocks:
-            ends = lists[0].cumsum(0)
-            _decode_kernel[(num_blocks,)](
-                message,
-                info,
-                front,
-                listed,
-                ends,
-                numel,
-                num_blocks,
-                expected_dtype,
+            num_programs = min(num_blocks, _MAX_PROGRAMS)
+            scratch = torch.empty(num_programs, _BLOCK.value + _BLOCK.value // 4, dtype=torch.int32, device=out.device)
+            read = (message, info, front, listed, lists[0].cumsum(0), numel, num_blocks, expected_dtype)
+            _decode_kernel[(num_programs,)](
+                *read,
                 flat,
                 results,
+                scratch,
                 ADDS=adds,
+                LAYOUT=0 if adds else shared.packed_layout(out.dtype),
+                CHUNK=_CHUNK,
                 num_warps=_NUM_WARPS,
                 enable_fp_fusion=False,
+            )
+            _decode_ranked_kernel[(triton.cdiv(num_blocks, _GROUP.value),)](
+                *read, flat, results, ADDS=adds, num_warps=_RANK_WARPS, enable_fp_fusion=False
             )
         _finish_kernel[(1,)](
             message, info, front, listed, results.sum(1), numel, expected_dtype, status, enable_fp_fusion=False

@@ -180,12 +180,50 @@ def store_u64(ptr, offset, value):
 
 
 @triton.jit
-def block_sums(words, block, nbytes):
-    """What a block adds to the two sums of the original's checksum: words int32 [4096], 0 where there is none."""
-    place = tl.arange(0, BLOCK) * nbytes
-    part = (words.to(tl.int64) & 0xFFFFFFFF) << (8 * (place % 4)).to(tl.int64)
-    index = block * (BLOCK // 4) * nbytes + place // 4
-    return tl.sum(part, axis=0), tl.sum(part * (index + 1), axis=0)
+def chunk_places(first, CHUNK: tl.constexpr):
+    """Places of a chunk's words, [CHUNK // 8, 8]: a thread holds whole rows, the words of a byte of bits."""
+    return first + 8 * tl.arange(0, CHUNK // 8)[:, None] + tl.arange(0, 8)[None, :]
+
+
+@triton.jit
+def scattered(first, places):
+    """first + places [rows, 8] for accesses of single bytes or words: rows stay with their threads.
+
+    Threads take rows where those seem to lie closer than columns. Nothing becomes wider by that: that would need known
+    alignment, which places without a pattern do not have.
+    """
+    return tl.max_contiguous(first + places, [2, 1])
+
+
+@triton.jit
+def ranks(left, of_row):
+    """How many of [rows, 8] before each are left, int32, and how many are; each row has of_row."""
+    number = left.to(tl.int32)
+    before = tl.cumsum(of_row, axis=0) - of_row
+    return tl.cumsum(number, axis=1) - number + before[:, None], tl.sum(of_row, axis=0)
+
+
+@triton.jit
+def row_sums(words, first, nbytes, CHUNK: tl.constexpr):
+    """What each row of a chunk adds to its block's two sums, int64 [rows]; words int32, 0 where there is none.
+
+    Weights count from the block's start: `whole_weights` makes them those of the checksum. Halves of 16 bits add up in
+    32 bits.
+    """
+    place = tl.arange(0, 8)[None, :] * nbytes
+    part = words << (8 * (place & 3))
+    low = part & 0xFFFF
+    high = (part >> 16) & 0xFFFF
+    total = tl.sum(low, axis=1).to(tl.int64) + (tl.sum(high, axis=1).to(tl.int64) << 16)
+    within = tl.sum(low * (place >> 2), axis=1).to(tl.int64) + (tl.sum(high * (place >> 2), axis=1).to(tl.int64) << 16)
+    weight = (first + 8 * tl.arange(0, CHUNK // 8)) * nbytes // 4 + 1
+    return total, total * weight + within
+
+
+@triton.jit
+def whole_weights(total, weighted, block, nbytes):
+    """A block's weighted sum with weights that count from the tensor's start."""
+    return weighted + block * (BLOCK // 4) * nbytes * total
 
 
 @triton.jit
