@@ -17,17 +17,18 @@ from torch import Tensor
 from laconic.ops.lossless import DTYPE_NUMBERS, LAYOUTS, Status, words_of
 from laconic.ops.triton import lossless_words as shared
 from laconic.ops.triton.blockwise import _on_device
+from laconic.ops.triton.kernel_constants import KernelConstant
 
 __all__ = ["decode"]
 
 _BLOCK = shared.BLOCK
 _RAW = shared.RAW
 _TOO_LONG = shared.TOO_LONG
-_LISTED = tl.constexpr(512)
-_NUM_DTYPES = tl.constexpr(len(DTYPE_NUMBERS))
+_LISTED = KernelConstant(512)
+_NUM_DTYPES = KernelConstant(len(DTYPE_NUMBERS))
 _ANY = -1
-_FIRST_COMPLEX = tl.constexpr(DTYPE_NUMBERS[torch.complex32])
-_LAST_COMPLEX = tl.constexpr(DTYPE_NUMBERS[torch.complex128])
+_FIRST_COMPLEX = KernelConstant(DTYPE_NUMBERS[torch.complex32])
+_LAST_COMPLEX = KernelConstant(DTYPE_NUMBERS[torch.complex128])
 _FIRST_DTYPES = shared.FIRST_DTYPES
 _COUNTS = ("numel", "num_blocks", "expected_dtype")
 """Compiled once for all tensors, not anew for 1 or for multiples of 16."""
@@ -40,21 +41,21 @@ _MAX_PROGRAMS = 2048
 
 _RANK_WARPS = 16
 """Of the kernel for ranked blocks, so that 4096 words and what is known of each fit the registers."""
-_GROUP = tl.constexpr(16)
+_GROUP = KernelConstant(16)
 """Blocks that a program of it looks at, most often to find that none of them is for it."""
 
-_TRUNCATED = tl.constexpr(int(Status.TRUNCATED))
-_NOT_A_MESSAGE = tl.constexpr(int(Status.NOT_A_MESSAGE))
-_VERSION = tl.constexpr(int(Status.VERSION))
-_FIELD = tl.constexpr(int(Status.FIELD))
-_LENGTH = tl.constexpr(int(Status.LENGTH))
-_HEADER_SUM = tl.constexpr(int(Status.HEADER_SUM))
-_TOO_LONG_STATUS = tl.constexpr(int(Status.TOO_LONG))
-_MISMATCH = tl.constexpr(int(Status.MISMATCH))
-_DIRECTORY = tl.constexpr(int(Status.DIRECTORY))
-_PAYLOAD = tl.constexpr(int(Status.PAYLOAD))
-_CHECKSUM = tl.constexpr(int(Status.CHECKSUM))
-_TRAILING = tl.constexpr(int(Status.TRAILING))
+_TRUNCATED = KernelConstant(int(Status.TRUNCATED))
+_NOT_A_MESSAGE = KernelConstant(int(Status.NOT_A_MESSAGE))
+_VERSION = KernelConstant(int(Status.VERSION))
+_FIELD = KernelConstant(int(Status.FIELD))
+_LENGTH = KernelConstant(int(Status.LENGTH))
+_HEADER_SUM = KernelConstant(int(Status.HEADER_SUM))
+_TOO_LONG_STATUS = KernelConstant(int(Status.TOO_LONG))
+_MISMATCH = KernelConstant(int(Status.MISMATCH))
+_DIRECTORY = KernelConstant(int(Status.DIRECTORY))
+_PAYLOAD = KernelConstant(int(Status.PAYLOAD))
+_CHECKSUM = KernelConstant(int(Status.CHECKSUM))
+_TRAILING = KernelConstant(int(Status.TRAILING))
 
 
 # --- what is in front of the payloads ---
@@ -656,7 +657,7 @@ def decode(out: Tensor, message: Tensor, adds: bool) -> Tensor:
     if not adds:
         flat = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[flat.element_size()])
     numel = flat.numel()
-    num_blocks = triton.cdiv(numel, _BLOCK.value)
+    num_blocks = -(-numel // _BLOCK.value)
     layouts = tuple(shared.packed_layout(dtype) for dtype in DTYPE_NUMBERS)
 
     items = tuple(LAYOUTS[dtype].nbytes for dtype in DTYPE_NUMBERS)
@@ -670,7 +671,7 @@ def decode(out: Tensor, message: Tensor, adds: bool) -> Tensor:
         _read_header_kernel[(1,)](message, message.numel(), info, LAYOUTS=layouts, ITEMS=items, enable_fp_fusion=False)
         front = shared.front_sums(message, info)
         if num_blocks:
-            _read_lists_kernel[(triton.cdiv(num_blocks, _LISTED.value),)](
+            _read_lists_kernel[(-(-num_blocks // _LISTED.value),)](
                 message, info, numel, num_blocks, lists, enable_fp_fusion=False
             )
         listed = lists.sum(1)
@@ -689,7 +690,7 @@ def decode(out: Tensor, message: Tensor, adds: bool) -> Tensor:
                 num_warps=_NUM_WARPS,
                 enable_fp_fusion=False,
             )
-            _decode_ranked_kernel[(triton.cdiv(num_blocks, _GROUP.value),)](
+            _decode_ranked_kernel[(-(-num_blocks // _GROUP.value),)](
                 *read, flat, results, ADDS=adds, num_warps=_RANK_WARPS, enable_fp_fusion=False
             )
         _finish_kernel[(1,)](

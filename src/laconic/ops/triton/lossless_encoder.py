@@ -17,12 +17,13 @@ from torch import Tensor
 from laconic.ops.lossless import CODES, DTYPE_NUMBERS, words_of
 from laconic.ops.triton import lossless_words as shared
 from laconic.ops.triton.blockwise import _on_device
+from laconic.ops.triton.kernel_constants import KernelConstant
 
 __all__ = ["encode"]
 
-_SAMPLE = tl.constexpr(256)
-_SPAN = tl.constexpr(32)
-_PROBE = tl.constexpr(64)
+_SAMPLE = KernelConstant(256)
+_SPAN = KernelConstant(32)
+_PROBE = KernelConstant(64)
 _NUM_RANK_CODES = shared.NUM_RANK_CODES
 _RAW = shared.RAW
 _TOO_LONG = shared.TOO_LONG
@@ -47,14 +48,14 @@ With 128 registers a thread little fits beside the words. So words are read agai
 move nothing out (`disable_licm`: numbers and addresses of lanes would fill the registers for the whole loop), and what
 pairs each of 256 values with others is added up over the first axis, inside a thread.
 """
-_GROUP = tl.constexpr(16)
+_GROUP = KernelConstant(16)
 """Blocks that a program of those kernels looks at, most often to find that none of them is for it."""
 _MAX_RANK_PROGRAMS = 512
 
 # What `_measure_kernel` tells of a block, beside kind, base (bit 8) and nest (bit 16).
-_TRIES_RANKS = tl.constexpr(22)
-_DROPS_ZEROS = tl.constexpr(23)
-_NUM_LEFT = tl.constexpr(32)
+_TRIES_RANKS = KernelConstant(22)
+_DROPS_ZEROS = KernelConstant(23)
+_NUM_LEFT = KernelConstant(32)
 
 
 # --- what a block becomes ---
@@ -764,14 +765,14 @@ def encode(x: Tensor, code: str, capacity_nbytes: int | None, size_nbytes: int) 
     x = words_of(x.detach())
     nbytes = x.element_size()
     words = x.contiguous().view(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[nbytes])
-    num_blocks = triton.cdiv(words.numel(), _BLOCK.value)
+    num_blocks = -(-words.numel() // _BLOCK.value)
     measures = torch.empty(4, num_blocks, dtype=torch.int64, device=x.device)
     choices = torch.empty(num_blocks, dtype=torch.int64, device=x.device)
     info = torch.empty(shared.INFO, dtype=torch.int64, device=x.device)
     new = torch.empty if capacity_nbytes is None else torch.zeros
     message = new(size_nbytes, dtype=torch.uint8, device=x.device)
     counts = (words.numel(), num_blocks)
-    num_groups = triton.cdiv(num_blocks, _GROUP.value)
+    num_groups = -(-num_blocks // _GROUP.value)
     with _on_device(x):
         if num_blocks:
             _measure_kernel[(num_blocks,)](

@@ -15,48 +15,49 @@ from torch import Tensor
 
 from laconic.ops.lossless import EXPONENT_DTYPES, LAYOUTS, RANKED_WIDTHS
 from laconic.ops.triton.blockwise import _on_device
+from laconic.ops.triton.kernel_constants import KernelConstant
 
 __all__ = ["front_sums", "packed_layout"]
 
-BLOCK = tl.constexpr(4096)
-RAW = tl.constexpr(0)
-TOO_LONG = tl.constexpr(255)
-ZEROS_LEFT_OUT = tl.constexpr(8)
-PLANE_LEFT_OUT = tl.constexpr(16)
-MAGIC = tl.constexpr(int.from_bytes(b"LCNZ", "little"))
-VERSION = tl.constexpr(1)
-RANKED_VERSION = tl.constexpr(2)
-RANKED = tl.constexpr(4)
-NUM_RANK_CODES = tl.constexpr(len(RANKED_WIDTHS))
+BLOCK = KernelConstant(4096)
+RAW = KernelConstant(0)
+TOO_LONG = KernelConstant(255)
+ZEROS_LEFT_OUT = KernelConstant(8)
+PLANE_LEFT_OUT = KernelConstant(16)
+MAGIC = KernelConstant(int.from_bytes(b"LCNZ", "little"))
+VERSION = KernelConstant(1)
+RANKED_VERSION = KernelConstant(2)
+RANKED = KernelConstant(4)
+NUM_RANK_CODES = KernelConstant(len(RANKED_WIDTHS))
 # Bits per tier of each rank code, four bits each.
-RANK_WIDTHS = tl.constexpr(
+RANK_WIDTHS = KernelConstant(
     tuple(
         sum((*widths, 0, 0, 0)[tier] << (4 * number) for number, widths in enumerate(RANKED_WIDTHS))
         for tier in range(3)
     )
 )
-MAX_RANK_WIDTH = tl.constexpr(7)
-FIRST_DTYPES = tl.constexpr(len(EXPONENT_DTYPES))
-HEADER_NBYTES = tl.constexpr(64)
-HEADER_SUM_AT = tl.constexpr(48)
-ENTRY_NBYTES = tl.constexpr(5)
+MAX_RANK_WIDTH = KernelConstant(7)
+FIRST_DTYPES = KernelConstant(len(EXPONENT_DTYPES))
+HEADER_NBYTES = KernelConstant(64)
+HEADER_SUM_AT = KernelConstant(48)
+ENTRY_NBYTES = KernelConstant(5)
 
 # What the first kernel of either direction finds out, int64 [INFO]: the later ones read it on the device.
 INFO = 12
-STATUS = tl.constexpr(0)
-CODE = tl.constexpr(1)
-DTYPE = tl.constexpr(2)
-LAYOUT = tl.constexpr(3)
-NUMEL = tl.constexpr(4)
-NBYTES = tl.constexpr(5)
-CAPACITY = tl.constexpr(6)
-DIRECTORY = tl.constexpr(7)
-PAYLOAD = tl.constexpr(8)
-SUM = tl.constexpr(9)
-WEIGHTED_SUM = tl.constexpr(10)
-MESSAGE_VERSION = tl.constexpr(11)
+STATUS = KernelConstant(0)
+CODE = KernelConstant(1)
+DTYPE = KernelConstant(2)
+LAYOUT = KernelConstant(3)
+NUMEL = KernelConstant(4)
+NBYTES = KernelConstant(5)
+CAPACITY = KernelConstant(6)
+DIRECTORY = KernelConstant(7)
+PAYLOAD = KernelConstant(8)
+SUM = KernelConstant(9)
+WEIGHTED_SUM = KernelConstant(10)
+MESSAGE_VERSION = KernelConstant(11)
 
-_CHUNK = tl.constexpr(1024)
+_CHUNK = KernelConstant(1024)
 _MAX_PROGRAMS = 256
 
 
@@ -259,7 +260,7 @@ def _front_sums_kernel(message_ptr, info_ptr, sums_ptr):
 
 def front_sums(message: Tensor, info: Tensor) -> Tensor:
     """int64 [3]: the two sums of the front's checksum, and something that is 0 if only zeros follow the message."""
-    num_programs = min(max(1, triton.cdiv(message.numel(), 1 << 14)), _MAX_PROGRAMS)
+    num_programs = min(max(1, -(-message.numel() // 1 << 14)), _MAX_PROGRAMS)
     sums = torch.empty(num_programs, 3, dtype=torch.int64, device=message.device)
     with _on_device(message):
         _front_sums_kernel[(num_programs,)](message, info, sums, enable_fp_fusion=False)
