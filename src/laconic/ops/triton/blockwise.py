@@ -138,27 +138,30 @@ def _key(seed_key, high):
 
 
 @triton.jit
-def _uniform(seed_key, first, index, ONE_ROW: tl.constexpr):
-    """The random numbers of reference.uniform; seed_key is its first mix64, done by the host.
-
-    `index` is int64. Where ONE_ROW its numbers are consecutive from `first` on, so they have one key, or two.
-    """
-    low = index.to(tl.uint32)
-    if ONE_ROW:
-        key = _key(seed_key, first >> 32)
-        if first >> 32 == (first + index.numel - 1) >> 32:
-            next_key = key
-        else:
-            next_key = _key(seed_key, (first >> 32) + 1)
-        key = tl.where(low < first.to(tl.uint32), next_key, key)
-    else:
-        key = _key(seed_key, index >> 32)
+def _hash(low, key):
     h = low ^ key.to(tl.uint32)
     h = (h ^ (h >> 16)) * 0x7FEB352D
     h = h ^ (key >> 32).to(tl.uint32)
     h = (h ^ (h >> 15)) * 0x846CA68B
     h = h ^ (h >> 16)
     return (h >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0)
+
+
+@triton.jit
+def _uniform(seed_key, first, index, ONE_ROW: tl.constexpr):
+    """The random numbers of reference.uniform; seed_key is its first mix64, done by the host.
+
+    `index` is int64. Where ONE_ROW its numbers are consecutive from `first` on, so they have one key, seldom two.
+    """
+    low = index.to(tl.uint32)
+    if ONE_ROW:
+        key = _key(seed_key, first >> 32)
+        numbers = _hash(low, key)
+        if first >> 32 != (first + index.numel - 1) >> 32:
+            numbers = tl.where(low < first.to(tl.uint32), _hash(low, _key(seed_key, (first >> 32) + 1)), numbers)
+    else:
+        numbers = _hash(low, _key(seed_key, index >> 32))
+    return numbers
 
 
 @triton.jit
