@@ -37,8 +37,9 @@ _TIMEOUT = timedelta(seconds=30)
 """Of one collective: a rank that has failed costs the others that much."""
 _OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather", "scatter")
 _OPERATIONS += ("send and receive",)
+_TORCHS_OWN = "torch's own"
 _CODECS: dict[str, Codec | None] = {
-    "torch's own": None,
+    _TORCHS_OWN: None,
     "raw": Raw(),
     "lossless": Lossless(),
     "int8": Blockwise(BlockFormat("int8", 128)),
@@ -111,7 +112,8 @@ def _exchange(
         setting.table(Table(title, header, rows or [["none"] + [""] * (len(header) - 1)]))
         if reason:
             raise RuntimeError(reason)
-        if wrong := [row for row in rows if row[-2] not in _RIGHT]:
+        # What gloo itself does not do with tensors of a device is not this package's fault.
+        if wrong := [row for row in rows if row[-2] not in _RIGHT and _TORCHS_OWN not in row]:
             raise RuntimeError("\n".join(": ".join(row[:-1]) for row in wrong))
 
 
@@ -161,6 +163,9 @@ def _compare_collectives(rank: int, device: str, inputs: Sequence[Tensor], put: 
     for operation in _OPERATIONS:
         expected = _expected(operation, inputs, rank)
         for name, codec in _CODECS.items():
+            if codec is None and operation == "send and receive" and device == "cuda":
+                put(operation, name, "not tried: gloo ends the process", "")
+                continue
             there = inputs[rank].to(device)
             started = time.perf_counter()
             try:
