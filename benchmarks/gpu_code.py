@@ -140,9 +140,9 @@ def _code_table(ops: list[_Op]) -> Table:
         " Compiled, not run. Occupancy is predicted: the share of a multiprocessor's warps that can be resident by"
         " registers, shared memory and warps per program. Spills are loads and stores of local memory in the code;"
         " loads and stores are those of global memory, by bits per thread, counted in the code. 32-bit loads of the"
-        " optimizer look up levels in tables that stay in L1. Planes of lossless messages begin at any byte, so"
-        " their accesses are a byte wide. Accesses of one word in measure and write are of samples, of words behind the"
-        " last whole eight of a block, and stores to scratch.",
+        " optimizer look up levels in tables that stay in L1. Planes of lossless messages begin at any byte: all"
+        " are read by bytes, those of bits also written so, byte planes written as aligned words of 32 bits. Accesses"
+        " of one word in measure, write and decode are of samples, of a block's last chunk and of scratch.",
     )
 
 

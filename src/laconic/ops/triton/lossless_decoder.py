@@ -24,13 +24,12 @@ __all__ = ["decode"]
 _BLOCK = shared.BLOCK
 _RAW = shared.RAW
 _TOO_LONG = shared.TOO_LONG
-_LISTED = KernelConstant(512)
 _NUM_DTYPES = KernelConstant(len(DTYPE_NUMBERS))
 _ANY = -1
 _FIRST_COMPLEX = KernelConstant(DTYPE_NUMBERS[torch.complex32])
 _LAST_COMPLEX = KernelConstant(DTYPE_NUMBERS[torch.complex128])
 _FIRST_DTYPES = shared.FIRST_DTYPES
-_COUNTS = ("numel", "num_blocks", "expected_dtype")
+_COUNTS = ("numel", "num_blocks", "expected_dtype", "num_sums")
 """Compiled once for all tensors, not anew for 1 or for multiples of 16."""
 
 _CHUNK = 256
@@ -150,47 +149,52 @@ def _is_coded(info_ptr):
 
 
 @triton.jit(do_not_specialize=_COUNTS)
-def _read_lists_kernel(message_ptr, info_ptr, numel, num_blocks, lists_ptr):
-    """Of each block the payload's length and whether no encoder writes such an entry: int64 [2, num_blocks]."""
-    block = tl.program_id(0).to(tl.int64) * _LISTED + tl.arange(0, _LISTED)
-    is_listed = (tl.load(info_ptr + shared.STATUS) == 0) & (tl.load(info_ptr + shared.NUMEL) == numel)
-    exists = block < tl.where(is_listed & _is_coded(info_ptr), num_blocks, 0)
-    ptr = message_ptr + tl.load(info_ptr + shared.DIRECTORY)
-    length = tl.load(ptr + 2 * block, mask=exists, other=0).to(tl.int64)
-    length += tl.load(ptr + 2 * block + 1, mask=exists, other=0).to(tl.int64) << 8
-    kind = tl.load(ptr + 2 * num_blocks + block, mask=exists, other=0).to(tl.int32)
-    base = tl.load(ptr + 3 * num_blocks + block, mask=exists, other=0).to(tl.int32)
-    nest = tl.load(ptr + 4 * num_blocks + block, mask=exists, other=0).to(tl.int32)
-    item = tl.load(info_ptr + shared.LAYOUT) & 7
-    shape = kind & 7
-    o2 = nest & 7
-    o3 = nest >> 3
-    is_sound = (shape < 4) & (kind < tl.where(item == 4, 64, 16)) & (o3 < 8)
-    raw_nbytes = tl.minimum(numel - block * _BLOCK, _BLOCK) * item
-    is_sound = is_sound & ((shape != 0) | (((kind | base | nest) == 0) & (length == raw_nbytes)))
-    is_sound = is_sound & ((shape != 1) | (nest == 0)) & ((shape != 2) | (o2 < 4))
-    is_sound = is_sound & ((shape != 3) | ((o2 < 4) & (o3 < 4)))
-    is_newer = tl.load(info_ptr + shared.MESSAGE_VERSION) == shared.RANKED_VERSION
-    is_ranked = is_newer & (shape == shared.RANKED) & (kind < 16) & ((base | nest) == 0)
-    is_sound = is_sound | is_ranked
-    tl.store(lists_ptr + block, length, mask=block < num_blocks)
-    tl.store(lists_ptr + num_blocks + block, (exists & (is_sound == 0)).to(tl.int64), mask=block < num_blocks)
-
-
-@triton.jit
-def _status_of_front(message_ptr, info_ptr, front_ptr, listed_ptr, numel, dtype):
-    """The status after header and lists; front_ptr int64 [3] of `front_sums`, listed_ptr int64 [2] total and faults."""
+def _read_lists_kernel(message_ptr, info_ptr, sums_ptr, num_sums, numel, num_blocks, expected_dtype, ends_ptr):
+    """Where each block's payload ends, int64 [num_blocks], and the status after header and lists."""
+    # 1. Each block's length, and whether no encoder writes such an entry.
     status = tl.load(info_ptr + shared.STATUS)
-    header_sum = tl.load(front_ptr) + (tl.load(front_ptr + 1) << 20)
+    is_coded = _is_coded(info_ptr)
+    is_listed = (status == 0) & (tl.load(info_ptr + shared.NUMEL) == numel)
+    num_listed = tl.where(is_listed & is_coded, num_blocks, 0)
+    ptr = message_ptr + tl.load(info_ptr + shared.DIRECTORY)
+    item = tl.load(info_ptr + shared.LAYOUT) & 7
+    is_newer = tl.load(info_ptr + shared.MESSAGE_VERSION) == shared.RANKED_VERSION
+    total = tl.zeros([], tl.int64)
+    num_faults = tl.zeros([], tl.int64)
+    for first in tl.range(0, num_blocks, shared.LISTED):
+        block = tl.zeros([], tl.int64) + first + tl.arange(0, shared.LISTED)
+        exists = block < num_listed
+        length = tl.load(ptr + 2 * block, mask=exists, other=0).to(tl.int64)
+        length += tl.load(ptr + 2 * block + 1, mask=exists, other=0).to(tl.int64) << 8
+        kind = tl.load(ptr + 2 * num_blocks + block, mask=exists, other=0).to(tl.int32)
+        base = tl.load(ptr + 3 * num_blocks + block, mask=exists, other=0).to(tl.int32)
+        nest = tl.load(ptr + 4 * num_blocks + block, mask=exists, other=0).to(tl.int32)
+        shape = kind & 7
+        o2 = nest & 7
+        o3 = nest >> 3
+        is_sound = (shape < 4) & (kind < tl.where(item == 4, 64, 16)) & (o3 < 8)
+        raw_nbytes = tl.minimum(numel - block * _BLOCK, _BLOCK) * item
+        is_sound = is_sound & ((shape != 0) | (((kind | base | nest) == 0) & (length == raw_nbytes)))
+        is_sound = is_sound & ((shape != 1) | (nest == 0)) & ((shape != 2) | (o2 < 4))
+        is_sound = is_sound & ((shape != 3) | ((o2 < 4) & (o3 < 4)))
+        is_ranked = (shape == shared.RANKED) & (kind < tl.where(is_newer, 16, 0)) & ((base | nest) == 0)
+        num_faults += tl.sum((exists & ((is_sound | is_ranked) == 0)).to(tl.int64), axis=0)
+        tl.store(ends_ptr + block, total + tl.cumsum(length, axis=0), mask=block < num_blocks)
+        total += tl.sum(length, axis=0)
+
+    # 2. The status.
+    header_sum, trailing = shared.front_total(sums_ptr, num_sums)
     there = shared.load_u64(message_ptr, shared.HEADER_SUM_AT, tl.where(status == 0, 64, 0))
     status = _first(status, header_sum != there, _HEADER_SUM)
     status = _first(status, tl.load(info_ptr + shared.CODE) == _TOO_LONG, _TOO_LONG_STATUS)
     found = tl.load(info_ptr + shared.DTYPE)
-    is_other = tl.where(dtype >= 0, found != dtype, found >= _FIRST_DTYPES)
+    is_other = tl.where(expected_dtype >= 0, found != expected_dtype, found >= _FIRST_DTYPES)
     status = _first(status, (tl.load(info_ptr + shared.NUMEL) != numel) | is_other, _MISMATCH)
     payload_nbytes = tl.load(info_ptr + shared.NBYTES) - tl.load(info_ptr + shared.PAYLOAD)
-    is_listed = (tl.load(listed_ptr) == payload_nbytes) & (tl.load(listed_ptr + 1) == 0)
-    return _first(status, _is_coded(info_ptr) & (is_listed == 0), _DIRECTORY)
+    is_whole = (total == payload_nbytes) & (num_faults == 0)
+    status = _first(status, is_coded & (is_whole == 0), _DIRECTORY)
+    tl.store(info_ptr + shared.STATUS, status)
+    tl.store(info_ptr + shared.TRAILING, trailing)
 
 
 # --- blocks ---
@@ -424,12 +428,9 @@ def _store_results(results_ptr, num_blocks, block, is_sound, total, weighted, nb
 def _decode_kernel(
     message_ptr,
     info_ptr,
-    front_ptr,
-    listed_ptr,
     ends_ptr,
     numel,
     num_blocks,
-    expected_dtype,
     out_ptr,
     results_ptr,
     scratch_ptr,
@@ -439,10 +440,10 @@ def _decode_kernel(
 ):
     """Write or add the words of each block that is not ranked; of each, a fault and its parts of the checksum.
 
-    Results int64 [3, num_blocks]; scratch int32 [programs, 4096 + 1024]. LAYOUT is that of `expected_dtype`, or 0 if
-    the message may have any.
+    Results int64 [3, num_blocks]; scratch int32 [programs, 4096 + 1024]. LAYOUT is the message's, or 0 if it may
+    have any.
     """
-    status = _status_of_front(message_ptr, info_ptr, front_ptr, listed_ptr, numel, expected_dtype)
+    status = tl.load(info_ptr + shared.STATUS)
     is_coded = _is_coded(info_ptr) & (status == 0)
     dtype = tl.load(info_ptr + shared.DTYPE).to(tl.int32)
     if LAYOUT == 0:
@@ -598,18 +599,15 @@ def _decode_kernel(
 def _decode_ranked_kernel(
     message_ptr,
     info_ptr,
-    front_ptr,
-    listed_ptr,
     ends_ptr,
     numel,
     num_blocks,
-    expected_dtype,
     out_ptr,
     results_ptr,
     ADDS: tl.constexpr,
 ):
     """As `_decode_kernel`, the ranked blocks."""
-    status = _status_of_front(message_ptr, info_ptr, front_ptr, listed_ptr, numel, expected_dtype)
+    status = tl.load(info_ptr + shared.STATUS)
     is_coded = _is_coded(info_ptr) & (status == 0)
     i = tl.arange(0, _BLOCK)
     first = tl.program_id(0) * _GROUP
@@ -640,13 +638,21 @@ def _decode_ranked_kernel(
 
 
 @triton.jit(do_not_specialize=_COUNTS)
-def _finish_kernel(message_ptr, info_ptr, front_ptr, listed_ptr, results_ptr, numel, expected_dtype, status_ptr):
-    status = _status_of_front(message_ptr, info_ptr, front_ptr, listed_ptr, numel, expected_dtype)
-    status = _first(status, tl.load(results_ptr) != 0, _PAYLOAD)
-    is_sum = tl.load(results_ptr + 1) == tl.load(info_ptr + shared.SUM)
-    is_sum = is_sum & (tl.load(results_ptr + 2) == tl.load(info_ptr + shared.WEIGHTED_SUM))
+def _finish_kernel(info_ptr, results_ptr, num_blocks, status_ptr):
+    num_faults = tl.zeros([], tl.int64)
+    total = tl.zeros([], tl.int64)
+    weighted = tl.zeros([], tl.int64)
+    for first in tl.range(0, num_blocks, shared.LISTED):
+        block = first + tl.arange(0, shared.LISTED)
+        exists = block < num_blocks
+        stride = num_blocks + tl.zeros([], tl.int64)
+        num_faults += tl.sum(tl.load(results_ptr + block, mask=exists, other=0), axis=0)
+        total += tl.sum(tl.load(results_ptr + stride + block, mask=exists, other=0), axis=0)
+        weighted += tl.sum(tl.load(results_ptr + 2 * stride + block, mask=exists, other=0), axis=0)
+    status = _first(tl.load(info_ptr + shared.STATUS), num_faults != 0, _PAYLOAD)
+    is_sum = (total == tl.load(info_ptr + shared.SUM)) & (weighted == tl.load(info_ptr + shared.WEIGHTED_SUM))
     status = _first(status, is_sum == 0, _CHECKSUM)
-    status = _first(status, tl.load(front_ptr + 2) != 0, _TRAILING)
+    status = _first(status, tl.load(info_ptr + shared.TRAILING) != 0, _TRAILING)
     tl.store(status_ptr, status.to(tl.int32))
 
 
@@ -665,20 +671,18 @@ def decode(out: Tensor, message: Tensor, adds: bool) -> Tensor:
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int64, device=out.device)
 
-    info, lists, results = numbers(shared.INFO), numbers(2, num_blocks), numbers(3, num_blocks)
+    info, ends, results = numbers(shared.INFO), numbers(num_blocks), numbers(3, num_blocks)
     status = torch.empty((), dtype=torch.int32, device=out.device)
     with _on_device(out):
         _read_header_kernel[(1,)](message, message.numel(), info, LAYOUTS=layouts, ITEMS=items, enable_fp_fusion=False)
-        front = shared.front_sums(message, info)
-        if num_blocks:
-            _read_lists_kernel[(-(-num_blocks // _LISTED.value),)](
-                message, info, numel, num_blocks, lists, enable_fp_fusion=False
-            )
-        listed = lists.sum(1)
+        sums = shared.front_sums(message, info)
+        _read_lists_kernel[(1,)](
+            message, info, sums, len(sums), numel, num_blocks, expected_dtype, ends, enable_fp_fusion=False
+        )
         if num_blocks:
             num_programs = min(num_blocks, _MAX_PROGRAMS)
             scratch = torch.empty(num_programs, _BLOCK.value + _BLOCK.value // 4, dtype=torch.int32, device=out.device)
-            read = (message, info, front, listed, lists[0].cumsum(0), numel, num_blocks, expected_dtype)
+            read = (message, info, ends, numel, num_blocks)
             _decode_kernel[(num_programs,)](
                 *read,
                 flat,
@@ -693,7 +697,5 @@ def decode(out: Tensor, message: Tensor, adds: bool) -> Tensor:
             _decode_ranked_kernel[(-(-num_blocks // _GROUP.value),)](
                 *read, flat, results, ADDS=adds, num_warps=_RANK_WARPS, enable_fp_fusion=False
             )
-        _finish_kernel[(1,)](
-            message, info, front, listed, results.sum(1), numel, expected_dtype, status, enable_fp_fusion=False
-        )
+        _finish_kernel[(1,)](info, results, num_blocks, status, enable_fp_fusion=False)
     return status

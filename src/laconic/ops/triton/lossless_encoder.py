@@ -390,7 +390,8 @@ def _rank_kernel(words_ptr, numel, num_blocks, measures_ptr, choices_ptr, LAYOUT
 def _write_header_kernel(
     message_ptr,
     info_ptr,
-    totals_ptr,
+    measures_ptr,
+    ends_ptr,
     numel,
     num_blocks,
     message_nbytes,
@@ -408,8 +409,22 @@ def _write_header_kernel(
     CODE: tl.constexpr,
     HAS_CAPACITY: tl.constexpr,
 ):
-    """Whether coding pays, whether the message fits, and the header and shape, but for header_sum."""
-    total = tl.load(totals_ptr)
+    """Where blocks end, whether coding pays and the message fits, and the header and shape, but for header_sum."""
+    total = tl.zeros([], tl.int64)
+    original_sum = tl.zeros([], tl.int64)
+    weighted_sum = tl.zeros([], tl.int64)
+    num_ranked = tl.zeros([], tl.int64)
+    for first in tl.range(0, num_blocks, shared.LISTED):
+        block = first + tl.arange(0, shared.LISTED)
+        exists = block < num_blocks
+        ptr = measures_ptr + block
+        length = tl.load(ptr, mask=exists, other=0)
+        tl.store(ends_ptr + block, total + tl.cumsum(length, axis=0), mask=exists)
+        total += tl.sum(length, axis=0)
+        stride = num_blocks + tl.zeros([], tl.int64)
+        original_sum += tl.sum(tl.load(ptr + stride, mask=exists, other=0), axis=0)
+        weighted_sum += tl.sum(tl.load(ptr + 2 * stride, mask=exists, other=0), axis=0)
+        num_ranked += tl.sum(tl.load(ptr + 3 * stride, mask=exists, other=0), axis=0)
     shape_end = (tl.zeros_like(total) + num_dims) * 8 + shared.HEADER_NBYTES
     original_nbytes = (tl.zeros_like(total) + numel) * ITEM_NBYTES
     capacity = tl.zeros_like(total) + message_nbytes
@@ -423,7 +438,7 @@ def _write_header_kernel(
     if not HAS_CAPACITY:
         capacity = nbytes
 
-    is_newer = (is_coded & fits & (tl.load(totals_ptr + 3) > 0)) | (DTYPE >= shared.FIRST_DTYPES)
+    is_newer = (is_coded & fits & (num_ranked > 0)) | (DTYPE >= shared.FIRST_DTYPES)
     version = tl.where(is_newer, shared.RANKED_VERSION, shared.VERSION).to(tl.int64)
 
     tl.store(info_ptr + shared.CODE, code)
@@ -437,8 +452,8 @@ def _write_header_kernel(
     shared.store_u64(message_ptr, 8, numel)
     shared.store_u64(message_ptr, 16, nbytes)
     shared.store_u64(message_ptr, 24, capacity)
-    shared.store_u64(message_ptr, 32, tl.load(totals_ptr + 1))
-    shared.store_u64(message_ptr, 40, tl.load(totals_ptr + 2))
+    shared.store_u64(message_ptr, 32, original_sum)
+    shared.store_u64(message_ptr, 40, weighted_sum)
     shared.store_u64(message_ptr, 56, 0)
     if num_dims > 0:
         shared.store_u64(message_ptr, 64, size0)
@@ -752,11 +767,10 @@ def _write_ranked_kernel(
                         ptr += _write_plane(ptr, scratch_ptr, values, plane == NBYTES - 1, m, NBYTES)
 
 
-@triton.jit
-def _seal_kernel(message_ptr, sums_ptr):
+@triton.jit(do_not_specialize=["num_sums"])
+def _seal_kernel(message_ptr, sums_ptr, num_sums):
     """The checksum over the front, from `front_sums`: the last thing that is written."""
-    header_sum = tl.load(sums_ptr) + (tl.load(sums_ptr + 1) << 20)
-    shared.store_u64(message_ptr, shared.HEADER_SUM_AT, header_sum)
+    shared.store_u64(message_ptr, shared.HEADER_SUM_AT, shared.front_total(sums_ptr, num_sums)[0])
 
 
 def encode(x: Tensor, code: str, capacity_nbytes: int | None, size_nbytes: int) -> Tensor:
@@ -767,7 +781,7 @@ def encode(x: Tensor, code: str, capacity_nbytes: int | None, size_nbytes: int) 
     words = x.contiguous().view(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[nbytes])
     num_blocks = -(-words.numel() // _BLOCK.value)
     measures = torch.empty(4, num_blocks, dtype=torch.int64, device=x.device)
-    choices = torch.empty(num_blocks, dtype=torch.int64, device=x.device)
+    choices, ends = torch.empty(2, num_blocks, dtype=torch.int64, device=x.device)
     info = torch.empty(shared.INFO, dtype=torch.int64, device=x.device)
     new = torch.empty if capacity_nbytes is None else torch.zeros
     message = new(size_nbytes, dtype=torch.uint8, device=x.device)
@@ -793,9 +807,9 @@ def encode(x: Tensor, code: str, capacity_nbytes: int | None, size_nbytes: int) 
         _write_header_kernel[(1,)](
             message,
             info,
-            measures.sum(1),
-            words.numel(),
-            num_blocks,
+            measures,
+            ends,
+            *counts,
             size_nbytes,
             x.dim(),
             *x.shape,
@@ -807,7 +821,7 @@ def encode(x: Tensor, code: str, capacity_nbytes: int | None, size_nbytes: int) 
             enable_fp_fusion=False,
         )
         if num_blocks:
-            read = (words, *counts, info, measures[0].cumsum(0), measures, choices)
+            read = (words, *counts, info, ends, measures, choices)
             num_programs = min(num_blocks, _MAX_PROGRAMS)
             size = _BLOCK.value + _BLOCK.value // nbytes
             scratch = torch.empty(num_programs, size, dtype=words.dtype, device=x.device)
@@ -820,5 +834,6 @@ def encode(x: Tensor, code: str, capacity_nbytes: int | None, size_nbytes: int) 
             _write_ranked_kernel[(num_programs,)](
                 *read, scratch, message, LAYOUT=layout, num_warps=_RANK_WARPS, enable_fp_fusion=False
             )
-        _seal_kernel[(1,)](message, shared.front_sums(message, info), enable_fp_fusion=False)
+        sums = shared.front_sums(message, info)
+        _seal_kernel[(1,)](message, sums, len(sums), enable_fp_fusion=False)
     return message

@@ -43,7 +43,7 @@ HEADER_SUM_AT = KernelConstant(48)
 ENTRY_NBYTES = KernelConstant(5)
 
 # What the first kernel of either direction finds out, int64 [INFO]: the later ones read it on the device.
-INFO = 12
+INFO = 13
 STATUS = KernelConstant(0)
 CODE = KernelConstant(1)
 DTYPE = KernelConstant(2)
@@ -56,9 +56,13 @@ PAYLOAD = KernelConstant(8)
 SUM = KernelConstant(9)
 WEIGHTED_SUM = KernelConstant(10)
 MESSAGE_VERSION = KernelConstant(11)
+TRAILING = KernelConstant(12)
+
+LISTED = KernelConstant(1024)
+"""Blocks that the kernels of one program take at a time."""
 
 _CHUNK = KernelConstant(1024)
-_MAX_PROGRAMS = 256
+_MAX_PROGRAMS = KernelConstant(256)
 
 
 def packed_layout(dtype: torch.dtype) -> int:
@@ -258,10 +262,20 @@ def _front_sums_kernel(message_ptr, info_ptr, sums_ptr):
     tl.store(sums_ptr + 3 * program + 2, tl.sum(trailing, axis=0))
 
 
+@triton.jit
+def front_total(sums_ptr, num_programs):
+    """From `front_sums` the checksum of the front, and something that is 0 if only zeros follow the message."""
+    k = tl.arange(0, _MAX_PROGRAMS)
+    exists = k < num_programs
+    total = tl.sum(tl.load(sums_ptr + 3 * k, mask=exists, other=0), axis=0)
+    weighted = tl.sum(tl.load(sums_ptr + 3 * k + 1, mask=exists, other=0), axis=0)
+    return total + (weighted << 20), tl.max(tl.load(sums_ptr + 3 * k + 2, mask=exists, other=0), axis=0)
+
+
 def front_sums(message: Tensor, info: Tensor) -> Tensor:
-    """int64 [3]: the two sums of the front's checksum, and something that is 0 if only zeros follow the message."""
-    num_programs = min(max(1, -(-message.numel() // 1 << 14)), _MAX_PROGRAMS)
+    """int64 [programs, 3], for `front_total`: parts of the two sums of the front's checksum, and of what follows."""
+    num_programs = min(max(1, -(-message.numel() // 1 << 14)), _MAX_PROGRAMS.value)
     sums = torch.empty(num_programs, 3, dtype=torch.int64, device=message.device)
     with _on_device(message):
         _front_sums_kernel[(num_programs,)](message, info, sums, enable_fp_fusion=False)
-    return sums.sum(0)
+    return sums
