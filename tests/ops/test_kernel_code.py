@@ -34,10 +34,10 @@ needs_tools = pytest.mark.skipif(bool(missing_tools()), reason=f"not in this Tri
 needs_amd = pytest.mark.skipif("amd" not in triton.backends.backends, reason="this Triton compiles for no AMD GPU")
 
 TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-KNOWN_SPILLS = {"_decode_kernel": 8}
+KNOWN_SPILLS = {"_decode_kernel": 6} if TRITON_VERSION < (3, 9) else {}
 """Loads and stores of local memory at most; 0 for all others.
 
-The compiler prefers more programs at once over registers for a few numbers that a program reads once a block.
+With Triton 3.6 the compiler prefers more programs at once over registers for numbers that a program reads once a block.
 """
 NOT_FOR_AMD = {"_write_kernel", "_write_ranked_kernel"} if TRITON_VERSION < (3, 9) else set()
 """Kernels that do not compile for an AMD GPU where pointers are known to have at most 2 GiB.
@@ -112,7 +112,7 @@ def test_lossless_messages_take_few_launches() -> None:
     for case, recording in recordings():
         if case.op.startswith("lossless"):
             assert len(recording.launches) <= 7, case
-            assert len(recording.torch_ops) <= 4, case
+            assert not recording.torch_ops, case
 
 
 @needs_tools
