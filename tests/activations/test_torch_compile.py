@@ -267,6 +267,29 @@ class Block(nn.Sequential):
         return x
 
 
+def test_graphs_of_an_older_torch_are_exact_and_say_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def noted(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    for is_older in (False, True):
+        monkeypatch.setattr(traceable, "_LOSES_GRADIENTS", is_older)
+        traceable._warn_of_exact_graphs.cache_clear()
+        torch._dynamo.reset()
+        model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 8))
+        laconic.compress_activations(model, example_inputs={"input": torch.randn(64, 32)})
+        torch.compile(model, backend=noted)(torch.randn(64, 32))
+        assert ("compiled layers keep their activations exactly" in caplog.text) is is_older
+    with_codes, exact = ("in_graph" in graph.print_readable(print_output=False) for graph in graphs)
+    assert with_codes
+    assert not exact
+
+
+@pytest.mark.skipif(traceable._LOSES_GRADIENTS, reason="graphs of this torch are exact")
 @pytest.mark.parametrize("format", [BlockFormat("nf4"), BlockFormat("int8", 32, torch.float32)])
 def test_a_compiled_graph_saves_codes_and_never_what_is_rebuilt_from_them(format: BlockFormat) -> None:
     model = Block(nn.LayerNorm(64), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 32, bias=False))

@@ -35,6 +35,7 @@ from laconic.activations.host.audited import AUDITED
 from laconic.activations.host.cuda_graph import is_captured, without_draws
 from laconic.activations.host.storages import laid_out, overlaps, place_of
 from laconic.activations.host.streams import stream_of
+from laconic.activations.host.traceable import graphs_are_exact, is_exporting
 from laconic.activations.host.tracker import observe
 from laconic.activations.keep.kept import Kept, pack
 from laconic.activations.keep.witnesses import glance, same
@@ -52,7 +53,7 @@ def runs_twice() -> bool:
     runs in backward (cached gradients of contrastive losses do) is one like any other: its own backward comes later.
     """
     if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting()
+        return is_exporting() or graphs_are_exact()
     if _is_tracing() or torch.is_inference_mode_enabled():  # also where gradients are enabled inside
         return True
     hooks: Any = _innermost_hooks(False)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from laconic.activations.host.modules import forward_of, store_forward
+from laconic.activations.host.traceable import is_exporting
 from laconic.activations.keep.witnesses import RootForward
 from laconic.errors import ModelError
 from laconic.formats.shards import is_deepspeeds
@@ -266,7 +267,7 @@ class ModelReplacement(Replacement, RootForward):
                 _exactly(caller)
                 return caller.forward(*args, **kwargs)
         # Here and not in `run`, which may be one that torch.export cannot enter.
-        if not self.enabled or torch.compiler.is_exporting():
+        if not self.enabled or is_exporting():
             return self.original(*args, **kwargs)
         return self.run_root(self.run, args, kwargs)
 

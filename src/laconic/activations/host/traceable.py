@@ -33,10 +33,38 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.ops.codebooks import AFFINE
 
-__all__ = ["argument_class", "as_result", "direct_apply", "traceable", "untraced"]
+__all__ = ["argument_class", "as_result", "direct_apply", "graphs_are_exact", "is_exporting", "traceable", "untraced"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C")
+
+
+_LOSES_GRADIENTS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+
+
+@torch.compiler.assume_constant_result
+def graphs_are_exact() -> bool:
+    """Whether compiled graphs keep everything, which is said once.
+
+    Before torch 2.13 AOTAutograd gives a view that a graph returns no gradient if an autograd function made its base.
+    """
+    if _LOSES_GRADIENTS:
+        _warn_of_exact_graphs()
+    return _LOSES_GRADIENTS
+
+
+@functools.cache
+def _warn_of_exact_graphs() -> None:
+    logging.getLogger("laconic").warning(
+        "torch %s: compiled layers keep their activations exactly, as if they were not converted; torch 2.13 or later "
+        "packs them in compiled graphs, and layers that are not compiled are packed here, too",
+        torch.__version__,
+    )
+
+
+def is_exporting() -> bool:
+    """Whether torch.export traces. Dynamo of torch 2.11 takes torch.compiler.is_exporting() for True in every graph."""
+    return torch.compiler._is_exporting_flag
 
 
 def traceable(function: F) -> F:
