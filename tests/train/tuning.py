@@ -18,10 +18,10 @@ TEMPLATE = (
 )
 LINES = [
     {"messages": [{"role": "user", "content": f"{a} plus {b}?"}, {"role": "assistant", "content": str(a + b)}]}
-    for a in range(3)
+    for a in (1, 20, 3000)
     for b in range(4)
 ]
-"""Twelve conversations."""
+"""Twelve conversations of several lengths."""
 
 
 def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:

@@ -56,11 +56,16 @@ def resolve_defaults(config: TrainConfig) -> TrainConfig:
 
 
 def check_path(config: ModelConfig) -> None:
-    """Refuse a model.path that is no directory of a model, where no hub may be asked.
+    """Refuse a model.path that is no directory of a model, where no hub may be asked, or one of adapters.
 
     Raises:
-        ConfigError: as the name says.
+        ConfigError, ModelError: as the name says.
     """
+    if config.path is not None and (Path(config.path) / "adapter_config.json").is_file():
+        raise ModelError(
+            f"model.path {config.path!r} holds an adapter_config.json, so its weights belong to a model elsewhere; "
+            "merge them with `laconic export RUN DIR --merge`, or PEFT's merge_and_unload, and give that directory"
+        )
     if config.path is None or config.allow_download:
         return
     if not Path(config.path).is_dir():
