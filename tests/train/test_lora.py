@@ -49,6 +49,7 @@ def adapted(path: Path, **lora: Any) -> tuple[torch.nn.Module, str | None]:
         ({"lora.r": 4}, r"lora\.r is 4, but it must come with model\.path"),
         ({"lora.r": 4, "model.path": "m", "moe.expert_parallel": 2}, r"moe\.expert_parallel is 2, .* with lora\.r"),
         ({"lora.r": 4, "model.path": "m", "pipeline.stages": 2}, r"lora\.r is 4, .* with pipeline\.stages = 2"),
+        ({"lora.r": 4, "model.path": "m", "moe.bias_rate": 0.1}, r"moe\.bias_rate is 0\.1, .* with lora\.r"),
         ({"lora.r": 4, "model.path": "m", "plan": "p.json"}, r"lora\.r is 4, .* with a plan"),
         ({"lora.r": 4, "model.path": "m", "task": "image-classification"}, r"lora is .* left out with task = image"),
     ],
@@ -86,7 +87,7 @@ def test_only_adapters_are_trained_and_the_frozen_weights_are_hashed(folder: Pat
     [
         (("q_proj", "v_porj"), r"no module 'v_porj'; did you mean v_proj\?; its linear layers are .*down_proj"),
         (("lm_head",), "'lm_head' shares its weight"),
-        (("input_layernorm",), "which peft refuses"),
+        (("input_layernorm",), "which peft refuses for this model"),
     ],
 )
 def test_layers_that_cannot_be_adapted_are_refused(folder: Path, targets: tuple[str, ...], message: str) -> None:
@@ -202,6 +203,9 @@ def test_a_base_that_has_changed_and_a_run_without_adapters_are_not_exported(fol
     base = write_model(tmp_path / "base")
     changes = settings(folder, {"model.path": str(base), "steps": 1, "audit": False})
     assert train_alone(tiny_config(tmp_path, "run", changes)) == 0
+    base.rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=r"adapters belong to, but it is no directory here; .* config\.toml"):
+        export(tmp_path / "run", tmp_path / "out")
     write_model(base, seed=1)
     with pytest.raises(CheckpointError, match="holds other weights than those that the run's adapters"):
         export(tmp_path / "run", tmp_path / "out")

@@ -11,6 +11,8 @@ import hashlib
 import logging
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +55,19 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> str | None:
     base = _hash(model)
     from peft import inject_adapter_in_model
 
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _without_warnings():
         torch.manual_seed(config.seed)
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft sets it right by itself
-                inject_adapter_in_model(made, model)
+            inject_adapter_in_model(made, model)
         except ValueError as error:
             first = str(error).strip().splitlines()[0]
             raise ConfigError(
-                f"lora.target_modules is {list(lora.target_modules)}, which peft refuses: {first}"
+                f"lora.target_modules is {list(lora.target_modules)} and lora.dropout {lora.dropout}, which peft "
+                f"refuses for this model: {first}"
             ) from error
     model.train()
     trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
-    layers = {name.partition(".lora_")[0] for name in trained}
+    layers = {name.partition(".lora_")[0].replace(".base_layer", "") for name in trained}
     logger.info(
         "adapters: r %d on %d layers (%s); %s of %s parameters are trained",
         *(lora.r, len(layers), ", ".join(sorted({name.rpartition(".")[2] for name in layers}))),
@@ -90,7 +91,7 @@ def freeze_in_bf16(model: nn.Module, config: TrainConfig) -> None:
                     parameter.data = parameter.data.bfloat16()
 
 
-def with_adapters(model: nn.Module, config: TrainConfig, base: str) -> Any:
+def with_adapters(model: Any, config: TrainConfig, base: str | None) -> Any:
     """`model` as a PeftModel with new adapters, to load a checkpoint into its `get_base_model()`.
 
     Raises:
@@ -104,10 +105,18 @@ def with_adapters(model: nn.Module, config: TrainConfig, base: str) -> Any:
         )
     from peft import get_peft_model
 
+    with _without_warnings():
+        return get_peft_model(model, made)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Ignore what peft says of settings that it sets itself, and of what it still asks transformers for."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
-        warnings.simplefilter("ignore", FutureWarning)  # what peft still asks transformers for
-        return get_peft_model(model, made)  # type: ignore[arg-type]
+        for message in ("fan_in_fan_out is set to", "The following (rank|alpha)_pattern keys did not match"):
+            warnings.filterwarnings("ignore", message=message)
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+        yield
 
 
 def _peft_config(config: TrainConfig) -> Any:

@@ -105,6 +105,12 @@ def _adapted_model(found: Checkpoint, config: TrainConfig, merge: bool) -> Any:
     """The PeftModel of a checkpoint, or the model of transformers with its adapters merged."""
     from transformers import AutoModelForCausalLM
 
+    path = str(config.model.path)
+    if not config.model.allow_download and not Path(path).is_dir():
+        raise ConfigError(
+            f"model.path is {path!r}, the model that the run's adapters belong to, but it is no directory here; bring "
+            "it back, or write into the run's config.toml where it is now"
+        )
     check_path(config.model)
     plain = load_model(AutoModelForCausalLM, config.model, path_config(config.model), config.seed)
     model = with_adapters(plain, config, found.identity.get(BASE_HASH))

@@ -353,7 +353,7 @@ class MoEConfig:
     """Weight of the router z-loss (mean square of the logsumexp of router logits) in training."""
     bias_rate: NonNegativeFloat | None = None
     """Step size of router biases, in families that have them (DeepSeek-V3): lowered for an expert with more tokens than
-    the mean, raised for one with fewer. None means 0.001 there."""
+    the mean, raised for one with fewer. None means 0.001 there, 0 with adapters."""
 
     def __post_init__(self) -> None:
         if self.expert_parallel is None:
@@ -495,6 +495,8 @@ class TrainConfig:
                 refuse(self, "lora.r", "come with model.path (or --init), the model that the adapters are for")
             if moe.expert_parallel is not None:
                 refuse(self, "moe.expert_parallel", "be left out with lora.r: adapters are not spread over processes")
+            if moe.bias_rate:
+                refuse(self, "moe.bias_rate", "be 0 or left out with lora.r: biases are frozen, as the model's weights")
             if stages > 1:
                 refuse(self, "lora.r", f"{left_out}: stages are balanced and cut by trained weights")
             if self.plan is not None:

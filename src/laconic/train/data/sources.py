@@ -101,7 +101,9 @@ def read_documents(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
         for number, record in read_records(path):
             if not isinstance(record, dict) or not isinstance(record.get(text_key), str):
                 has = f"its keys are {sorted(record)}" if isinstance(record, dict) else "it is no object"
-                raise DataError(f"{path}:{number} has no string under {text_key!r} ({has}); set data.text_key")
+                instructs = isinstance(record, dict) and {"messages", "completion"} & set(record)
+                remedy = "set task = instruction-tuning" if instructs else "set data.text_key"
+                raise DataError(f"{path}:{number} has no string under {text_key!r} ({has}); {remedy}")
             yield record[text_key], True
         return
     try:

@@ -74,7 +74,7 @@ class InstructionTuning(LanguageModeling):
         from laconic.moe.huggingface import find_blocks
 
         model, moe = super().build_model(), self._config.moe
-        for name in ("router_aux_loss_coef", "bias_rate"):
+        for name in ("router_aux_loss_coef", "router_z_loss_coef", "bias_rate"):
             if getattr(moe, name) != 0 and find_blocks(model):
                 uneven = "what fills up a row would count as load of experts"
                 refuse(

@@ -100,21 +100,21 @@ class LanguageModeling(Task):
 
         return saved_nbytes_per_token(model, sequence_length=self._config.sequence_length)
 
-    def training_batch(self, indices: range) -> Tensor:
+    def training_batch(self, indices: range) -> Any:
         """Windows at `indices` of the run's order, int64 [n, T + 1]."""
         import torch
 
         train = self._train
         return torch.stack([train[sample_id(self._config.seed, index, len(train))] for index in indices])
 
-    def validation_batch(self, samples: Sequence[int]) -> Tensor:
+    def validation_batch(self, samples: Sequence[int]) -> Any:
         """Validation windows, int64 [n, T + 1]."""
         import torch
 
         assert self._validation is not None
         return torch.stack([self._validation[sample] for sample in samples])
 
-    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Mean cross entropy per token, nats."""
         from laconic.train.model_split import mean_loss
 
