@@ -16,7 +16,7 @@ NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 
 
 def test_notebooks_are_small_and_show_what_they_print() -> None:
-    assert len(NOTEBOOKS) == 2
+    assert len(NOTEBOOKS) == 3
     for path in NOTEBOOKS:
         assert path.stat().st_size < 60_000, path
         cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]

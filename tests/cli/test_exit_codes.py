@@ -41,7 +41,7 @@ NEEDED = {
 }
 """What a command needs beside the argument in question, in a folder with the files of `prepared`."""
 READS = {
-    "train": ["--config", "--plan", "--model.path", "--data.paths", "--data.tokenizer", "--moe.rates"],
+    "train": ["--config", "--plan", "--init", "--model.path", "--data.paths", "--data.tokenizer", "--moe.rates"],
     "run": ["script"],
     "advise": ["target"],
     "compare": ["run_dirs"],

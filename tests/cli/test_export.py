@@ -11,18 +11,23 @@ from laconic.cli.main import main
 
 @pytest.mark.parametrize(
     ("extra", "expected"),
-    [([], (None, False)), (["--checkpoint", "step-10"], ("step-10", False)), (["--zip"], (None, True))],
+    [
+        ([], (None, False, False)),
+        (["--checkpoint", "step-10"], ("step-10", False, False)),
+        (["--zip"], (None, True, False)),
+        (["--merge"], (None, False, True)),
+    ],
 )
 def test_arguments_reach_the_exporter(
     extra: list[str],
-    expected: tuple[str | None, bool],
+    expected: tuple[str | None, bool, bool],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    calls: list[tuple[str, str, str | None, bool]] = []
+    calls: list[tuple[str, str, str | None, bool, bool]] = []
 
-    def export(run_dir: str, out_dir: str, name: str | None, zipped: bool) -> Path:
-        calls.append((run_dir, out_dir, name, zipped))
+    def export(run_dir: str, out_dir: str, name: str | None, zipped: bool, merge: bool) -> Path:
+        calls.append((run_dir, out_dir, name, zipped, merge))
         return Path(out_dir)
 
     stand_in = types.ModuleType("laconic.train.checkpoint.export")

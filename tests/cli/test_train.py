@@ -209,7 +209,7 @@ def test_flags_for_paths_are_those_of_the_schema() -> None:
     paths = {flag.option_strings[0] for flag in make_parser().flags() if flag.metavar == "PATH"}
     assert paths == {
         *("--config", "--plan", "--run-dir", "--model.path", "--data.paths", "--data.tokenizer", "--data.cache-dir"),
-        "--moe.rates",
+        *("--moe.rates", "--init"),
     }
 
 

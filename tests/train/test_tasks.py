@@ -34,7 +34,7 @@ def laconic(folder: Path, *commands: list[str]) -> str:
 
 
 def test_every_file_of_tasks_is_one() -> None:
-    assert task_names() == ("language-modeling", "image-classification")
+    assert task_names() == ("language-modeling", "image-classification", "instruction-tuning")
     assert {find_task(name).unit for name in task_names()} == {"token", "image"}
 
 

@@ -1,12 +1,15 @@
 """Flags made from settings: every field of a configuration is a flag named by its dotted name.
 
 Rules are checked once, on the merged values, and reported in one way; a flag only has to have the right type.
-`--flag=false` works for booleans, and `--model.extra.NAME VALUE` fills a table.
+`--flag=false` works for booleans, `--model.extra.NAME VALUE` fills a table, and `--lora r=16 alpha=32` sets fields of a
+section.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +21,7 @@ from laconic.train.config.toml_text import TooDeepError, parse_toml
 
 __all__ = ["flags_parser", "parse_flags"]
 
+_PAIR = re.compile(r"[a-z][\w-]*=")
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
 _METAVARS = {int: "INT", float: "FLOAT", str: "STR"}
@@ -87,8 +91,9 @@ def _normalized(args: Sequence[str], known: Sequence[Setting], prog: str) -> tup
     tables = [one.name for one in known if one.kind is dict]
     tokens: list[str] = []
     entries: dict[str, Any] = {}
-    rest = iter(args)
-    for arg in rest:
+    rest = list(args)
+    while rest:
+        arg = rest.pop(0)
         if not arg.startswith("--"):
             tokens.append(arg)
             continue
@@ -98,7 +103,7 @@ def _normalized(args: Sequence[str], known: Sequence[Setting], prog: str) -> tup
         one = by_name.get(name)
         if table is not None:
             if not equals:
-                value = next(rest, "")
+                value = rest.pop(0) if rest else ""
             if not value:
                 raise ConfigError(f"--{given} needs a value, e.g. --{given} 1")
             entries[f"{table}.{given[len(table) + 1 :]}"] = _toml_value(value)
@@ -110,6 +115,9 @@ def _normalized(args: Sequence[str], known: Sequence[Setting], prog: str) -> tup
             shown = [name for name, one in by_name.items() if not one.is_section and one.kind is not dict]
             hint = flag_hint(name, [*shown, *map(_negated, booleans)], map(_spelled, tables))
             raise ConfigError(f"unknown flag --{given}{hint or f'; {prog} --help lists the known ones'}")
+        elif one.is_section and not equals and rest and _PAIR.match(rest[0]):
+            pairs = [rest.pop(0) for _ in range(sum(1 for _ in itertools.takewhile(_PAIR.match, rest)))]
+            rest = [flag for pair in pairs for flag in _flags_of(name, pair, by_name)] + rest
         elif one.kind is dict or one.is_section:
             leaf = "NAME" if one.kind is dict else _spelled(settings(one.kind)[0].name)
             raise ConfigError(f"--{given} is a table; give its fields one by one, e.g. --{given}.{leaf} VALUE")
@@ -120,6 +128,15 @@ def _normalized(args: Sequence[str], known: Sequence[Setting], prog: str) -> tup
         else:
             tokens.append(f"--{name}{equals}{value}")
     return tokens, entries
+
+
+def _flags_of(section: str, pair: str, by_name: Mapping[str, Setting]) -> list[str]:
+    """The flag that sets a field of `section` as `pair` ("r=16") says; commas separate the values of a list."""
+    name, _, value = pair.partition("=")
+    one = by_name.get(_spelled(f"{section}.{name}"))
+    if one is not None and one.is_list:
+        return [f"--{section}.{name}", *value.split(",")]
+    return [f"--{section}.{name}={value}"]
 
 
 def _toml_value(text: str) -> Any:

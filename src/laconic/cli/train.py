@@ -27,6 +27,7 @@ _WITH_SUMMARY = (0, 130, 143)
 
 _OWN_FLAGS = (
     Setting("config", str, "TOML file with any of the fields below; flags override it.", is_path=True),
+    Setting("init", str, "Begin from this Hugging Face model folder; short for --model.path.", is_path=True),
     Setting(
         "recipe",
         str,
@@ -87,6 +88,8 @@ def resolve(args: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
     """
     given = parse_flags(TrainConfig, args, _OWN_FLAGS, _PROG)
     own = {one: given.pop(one) for one in ("help", *(flag.name for flag in _OWN_FLAGS)) if one in given}
+    if (init := own.get("init")) is not None and given.setdefault("model.path", init) != init:
+        raise ConfigError(f"--init is {init!r}, but --model.path is {given['model.path']!r}; give one of them")
     path = own.get("config")
     from_file = {} if path is None else read_toml(path)
     asked = merge(from_file, nested_settings(given))

@@ -13,6 +13,7 @@ from laconic.train.config.dotted_names import nearest
 from laconic.train.config.schema import ModelConfig
 from laconic.train.data.images import ImageCorpus
 from laconic.train.model import check_extra, family_config, load_model, path_config, random_model
+from laconic.train.model_source import check_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,6 +70,7 @@ def build_classifier(config: ModelConfig, corpus: ImageCorpus, seed: int) -> Pre
         source = f"a {config.family} of model.family"
         model = random_model(AutoModelForImageClassification, family_config(config, fields), seed, source)
     elif (Path(config.path) / "config.json").is_file():
+        check_path(config)
         model = load_model(AutoModelForImageClassification, config, path_config(config), seed)
     else:
         raise ConfigError(f"model.path is {config.path!r}, but it must be a directory with a config.json")

@@ -263,11 +263,6 @@ def load_model(auto: Any, config: ModelConfig, hf_config: Any, seed: int) -> Pre
     path = str(config.path)
     source, directory = path, Path(path)
     if directory.is_dir():
-        if (directory / "adapter_config.json").is_file():
-            raise ModelError(
-                f"model.path {path!r} holds an adapter_config.json, so its weights belong to a model elsewhere; merge "
-                "the adapter into it (PEFT's merge_and_unload) and save that"
-            )
         file = find_weights(directory)
         if file is None:
             return random_model(auto, hf_config, seed, f"as model.path {path!r} holds none")

@@ -14,7 +14,7 @@ from typing import Any
 
 from laconic.errors import ConfigError, ModelError
 from laconic.json_text import parse_json
-from laconic.train.config.schema import FINE_TUNING_RATE, ModelConfig, TrainConfig
+from laconic.train.config.schema import FINE_TUNING_RATE, LORA_RATE, ModelConfig, TrainConfig
 from laconic.train.config.tasks import find_task
 
 __all__ = ["check_path", "find_weights", "own_tokenizer", "resolve_defaults", "tokenizer_files"]
@@ -43,23 +43,29 @@ def resolve_defaults(config: TrainConfig) -> TrainConfig:
     if config.optimizer.learning_rate is None:
         rate = config.optimizer.peak_learning_rate
         if path is not None and (not Path(path).is_dir() or find_weights(Path(path)) is not None):
+            tuned, what = FINE_TUNING_RATE, "weights that are trained already"
+            if config.lora.r is not None:
+                tuned, what = LORA_RATE, "adapters"
             logger.info(
-                "learning rate: %g, the default for weights that are trained already (%g for random ones); "
-                "optimizer.learning_rate sets another",
-                FINE_TUNING_RATE,
-                rate,
+                "learning rate: %g, the default for %s (%g for random weights); optimizer.learning_rate sets another",
+                *(tuned, what, rate),
             )
-            rate = FINE_TUNING_RATE
+            rate = tuned
         config = replace(config, optimizer=replace(config.optimizer, learning_rate=rate))
     return config
 
 
 def check_path(config: ModelConfig) -> None:
-    """Refuse a model.path that is no directory of a model, where no hub may be asked.
+    """Refuse a model.path that is no directory of a model, where no hub may be asked, or one of adapters.
 
     Raises:
-        ConfigError: as the name says.
+        ConfigError, ModelError: as the name says.
     """
+    if config.path is not None and (Path(config.path) / "adapter_config.json").is_file():
+        raise ModelError(
+            f"model.path {config.path!r} holds an adapter_config.json, so its weights belong to a model elsewhere; "
+            "merge them with `laconic export RUN DIR --merge`, or PEFT's merge_and_unload, and give that directory"
+        )
     if config.path is None or config.allow_download:
         return
     if not Path(config.path).is_dir():

@@ -29,6 +29,7 @@ from laconic.train.distributed.consistency import check_agreement
 from laconic.train.distributed.parallel_state import ParallelState, make_parallel_state
 from laconic.train.distributed.world import World
 from laconic.train.launch_record import Launch, Restart, record_launch, restarts_of
+from laconic.train.lora import add_adapters, freeze_in_bf16
 from laconic.train.model_source import resolve_defaults
 from laconic.train.moe.setup import check_experts
 from laconic.train.report.run_dir import check_run_dir, checkpoint_names, claim_run_dir, write_json
@@ -115,6 +116,7 @@ class _Run:
                 texts=texts,
                 keep=chosen.keep,
                 zipped=chosen.zip,
+                adapters=self.config.lora.r is not None,
                 allowed=self.lock.check,
             )
 
@@ -163,10 +165,12 @@ def _prepare(config: TrainConfig, world: World, lock: RunLock, launch: Launch | 
     with log_on_stderr(world):
         task = find_task(config.task)(config, world, parallel_state)
         plain = task.build_model()
+        base = add_adapters(plain, config)
     if parallel_state.num_stages == 1:  # else it is cut on the CPU, and a stage holds only its own part
         nn.Module.to(plain, world.device)
     converted = convert_model(plain, task, config, world, parallel_state)
-    identity = identity_of(config, task)
+    freeze_in_bf16(plain, config)
+    identity = identity_of(config, task, base)
     checkpoint = find_start(config, world, run_dir, identity, launch if goes_on else None)
     steps = make_steps(plain, converted, task, config, world, parallel_state, checkpoint)
     del plain  # its other stages, before a checkpoint is loaded

@@ -59,7 +59,8 @@ class Steps:
         """Load `checkpoint`, if any, and set up expert migration; return the number of steps done before."""
         trainer, experts = self.trainer, self.experts
         if checkpoint is not None:
-            load_checkpoint(checkpoint, self.world, trainer.model, trainer.optimizer)
+            adapters = self.config.lora.r is not None
+            load_checkpoint(checkpoint, self.world, trainer.model, trainer.optimizer, adapters)
         if experts is not None:
             experts.prepare(trainer.optimizer, None if checkpoint is None else checkpoint.text(migration.STATE_FILE))
         return 0 if checkpoint is None else checkpoint.step

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from laconic.train.config.schema import ImagesConfig, MoEConfig, TrainConfig
+from laconic.train.config.schema import ImagesConfig, LoraConfig, MoEConfig, TrainConfig
 from laconic.train.config.values import refuse
 
 if TYPE_CHECKING:
@@ -51,11 +51,13 @@ class Task(ABC):
         "data.end_of_document": None,
         "data.cache_dir": None,
         "activations.loss": "exact",
+        "lora": LoraConfig(),
         "moe": MoEConfig(),
         "images": ImagesConfig(),
     }
     """Settings that the task does not know, by dotted name, with the one value each may have."""
     units_per_sample: int = 1
+    """Where samples differ, their mean."""
     num_validation: int = 0
     """Samples held out for validation; 0: there is no validation."""
     fingerprint: str
@@ -131,6 +133,10 @@ class Task(ABC):
     def validation_batch(self, samples: Sequence[int]) -> Any:
         """The validation samples with these numbers, on the CPU."""
         raise NotImplementedError
+
+    def num_units(self, indices: range) -> int:
+        """Units in the samples at `indices` of the run's order, which speed is counted by."""
+        return len(indices) * self.units_per_sample
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:

@@ -30,7 +30,7 @@ from laconic.collectives import audit
 from laconic.errors import AuditError
 from laconic.optim import OPTIMIZER_CLASSES
 from laconic.train.config.schema import OptimizerConfig, TrainConfig
-from laconic.train.data.sampler import global_indices, split_mix
+from laconic.train.data.sampler import evenly, global_indices, split_mix
 from laconic.train.distributed.data_parallel import autocast, plain_model
 from laconic.train.distributed.parallel_state import ParallelState
 from laconic.train.distributed.running_statistics import RunningStatistics
@@ -93,11 +93,14 @@ class Trainer:
         self._statistics = RunningStatistics(model, world, parallel_state.num_replicas)
         self.micro_batch_size = config.batch_size // (parallel_state.num_replicas * config.micro_batches)
         """Samples in a micro-batch."""
-        self.unit, self.units_per_sample, self.classifies = task.unit, task.units_per_sample, task.classifies
-        """What speed and bytes are counted per, how many a sample has, and whether it is classified."""
+        self.unit, self.classifies = task.unit, task.classifies
+        """What speed and bytes are counted per, and whether a sample is classified."""
         self.saved_nbytes: int | None = None
         """Bytes kept for backward by one micro-batch on this process; measured in the first step, and once layers are
         compiled."""
+        self.saved_units = self.micro_batch_size * task.units_per_sample
+        """Units of that micro-batch, or of a usual one where the measurement is of a pipeline."""
+        self._micro_units = self.saved_units
         self.wire_nbytes: int | None = None
         """Bytes this process sent in the last step."""
         self.wire_raw_nbytes: int | None = None
@@ -229,6 +232,10 @@ class Trainer:
         self._gradients.clear()
         return StepResult(mean_loss, float(norm), rate, skipped, num_stop > 0)
 
+    def num_units(self, first: int, last: int) -> int:
+        """Units in the samples of steps [first, last), 0-based, over all processes."""
+        return self._task.num_units(range(first * self._config.batch_size, last * self._config.batch_size))
+
     def _counted_parameters(self) -> list[nn.Parameter]:
         """Parameters whose gradients make up this process's part of the norm."""
         return list(self.model.parameters()) if self._pipeline is None else self._pipeline.counted
@@ -285,7 +292,7 @@ class Trainer:
             return self._loss(self.model, samples)
         with SavedTensorTracker(plain_model(self.model)) as tracker:
             loss = self._loss(self.model, samples)
-        self.saved_nbytes = tracker.nbytes
+        self.saved_nbytes, self.saved_units = tracker.nbytes, self._micro_units
         return loss
 
     def _measure_again(self) -> None:
@@ -300,6 +307,7 @@ class Trainer:
         places = parallel_state.replica, parallel_state.num_replicas
         for micro in range(config.micro_batches):
             indices = global_indices(step, config.batch_size, config.micro_batches, micro, *places)
+            self._micro_units = self._task.num_units(indices)
             yield self._task.training_batch(indices).to(self._world.device)
 
     def _loss(self, model: nn.Module, samples: Any) -> torch.Tensor:
@@ -343,7 +351,7 @@ class Trainer:
         config, world, parallel_state = self._config, self._world, self._parallel_state
         available = self._task.num_validation
         num_samples = min(config.eval_sequences, available)
-        chosen = [index * available // num_samples for index in range(num_samples)]
+        chosen = evenly(num_samples, available)
         own = chosen[parallel_state.replica :: parallel_state.num_replicas]
         fixed = self._pipeline is not None
         size = self.micro_batch_size * (config.micro_batches if fixed else 1)

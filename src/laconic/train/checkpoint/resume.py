@@ -14,6 +14,7 @@ from laconic.train.config.schema import TrainConfig
 from laconic.train.config.toml import load_config
 from laconic.train.distributed.world import World
 from laconic.train.launch_record import Launch
+from laconic.train.lora import BASE_HASH
 from laconic.train.report.metrics import METRICS_FILE, read_metrics
 from laconic.train.report.run_dir import checkpoint_names, latest_name
 from laconic.train.report.run_logger import log_on_stderr
@@ -54,16 +55,23 @@ def find_start(
     return checkpoint
 
 
-def identity_of(config: TrainConfig, task: Task) -> dict[str, Any]:
-    """Settings that a resumed run must share with the run that wrote its checkpoint."""
-    return task.identity() | {
-        "model": asdict(replace(config.model, allow_download=False)),
-        "data": task.fingerprint,
-        "sequence_length": config.sequence_length,
-        "batch_size": config.batch_size,
-        "seed": config.seed,
-        "optimizer.kind": config.optimizer.kind,
-    }
+def identity_of(config: TrainConfig, task: Task, base: str | None = None) -> dict[str, Any]:
+    """Settings that a resumed run must share with the run that wrote its checkpoint; `base` is frozen weights' hash."""
+    lora = config.lora
+    adapters = {"lora.alpha": lora.alpha, "lora.target_modules": lora.target_modules, BASE_HASH: base}
+    return (
+        task.identity()
+        | (adapters if lora.r is not None else {})
+        | {
+            "lora.r": lora.r,
+            "model": asdict(replace(config.model, allow_download=False)),
+            "data": task.fingerprint,
+            "sequence_length": config.sequence_length,
+            "batch_size": config.batch_size,
+            "seed": config.seed,
+            "optimizer.kind": config.optimizer.kind,
+        }
+    )
 
 
 def _stopped_before_a_save(run_dir: Path) -> bool:

@@ -93,6 +93,7 @@ def save_checkpoint(
     texts: Mapping[str, str],
     keep: int,
     zipped: bool = False,
+    adapters: bool = False,
     allowed: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write the state after `step` steps, make it `latest`, and leave only the newest `keep` checkpoints.
@@ -110,6 +111,7 @@ def save_checkpoint(
         texts: file name -> text stored beside the state.
         keep: number of checkpoints to keep.
         zipped: whether shards are losslessly shortened (docs/zip.md); loading takes both kinds.
+        adapters: whether frozen weights are left out, as they are those of another directory.
         allowed: called before anything is written; raises if nothing may be.
 
     Raises:
@@ -122,7 +124,7 @@ def save_checkpoint(
     with warnings.catch_warnings():
         # DCP announces that it runs without a process group, which is what one process does.
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
-        state, _ = _state(model, optimizer)
+        state, _ = _state(model, optimizer, adapters)
 
         # 1. Refuse before writing anything.
         with _shared_outcome(world, final):
@@ -278,17 +280,20 @@ def _repaired(root: Path, world: World, present: list[str]) -> Checkpoint:
     return good
 
 
-def load_checkpoint(checkpoint: Checkpoint, world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_checkpoint(
+    checkpoint: Checkpoint, world: World, model: nn.Module, optimizer: torch.optim.Optimizer, adapters: bool = False
+) -> None:
     """Load the weights and the optimizer state of `checkpoint` into `model` and `optimizer`, in place.
 
-    All processes call it together. World size and parallelism may differ from the run that wrote it.
+    All processes call it together. World size and parallelism may differ from the run that wrote it. `adapters` as in
+    `save_checkpoint`.
 
     Raises:
         CheckpointError: the state does not fit the model.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
-        state, full = _state(model, optimizer)
+        state, full = _state(model, optimizer, adapters)
         with _shared_outcome(world, checkpoint.path):
             reader = CheckpointReader(checkpoint.path, checkpoint.files)
             _leave_out_unmoved(state["optimizer"], reader.read_metadata().state_dict_metadata)
@@ -297,15 +302,15 @@ def load_checkpoint(checkpoint: Checkpoint, world: World, model: nn.Module, opti
         set_state_dict(model, optimizer, model_state_dict=full["model"], optim_state_dict=full["optimizer"])
 
 
-def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Load only the weights of `checkpoint` into the plain `model`, in this process alone.
+def load_weights(checkpoint: Checkpoint, model: nn.Module, adapters: bool = False) -> None:
+    """Load only the weights of `checkpoint` into the plain `model`, in this process alone; of `adapters` only these.
 
     Raises:
         CheckpointError: they do not fit.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
-        state = {"model": _without_aliases(model.state_dict())}
+        state = {"model": _without_aliases(model.state_dict(), _frozen(model) if adapters else ())}
         try:
             reader = CheckpointReader(checkpoint.path, checkpoint.files)
             load(state, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=True)
@@ -313,17 +318,17 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
             raise CheckpointError(f"checkpoint {checkpoint.path}: {_reason(error)}") from error
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer, adapters: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state that DCP stores, and the full state dicts it is a view of.
 
     Names are those of the plain model whatever wraps it, and of the whole model for the chunks of a pipeline. DCP gets
-    no param_groups (they follow from the configuration) and a tied weight once.
+    no param_groups (they follow from the configuration), a tied weight once, and with `adapters` no frozen weight.
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     weights, moments = model_state, cast(dict[str, Any], optimizer_state["state"])
     if isinstance(model, LocalChunks):
         weights, moments = ({name.partition(".")[2]: value for name, value in s.items()} for s in (weights, moments))
-    stored = {"model": _without_aliases(weights), "optimizer": moments}
+    stored = {"model": _without_aliases(weights, _frozen(model) if adapters else ()), "optimizer": moments}
     return stored, {"model": model_state, "optimizer": optimizer_state}
 
 
@@ -337,11 +342,20 @@ def _leave_out_unmoved(moments: dict[str, dict[str, Any]], stored: Iterable[str]
         moments[name].clear()
 
 
-def _without_aliases(state: Mapping[str, Any]) -> dict[str, Any]:
-    seen: set[tuple[int, torch.Size]] = set()
+def _frozen(model: nn.Module) -> set[tuple[int, torch.Size]]:
+    """What `_without_aliases` knows parameters without a gradient by."""
+    return {_identity(parameter) for parameter in model.parameters() if not parameter.requires_grad}
+
+
+def _identity(tensor: torch.Tensor) -> tuple[int, torch.Size]:
+    return local_part(tensor).untyped_storage()._cdata, tensor.shape
+
+
+def _without_aliases(state: Mapping[str, Any], left_out: Iterable[tuple[int, torch.Size]] = ()) -> dict[str, Any]:
+    seen = set(left_out)
     unique = {}
     for name, tensor in state.items():
-        key = (local_part(tensor).untyped_storage()._cdata, tensor.shape)
+        key = _identity(tensor)
         if key not in seen:
             seen.add(key)
             unique[name] = tensor

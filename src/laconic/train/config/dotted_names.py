@@ -69,7 +69,8 @@ def nearest(name: str, known: Iterable[str], tables: Iterable[str] = ()) -> str:
 
 
 def _close(leaf: str, candidates: Mapping[str, str], cutoff: float) -> str | None:
-    matches = difflib.get_close_matches(leaf, candidates, n=1, cutoff=cutoff)
+    longer = [name for name in candidates if len(name) > 1]  # one letter is close to any short word
+    matches = difflib.get_close_matches(leaf, longer, n=1, cutoff=cutoff)
     return candidates[matches[0]] if matches else None
 
 

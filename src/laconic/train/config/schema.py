@@ -33,12 +33,14 @@ from laconic.train.config.values import MAX_INT, check_table, refuse, section
 
 __all__ = [
     "FINE_TUNING_RATE",
+    "LORA_RATE",
     "PRETRAINING_RATE",
     "ActivationsConfig",
     "CheckpointConfig",
     "DataConfig",
     "GradientsConfig",
     "ImagesConfig",
+    "LoraConfig",
     "ModelConfig",
     "MoEConfig",
     "OptimizerConfig",
@@ -90,6 +92,8 @@ PRETRAINING_RATE = 2e-3
 """Peak learning rate for random weights, when none is given."""
 FINE_TUNING_RATE = 2e-5
 """Peak learning rate for weights that are trained already, when none is given."""
+LORA_RATE = 2e-4
+"""Peak learning rate for adapters, when none is given."""
 
 
 @section("model.")
@@ -127,6 +131,26 @@ class ModelConfig:
             refuse(self, "num_key_value_heads", f"divide model.num_attention_heads ({heads})")
 
 
+@section("lora.")
+class LoraConfig:
+    """Low-rank adapters (LoRA): model.path's weights are frozen, two small matrices beside each layer are trained."""
+
+    r: Size | None = None
+    """Rank of the adapters, which need laconic[lora]; None means that all weights are trained."""
+    alpha: PositiveInt | None = None
+    """An adapter's output is multiplied by alpha / r; None means 2 x r."""
+    dropout: Fraction = 0.0
+    """Dropout of an adapter's input."""
+    target_modules: Annotated[tuple[Text, ...], list_of('strings, e.g. ["q_proj", "v_proj"]')] = ()
+    """Names of the layers that get an adapter, as q_proj or model.layers.0.self_attn.q_proj. Empty: all linear layers
+    but the output projection."""
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "dropout", "target_modules"):
+            if self.r is None and getattr(self, name):
+                refuse(self, name, "be left out without lora.r, the rank of the adapters")
+
+
 @section("data.")
 class DataConfig:
     """What text the model learns, and how it becomes tokens."""
@@ -134,7 +158,7 @@ class DataConfig:
     paths: Paths = ()
     """Files, directories or glob patterns of text (.txt, .py, .md, ...) or JSONL (.jsonl). Empty: the sources of the
     installed Python standard library. Images: one folder of class folders, IDX files, arrays or a Hugging Face dataset,
-    or one .npz file."""
+    or one .npz file. Instructions: .jsonl files of messages, or of prompt and completion."""
     tokenizer: PathText | None = None
     """"bytes" (vocabulary of 256 plus one end-of-document token), or the path of a tokenizer.json or of a directory
     with a tokenizer; None means the tokenizer of model.path, and bytes without one."""
@@ -220,7 +244,8 @@ class OptimizerConfig:
     """adamw: torch's, moments in fp32. adamw8bit and adamw4bit: laconic's, moments in 8 or 4 bits; they read gradients
     of 8 or 12 bits as they are, for the other one they are unpacked before the update."""
     learning_rate: PositiveFloat | None = None
-    """Peak learning rate; None means 2e-3, and 2e-5 when training starts from the weights of model.path."""
+    """Peak learning rate; None means 2e-3, 2e-5 when training starts from the weights of model.path, and 2e-4 for
+    adapters."""
     min_learning_rate_ratio: Annotated[NonNegativeFloat, Field(le=1)] = 0.1
     """Learning rate at the last step, as a share of the peak."""
     warmup_steps: NonNegativeInt = 20
@@ -328,7 +353,7 @@ class MoEConfig:
     """Weight of the router z-loss (mean square of the logsumexp of router logits) in training."""
     bias_rate: NonNegativeFloat | None = None
     """Step size of router biases, in families that have them (DeepSeek-V3): lowered for an expert with more tokens than
-    the mean, raised for one with fewer. None means 0.001 there."""
+    the mean, raised for one with fewer. None means 0.001 there, 0 with adapters."""
 
     def __post_init__(self) -> None:
         if self.expert_parallel is None:
@@ -380,8 +405,9 @@ class TrainConfig:
     """One training run. The defaults are the demo: a small Llama on the Python standard library, two processes."""
 
     task: TaskName = DEFAULT_TASK
-    """What is learned: the next token of a text, or the class of an image."""
+    """What is learned: the next token of a text, the answers of instructions, or the class of an image."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     images: ImagesConfig = field(default_factory=ImagesConfig)
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
@@ -464,6 +490,17 @@ class TrainConfig:
             refuse(self, "moe.expert_parallel", f"{left_out}: stages are cut from the model's own blocks")
         if moe.expert_parallel is not None and self.plan is not None:
             refuse(self, "moe.expert_parallel", "be left out with a plan, which knows nothing of it")
+        if self.lora.r is not None:
+            if self.model.path is None:
+                refuse(self, "lora.r", "come with model.path (or --init), the model that the adapters are for")
+            if moe.expert_parallel is not None:
+                refuse(self, "moe.expert_parallel", "be left out with lora.r: adapters are not spread over processes")
+            if moe.bias_rate:
+                refuse(self, "moe.bias_rate", "be 0 or left out with lora.r: biases are frozen, as the model's weights")
+            if stages > 1:
+                refuse(self, "lora.r", f"{left_out}: stages are balanced and cut by trained weights")
+            if self.plan is not None:
+                refuse(self, "lora.r", "be left out with a plan, which counts gradients and moments of all weights")
         find_task(self.task).check(self)
         if self.resume and self.run_dir is None:
             refuse(self, "resume", "come with run_dir, the run to continue")

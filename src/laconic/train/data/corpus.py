@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +34,10 @@ __all__ = [
     "TokenCorpus",
     "TokenDataset",
     "TokenStream",
+    "Vocabulary",
     "batch",
     "check_vocab",
+    "held_out",
     "load_tokenizer",
     "prepare",
     "sample_id",
@@ -103,6 +106,22 @@ class TokenCorpus:
     """Hex digest of the tokens and their split: equal fingerprints mean equal data at every step."""
 
 
+class Vocabulary(Protocol):
+    """What a model must fit of the data; see `TokenCorpus`."""
+
+    @property
+    def vocab_size(self) -> int: ...  # noqa: D102
+
+    @property
+    def max_token(self) -> int: ...  # noqa: D102
+
+    @property
+    def end_of_document(self) -> int: ...  # noqa: D102
+
+    @property
+    def tokenizer_name(self) -> str: ...  # noqa: D102
+
+
 class TokenDataset:
     """Windows of a stream: window i holds tokens [i * T, i * T + T], so inputs and targets are its first and last T."""
 
@@ -154,7 +173,7 @@ def batch(
     return torch.stack([dataset[sample_id(seed, index, len(dataset))] for index in indices])
 
 
-def check_vocab(corpus: TokenCorpus, vocab_size: int) -> None:
+def check_vocab(corpus: Vocabulary, vocab_size: int) -> None:
     """Check that a model with `vocab_size` embeddings has every id of the corpus.
 
     Raises:
@@ -233,11 +252,11 @@ def _batched(pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[list[str], li
 
 
 def _open_corpus(file: TokenFile, validation_fraction: float, tokenizer_name: str) -> TokenCorpus:
-    starts, stops, held_out = _split(file.offsets, validation_fraction)
+    starts, stops, held = _split(file.offsets, validation_fraction)
     identity = hashlib.sha256(file.digest + file.offsets.tobytes() + repr(validation_fraction).encode())
     return TokenCorpus(
-        train=TokenStream(file.tokens, *_joined(starts[~held_out], stops[~held_out])),
-        validation=TokenStream(file.tokens, *_joined(starts[held_out], stops[held_out])),
+        train=TokenStream(file.tokens, *_joined(starts[~held], stops[~held])),
+        validation=TokenStream(file.tokens, *_joined(starts[held], stops[held])),
         num_documents=len(file.offsets) - 1,
         num_tokens=int(file.offsets[-1]),
         vocab_size=file.vocab_size,
@@ -263,17 +282,25 @@ def _split(offsets: _Ranges, fraction: float) -> tuple[_Ranges, _Ranges, npt.NDA
     index = np.arange(int(counts.sum()))
     starts = np.repeat(offsets[:-1], counts) + _SECTION_TOKENS * (index - first)
     stops = np.minimum(starts + _SECTION_TOKENS, np.repeat(offsets[1:], counts))
-    if fraction == 0.0:
-        return starts, stops, np.zeros(len(index), np.bool_)
-    if len(index) == 1:
+    if len(index) == 1 and fraction > 0.0:
         end = int(stops[0])  # at least 2: a token and the end of the document
         cut = min(max(1, round((1.0 - fraction) * end)), end - 1)
         return np.array([0, cut]), np.array([cut, end]), np.array([False, True])
-    keys = _hashed(index)
-    held_out = keys < fraction
-    held_out[np.argmin(keys)] = True
-    held_out[np.argmax(keys)] = False
-    return starts, stops, held_out
+    return starts, stops, held_out(len(index), fraction)
+
+
+def held_out(count: int, fraction: float) -> npt.NDArray[np.bool_]:
+    """Which of `count` things are held out for validation, by a hash of their number, bool [count].
+
+    With any fraction above 0 both sides get at least one, if there are two.
+    """
+    if fraction == 0.0 or count < 2:
+        return np.zeros(count, np.bool_)
+    keys = _hashed(np.arange(count))
+    held = keys < fraction
+    held[np.argmin(keys)] = True
+    held[np.argmax(keys)] = False
+    return held
 
 
 def _hashed(index: _Ranges) -> npt.NDArray[np.float64]:

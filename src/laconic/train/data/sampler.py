@@ -13,7 +13,7 @@ import functools
 
 from laconic.errors import ConfigError
 
-__all__ = ["global_indices", "sample_id", "split_mix"]
+__all__ = ["evenly", "global_indices", "sample_id", "split_mix"]
 
 _MASK = (1 << 64) - 1
 _ROUNDS = 6
@@ -52,6 +52,11 @@ def global_indices(step: int, batch_size: int, accumulation: int, micro: int, ra
         )
     start = step * batch_size + (micro * world + rank) * per_process
     return range(start, start + per_process)
+
+
+def evenly(count: int, available: int) -> list[int]:
+    """`count` numbers of [0, available), evenly spaced: the validation samples of an evaluation."""
+    return [index * available // count for index in range(count)]
 
 
 def split_mix(value: int) -> int:

@@ -14,10 +14,11 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from laconic.errors import DataError
 
-__all__ = ["find_files", "read_documents", "standard_library_files"]
+__all__ = ["find_files", "read_documents", "read_records", "standard_library_files"]
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +97,36 @@ def read_documents(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
     Raises:
         DataError: the file cannot be read or is not text; the message names the file and the line or byte.
     """
+    if path.suffix.lower() in _JSONL_SUFFIXES:
+        for number, record in read_records(path):
+            if not isinstance(record, dict) or not isinstance(record.get(text_key), str):
+                has = f"its keys are {sorted(record)}" if isinstance(record, dict) else "it is no object"
+                instructs = isinstance(record, dict) and {"messages", "completion"} & set(record)
+                remedy = "set task = instruction-tuning" if instructs else "set data.text_key"
+                raise DataError(f"{path}:{number} has no string under {text_key!r} ({has}); {remedy}")
+            yield record[text_key], True
+        return
     try:
-        yield from (_read_jsonl(path, text_key) if path.suffix.lower() in _JSONL_SUFFIXES else _read_text(path))
+        yield from _read_text(path)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from None
+
+
+def read_records(path: Path) -> Iterator[tuple[int, Any]]:
+    """The values of a JSONL file with the numbers of their lines, from 1; empty lines are passed over.
+
+    Raises:
+        DataError: the file is none, cannot be read, or a line is no JSON; the message names the file and the line.
+    """
+    if path.suffix.lower() not in _JSONL_SUFFIXES:
+        raise DataError(f"data.paths names {path}, but it must be a .jsonl file, with a JSON value on each line")
+    try:
+        with open(path, "rb") as file:
+            offset = 0
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, _json_value(line, path, number, offset)
+                offset += len(line)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
 
@@ -131,24 +160,15 @@ def _not_text(path: Path, offset: int, what: str) -> DataError:
     return DataError(f"{path} is not text: {what} at offset {offset}; leave the file out or convert it to UTF-8")
 
 
-def _read_jsonl(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
-    offset = 0
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    record = json.loads(line.decode("utf-8"))
-                except UnicodeDecodeError as error:
-                    raise _not_text(path, offset + error.start, "a byte that is not valid UTF-8") from None
-                except json.JSONDecodeError as error:
-                    raise DataError(f"{path}:{number} is not valid JSON: {error}") from None
-                except RecursionError:
-                    raise DataError(f"{path}:{number} is nested too deeply to be read") from None
-                if not isinstance(record, dict) or not isinstance(record.get(text_key), str):
-                    has = f"its keys are {sorted(record)}" if isinstance(record, dict) else "it is no object"
-                    raise DataError(f"{path}:{number} has no string under {text_key!r} ({has}); set data.text_key")
-                yield record[text_key], True
-            offset += len(line)
+def _json_value(line: bytes, path: Path, number: int, offset: int) -> Any:
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise _not_text(path, offset + error.start, "a byte that is not valid UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{number} is not valid JSON: {error}") from None
+    except RecursionError:
+        raise DataError(f"{path}:{number} is nested too deeply to be read") from None
 
 
 def _text_files(root: Path) -> list[Path]:

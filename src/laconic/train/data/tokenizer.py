@@ -16,6 +16,8 @@ from laconic.json_text import parse_json
 __all__ = ["BytesTokenizer", "JsonTokenizer", "TokenArray", "Tokenizer", "bytes_per_token", "load_tokenizer"]
 
 TokenArray = npt.NDArray[np.unsignedinteger]
+IdArray = npt.NDArray[np.uint32]
+StartArray = npt.NDArray[np.int64]
 
 # Names under which published tokenizers end a document, in the order they are tried.
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
@@ -41,6 +43,13 @@ class Tokenizer(Protocol):
         """`encode` of each text, in parallel where the tokenizer can."""
         ...
 
+    def encode_with_starts(self, texts: Sequence[str], special: bool) -> list[tuple[IdArray, StartArray]]:
+        """Ids of each text, uint32 [tokens], and the characters that tokens begin at, int64 [tokens].
+
+        `special`: add the tokens that the tokenizer puts around a text; they begin at -1.
+        """
+        ...
+
 
 class BytesTokenizer:
     """UTF-8 bytes as ids 0-255, and 256 as the end of a document."""
@@ -57,6 +66,16 @@ class BytesTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
         """`encode` of each text."""
         return [self.encode(text) for text in texts]
+
+    def encode_with_starts(self, texts: Sequence[str], special: bool) -> list[tuple[IdArray, StartArray]]:
+        """See Tokenizer; nothing is put around a text."""
+        return [
+            (
+                self.encode(text).astype(np.uint32),
+                np.array([at for at, character in enumerate(text) for _ in character.encode()], np.int64),
+            )
+            for text in texts
+        ]
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """The text of `ids`; end-of-document ids are left out, bytes that are not UTF-8 become U+FFFD."""
@@ -123,6 +142,15 @@ class JsonTokenizer:
         return [
             np.array(item.ids, dtype) for item in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ]
+
+    def encode_with_starts(self, texts: Sequence[str], special: bool) -> list[tuple[IdArray, StartArray]]:
+        """See Tokenizer."""
+        found = []
+        for item in self._tokenizer.encode_batch(list(texts), add_special_tokens=special):
+            starts = np.array([start for start, _ in item.offsets], np.int64)
+            added = np.array(item.special_tokens_mask, np.bool_)
+            found.append((np.array(item.ids, np.uint32), np.where(added, -1, starts) if special else starts))
+        return found
 
 
 def bytes_per_token(tokenizer: BytesTokenizer | JsonTokenizer, ids: npt.ArrayLike) -> float | None:

@@ -271,7 +271,9 @@ def watch_routers(model: nn.Module, config: TrainConfig, world: World) -> tuple[
             "moe.router_aux_loss_coef"
         )
     aux_loss_coef = moe.router_aux_loss_coef if moe.router_aux_loss_coef is not None else float(of_family or 0.0)
-    bias_rate = moe.bias_rate if moe.bias_rate is not None else _BIAS_RATE if biased else 0.0
+    frozen = config.lora.r is not None  # biases belong to the weights that adapters leave as they are
+    default_rate = _BIAS_RATE if biased and not frozen else 0.0
+    bias_rate = moe.bias_rate if moe.bias_rate is not None else default_rate
     _check_alike(model, blocks, aux_loss_coef)
     made = Routers(
         model,

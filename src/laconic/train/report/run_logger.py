@@ -55,7 +55,8 @@ class RunLogger:
             self._metrics = MetricsWriter(run_dir, config.tensorboard, settings)
             self._metrics.truncate_after(first_step)
         self._progress = Progress(config.steps, first_step, rank=world.rank, log_every=config.log_every)
-        self._step_seconds: list[float] = []
+        self._speeds: list[float] = []
+        self._num_units: int | None = None
         self._last: dict[str, Any] = {}
         self._num_skipped = 0
         self._memory: MemoryCheck | None = None
@@ -79,9 +80,11 @@ class RunLogger:
 
         `of_experts` are more fields, `loads` the tokens of each expert by layer, if they were counted.
         """
-        config = self._config
-        step_units = config.batch_size * trainer.units_per_sample
-        self._step_seconds.append(seconds)
+        step_units = trainer.num_units(done - 1, done)
+        if self._num_units is None:
+            self._num_units = trainer.num_units(0, done - 1)
+        self._num_units += step_units
+        self._speeds.append(step_units / seconds)
         held = memory_nbytes()
         self._num_skipped += result.skipped
         self._wire.append((trainer.wire_nbytes or 0, trainer.wire_raw_nbytes or 0))
@@ -89,14 +92,14 @@ class RunLogger:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,
-            f"{trainer.unit}s_per_second": step_units / seconds,
+            f"{trainer.unit}s_per_second": self._speeds[-1],
             "step_seconds": seconds,
             "peak_memory_nbytes": max(peak_memory_nbytes(), held),  # Linux counts the peak late
             "memory_nbytes": held,
             "saved_nbytes": trainer.saved_nbytes,
             "wire_nbytes": trainer.wire_nbytes,
             "wire_raw_nbytes": trainer.wire_raw_nbytes,
-            f"{trainer.unit}s": done * step_units,
+            f"{trainer.unit}s": self._num_units,
             "skipped_steps": self._num_skipped,
             **(of_experts or {}),
         }
@@ -135,7 +138,7 @@ class RunLogger:
         steps = [row for row in read_metrics(self._run_dir) if "loss" in row]
         if not steps:
             raise CheckpointError(f"{self._run_dir} has no metrics.jsonl with the steps of its last checkpoint")
-        self._step_seconds = [float(row["step_seconds"]) for row in steps]
+        self._speeds = [float(row[f"{trainer.unit}s_per_second"]) for row in steps]
         self._wire = [(row["wire_nbytes"] or 0, row["wire_raw_nbytes"] or 0) for row in steps]
         self._num_skipped = steps[-1]["skipped_steps"]
         for row in read_metrics(self._run_dir):
@@ -166,9 +169,9 @@ class RunLogger:
         that of the process that took most.
         """
         config, unit = self._config, trainer.unit
-        micro_units = trainer.micro_batch_size * trainer.units_per_sample
         # A copy of the model is as many processes as there are stages.
         saved_nbytes = sum(self._world.gather(trainer.saved_nbytes)) / self._world.size * config.pipeline.stages
+        saved_units = sum(self._world.gather(trainer.saved_units)) / self._world.size
         peak_nbytes = max(self._world.gather(peak_memory_nbytes()))
         sent, raw = (statistics.median(column) for column in zip(*self._wire, strict=True))
         audits = self._world.gather((audit.snapshot() - self._audit_before).to_dict())
@@ -184,9 +187,9 @@ class RunLogger:
             "validation_loss": self._last.get("validation_loss"),
             "best_validation_loss": best,
             **({"validation_accuracy": self._last.get("validation_accuracy")} if trainer.classifies else {}),
-            f"{unit}s_per_second": config.batch_size * trainer.units_per_sample / statistics.median(self._step_seconds),
+            f"{unit}s_per_second": statistics.median(self._speeds),
             "peak_memory_nbytes": peak_nbytes,
-            f"saved_nbytes_per_{unit}": saved_nbytes / micro_units,
+            f"saved_nbytes_per_{unit}": saved_nbytes / saved_units,
             f"bf16_nbytes_per_{unit}": bf16_nbytes_per_unit,
             "wire_nbytes_per_step": sent,
             "wire_raw_nbytes_per_step": raw,

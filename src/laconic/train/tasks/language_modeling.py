@@ -18,6 +18,7 @@ from laconic.train.task import Task
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from laconic.train.data.corpus import Vocabulary
     from laconic.train.distributed.parallel_state import ParallelState
     from laconic.train.distributed.world import World
 
@@ -32,15 +33,13 @@ class LanguageModeling(Task):
     """A Hugging Face causal language model; batches are tokens, int64 [n, T + 1]."""
 
     unit = "token"
+    _vocabulary: Vocabulary
 
     def __init__(self, config: TrainConfig, world: World, parallel_state: ParallelState) -> None:
         from laconic.train.data.corpus import TokenDataset, prepare
 
-        _check_batch(config, parallel_state.num_replicas)
-        self._config = config
-        self._device_type = world.device.type
-        self._micro_batch_size = config.batch_size // (parallel_state.num_replicas * config.micro_batches)
-        self._corpus = prepare(config.data, verify=world.local_rank == 0)
+        self._begin(config, world, parallel_state)
+        self._corpus = self._vocabulary = prepare(config.data, verify=world.local_rank == 0)
         self._train = TokenDataset(self._corpus.train, config.sequence_length)
         self._validation = None
         if config.eval_sequences > 0 and len(self._corpus.validation) > 0:
@@ -48,6 +47,13 @@ class LanguageModeling(Task):
         self.units_per_sample = config.sequence_length
         self.num_validation = 0 if self._validation is None else len(self._validation)
         self.fingerprint = self._corpus.fingerprint
+
+    def _begin(self, config: TrainConfig, world: World, parallel_state: ParallelState) -> None:
+        """Take the settings, before any data is read."""
+        _check_batch(config, parallel_state.num_replicas)
+        self._config = config
+        self._device_type = world.device.type
+        self._micro_batch_size = config.batch_size // (parallel_state.num_replicas * config.micro_batches)
 
     @classmethod
     def check(cls, config: TrainConfig) -> None:
@@ -74,12 +80,10 @@ class LanguageModeling(Task):
         from laconic.train.data.corpus import check_vocab
         from laconic.train.model import build_model
 
-        config, corpus = self._config, self._corpus
-        model = build_model(
-            config.model, corpus.vocab_size, config.sequence_length, config.seed, corpus.end_of_document
-        )
+        config, data = self._config, self._vocabulary
+        model = build_model(config.model, data.vocab_size, config.sequence_length, config.seed, data.end_of_document)
         num_entries = next(model.get_input_embeddings().parameters()).shape[0]
-        check_vocab(corpus, num_entries)
+        check_vocab(data, num_entries)
         self.chunked_loss = self._chunks_loss(num_entries)
         return model
 
@@ -96,21 +100,21 @@ class LanguageModeling(Task):
 
         return saved_nbytes_per_token(model, sequence_length=self._config.sequence_length)
 
-    def training_batch(self, indices: range) -> Tensor:
+    def training_batch(self, indices: range) -> Any:
         """Windows at `indices` of the run's order, int64 [n, T + 1]."""
         import torch
 
         train = self._train
         return torch.stack([train[sample_id(self._config.seed, index, len(train))] for index in indices])
 
-    def validation_batch(self, samples: Sequence[int]) -> Tensor:
+    def validation_batch(self, samples: Sequence[int]) -> Any:
         """Validation windows, int64 [n, T + 1]."""
         import torch
 
         assert self._validation is not None
         return torch.stack([self._validation[sample] for sample in samples])
 
-    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Mean cross entropy per token, nats."""
         from laconic.train.model_split import mean_loss
 
