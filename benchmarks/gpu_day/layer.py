@@ -42,7 +42,7 @@ def run(setting: Setting) -> None:
             "unmodified": lambda layers=layers: layers.layers[0],
             "nf4": lambda layers=layers: layers.compressed(4),
             "int8": lambda layers=layers: layers.compressed(8),
-            "nf4, attention int8": lambda layers=layers: layers.compressed(4, attention="int8"),
+            "nf4, attention exact": lambda layers=layers: layers.compressed(4, attention="exact"),
             "checkpointing": lambda layers=layers: _Checkpointed(layers.layers[0]),
         }
         _measure(setting, layers, cases, f"One layer of {_MODEL[setting.rehearses]}, {tokens} tokens, bf16")

@@ -92,7 +92,7 @@ def _compared(found: Sequence[Comparison], is_rehearsal: bool) -> list[str]:
     for one in found:
         measured = "not measured" if one.measured is None else f"{one.measured:.4g} {one.unit}"
         ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
-        said = "**not explained**" if one.lacks_explanation else one.explanation
+        said = "**not explained**" if one.lacks_explanation else one.explanation if one.is_off else ""
         lines.append(f"| {one.name} | {one.predicted:.4g} {one.unit} | {measured} | {ratio} | {said} |")
     sources = ", ".join(sorted({one.source for one in found}))
     lines += ["", f"Predictions: benchmarks/results/{sources}."]

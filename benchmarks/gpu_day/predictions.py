@@ -42,9 +42,14 @@ class Comparison:
         return None if self.measured is None else self.measured / self.predicted
 
     @property
+    def is_off(self) -> bool:
+        """Whether it was measured and is off by more than a fifth."""
+        return self.ratio is not None and abs(self.ratio - 1) > EXPLAINED_BEYOND
+
+    @property
     def lacks_explanation(self) -> bool:
-        """Whether it is off by more than a fifth and nobody said why."""
-        return self.ratio is not None and abs(self.ratio - 1) > EXPLAINED_BEYOND and not self.explanation
+        """Whether it is off and nobody said why."""
+        return self.is_off and not self.explanation
 
 
 def compare(
