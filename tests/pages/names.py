@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 Names = dict[str, Any]
 VOCABULARY = 97
@@ -130,7 +131,8 @@ def _gradients(block: str, until_the_end: ExitStack) -> Names:
         "ranks_per_node": 2,
     }
     wrapped = nn.parallel.DistributedDataParallel(llama())
-    return names | {"ddp_or_fsdp2_model": wrapped, "ddp_model": wrapped}
+    names |= {"ddp_or_fsdp2_model": wrapped, "ddp_model": wrapped}
+    return names | {"fsdp2_model": fully_shard(llama())}
 
 
 def _optim(block: str, until_the_end: ExitStack) -> Names:
