@@ -30,13 +30,13 @@ from laconic import collectives, ops
 from laconic.collectives import Blockwise, Codec, Lossless, Raw
 from laconic.formats import BlockFormat
 
-__all__ = ["run"]
+__all__ = ["OPERATIONS", "call", "run"]
 
 _NUM_RANKS = 2
 _TIMEOUT = timedelta(seconds=30)
 """Of one collective: a rank that has failed costs the others that much."""
-_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather", "scatter")
-_OPERATIONS += ("send and receive",)
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather", "scatter")
+OPERATIONS += ("send and receive",)
 _TORCHS_OWN = "torch's own"
 _CODECS: dict[str, Codec | None] = {
     _TORCHS_OWN: None,
@@ -160,7 +160,7 @@ def _collectives(rank: int, folder: Path, rehearses: bool, put: Callable[..., No
 
 
 def _compare_collectives(rank: int, device: str, inputs: Sequence[Tensor], put: Callable[..., None]) -> None:
-    for operation in _OPERATIONS:
+    for operation in OPERATIONS:
         expected = _expected(operation, inputs, rank)
         for name, codec in _CODECS.items():
             if codec is None and operation == "send and receive" and device == "cuda":
@@ -169,7 +169,7 @@ def _compare_collectives(rank: int, device: str, inputs: Sequence[Tensor], put: 
             there = inputs[rank].to(device)
             started = time.perf_counter()
             try:
-                found = _call(operation, there, rank, codec)
+                found = call(operation, there, rank, codec)
                 verdict = _verdict(None if found is None else found.cpu(), expected, is_exact=name != "int8")
             except Exception as error:
                 verdict = reason_of(error).splitlines()[0]
@@ -207,7 +207,7 @@ def _expected(operation: str, inputs: Sequence[Tensor], rank: int) -> Tensor | N
             return inputs[1 - rank]
 
 
-def _call(operation: str, x: Tensor, rank: int, codec: Codec | None) -> Tensor | None:
+def call(operation: str, x: Tensor, rank: int, codec: Codec | None) -> Tensor | None:
     """One operation of torch.distributed, or of laconic with a codec; returns what it left on this rank."""
     whole, part, out = x.new_empty(_NUM_RANKS * x.numel()), x.new_empty(x.numel() // _NUM_RANKS), x.clone()
     rows = list(whole.chunk(_NUM_RANKS))

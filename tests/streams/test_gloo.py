@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic import collectives
+from benchmarks.gpu_day.exchange import OPERATIONS, call
 from laconic.collectives import Blockwise, Codec, Lossless, Raw
 from laconic.formats import BlockFormat
 from tests.distributed.processes import run_ranks
@@ -20,34 +20,6 @@ from tests.streams.cuda import CUDA, cuda
 from tests.streams.test_wrappers import gloo
 
 CODECS: list[Codec] = [Raw(), Lossless(), Blockwise(BlockFormat("int8", 128))]
-
-
-def called(name: str, x: Tensor, codec: Codec, rank: int) -> Tensor | None:
-    """What a call leaves on this rank."""
-    rows, part, own = x.new_empty(2 * x.numel()), x.new_empty(x.numel() // 2), x.clone()
-    match name:
-        case "all_reduce":
-            return collectives.all_reduce(own, codec=codec).wait()
-        case "all_gather":
-            return collectives.all_gather(rows, x, codec=codec).wait()
-        case "reduce_scatter":
-            return collectives.reduce_scatter(part, x, codec=codec).wait()
-        case "all_to_all":
-            return collectives.all_to_all(own, x, codec=codec).wait()
-        case "broadcast":
-            return collectives.broadcast(own, 0, codec=codec).wait()
-        case "gather":
-            return collectives.gather(rows if rank == 0 else None, x, 0, codec=codec).wait()
-        case "scatter":
-            return collectives.scatter(part, x if rank == 0 else None, 0, codec=codec).wait()
-        case _:
-            calls = [collectives.send, collectives.recv]
-            for call in calls if rank == 0 else calls[::-1]:
-                call(x if call is collectives.send else own, 1 - rank, codec=codec).wait()
-            return own
-
-
-NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather", "scatter", "send and recv")
 
 
 def refuses_devices(method: str) -> Any:
@@ -67,10 +39,10 @@ def as_on_the_cpu(rank: int, folder: Path) -> None:
         for numel in (1 << 18, 512):
             x = (0.02 * torch.randn(numel, generator=torch.Generator().manual_seed(rank))).bfloat16()
             for codec in CODECS:
-                for name in NAMES:
-                    expected = called(name, x, codec, rank)
+                for name in OPERATIONS:
+                    expected = call(name, x, rank, codec)
                     with cuda():
-                        found = called(name, x.to(CUDA), codec, rank)
+                        found = call(name, x.to(CUDA), rank, codec)
                         found = None if found is None else found.cpu()
                     assert (found is None) == (expected is None)
                     assert found is None or expected is None or torch.equal(found, expected), (name, codec, numel)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives.integrations.fsdp2 import ReduceScatter
+from laconic.collectives.integrations.fsdp2 import OwnBuffers, ReduceScatter
 from laconic.errors import ConfigError
 from laconic.gradients.reduce import NATIVE_BELOW_NBYTES, Op, reduce_scatter_q8
 
 __all__ = ["Q8ReduceScatter"]
 
 
-class Q8ReduceScatter(ReduceScatter):
+class Q8ReduceScatter(OwnBuffers, ReduceScatter):
     """`reduce_scatter_q8` for `FSDPModule.set_custom_reduce_scatter`.
 
     FSDP2 hands over one flat buffer of W equal chunks per unit, without borders of parameters; each chunk is quantized
@@ -29,10 +27,6 @@ class Q8ReduceScatter(ReduceScatter):
 
     def __init__(self, min_nbytes: int = NATIVE_BELOW_NBYTES) -> None:
         self.min_nbytes = min_nbytes
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate an uninitialized buffer."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

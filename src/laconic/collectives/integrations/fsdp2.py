@@ -33,6 +33,7 @@ __all__ = [
     "AllGather",
     "DefaultAllGather",
     "DefaultReduceScatter",
+    "OwnBuffers",
     "QuantizedAllGather",
     "ReduceScatter",
     "ZipAllGather",
@@ -43,7 +44,15 @@ __all__ = [
 ]
 
 
-class ZipAllGather(AllGather):
+class OwnBuffers:
+    """What torch asks of each of its custom collectives beside the call: where they write."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate an uninitialized buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class ZipAllGather(OwnBuffers, AllGather):
     """`api.all_gather` for `FSDPModule.set_custom_all_gather`; the gathered parameters have the same bits.
 
     The call does not wait. On CPU tensors the message is sent in the background, and FSDP2 waits when it needs the
@@ -60,10 +69,6 @@ class ZipAllGather(AllGather):
         check_codec(codec)
         self.codec = codec
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate an uninitialized buffer."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
@@ -77,7 +82,7 @@ class ZipAllGather(AllGather):
         )
 
 
-class QuantizedAllGather(AllGather):
+class QuantizedAllGather(OwnBuffers, AllGather):
     """An all-gather of a group of FSDP2's parameters in the blocks of a codec; `quantize_gathers` says what holds.
 
     FSDP2 hands over the shards of all parameters of the group, one behind the other. Each is padded to whole blocks, so
@@ -90,10 +95,6 @@ class QuantizedAllGather(AllGather):
 
     def __init__(self, params: Any, codec: Blockwise) -> None:
         self._params, self.codec = params, codec
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate an uninitialized buffer."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -140,7 +141,7 @@ def _put(rows: Tensor, parts: Sequence[slice], padding: int, gathered: Tensor) -
         start += length + -length % padding
 
 
-class ZipReduceScatter(ReduceScatter):
+class ZipReduceScatter(OwnBuffers, ReduceScatter):
     """`api.reduce_scatter` for `FSDPModule.set_custom_reduce_scatter`.
 
     The sum of a shard is made in fp32 in the order of ranks and rounded once to the buffer's type
@@ -154,10 +155,6 @@ class ZipReduceScatter(ReduceScatter):
     def __init__(self, codec: Codec | str = "auto") -> None:
         check_codec(codec)
         self.codec = codec
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate an uninitialized buffer."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

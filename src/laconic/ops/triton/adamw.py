@@ -20,7 +20,7 @@ from laconic.ops.constants import constant_tensor
 from laconic.ops.declarations.adamw import AdamWStep, AdamWTensors, checked_step
 from laconic.ops.dynamic_map import BLOCK_SIZES, dynamic_map_tensor, zero_code
 from laconic.ops.reference.adamw import level_numbers
-from laconic.ops.triton.blockwise import _bits, _name, _narrow, _on_device, _widen, _widen_bits
+from laconic.ops.triton.blockwise import _bits, _name, _narrow, _on_device, _spread, _widen, _widen_bits
 from laconic.ops.triton.kernel_constants import KernelConstant
 
 __all__ = ["adamw8bit_multi_"]
@@ -86,12 +86,6 @@ def _quantize(x, codes_ptr, scale_ptr, table_ptr, exists, code_exists, ZERO: tl.
         even, odd = tl.split(tl.reshape(codes, [codes.shape[0] // 2, 2]))
         codes = even | (odd << 4)
     tl.store(codes_ptr, codes.to(tl.uint8), mask=code_exists)
-
-
-@triton.jit
-def _repeat(x, TIMES: tl.constexpr):
-    """[N] -> [N * TIMES], each so many times."""
-    return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], TIMES]), [x.shape[0] * TIMES])
 
 
 @triton.jit
@@ -162,10 +156,11 @@ def _update(
     g = tl.load(gradient_ptr + start + element, mask=exists, other=0)
     if QUANTIZED:
         GROUP: tl.constexpr = 16 if WHOLE else 1  # elements that share a scale in any case
-        group = tl.arange(0, BLOCK_SIZE // GROUP)
+        GROUPS: tl.constexpr = BLOCK_SIZE // GROUP
+        group = tl.arange(0, GROUPS)
         group_exists = group * GROUP < left
         scale_at = (start + group * GROUP) // _GRADIENT_BLOCK
-        scale = _repeat(tl.load(gradient_scales_ptr + scale_at, mask=group_exists, other=0.0), GROUP)
+        scale = _spread(tl.load(gradient_scales_ptr + scale_at, mask=group_exists, other=0.0), GROUPS, GROUP)
         g = g.to(tl.int8, bitcast=True).to(tl.float32) * scale
         if RESIDUAL:
             if WHOLE:
@@ -175,7 +170,7 @@ def _update(
                 at = start + element
                 pairs = tl.load(residual_codes_ptr + at // 2, mask=exists, other=0).to(tl.int32)
                 nibble = (pairs >> (4 * (at % 2)).to(tl.int32)) & 15
-            scale = _repeat(tl.load(residual_scales_ptr + scale_at, mask=group_exists, other=0.0), GROUP)
+            scale = _spread(tl.load(residual_scales_ptr + scale_at, mask=group_exists, other=0.0), GROUPS, GROUP)
             g += ((nibble ^ 8) - 8).to(tl.float32) * scale
     else:
         g = _widen(g)

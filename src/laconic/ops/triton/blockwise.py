@@ -165,20 +165,6 @@ def _uniform(seed_key, first, index, ONE_ROW: tl.constexpr):
 
 
 @triton.jit
-def _place(num_blocks, length, BLOCKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ONE_ROW: tl.constexpr):
-    """For this program's blocks: number, row and first column [BLOCKS], and whether each is there."""
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    if ONE_ROW:
-        row = tl.zeros_like(block)
-        column = block * BLOCK_SIZE
-    else:
-        blocks_per_row = tl.cdiv(length, BLOCK_SIZE)
-        row = block // blocks_per_row
-        column = (block - row * blocks_per_row) * BLOCK_SIZE
-    return block, row, column, block < num_blocks
-
-
-@triton.jit
 def _tile(num_blocks, blocks_per_row, length, BLOCKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ONE_ROW: tl.constexpr):
     """For each element of this program's blocks: row, column and whether it is there [BLOCKS * BLOCK_SIZE].
 
