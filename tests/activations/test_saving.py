@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import laconic
 from laconic.activations import SavedTensorTracker
@@ -54,6 +55,29 @@ def test_gradients_are_those_of_torch_whatever_view_is_saved(use: str, layout: s
         first = torch.autograd.grad(z.square().sum(), (x, w), create_graph=True)
         found.append([z, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), (x, w))])
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("pruned", [False, True])
+def test_hooks_around_sites_pack_neither_scales_nor_computed_weights(pruned: bool) -> None:
+    """In `combined` mode, whose hooks round what linear layers save: 65,536 values have 1024 scales."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64), nn.Linear(64, 8))
+    if pruned:
+        prune.l1_unstructured(model[2], "weight", 0.5)
+    found = []
+    for mode in (None, "sites", "combined"):
+        twin = model if pruned else copy.deepcopy(model)
+        twin.zero_grad()
+        if mode is not None:
+            laconic.compress_activations(twin, bits=8, mode=mode)
+        twin(torch.ones(256, 1) * torch.linspace(-1, 1, 256)).square().sum().backward()
+        found.append([p.grad for p in twin.parameters()])
+        if mode is not None:
+            laconic.decompress_activations(twin)
+    for exact, alone, combined in zip(*found, strict=True):
+        assert exact is not None and alone is not None and combined is not None
+        assert (combined - exact).norm() <= 0.02 * exact.norm()
+        assert (alone - exact).norm() <= 0.02 * exact.norm()
 
 
 def test_a_factor_that_changes_is_refused() -> None:

@@ -25,6 +25,7 @@ from laconic.activations.backward.replay import Forgetting, Replay, swapped_para
 from laconic.activations.host.storages import laid_out, overlaps
 from laconic.activations.host.traceable import untraced
 from laconic.activations.keep.kept import Kept, Memo
+from laconic.activations.keep.packer import hooks_around
 from laconic.activations.keep.witnesses import check_unchanged, glance, glances
 from laconic.errors import ModelError
 
@@ -32,7 +33,6 @@ __all__ = ["LARGE_NUMEL", "Call", "Instead", "SecondRun", "first_tensor", "hooks
 
 _push: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
 _pop: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
-_innermost: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 @untraced
@@ -95,7 +95,7 @@ class Instead:
         self._address, self._numel, self._dtype = x.data_ptr(), x.numel(), x.dtype
         self._gaps = None if x.is_contiguous() else (x.size(), x.stride())
         self._kept = kept
-        self._outer = _innermost(False)
+        self._outer = hooks_around()
 
     def __enter__(self) -> None:
         _push(self, _restore)
@@ -302,7 +302,7 @@ class SecondRun(Forgetting):
 
     def first(self, *inputs: Tensor) -> Any:
         """The value of the code, differentiable."""
-        outer = _innermost(False)
+        outer = hooks_around()
         for kept in self._kept:
             kept.memo.announce()
         _push(self._note, self._give)

@@ -37,7 +37,7 @@ from laconic.formats import BlockFormat
 from laconic.ops import DTYPES
 from laconic.ops.codebooks import AFFINE, LEVEL_MAX
 
-__all__ = ["Packer", "exactly", "running_packer"]
+__all__ = ["Packer", "exactly", "hooks_around", "running_packer"]
 
 _MIN_NUMEL = 1024
 """Smaller tensors are not worth a call."""
@@ -70,6 +70,20 @@ def running_packer() -> Packer | None:
     return _RUNNING.packer
 
 
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""Pack and unpack."""
+
+
+def hooks_around() -> Hooks | None:
+    """The innermost hooks on saved tensors in this thread, as hooks of ours inside of them use them; None without any.
+
+    A packer among them holds what it is given: codes, scales and computed weights are what is kept already.
+    """
+    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    packer = _RUNNING.packer
+    return hooks if hooks is None or packer is None else packer.holding(hooks)
+
+
 @contextmanager
 def exactly() -> Iterator[None]:
     """While the block runs, the packer around it packs nothing."""
@@ -93,7 +107,7 @@ class Packer(TorchFunctionMode):
         self.format: Packing | None = format
         self.checked = checked
         self._call: Call | None = None
-        self._outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
+        self._outer: Hooks | None = None
         # Parameters and buffers; and what was saved: how it is kept, None if exactly. The weak references pin the
         # addresses, so a storage that has been freed since cannot be mistaken for one of these.
         self._own: dict[int, StorageWeakRef] = {}
@@ -103,7 +117,7 @@ class Packer(TorchFunctionMode):
     def active(self, module: nn.Module) -> Iterator[None]:
         """Pack while the block runs; the parameters and buffers of `module` itself are left out."""
         # Hooks around these see what these make of a tensor: save_on_cpu gets codes.
-        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._outer = hooks_around()
         self.leave_out(module)
         for part in module.modules():
             if part._compiled_call_impl is not None:  # its graph takes the parameters of all inside, and runs no hook
@@ -139,7 +153,7 @@ class Packer(TorchFunctionMode):
         """
         if self._may_mask(call, x):  # nothing is saved that has to be packed
             return self._during(call, function, (x,), {}, masks=True)
-        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._outer = hooks_around()
         self.leave_out(module)
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _Saved.restore):
             return self._during(call, function, (x,), {}, masks=False)
@@ -206,8 +220,17 @@ class Packer(TorchFunctionMode):
         # A norm makes a new tensor of anything; dropout and activations may not.
         attach(result, derive(rebuild, (kept,), tensors, kept.origin, makes_new=call.family == "batch_norm"))
 
+    def holding(self, hooks: Hooks) -> Hooks:
+        """`hooks`; if they are this packer's, others that pack nothing."""
+        return (self._hold, _Saved.restore) if getattr(hooks[0], "__self__", None) is self else hooks
+
     def _pack(self, tensor: Tensor) -> _Saved:
-        tensors, unpack = self._packed(tensor) if _is_large(tensor) else _exact(tensor)
+        return self._saved(*(self._packed(tensor) if _is_large(tensor) else _exact(tensor)))
+
+    def _hold(self, tensor: Tensor) -> _Saved:
+        return self._saved(*_exact(tensor))
+
+    def _saved(self, tensors: tuple[Tensor, ...], unpack: Callable[[tuple[Tensor, ...]], Tensor]) -> _Saved:
         if self._outer is None:
             return _Saved(tensors, unpack, None)
         pack, restore = self._outer
