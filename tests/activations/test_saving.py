@@ -75,7 +75,8 @@ def test_hooks_around_sites_pack_neither_scales_nor_computed_weights(pruned: boo
         if mode is not None:
             laconic.decompress_activations(twin)
     for exact, alone, combined in zip(*found, strict=True):
-        assert exact is not None and alone is not None
+        assert exact is not None
+        assert alone is not None
         assert combined is not None
         assert (combined - exact).norm() <= 0.02 * exact.norm()
         assert (alone - exact).norm() <= 0.02 * exact.norm()
