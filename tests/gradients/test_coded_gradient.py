@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -404,6 +405,18 @@ def test_differentiable_gradients_are_refused_by_name() -> None:
     (penalty,) = torch.autograd.grad(model(torch.ones(2, 6)).square().sum(), model.weight, create_graph=True)
     penalty.square().sum().backward()
     assert isinstance(model.weight.grad, CodedGradient)
+
+
+def test_writes_past_torch_are_refused_and_no_memory_is_moved() -> None:
+    """A numpy array would be a copy, whose writes the gradient never sees; memory to share there is none."""
+    coded, _ = pair()
+    before = coded.grad + 0  # type: ignore[operator]
+    for array in (coded.grad.numpy(), coded.grad.numpy(force=True), np.asarray(coded.grad)):  # type: ignore[union-attr]
+        with pytest.raises(ValueError, match="read-only"):
+            array *= 2
+    with pytest.raises(FormatError, match="shared memory"):
+        nn.ParameterList([coded]).share_memory()
+    assert torch.equal(coded.grad + 0, before)  # type: ignore[operator]
 
 
 def test_hooks_of_others_see_the_gradient() -> None:

@@ -110,8 +110,21 @@ class CodedGradient(Tensor):
     # --- what C++ does by addresses ---
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The values as a numpy array, a copy."""
-        return self.dequantize().numpy(force=force)
+        """The values as a numpy array that cannot be written to: it is a copy, and the gradient would not change."""
+        values = self.dequantize().numpy(force=force)
+        values.flags.writeable = False
+        return values
+
+    def share_memory_(self) -> Tensor:
+        """Refused: this tensor has no memory of its own that torch could move.
+
+        Raises:
+            FormatError: always.
+        """
+        raise FormatError(
+            "a gradient in codes cannot be moved to shared memory (model.share_memory() moves gradients too); share the"
+            " model before its first backward, or call zero_grad() first"
+        )
 
     def tolist(self) -> Any:
         """The values as nested lists."""
