@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from laconic.activations.host.patched import NATIVE, unpatched
 from laconic.activations.host.tracker import observe
 from laconic.errors import ModelError
 from laconic.ops import pack_bits, unpack_bits
@@ -168,6 +169,8 @@ class _FirstRun(TorchFunctionMode):
         self._decisions = decisions
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if type(func) not in NATIVE:
+            func = unpatched(func)
         result = func(*args, **kwargs) if kwargs else func(*args)
         if torch.compiler.is_compiling():  # a graph inside of the region has to be the same in both runs
             return result
@@ -195,6 +198,8 @@ class _SecondRun(TorchFunctionMode):
         self._calls = iter(decisions.calls)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if type(func) not in NATIVE:
+            func = unpatched(func)
         result = func(*args, **kwargs) if kwargs else func(*args)  # even where it is replaced: it may draw
         if torch.compiler.is_compiling():  # a graph inside of the region has to be the same in both runs
             return result

@@ -58,12 +58,12 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": Activation(F.silu, torch.ops.aten.silu_backward),
     "gelu": Activation(F.gelu, torch.ops.aten.gelu_backward),
     "gelu_tanh": Activation(
-        lambda x: F.gelu(x, approximate="tanh"),
+        partial(F.gelu, approximate="tanh"),
         lambda grad, x: torch.ops.aten.gelu_backward(grad, x, approximate="tanh"),
     ),
     "quick_gelu": Activation(lambda x: x * torch.sigmoid(1.702 * x), lambda grad, x: _quick_gelu_backward(grad, x)),
     "relu": Activation(F.relu, lambda grad, x: torch.ops.aten.threshold_backward(grad, x, 0)),
-    "relu2": Activation(lambda x: F.relu(x).square(), lambda grad, x: grad * 2 * F.relu(x)),
+    "relu2": Activation(lambda x: torch.relu(x).square(), lambda grad, x: grad * 2 * torch.relu(x)),
 }
 """The activation functions a gated or plain feed-forward site can rebuild, by name."""
 

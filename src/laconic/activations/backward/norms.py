@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import layer_norm  # torch's own, whatever a host puts in its place
 
 from laconic.activations.host.cuda_graph import is_captured
 from laconic.activations.host.traceable import argument_class
@@ -45,7 +45,7 @@ def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormS
     wide = x.float()
     if spec.kind == "layer":
         weight, bias = (None if p is None else p.float() for p in (weight, bias))
-        return F.layer_norm(wide, x.shape[-1:], weight, bias, spec.eps).to(x.dtype)
+        return layer_norm(wide, x.shape[-1:], weight, bias, spec.eps).to(x.dtype)
     y = wide * _inverse_rms(wide, spec.eps)
     return (y if weight is None else y.mul_(_scale(weight, spec))).to(x.dtype)
 
@@ -55,7 +55,7 @@ def norm_formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: No
     wide = x.float()
     if spec.kind == "layer":
         weight, bias = (None if p is None else p.float() for p in (weight, bias))
-        return F.layer_norm(wide, x.shape[-1:], weight, bias, spec.eps).to(dtype)
+        return layer_norm(wide, x.shape[-1:], weight, bias, spec.eps).to(dtype)
     y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + spec.eps)
     return (y if weight is None else y * _scale(weight, spec)).to(dtype)
 

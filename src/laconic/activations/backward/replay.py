@@ -8,16 +8,16 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laconic.activations.backward.decisions import Decisions
 from laconic.activations.host.cuda_graph import is_captured, without_draws
 from laconic.activations.host.modules import modules_of
+from laconic.activations.host.patched import RunningCode
 from laconic.activations.host.traceable import untraced
 from laconic.errors import ModelError
 
-__all__ = ["Forgetting", "Replay", "check_attention", "forgets", "forgetting", "swapped_parameters"]
+__all__ = ["Forgetting", "Replay", "forgets", "forgetting", "swapped_parameters"]
 
 
 def forgetting() -> AbstractContextManager[Any]:
@@ -77,23 +77,6 @@ def swapped_parameters(module: nn.Module, others: Mapping[str, Tensor]) -> Itera
             parameters[name] = parameter
 
 
-def check_attention(before: object) -> None:
-    """Check that torch's attention is the function that it was in forward.
-
-    `torch.distributed.tensor.experimental.context_parallel` puts another one in its place for the length of a block;
-    outside of it, code that runs again would attend to this rank's part of the sequence only.
-
-    Raises:
-        ModelError: it is another one.
-    """
-    if F.scaled_dot_product_attention is not before:
-        raise ModelError(
-            "torch.nn.functional.scaled_dot_product_attention is another function in backward than in forward, as it "
-            "is when a context_parallel block begins or ends in between, and code that laconic runs again would "
-            "compute something else; call loss.backward() inside of the block in which the forward ran"
-        )
-
-
 def _check_batches(*, draws: bool) -> None:
     """Check that the code that runs again may run for several gradients at once.
 
@@ -129,9 +112,17 @@ class Replay:
         device: where the computation runs.
         module: whose code runs, in training or in evaluation.
         decisions: where the code's decisions are noted; None if it makes none.
+        calls_forward: whether the code is the module's forward, and not a function that its forward calls.
     """
 
-    def __init__(self, device: torch.device, module: nn.Module, decisions: Decisions | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        module: nn.Module,
+        decisions: Decisions | None = None,
+        *,
+        calls_forward: bool = True,
+    ) -> None:
         self._decisions = decisions
         self._num_decided = 0
         self._device = device
@@ -139,7 +130,7 @@ class Replay:
         self._modes = tuple([part.training for part in self._parts])
         self._autocast = _autocast(device.type) if torch._C._is_any_autocast_enabled() else None
         self._cache = torch.is_autocast_cache_enabled()
-        self._attention = F.scaled_dot_product_attention
+        self._code = RunningCode(self._parts if calls_forward else ())
 
     def run(self, function: Callable[[], Any]) -> tuple[Any, tuple[Tensor, ...]]:
         """The value of `function()`, and the state for `again`.
@@ -170,14 +161,14 @@ class Replay:
         """While the block runs, code draws, decides and casts as in `run`; then the random state is as before.
 
         Raises:
-            ModelError: torch's attention is another function than in `run`, or vmap runs this backward and code draws;
-                in the block, code decides by values in another order.
+            ModelError: torch's attention or the forward of a part is another one than in `run`, or vmap runs this
+                backward and code draws; in the block, code decides by values in another order.
         """
-        check_attention(self._attention)
         num_draws = len(state) - self._num_decided
         draws, decided = state[:num_draws], state[num_draws:]
         _check_batches(draws=bool(draws))
         with ExitStack() as stack:
+            stack.enter_context(self._code.again())
             if draws:
                 devices = [self._device] if len(draws) > 1 else []
                 stack.enter_context(torch.random.fork_rng(devices=devices))

@@ -123,7 +123,8 @@ class AttentionCore(OfModule):
         kwargs: dict[str, Any],
     ) -> Any:
         named(self.site.name)
-        replay = Replay(qkv[0].device, module, self.habit.decisions(module.training, rest, kwargs))
+        decisions = self.habit.decisions(module.training, rest, kwargs)
+        replay = Replay(qkv[0].device, module, decisions, calls_forward=False)
         call, others = Call.of(partial(attend, module), 3, rest, kwargs)
         run = SecondRun(
             self.site.name,

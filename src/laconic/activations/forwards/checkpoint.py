@@ -11,14 +11,13 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -28,11 +27,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from laconic.activations.backward.decisions import Decisions, Habit
 from laconic.activations.backward.derivatives import innermost_transform, is_transformed
-from laconic.activations.backward.replay import check_attention, forgets
+from laconic.activations.backward.replay import forgets
 from laconic.activations.backward.saving import is_no_nest
 from laconic.activations.forwards.replacement import Replacement
 from laconic.activations.host.audited import AUDITED
 from laconic.activations.host.cuda_graph import is_captured, without_draws
+from laconic.activations.host.modules import modules_of
+from laconic.activations.host.patched import RunningCode
 from laconic.activations.host.storages import laid_out, overlaps, place_of
 from laconic.activations.host.streams import stream_of
 from laconic.activations.host.traceable import graphs_are_exact, is_exporting
@@ -138,7 +139,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, format: BlockFormat | N
         return run_again(region(function), args, kwargs)
 
 
-def run_again(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_again(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parts: Sequence[nn.Module] = ()
+) -> Any:
     """`function(*args, **kwargs)`, run again in backward; autograd saves every tensor in the arguments.
 
     torch's function would hold those that are given by name, or lie in a tuple, a list or a dict, in a closure: past
@@ -148,10 +151,11 @@ def run_again(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         function: whose tensors inside are not saved.
         args: its arguments by position; tensors and any nest of tuples, lists and dicts with tensors among them.
         kwargs: its arguments by name, likewise.
+        parts: modules whose code it runs.
 
     Raises:
-        ModelError: a CUDA graph is captured, and the function draws on the device; in backward, torch's attention is
-            another function than in forward (see `check_attention`).
+        ModelError: a CUDA graph is captured, and the function draws on the device; in backward, torch's attention
+            or the forward of a part is another one than in forward.
     """
     leaves, spec = tree_flatten((args, kwargs), is_leaf=is_no_nest)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -161,15 +165,15 @@ def run_again(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     filled_from = [(place, numbers[id(leaves[place])]) for place in places]
     rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-    attention = F.scaled_dot_product_attention
+    code = RunningCode(parts)
 
     def run(*tensors: Tensor) -> Any:
-        check_attention(attention)
         filled = list(rest)
         for place, number in filled_from:
             filled[place] = tensors[number]
         args, kwargs = tree_unflatten(filled, spec)
-        return function(*args, **kwargs)
+        with code.again():
+            return function(*args, **kwargs)
 
     if not any(is_captured(x.device) for x in tensors):
         return torch.utils.checkpoint.checkpoint(run, *tensors, use_reentrant=False)
@@ -323,7 +327,7 @@ class LayerForward(Replacement):
             kwargs = {**kwargs, "past_key_values": None}
         decisions = self.habit.decisions(self.module.training, args, kwargs)
         with packed_inputs(args, self.format, decisions) as region:
-            return run_again(region(self.original), args, kwargs)
+            return run_again(region(self.original), args, kwargs, modules_of(self.module))
 
     def _under_host(self, args: Any, kwargs: Any) -> Any:
         """The forward of a layer that Hugging Face's function checkpoints."""

@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from laconic.activations.backward.derivatives import derivative
 from laconic.activations.forwards.base import SiteForward
 from laconic.activations.host.tracker import observe
+from laconic.activations.keep.choice import Packing
 from laconic.activations.keep.kept import attach, derive, found
+from laconic.activations.recognize.sites import Site
+from laconic.activations.recognize.trial import ForwardCode
 
 __all__ = ["DropoutForward", "dropout", "pack_mask", "unpack_mask"]
 
@@ -106,12 +109,16 @@ class _Dropout(torch.autograd.Function):
 class DropoutForward(SiteForward):
     """Runs the module's own dropout and keeps its mask in bits."""
 
+    def __init__(self, module: nn.Module, site: Site, format: Packing) -> None:
+        super().__init__(module, site, format)
+        self.code = ForwardCode(type(module))
+
     def keeps(self, x: Tensor) -> bool:
         """Whether the call draws a mask that backward needs; compiled graphs have their own dropout."""
         module = self.module
         assert isinstance(module, nn.Dropout)
         drops = module.training and 0 < module.p < 1 and not module.inplace
-        return drops and x.requires_grad and not torch.compiler.is_compiling()
+        return drops and x.requires_grad and not torch.compiler.is_compiling() and self.code.unchanged(module)
 
     def run(self, x: Tensor) -> Tensor:
         """Dropout of x, saving the mask in bits."""

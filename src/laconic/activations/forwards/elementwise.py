@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laconic.activations.backward import functions
@@ -56,7 +55,9 @@ def activation(x: Tensor, value: Tensor, name: str, format: Packing) -> Tensor:
     y: Tensor = _Relu.apply(x, value, signs)
     # An input that is right on average gives such an output with the signs of the exact one.
     is_unbiased = block_format_of(format).is_stochastic
-    attach(y, derive(_where_positive, (kept,), (signs,), "mlp") if is_unbiased else derive(F.relu, (kept,), (), "mlp"))
+    attach(
+        y, derive(_where_positive, (kept,), (signs,), "mlp") if is_unbiased else derive(torch.relu, (kept,), (), "mlp")
+    )
     return y
 
 

@@ -25,6 +25,7 @@ from laconic.activations.backward.replay import Replay, forgetting
 from laconic.activations.backward.rerun import graft, rebuilt
 from laconic.activations.backward.saving import Call, SecondRun
 from laconic.activations.forwards.base import SiteForward
+from laconic.activations.host.patched import NATIVE, unpatched
 from laconic.activations.keep.choice import Packing
 from laconic.activations.keep.kept import keep
 from laconic.activations.keep.witnesses import named
@@ -63,6 +64,8 @@ class _LinearOf(TorchFunctionMode):
         self._format = format
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if type(func) not in NATIVE:
+            func = unpatched(func)
         kwargs = kwargs or {}
         if func is F.linear and not kwargs and args[1].shape == self._shape:
             x, weight, *bias = args

@@ -25,6 +25,7 @@ from laconic.activations.backward.replay import Replay
 from laconic.activations.forwards.base import BlockMode, SiteForward
 from laconic.activations.forwards.replacement import replacements_of
 from laconic.activations.host.dtensors import is_packable
+from laconic.activations.host.patched import NATIVE, unpatched
 from laconic.activations.keep.choice import Packing
 from laconic.activations.keep.kept import attach, derive, found, found_or_held
 from laconic.activations.recognize.sites import MlpSpec, Site
@@ -120,6 +121,8 @@ class _Products(BlockMode):
         self._block = block
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if type(func) not in NATIVE:
+            func = unpatched(func)
         kwargs = kwargs or {}
         if func in PRODUCTS and not kwargs and torch.is_grad_enabled() and self._may_keep(*args):
             a, b = args

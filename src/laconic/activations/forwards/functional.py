@@ -31,6 +31,7 @@ from laconic.activations.forwards.checkpoint import runs_twice
 from laconic.activations.forwards.dropout import dropout
 from laconic.activations.forwards.elementwise import activation, is_worth_packing
 from laconic.activations.forwards.feedforward import PARTS, PRODUCTS, is_made, note_parts
+from laconic.activations.host.patched import NATIVE, unpatched
 from laconic.activations.keep.choice import Packing
 from laconic.activations.keep.kept import attach, derive, found
 from laconic.activations.recognize.code_scan import TorchCalls
@@ -78,6 +79,8 @@ class _Functions(BlockMode):
         self._forward = forward
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if type(func) not in NATIVE:
+            func = unpatched(func)
         kwargs = kwargs or {}
         name = _NAMES.get(func)
         if name is not None and self._is_ours(args):

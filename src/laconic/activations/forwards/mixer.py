@@ -27,6 +27,7 @@ from laconic.activations.backward.decisions import Decisions, Habit
 from laconic.activations.backward.replay import Replay, forgetting
 from laconic.activations.forwards.base import SiteForward
 from laconic.activations.forwards.checkpoint import packed_inputs, run_again
+from laconic.activations.host.modules import modules_of
 from laconic.activations.keep.choice import Offload, Packing
 from laconic.activations.keep.rounding import quantized
 from laconic.activations.keep.witnesses import Glances, check_unchanged, glances
@@ -85,7 +86,7 @@ class MixerForward(SiteForward):
         with packed_inputs(
             self.inputs(args, kwargs), self.input_format, decisions, with_data=self.packs_data
         ) as region:
-            return run_again(region(self._writing_once()), args, kwargs)
+            return run_again(region(self._writing_once()), args, kwargs, modules_of(self.module))
 
     def _writing_once(self) -> Callable[..., Any]:
         """The module's own forward; what its first call writes to a cache stays there, and later ones get none."""

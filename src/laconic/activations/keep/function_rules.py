@@ -59,6 +59,9 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
 }
 """Arguments of the functions known here, in the order of torch.nn.functional."""
 
+_FUNCTIONS = {name: getattr(F, name) for name in _SIGNATURES if name != "convolution"}
+"""torch's own, whatever a host puts in their places."""
+
 _SPELLINGS = {"convolution": "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"}
 _DROPOUTS = "dropout dropout1d dropout2d dropout3d feature_dropout"
 
@@ -239,7 +242,8 @@ class Call:
                 rounded input varies more than the exact one, and relu makes more of values that were rounded up than
                 of others.) A function that clips at both ends is not computed again, nor a relu without kept signs.
         """
-        match self.family:
+        family = self.family or ""
+        match family:
             case "relu6" | "hardtanh" if unbiased:
                 return None
             case "relu" | "leaky_relu" if unbiased and self.mask is None:
@@ -253,21 +257,21 @@ class Call:
             case "relu":
                 return torch.relu, ()
             case "relu6":
-                return _with(F.hardtanh, min_val=0.0, max_val=6.0), ()
+                return _with(_FUNCTIONS["hardtanh"], min_val=0.0, max_val=6.0), ()
             case "hardtanh":
                 low, high = self._limits()
-                return _with(F.hardtanh, min_val=low, max_val=high), ()
+                return _with(_FUNCTIONS["hardtanh"], min_val=low, max_val=high), ()
             case "leaky_relu":
-                return _with(F.leaky_relu, negative_slope=self.argument("negative_slope", 0.01)), ()
+                return _with(_FUNCTIONS[family], negative_slope=self.argument("negative_slope", 0.01)), ()
             case "gelu":
-                return _with(F.gelu, approximate=self.argument("approximate", "none")), ()
+                return _with(_FUNCTIONS[family], approximate=self.argument("approximate", "none")), ()
             case "elu":
-                return _with(F.elu, alpha=self.argument("alpha", 1.0)), ()
+                return _with(_FUNCTIONS[family], alpha=self.argument("alpha", 1.0)), ()
             case "softplus":
                 beta, threshold = self.argument("beta", 1.0), self.argument("threshold", 20.0)
-                return _with(F.softplus, beta=beta, threshold=threshold), ()
+                return _with(_FUNCTIONS[family], beta=beta, threshold=threshold), ()
             case "silu" | "mish" | "hardswish" | "hardsigmoid":
-                return getattr(F, self.family), ()
+                return _FUNCTIONS[family], ()
             case "dropout" if self.mask is not None:
                 decode = self.mask.decode
                 return (lambda x, *codes: x * decode(codes)), self.mask.tensors
@@ -317,7 +321,7 @@ class Call:
         for name in ("num_groups", "normalized_shape"):
             if name in _SIGNATURES[family]:
                 others[name] = self.argument(name)
-        function = getattr(F, family)
+        function = _FUNCTIONS[family]
 
         def normalize(x: Tensor, *tensors: Tensor) -> Tensor:
             if widens:

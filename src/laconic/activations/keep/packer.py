@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from laconic.activations.host.audited import AUDITED
 from laconic.activations.host.dtensors import warn_exact
+from laconic.activations.host.patched import NATIVE, unpatched
 from laconic.activations.host.storages import place_of
 from laconic.activations.host.streams import record_reader, stream_of
 from laconic.activations.host.tracker import own_storages
@@ -159,6 +160,8 @@ class Packer(TorchFunctionMode):
             return self._during(call, function, (x,), {}, masks=False)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if type(func) not in NATIVE:
+            func = unpatched(func)
         kwargs = kwargs or {}
         call = Call(func, args, kwargs)
         # Hooks inside of these, as those of a checkpointed region, expect torch's own saved tensors.

@@ -2,8 +2,9 @@
 
 Values alone do not identify a module. It may draw random numbers, or compute something else in training than in
 evaluation, or do so later, when somebody sets an attribute that was zero at the trial. So a formula stands for a module
-only if both modes agree and nothing is drawn (`settled`), and only as long as its plain attributes stay the same
-(`PlainAttributes`).
+only if both modes agree and nothing is drawn (`settled`), and only as long as its plain attributes and its code stay
+the same (`PlainAttributes`): a host may put code of its own in the place of a class or its forward, or of a function of
+torch, at any time.
 """
 
 from __future__ import annotations
@@ -12,15 +13,24 @@ import copy
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from laconic.activations.host.modules import forward_of
+from laconic.activations.host.patched import called_by
 
-__all__ = ["PlainAttributes", "has_plain_attributes", "outcome", "own_forward", "settled", "usual_numbers"]
+__all__ = [
+    "ForwardCode",
+    "PlainAttributes",
+    "has_plain_attributes",
+    "outcome",
+    "own_forward",
+    "settled",
+    "usual_numbers",
+]
 
 _HOOKS = (
     "_forward_hooks",
@@ -165,8 +175,34 @@ _NEVER = object()
 _INTERNAL = vars(nn.Module()).keys() | {"forward", "training", "_is_hf_initialized"}
 
 
+class ForwardCode:
+    """The forward of a module's class, and the functions that it calls by name, as they are now."""
+
+    __slots__ = ("_called", "_forward", "_owner")
+
+    def __init__(self, owner: type[nn.Module]) -> None:
+        self._owner = owner
+        self._forward = owner.forward
+        self._called = [(home, name, getattr(home, name)) for home, name in called_by(owner.forward)]
+
+    def unchanged(self, module: nn.Module) -> bool:
+        """Whether a call of the module runs this code."""
+        if type(module).forward is not self._forward:
+            return False
+        for home, name, value in self._called:  # noqa: SIM110  no generator, which takes twice as long
+            if getattr(home, name, None) is not value:
+                return False
+        return True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardCode:
+        return self
+
+    def __reduce__(self) -> tuple[type[ForwardCode], tuple[type[nn.Module]]]:
+        return ForwardCode, (self._owner,)
+
+
 class PlainAttributes:
-    """The plain attributes of a module: numbers, strings and booleans, its own and those of its objects.
+    """The code and the plain attributes of a module: numbers, strings, booleans, functions; its own and its objects'.
 
     Args:
         module: the recognized module; it has no children.
@@ -177,6 +213,7 @@ class PlainAttributes:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._code = ForwardCode(type(module))
         self._seen: list[tuple[str, Any]] = []
         self._inside: list[tuple[str, str, Any]] = []
         # A subclass of torch's linear layer or norm that adds no forward of its own adds nothing that it depends on.
@@ -185,7 +222,7 @@ class PlainAttributes:
         for name, value in vars(module).items():
             if name in _INTERNAL:
                 continue
-            if _is_plain(value):
+            if _is_plain(value) or isinstance(value, FunctionType | BuiltinFunctionType):
                 self._seen.append((name, list(value) if isinstance(value, list) else value))
             elif known or callable(value) or isinstance(value, torch.dtype | torch.device):
                 continue
@@ -196,7 +233,9 @@ class PlainAttributes:
                 self._inside += [(name, key, item) for key, item in inside.items() if _is_plain(item)]
 
     def unchanged(self, module: nn.Module) -> bool:
-        """Whether the module's plain attributes are still the same."""
+        """Whether the module's code and plain attributes are still the same."""
+        if not self._code.unchanged(module):
+            return False
         for name, value in self._seen:  # no generators, which take twice as long
             if getattr(module, name, _NEVER) != value:
                 return False

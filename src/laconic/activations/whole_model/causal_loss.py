@@ -6,7 +6,8 @@ largest tensors of a step once activations are packed. Here the same operations 
 what is there beside the logits are the log-probabilities, and in backward the gradient in the dtype of the logits.
 
 Rows are independent of each other in all of these operations, and what is added up over rows, the loss itself, is made
-in one call. A trial proves at the first use that transformers' function still computes this.
+in one call. A trial proves at the first use that transformers' function computes this, and again whenever a host has
+put another function in the place of it or of one that it calls (Liger Kernel does).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from laconic.activations.forwards.replacement import ModelReplacement
 from laconic.activations.recognize.trial import usual_numbers
 from laconic.ops.derivatives import connected, edge_of, gradients
 
-__all__ = ["CausalLossForward", "causal_loss", "has_causal_loss"]
+__all__ = ["CausalLossForward", "causal_loss", "has_causal_loss", "loss_functions"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _IGNORED = -100
@@ -125,21 +126,20 @@ def has_causal_loss(module: nn.Module) -> bool:
     cls = type(module)
     if not hasattr(cls, "loss_function") or "labels" not in inspect.signature(cls.forward).parameters:
         return False
-    original = _original()
-    return original is not None and _is_proved(original)
+    return _is_proved(*loss_functions())
 
 
-def _original() -> Callable[..., Tensor] | None:
-    """transformers' loss for causal language models."""
-    function: Callable[..., Tensor] | None = getattr(
-        sys.modules.get("transformers.loss.loss_utils"), "ForCausalLMLoss", None
-    )
-    return function
+def loss_functions() -> tuple[Callable[..., Tensor] | None, ...]:
+    """transformers' loss for causal language models, and what it calls, as they are now."""
+    module = sys.modules.get("transformers.loss.loss_utils")
+    return getattr(module, "ForCausalLMLoss", None), getattr(module, "fixed_cross_entropy", None), F.cross_entropy
 
 
-@cache
-def _is_proved(original: Callable[..., Tensor]) -> bool:
-    """Whether transformers' function gives the same bits on a few numbers."""
+@lru_cache(8)
+def _is_proved(original: Callable[..., Tensor] | None, *_: Callable[..., Tensor] | None) -> bool:
+    """Whether transformers' function, by those that it calls, gives the same bits on a few numbers."""
+    if original is None:
+        return False
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(11, (2, 5), generator=generator, device="cpu")
     labels[0, 2] = _IGNORED
@@ -188,7 +188,9 @@ class CausalLossForward(ModelReplacement):
             logits: Any = args[0] if args else kwargs.get("logits")
             plain = type(logits) in (Tensor, FakeTensor)  # also where the planner traces a step
             served = plain and logits.dtype in _DTYPES and logits.requires_grad
-            return (causal_loss if served and original is _original() else original)(*args, **kwargs)
+            now = loss_functions()
+            is_known = served and original is now[0] and _is_proved(*now)
+            return (causal_loss if is_known else original)(*args, **kwargs)
 
         own["_loss_function"] = loss_function
         try:

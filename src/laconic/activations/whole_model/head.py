@@ -33,6 +33,7 @@ from laconic.activations.forwards.base import LinearForward
 from laconic.activations.forwards.replacement import ModelReplacement
 from laconic.activations.keep.choice import Packing
 from laconic.activations.recognize.sites import Site
+from laconic.activations.whole_model.causal_loss import loss_functions
 from laconic.activations.whole_model.loss import LossSpec, VocabularyShard, check_range, divisor_of, tiled_loss
 from laconic.errors import DataError, ModelError
 from laconic.formats import BlockFormat
@@ -223,6 +224,9 @@ class CausalForward(ModelReplacement):
         self.head = head
         self.place = place
         self.loss_function = _attribute(module, "loss_function")
+        self.loss_functions = loss_functions()
+        self.factors = _factors_of(module)
+        self.projection = place.projection.removeprefix(f"{place.name}.")
         self.is_running = False
         self._warned: set[str] = set()
 
@@ -277,8 +281,15 @@ class CausalForward(ModelReplacement):
         """Why a call with these arguments needs all logits, None if it does not."""
         if _attribute(self.module, "loss_function") is not self.loss_function:
             return "another loss_function was given to the model after the conversion"
+        if loss_functions() != self.loss_functions:
+            return "another function took the place of torch's cross entropy or transformers' loss after the conversion"
         if _attribute(self.module, "get_output_embeddings")() is not self.head.module:
             return "the output projection was replaced or adapted after the conversion"
+        if (factors := _factors_of(self.module)) != self.factors:
+            changed = sorted(name for name, _ in factors.items() ^ self.factors.items())
+            return f"{', '.join(dict.fromkeys(changed))} changed after the conversion, and may scale or cap logits"
+        if (hook := _hook_on_logits(self.module, self.projection)) is not None:
+            return f"{hook}, which may read or change logits or their gradient; register it on the model instead"
         if not isinstance(arguments.get("labels"), Tensor):
             return (
                 "the model was called without labels, so its loss is computed from the logits elsewhere, as Hugging "
@@ -332,6 +343,39 @@ class BodyForward(ModelReplacement):
 
 def _attribute(module: nn.Module, name: str) -> Any:
     return getattr(module, name, None)
+
+
+def _factors_of(module: nn.Module) -> dict[str, float | None]:
+    """Numbers of the model and of its configuration by which it may scale or cap logits."""
+    found: dict[str, float | None] = {}
+    for owner in (module, _text_config(module)):
+        for name, value in vars(owner).items() if owner is not None else ():
+            if ("logit" in name or "multiplier" in name) and (value is None or type(value) in (int, float)):
+                found[f"{type(owner).__name__}.{name}"] = value
+    return found
+
+
+_HOOKS = ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOSTS = ("torch.distributed.", "transformers.", "accelerate.", "deepspeed.", "wandb.", "laconic.")
+"""Whose hooks on a module gather, place and record, and leave values alone."""
+
+
+def _hook_on_logits(module: nn.Module, projection: str) -> str | None:
+    """Whose hook sees logits, on the projection or on a head around it; None if there is none."""
+    part: nn.Module | None = module
+    for child in projection.split("."):
+        part = None if part is None else part._modules.get(child)
+        for kind in _HOOKS if part is not None else ():
+            for hook in part.__dict__[kind].values():
+                home = str(getattr(getattr(hook, "func", hook), "__module__", ""))
+                if not f"{home}.".startswith(_HOSTS):
+                    return f"{child} has a hook of {home}"
+    return None
+
+
+def _text_config(module: nn.Module) -> Any:
+    config = _attribute(module, "config")
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _with_plain_logits(result: Any) -> Any:
@@ -437,8 +481,7 @@ class _PassesOn(nn.Module):
 
 def _head_of(module: nn.Module, projection: str) -> CausalHead:
     """What happens between the projection and the loss, found by running the forward on made-up logits."""
-    config = _attribute(module, "config")
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = _text_config(module)
     scales = [1.0, getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)]
     scales += [None if not scale else 1.0 / scale for scale in scales[1:]]
     caps = [None, getattr(config, "final_logit_softcapping", None)]
@@ -527,5 +570,7 @@ def _expected(head: CausalHead, logits: Tensor, labels: Tensor, options: dict[st
     if spec.softcap is not None:
         logits = spec.softcap * torch.tanh(logits / spec.softcap)
     shifted = options.get("shift_labels", _shift(labels) if head.shifts else labels).reshape(-1)
-    losses = F.cross_entropy(logits.flatten(0, 1), shifted, reduction="none")
+    counts = shifted != _IGNORED  # not by `cross_entropy`, in whose place a host may have put its own
+    found = logits.flatten(0, 1).log_softmax(-1).gather(1, shifted.where(counts, 0).unsqueeze(1)).squeeze(1)
+    losses = -found.where(counts, 0.0)
     return losses.sum() / divisor_of(shifted, _IGNORED, options.get("num_items_in_batch"))

@@ -34,10 +34,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import linear
 from torch.overrides import handle_torch_function, has_torch_function
 
 from laconic.activations.backward.derivatives import derivative, is_transformed, refuse_more
@@ -259,7 +259,7 @@ def _logits(
 ) -> Tensor:
     """A tile of logits, in fp32, freshly made: [tokens of hidden, entries]."""
     part = None if bias is None else bias[entries].to(tiles.dtype)
-    return _shaped(F.linear(hidden, weight[entries].to(tiles.dtype), part).to(tiles.wide), spec)
+    return _shaped(linear(hidden, weight[entries].to(tiles.dtype), part).to(tiles.wide), spec)
 
 
 def _shaped(logits: Tensor, spec: LossSpec) -> Tensor:
@@ -308,7 +308,7 @@ def _whole_losses(
     tiles: _Tiles,
 ) -> Tensor:
     """The result of `tiled_loss` from all logits at once, which torch differentiates as often as asked."""
-    logits = F.linear(hidden, weight.to(tiles.dtype), None if bias is None else bias.to(tiles.dtype)).to(tiles.wide)
+    logits = linear(hidden, weight.to(tiles.dtype), None if bias is None else bias.to(tiles.dtype)).to(tiles.wide)
     logits = logits * spec.scale
     if spec.softcap is not None:
         logits = torch.tanh(logits / spec.softcap) * spec.softcap

@@ -1,0 +1,138 @@
+"""Code that a host has put in the place of torch's functions, or of a module's own, and takes away again.
+
+`torch.nn.functional.softmax` hands a mode the function that bears its name at that moment. Where a host has put a
+wrapper in its place, that is the wrapper, which is running already: a mode that calls it computes it twice.
+
+Code that runs again in backward runs with the functions of forward, whatever the host has put where in between.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import lru_cache
+from operator import itemgetter
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._ops import OpOverload, OpOverloadPacket
+
+from laconic.errors import ModelError
+
+__all__ = ["NATIVE", "RunningCode", "called_by", "unpatched"]
+
+NATIVE = frozenset(
+    {
+        BuiltinFunctionType,
+        MethodDescriptorType,
+        MethodWrapperType,
+        WrapperDescriptorType,
+        OpOverload,
+        OpOverloadPacket,
+    }
+)
+"""Types of the functions that C++ hands to modes, which are most of them and always the original."""
+
+_ORIGINALS = {name: value for name, value in vars(F).items() if type(value) is FunctionType}
+_KNOWN = frozenset(
+    value
+    for home in (F, torch, torch.functional, torch.Tensor)
+    for value in vars(home).values()
+    if type(value) is FunctionType
+)
+
+
+def unpatched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's own function where `function` stands in its place in torch.nn.functional, else `function`."""
+    if torch.compiler.is_compiling() or (type(function) is FunctionType and function in _KNOWN):
+        return function
+    places = vars(F)
+    return next((own for name, own in _ORIGINALS.items() if places.get(name) is function), function)
+
+
+_NAMES = tuple([name for name, value in vars(F).items() if callable(value)])
+_functions: Callable[[dict[str, Any]], tuple[Any, ...]] = itemgetter(*_NAMES)
+
+
+@lru_cache(1024)
+def called_by(forward: Callable[..., Any]) -> tuple[tuple[Any, str], ...]:
+    """Where a forward finds the functions that it calls by name: (module, name) in its own file and in torch."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    homes = (F, sys.modules.get(forward.__module__))
+    return tuple(
+        [
+            (home, name)
+            for name in (() if code is None else code.co_names)
+            for home in homes
+            if isinstance(getattr(home, name, None), FunctionType | BuiltinFunctionType)
+        ]
+    )
+
+
+class RunningCode:
+    """The functions of torch.nn.functional, and the forwards of some modules' classes, as they are now.
+
+    Args:
+        parts: the modules; of the first one also the functions that it calls by name.
+    """
+
+    __slots__ = ("_called", "_forwards", "_functions", "_names", "_parts")
+
+    last: tuple[Any, ...] = ()
+    """The functions of the last object, which the next one shares."""
+
+    def __init__(self, parts: Sequence[nn.Module] = ()) -> None:
+        self._functions = _functions(vars(F))
+        if self._functions == RunningCode.last:
+            self._functions = RunningCode.last
+        else:
+            RunningCode.last = self._functions
+        self._parts = parts
+        self._forwards = [type(part).forward for part in parts]
+        self._names = called_by(self._forwards[0]) if parts else ()
+        self._called = [getattr(home, name, None) for home, name in self._names]
+
+    def again(self) -> AbstractContextManager[None]:
+        """While the block runs, what bears a name is what bore it then.
+
+        Raises:
+            ModelError: torch's attention is another function, or a forward is another one.
+        """
+        for part, forward in zip(self._parts, self._forwards, strict=True):
+            if type(part).forward is not forward:
+                raise ModelError(
+                    f"the forward of {type(part).__name__} is {type(part).forward.__qualname__} in backward and was "
+                    f"{forward.__qualname__} in forward, and code that laconic runs again would compute something "
+                    "else; call loss.backward() before another forward is put in its place"
+                )
+        now = _functions(vars(F))
+        called = [getattr(home, name, None) for home, name in self._names]
+        if now == self._functions and called == self._called:
+            return nullcontext()
+        if now[_ATTENTION] is not self._functions[_ATTENTION]:
+            raise ModelError(
+                "torch.nn.functional.scaled_dot_product_attention is another function in backward than in forward, as "
+                "it is when a context_parallel block begins or ends in between, and code that laconic runs again would "
+                "compute something else; call loss.backward() inside of the block in which the forward ran"
+            )
+        then = zip((*((F, name) for name in _NAMES), *self._names), (*self._functions, *self._called), strict=True)
+        return _in_place([(home, name, value) for (home, name), value in then])
+
+
+_ATTENTION = _NAMES.index("scaled_dot_product_attention")
+
+
+@contextmanager
+def _in_place(functions: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for home, name, value in functions:
+            now = getattr(home, name, None)
+            if now is not value:
+                stack.callback(setattr, home, name, now)
+                setattr(home, name, value)
+        yield
