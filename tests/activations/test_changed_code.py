@@ -124,6 +124,20 @@ def test_a_forward_that_has_gone_before_it_runs_again_is_refused(monkeypatch: py
         loss.backward()
 
 
+@pytest.mark.parametrize("change", ["attribute", "buffer"])
+def test_what_changes_before_code_runs_again_is_refused(change: str) -> None:
+    model = make_model("bloom" if change == "attribute" else "gptj")
+    laconic.compress_activations(model, bits=8)
+    attention = model.transformer.h[0].self_attention if change == "attribute" else model.transformer.h[0].attn
+    loss = loss_of(model, make_ids())
+    if change == "attribute":
+        attention.inv_norm_factor *= 3
+    else:
+        attention.embed_positions.data.mul_(3)
+    with pytest.raises(ModelError, match=r"inv_norm_factor changed since its forward|holds other values in backward"):
+        loss.backward()
+
+
 def _smooth(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *args, **kwargs: original(*args, **{**kwargs, "label_smoothing": 0.3})
 

@@ -32,6 +32,7 @@ from laconic.activations.keep.choice import Offload, Packing
 from laconic.activations.keep.rounding import quantized
 from laconic.activations.keep.witnesses import Glances, check_unchanged, glances
 from laconic.activations.recognize.sites import Site
+from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 
 __all__ = ["MixerForward"]
@@ -91,14 +92,23 @@ class MixerForward(SiteForward):
     def _writing_once(self) -> Callable[..., Any]:
         """The module's own forward; what its first call writes to a cache stays there, and later ones get none."""
         before: Glances | None = None
+        attributes: list[Any] = []
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal before
-            parameters = tuple(self.module.parameters())
+            nonlocal before, attributes
+            held = (*self.module.parameters(), *self.module.buffers())
+            now = _plain_attributes(self.module)
             if before is None:
-                before = glances(parameters)
+                before, attributes = glances(held), now
             else:
-                check_unchanged(before, parameters)
+                check_unchanged(before, held)
+                if now != attributes:
+                    changed = sorted({name for name, _ in set(now) ^ set(attributes)})
+                    raise ModelError(
+                        f"{self.site.name} runs again in backward, but {', '.join(changed)} changed since its forward, "
+                        f"so the gradient would be wrong; call backward before the change, or keep this site exact: "
+                        f"None for it in the plan"
+                    )
                 args, kwargs = _without_caches(args, kwargs)
             return self.run_module(*args, **kwargs)
 
@@ -191,6 +201,16 @@ class MixerForward(SiteForward):
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 state.append((name, id(tensor), None if tensor is None else tensor._version))
         return state
+
+
+def _plain_attributes(module: nn.Module) -> list[Any]:
+    """Names and values of the plain attributes of a module and of all inside, but for their modes."""
+    return [
+        (name, value)
+        for part in modules_of(module)
+        for name, value in part.__dict__.items()
+        if isinstance(value, int | float | str) and name != "training"
+    ]
 
 
 def _same(a: Any, b: Any) -> bool:
