@@ -54,6 +54,9 @@ class Options:
     only: Sequence[str] = ()
     """The cases to run, of a benchmark that names its own; empty: all."""
 
+    memory_nbytes: int | None = None
+    """Of a process that trains, for the benchmark that looks for the largest model; None: its own choice."""
+
     out: Path | None = None
     """The report's file, for benchmarks that draw a picture beside it."""
 

@@ -25,6 +25,7 @@ import torch
 
 from benchmarks.kit import timing
 from benchmarks.registry import BENCHMARKS, CASES, SMALL_ELEMENTS, SMOKE_ELEMENTS, Options, Table, report_head
+from laconic.cost.sizes import parse_nbytes
 from netlab import bits_per_second_of
 
 
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--hosts", type=int, nargs="+", default=[], help="over slow links: how many hosts")
     parser.add_argument("--rates", nargs="+", default=[], help="over slow links: their rates, as in 100mbit 2.5gbit")
     parser.add_argument("--profile", action="store_true", help="over slow links: run laconic profile on each first")
+    parser.add_argument("--memory", type=parse_nbytes, metavar="SIZE", help="of largest: for example 3GB")
     parser.add_argument("--only", nargs="+", default=[], help="the cases to run, as their tables are titled")
     parser.add_argument("--small", action="store_true", help="small models and tensors, as for CI")
     parser.add_argument("--smoke", action="store_true", help="a tiny case that only shows that the benchmark runs")
@@ -127,7 +129,9 @@ def _run_part(chosen: argparse.Namespace) -> None:
     if chosen.small:
         elements = min(elements, SMALL_ELEMENTS)
     rates = [bits_per_second_of(rate) for rate in chosen.rates]
-    options = Options(threads, elements, rounds, chosen.hosts, rates, chosen.profile, chosen.only, chosen.out)
+    options = Options(
+        threads, elements, rounds, chosen.hosts, rates, chosen.profile, chosen.only, chosen.memory, chosen.out
+    )
     failed: list[str] = []
     for table in BENCHMARKS[chosen.name](options):
         print(table.render(), flush=True)

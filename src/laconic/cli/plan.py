@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from laconic.cli.progress import working
 from laconic.cost import Batch, Job, Layout, Plan, Settings
 from laconic.cost.hardware.compute import Hardware, Sensitivity
 from laconic.cost.memory.saved_tensors import EXACT, Choice
-from laconic.cost.planner.policy import ALL_CHOICES, CHOICES, Chosen, Weights, agoq, by_bits, choose
+from laconic.cost.planner.largest import most_layers
+from laconic.cost.planner.policy import ALL_CHOICES, CHOICES, BudgetError, Chosen, Weights, agoq, by_bits, choose
 from laconic.cost.sizes import parse_nbytes
 from laconic.cost.text.chart import save_chart
 from laconic.cost.text.plan_text import plan_text
@@ -30,6 +31,8 @@ _SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "vocab_
 _ALL_SIZES = (*_SIZES, "num_kv_heads", "head_dim", "num_experts", "experts_per_token", "tied")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _USUAL_LENGTH = 4096
+_TRACED_LAYERS = 12
+"""Of the model whose layers --largest counts; kinds of layers alternate with at most so many."""
 _MOST = 10**9
 """Largest integer that the planner accepts: its arithmetic and its solver use 64-bit floats."""
 
@@ -44,11 +47,21 @@ def run(args: Sequence[str]) -> int:
     budget = None if options.memory is None else int(parse_nbytes(options.memory) * (1 - options.reserve))
     attention = EXACT if options.attention == "exact" else Choice(options.attention)
     policy = options.policy or ("budget" if budget is not None else "exact")
+    if options.largest:
+        _check_largest(options)
     if policy == "budget" and budget is None:
         raise PlanError("policy is 'budget', but no budget was given; add --memory, for example --memory 24GB")
     sensitivity = None if options.calibration is None else Sensitivity.load(options.calibration)
-    job = _job(options)
-    chosen = _chosen(options, job, policy, attention, budget, sensitivity)
+
+    def choices(job: Job) -> Chosen:
+        return _chosen(options, job, policy, attention, budget, sensitivity)
+
+    if options.largest:
+        assert budget is not None
+        job, chosen = _largest(options, choices, budget)
+    else:
+        job = _job(options)
+        chosen = choices(job)
     plan = Plan.of(job, chosen, budget)
     if options.out is not None:
         plan.save(options.out)
@@ -109,6 +122,40 @@ def _job(options: argparse.Namespace) -> Job:
             image_size=options.image_size,
         )
     return replace(job, shape=replace(job.model, settings=sizes))
+
+
+def _check_largest(options: argparse.Namespace) -> None:
+    """Refuse what --largest cannot go with."""
+    if options.memory is None:
+        raise PlanError("--largest asks which model fits, so it needs --memory, for example --memory 24GB")
+    for name, value in (
+        ("a directory", options.model),
+        ("--num-layers", options.num_layers),
+        ("--split", options.split),
+    ):
+        if value:
+            raise PlanError(
+                f"--largest chooses the number of layers, but {name} ({value}) says it; leave it out and give the "
+                f"other sizes: {_flags([size for size in _SIZES if size != 'num_layers'])}"
+            )
+
+
+def _largest(options: argparse.Namespace, choices: Callable[[Job], Chosen], budget: int) -> tuple[Job, Chosen]:
+    """The deepest model of these sizes that fits, traced as it is, and what is chosen for it."""
+
+    def found(job: Job) -> Chosen | None:
+        try:
+            chosen = choices(job)
+        except BudgetError:
+            return None
+        return chosen if chosen.prediction.peak_nbytes <= budget else None
+
+    options.num_layers = max(_TRACED_LAYERS, options.stages * options.virtual_stages)
+    options.num_layers = most_layers(_job(options), found)
+    # Layers of several kinds may come in another order in a model of this depth.
+    while (chosen := found(job := _job(options))) is None:
+        options.num_layers -= 1
+    return job, chosen
 
 
 def _check_sizes(options: argparse.Namespace) -> None:
@@ -260,6 +307,7 @@ def make_parser() -> Parser:
     add("--tp", type=integer, default=1, metavar="N", help="tensor parallel with sequence parallelism; estimates only")
     add = parser.add_argument_group("choosing").add_argument
     add("--memory", metavar="SIZE", help="of each device, for example 24GB or 80GiB")
+    add("--largest", action="store_true", help="the most layers that fit into --memory, given the other sizes")
     add("--reserve", type=float, default=0.05, help="share of it that is left free (default: %(default)s)")
     add(
         "--policy",

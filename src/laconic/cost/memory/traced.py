@@ -22,6 +22,8 @@ _ANY = frozenset(("_name_or_path", "architectures", "dtype", "torch_dtype", "tra
 _ANY |= frozenset(("bos_token_id", "eos_token_id", "pad_token_id"))
 """Entries of a configuration that change no bytes."""
 
+_NUM_LAYERS = "num_hidden_layers"
+
 Tensors = tuple[tuple[int, int], ...]
 
 
@@ -165,6 +167,25 @@ class TracedModel:
             )
             for unit in self.layers[self.kinds[layer]].units
         ]
+
+    def with_num_layers(self, num_layers: int) -> TracedModel:
+        """The same model with more or fewer layers, whose kinds follow each other as they do here.
+
+        Raises:
+            PlanError: `num_layers` is below 1, the layers are no single list, or their number is not one of the
+                configuration's.
+        """
+        if num_layers < 1:
+            raise PlanError(f"num_layers is {num_layers}, but a model has at least one layer")
+        if not self.is_stack or self.config.get(_NUM_LAYERS) != self.num_layers:
+            raise PlanError(f"{self.model_class} has no single list of {_NUM_LAYERS} layers, so it has no other depth")
+        above = self.names[0].rpartition(".")[0]
+        return replace(
+            self,
+            config=dict(self.config) | {_NUM_LAYERS: num_layers},
+            names=tuple([f"{above}.{layer}" for layer in range(num_layers)]),
+            kinds=tuple([self.kinds[layer % self.num_layers] for layer in range(num_layers)]),
+        )
 
     def describe(self) -> str:
         """Family, layers and parameters in a line."""

@@ -17,7 +17,7 @@ from laconic.cost.planner.milp import IntegerProgram
 from laconic.cost.sizes import format_nbytes
 from laconic.errors import PlanError
 
-__all__ = ["ALL_CHOICES", "CHOICES", "Chosen", "Weights", "choose", "by_bits", "agoq"]
+__all__ = ["ALL_CHOICES", "CHOICES", "BudgetError", "Chosen", "Weights", "choose", "by_bits", "agoq"]
 
 CHOICES = ("16", "8", "6", "5", "4", "recompute", "offload")
 """Choices by their word on the command line, those that are allowed if nothing is said."""
@@ -83,8 +83,8 @@ def choose(
         weights: of error against time.
 
     Raises:
-        PlanError: nothing meets the budget (the message says the smallest that can be met), a word is not known, or
-            SciPy is missing.
+        BudgetError: nothing meets the budget; the message says the smallest that can be met.
+        PlanError: a word is not known, or SciPy is missing.
     """
     words = [word for word in allowed if word != "offload" or job.settings.device != "cpu"]
     for word in words:
@@ -129,8 +129,12 @@ def _cheapest_uniform(job: Job, budget_nbytes: int, words: Sequence[str], costs:
     return min(fitting, key=costs.of_chosen)
 
 
-def _too_little(budget_nbytes: int, smallest: int) -> PlanError:
-    return PlanError(
+class BudgetError(PlanError):
+    """No choice meets the budget."""
+
+
+def _too_little(budget_nbytes: int, smallest: int) -> BudgetError:
+    return BudgetError(
         f"the budget is {budget_nbytes:,} bytes per device, but the least that these choices can do with is "
         f"{smallest:,} bytes ({format_nbytes(smallest)}) on the fullest rank; raise the budget, allow more choices, "
         f"shorten the micro-batch, shard parameters, or use the chunked loss, 8-bit gradients and optimizer"
