@@ -252,3 +252,39 @@ def test_what_is_said_of_the_largest_terms_makes_them_smaller(
         assert name not in then or then[name][0] < nbytes, told
         tried += 1
     assert tried
+
+
+_GIVEN = {"hidden-size": 64, "intermediate-size": 96, "num-heads": 4, "vocab-size": 257, "sequence-length": 32}
+_SIZES = [part for name, size in _GIVEN.items() for part in (f"--{name}", str(size))]
+
+
+@pytest.mark.ci
+def test_the_largest_model_fits_and_a_deeper_one_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["plan", *_SIZES, "--memory", "4MB", "--optimizer", "adamw8bit", "--json"]
+    assert main([*flags, "--largest"]) == 0
+    plan = Plan.from_dict(json.loads(capsys.readouterr().out))
+    layers = plan.job.model.num_layers
+    assert layers > 3
+    assert main([*flags, "--num-layers", str(layers)]) == 0
+    assert Plan.from_dict(json.loads(capsys.readouterr().out)) == plan
+    assert main([*flags, "--num-layers", str(layers + 1)]) == 2
+    assert "the least that these choices can do with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ([], "--largest asks which model fits, so it needs --memory"),
+        (["--memory", "1GB", "--num-layers", "4"], "but --num-layers (4) says it; leave it out"),
+        (
+            ["--memory", "1GB", "some_model"],
+            "but a directory (some_model) says it; leave it out and give the other sizes",
+        ),
+        (["--memory", "1GB", "--split", "1", "2"], "but --split ([1, 2]) says it"),
+    ],
+)
+def test_what_says_the_depth_does_not_go_with_largest(
+    flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *_SIZES, "--largest", *flags]) == 2
+    assert complaint in capsys.readouterr().err

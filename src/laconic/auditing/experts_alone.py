@@ -141,7 +141,9 @@ class ExpertsWatch:
             why = "whose experts are sharded with other parameters"
         if why is None:
             assert ranks is not None
-            called = summed(ranks.groups, torch.tensor(float(name in self._noted), device=_device(layer)))
+            called = summed(
+                ranks.groups, torch.tensor(float(name in self._noted), device=_device(layer), dtype=torch.float32)
+            )
             if float(called) == ranks.size:
                 return ranks
             why = "as it was not called" if not float(called) else "as it was not called on all ranks"
@@ -204,7 +206,9 @@ class _Alone:
         ids = gathered(torch.stack([routing.tokens + first_token[self._here], slots], 1), ranks.groups, entries)
         weights = gathered(routing.weights.detach()[:, None], ranks.groups, entries)[:, 0]
         generator = torch.Generator().manual_seed(2612)
-        self._cotangents = torch.randn(every_x.shape, generator=generator).to(every_x.device, every_x.dtype)
+        self._cotangents = torch.randn(every_x.shape, generator=generator, dtype=torch.float32, device="cpu").to(
+            every_x.device, every_x.dtype
+        )
         self.own_cotangents = self._cotangents[self._tokens]
 
         # 2. What this rank's experts make of it, one after the other.

@@ -284,7 +284,7 @@ class _Audit:
         if self._num_ranks == 1:
             return [own]
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
-        found = torch.zeros(self._num_ranks, device=device)
+        found = torch.zeros(self._num_ranks, device=device, dtype=torch.float32)
         found[dist.get_rank(self._group)] = own
         dist.all_reduce(found, group=self._group)
         return [int(vote) for vote in found.tolist()]

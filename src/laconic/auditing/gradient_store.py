@@ -83,7 +83,10 @@ def _sample(gradient: Tensor) -> Tensor:
     blocks = -(-flat.numel() // _BLOCK)
     if blocks <= _MAX_BLOCKS:
         return flat
-    chosen = torch.linspace(0, blocks - 2, _MAX_BLOCKS).long().unique().to(flat.device)  # the last one may be short
+    # The last one may be short.
+    chosen = (
+        torch.linspace(0, blocks - 2, _MAX_BLOCKS, dtype=torch.float32, device="cpu").long().unique().to(flat.device)
+    )
     return flat[: (blocks - 1) * _BLOCK].view(-1, _BLOCK)[chosen].reshape(-1)
 
 

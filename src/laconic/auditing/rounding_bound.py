@@ -64,7 +64,11 @@ def _bound(x: Tensor, format: BlockFormat) -> Tensor:
     bottom = F.pad(x, (0, padding), value=torch.inf).unflatten(-1, (-1, size)).amin(-1)
     largest = torch.maximum(top.abs(), bottom.abs())
     level = LEVEL_MAX[format.code]
-    levels = None if format.code in ARITHMETIC else torch.tensor(codebook(format.code).sorted_levels)
+    levels = (
+        None
+        if format.code in ARITHMETIC
+        else torch.tensor(codebook(format.code).sorted_levels, dtype=torch.float32, device="cpu")
+    )
     gap = 1.0 if levels is None else float(levels.diff().max())
     gap = gap if format.is_stochastic else gap / 2
     eps = torch.finfo(format.scale_dtype).eps

@@ -87,7 +87,11 @@ class Runs:
         noise = torch.Generator().manual_seed(2611)
 
         def nudge(grad: Tensor) -> Tensor:
-            signs = torch.rand(grad.shape, generator=noise).to(grad.device, grad.dtype) * 2 - 1
+            signs = (
+                torch.rand(grad.shape, generator=noise, dtype=torch.float32, device="cpu").to(grad.device, grad.dtype)
+                * 2
+                - 1
+            )
             return grad + grad * signs * (_NUDGE * torch.finfo(grad.dtype).eps)
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:

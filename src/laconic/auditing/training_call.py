@@ -113,9 +113,11 @@ def find_loss(output: Any) -> tuple[Tensor, str]:
             f"the model returns a {type(output).__name__} without a loss or tensor that depends on parameters; pass"
             " loss_of=, a function of what the model returns"
         )
-    total = torch.zeros((), device=tensors[0].device)
+    total = torch.zeros((), device=tensors[0].device, dtype=torch.float32)
     for x in tensors:
-        weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(2611)).to(x.device, x.dtype)
+        weights = torch.randn(
+            x.shape, generator=torch.Generator().manual_seed(2611), dtype=torch.float32, device="cpu"
+        ).to(x.device, x.dtype)
         total = total + (x * weights).float().mean()
     return total, "outputs times fixed random numbers, as no loss was found"
 

@@ -150,7 +150,10 @@ def _tried(world: World, name: str) -> dict[str, Any]:
     from laconic.collectives import audit
 
     generator = torch.Generator()
-    inputs = [torch.randn(_NUM_ELEMENTS, generator=generator.manual_seed(rank)) for rank in range(world.size)]
+    inputs = [
+        torch.randn(_NUM_ELEMENTS, generator=generator.manual_seed(rank), dtype=torch.float32, device="cpu")
+        for rank in range(world.size)
+    ]
     before, began = audit.snapshot(), time.perf_counter()
     try:
         got, expected = _called(world, name, [each.to(world.device) for each in inputs])

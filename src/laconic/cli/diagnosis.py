@@ -251,7 +251,7 @@ def _test_bits(implementation_of: Callable[[str], Callable[..., Any] | None], de
 def _test_values(quantize: Quantize, dequantize: Dequantize) -> str:
     from laconic.ops.codebooks import AFFINE, BITS, rounding_error
 
-    x = torch.randn(16, 1000, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(16, 1000, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     blocks = torch.nn.functional.pad(x, (0, 24)).view(16, -1, 64)
     largest = blocks.abs().amax(-1, keepdim=True).expand_as(blocks).reshape(16, -1)[:, :1000]
     for code in BITS:
@@ -274,7 +274,7 @@ def _test_gloo() -> str:
         timeout = timedelta(seconds=10)
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timeout)
         try:
-            value = torch.ones(1)
+            value = torch.ones(1, dtype=torch.float32, device="cpu")
             dist.all_reduce(value)
             return "ok" if value.item() == 1.0 else f"all_reduce of 1 over one process gives {value.item()}"
         finally:

@@ -92,17 +92,17 @@ def fit_products(points: Sequence[tuple[int, int, float]], item_nbytes: int) -> 
         The line by multiply-adds, with its worst relative error, and gamma, in seconds per byte. None is negative.
     """
     columns = [[1.0, float(rows * weights), float(weights * item_nbytes)] for rows, weights, _ in points]
-    seconds = torch.tensor([taken for _, _, taken in points], dtype=torch.float64)
-    matrix = torch.tensor(columns, dtype=torch.float64) / seconds[:, None]
+    seconds = torch.tensor([taken for _, _, taken in points], dtype=torch.float64, device="cpu")
+    matrix = torch.tensor(columns, dtype=torch.float64, device="cpu") / seconds[:, None]
     scale = matrix.norm(dim=0)
-    best, least = torch.zeros(3, dtype=torch.float64), float("inf")
+    best, least = torch.zeros(3, dtype=torch.float64, device="cpu"), float("inf")
     # With three unknowns, the constrained optimum is the free one of some subset of them, the others being 0.
     for kept in chain.from_iterable(combinations(range(3), count) for count in (1, 2, 3)):
         chosen = list(kept)
         solution = torch.linalg.lstsq(
-            (matrix / scale)[:, chosen], torch.ones(len(points), 1, dtype=torch.float64)
+            (matrix / scale)[:, chosen], torch.ones(len(points), 1, dtype=torch.float64, device="cpu")
         ).solution
-        tried = torch.zeros(3, dtype=torch.float64)
+        tried = torch.zeros(3, dtype=torch.float64, device="cpu")
         tried[chosen] = solution[:, 0] / scale[chosen]
         residual = float((matrix @ tried - 1).norm())
         if bool((tried >= 0).all()) and residual < least:

@@ -101,9 +101,15 @@ def check_tensors(**tensors: Tensor) -> None:
     """Check that tensors, given by argument name, are contiguous and dense and share one dtype and one device.
 
     Raises:
-        FormatError: one is not contiguous, a conjugated or negated view, or has another dtype or device than the first.
+        FormatError: one is no tensor, not contiguous, a conjugated or negated view, or has another dtype or device than
+            the first.
     """
     for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise FormatError(
+                f"{name} is a {type(x).__name__}, but it must be one tensor; cut it into the parts of the ranks where a"
+                " call of torch.distributed has a list"
+            )
         if x.layout != torch.strided or not x.is_contiguous():
             raise FormatError(f"{name} is not contiguous and dense, but it must be; pass {name}.contiguous()")
         if x.is_conj() or x.is_neg():

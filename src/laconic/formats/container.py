@@ -140,7 +140,7 @@ class ContainerFile:
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Bytes `start` to `stop` of a tensor, uint8 [stop - start], decoded on the CPU."""
-        out = torch.empty(stop - start, dtype=torch.uint8)
+        out = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
         for number in range(start // self.chunk_nbytes, -(-stop // self.chunk_nbytes)):
             begin, chunk = number * self.chunk_nbytes, self._kept_chunk(name, number)
             first, last = max(start, begin), min(stop, begin + len(chunk))
@@ -194,7 +194,7 @@ class ContainerFile:
         # Before memory is asked for: where the base has no such tensor, nothing vouches for how long this one is.
         base = None if stored.base_checksum is None or only_difference else self._base_of(name)
         if out is None:
-            out = torch.empty(min(self.chunk_nbytes, entry.nbytes - start), dtype=torch.uint8)
+            out = torch.empty(min(self.chunk_nbytes, entry.nbytes - start), dtype=torch.uint8, device="cpu")
         padding = self.content[offset + nbytes : offset + _padded(nbytes)]
         if padding.any():
             raise FormatError(f"{where}: damaged: bytes between its messages are not zeros")

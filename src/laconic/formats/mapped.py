@@ -62,7 +62,7 @@ def map_file(path: Path) -> Tensor:
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{path} is not a file")
             if status.st_size == 0:
-                return torch.empty(0, dtype=torch.uint8)
+                return torch.empty(0, dtype=torch.uint8, device="cpu")
             mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
         finally:
             os.close(descriptor)

@@ -42,7 +42,7 @@ def local_runs(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Plac
     assert coordinates is not None, "this rank is one of the mesh"
     found: Runs = []
     for dim, size in enumerate(shape):
-        held = torch.arange(size)
+        held = torch.arange(size, device="cpu")
         for number, place in enumerate(placements):
             if getattr(place, "dim", None) == dim:
                 cut: Any = _along_first(place)

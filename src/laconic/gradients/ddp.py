@@ -63,7 +63,7 @@ def q8_hook(state: Q8HookState, bucket: GradBucket) -> torch.futures.Future[Tens
     parameters = bucket.parameters()
     for parameter in parameters:
         if parameter not in state.errors:
-            state.errors[parameter] = torch.zeros(parameter.numel(), device=buffer.device)
+            state.errors[parameter] = torch.zeros(parameter.numel(), device=buffer.device, dtype=torch.float32)
     each = [state.errors[parameter] for parameter in parameters]
     error = torch.cat(each)
     work = all_reduce_q8(buffer, state.group, async_op=True, min_nbytes=state.min_nbytes, error=error)

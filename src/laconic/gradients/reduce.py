@@ -113,7 +113,7 @@ def reduce_scatter_q8(
             " fill it up with zeros to equal chunks"
         )
     rows = input.detach().reshape(world, -1)
-    chunk = torch.empty(rows.shape[1], device=input.device)
+    chunk = torch.empty(rows.shape[1], device=input.device, dtype=torch.float32)
     call = Call("reduce_scatter_q8", groups, _CODEC, torch.uint8, input.device)
 
     def reduce(exchange: Exchange | OneRank) -> None:
@@ -287,7 +287,7 @@ def _all_reduce_two_level(
     node.wire(**settings).agree()
     chunk_numel = -(-flat.numel() // node.world)
     rows = F.pad(flat.float(), (0, chunk_numel * node.world - flat.numel()))
-    chunk = torch.empty(chunk_numel, device=flat.device)
+    chunk = torch.empty(chunk_numel, device=flat.device, dtype=torch.float32)
     torch_compat.reduce_scatter(chunk, rows.view(node.world, -1), node.group).wait()
     _all_reduce_flat(chunk, cluster, _factor(op, node.world * cluster.world), settings, min_nbytes, None)
     if cluster.world == 1:

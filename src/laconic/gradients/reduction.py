@@ -69,7 +69,7 @@ class Reduction:
         """
         if not self._meet(gives_up=False):
             return
-        arrived = torch.zeros(len(self._parameters), dtype=torch.uint8)
+        arrived = torch.zeros(len(self._parameters), dtype=torch.uint8, device="cpu")
         for number, (name, parameter) in enumerate(self._parameters.items()):
             if quantized_gradient(parameter) is None:
                 zeros = zeros_for(parameter, self._bits)

@@ -51,7 +51,7 @@ def settings_digest(settings: Mapping[str, object]) -> int:
 
 def largest_of_ranks(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
     """Find the largest value of each number over the ranks of a group: one small all-reduce."""
-    values = torch.tensor(list(numbers), dtype=torch.int64).to(device)
+    values = torch.tensor(list(numbers), dtype=torch.int64, device="cpu").to(device)
     dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
     found: list[int] = values.tolist()
     return found

@@ -97,11 +97,11 @@ class Connection:
             ConnectionError: the connection has broken, or the other end has closed it.
             FormatError: what has come is no message.
         """
-        front = torch.empty(HEADER_LENGTH, dtype=torch.int64)
+        front = torch.empty(HEADER_LENGTH, dtype=torch.int64, device="cpu")
         self._receive_into(front)
         header = Header.from_tensor(front)
         try:
-            body = torch.empty(header.nbytes, dtype=torch.uint8)
+            body = torch.empty(header.nbytes, dtype=torch.uint8, device="cpu")
         except (RuntimeError, OverflowError) as error:
             raise FormatError(
                 f"a message says that {header.nbytes} bytes follow, for which there is no room"

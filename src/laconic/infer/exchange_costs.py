@@ -94,8 +94,15 @@ def _batches(num_rows: Sequence[int]) -> list[int]:
 
 
 def _message(layer: int, number: int, rows: int, width: int, dtype: torch.dtype) -> Rows:
-    experts = torch.zeros(rows, 1, dtype=torch.int32)
-    return Rows(layer, 0, number, torch.ones(rows, width, dtype=dtype), experts, torch.ones(rows, 1))
+    experts = torch.zeros(rows, 1, dtype=torch.int32, device="cpu")
+    return Rows(
+        layer,
+        0,
+        number,
+        torch.ones(rows, width, dtype=dtype, device="cpu"),
+        experts,
+        torch.ones(rows, 1, dtype=torch.float32, device="cpu"),
+    )
 
 
 def _per_exchange(found: Mapping[int, Sequence[float]], width: int, dtype: torch.dtype) -> list[tuple[int, float]]:

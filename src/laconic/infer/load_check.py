@@ -121,7 +121,10 @@ def made_up_trials(config: Any, limits: CacheLimits) -> list[Trial]:
     trials: list[Trial] = []
     for name, length in _PROMPTS.items():
         length = max(1, min(length, most + 1 - steps))
-        drawn = [plain[each] for each in torch.randint(len(plain), (length + steps,), generator=generator).tolist()]
+        drawn = [
+            plain[each]
+            for each in torch.randint(len(plain), (length + steps,), generator=generator, device="cpu").tolist()
+        ]
         prompt, answer = drawn[:length], drawn[length:]
         if name == "late":
             shared = trials[-1].prompt[:_SHARED]

@@ -37,7 +37,7 @@ class LogitsRules:
 
     def __init__(self, processors: Any, sampling: Sampling, prompt: list[int]) -> None:
         self._processors, self.sampling = processors, sampling
-        self._tokens = torch.tensor([[*prompt, *[0] * sampling.max_new_tokens]])
+        self._tokens = torch.tensor([[*prompt, *[0] * sampling.max_new_tokens]], device="cpu")
         self._prompt_tokens = len(prompt)
 
     def scores(self, logits: Tensor, position: int) -> Tensor:
@@ -96,7 +96,7 @@ def make_rules(
     cuts = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     config = GenerationConfig(**values | (cuts if draws else {}))
     config.max_length = len(prompt) + sampling.max_new_tokens
-    config._eos_token_tensor = torch.tensor(eos) if eos else None
+    config._eos_token_tensor = torch.tensor(eos, device="cpu") if eos else None
     processors = model._get_logits_processor(
         config, input_ids_seq_length=len(prompt), logits_processor=own, device="cpu"
     )
@@ -112,7 +112,7 @@ def try_rules(model: Any, generation: Any) -> None:
     """
     eos = generation.eos_token_id
     ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    logits = torch.zeros(model.config.get_text_config().vocab_size)
+    logits = torch.zeros(model.config.get_text_config().vocab_size, dtype=torch.float32, device="cpu")
     for sampling in (Sampling(), Sampling(temperature=1.0)):
         try:
             rules = make_rules(model, generation, sampling, [0], ends)

@@ -86,7 +86,7 @@ class Header:
         """Return int64 [HEADER_LENGTH]."""
         fields = (self.layer, self.micro_batch, self.slice, self.num_rows, self.top_k, self.width)
         values = (DTYPES.index(self.dtype), self.coding, self.values_nbytes)
-        return torch.tensor([_MAGIC, self.kind, *fields, *values], dtype=torch.int64)
+        return torch.tensor([_MAGIC, self.kind, *fields, *values], dtype=torch.int64, device="cpu")
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> Header:

@@ -161,7 +161,7 @@ def decode_values(coding: int, message: Tensor, shape: tuple[int, int], dtype: t
         header = read_header(message)
         if header.code == "too long" or math.prod(header.shape) != math.prod(shape):
             raise FormatError(f"a message of shape {header.shape}, {header.code}, came for rows of shape {shape}")
-        values = torch.empty(shape, dtype=dtype)
+        values = torch.empty(shape, dtype=dtype, device="cpu")
         _CODEC.decode_into(message, values)
         return values
     m, width = shape

@@ -144,7 +144,7 @@ class RemoteExperts:
             passed.layers.append(log)
             for (link, rows, _), message in zip(sent, log.messages, strict=True):
                 message.arrived_ns = link.arrived_ns(rows)
-        total = torch.zeros(hidden.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        total = torch.zeros(hidden.shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device="cpu")
         for (_, _, places), sums in zip(sent, answers, strict=True):
             total.index_add_(0, places, sums.to(total.dtype))
         return total.to(hidden.dtype).to(hidden.device)
@@ -156,14 +156,21 @@ class RemoteExperts:
         if shared is not None:
             shared()
         here, choices, shares = hidden.cpu(), experts.cpu(), weights.float().cpu()
-        total = torch.zeros(here.shape, dtype=torch.promote_types(here.dtype, torch.float32))
+        total = torch.zeros(here.shape, dtype=torch.promote_types(here.dtype, torch.float32), device="cpu")
         for worker, link in enumerate(self._links):
             for number, expert in enumerate(self._places[layer].held[worker]):
                 places, ranks = (choices == expert).nonzero(as_tuple=True)
                 if len(places) == 0 or self._places[layer].owners[0, expert] != worker:
                     continue
-                local = torch.full((len(places), 1), number, dtype=torch.int32)
-                message = Rows(layer, self._plan.num_micro_batches, 0, here[places], local, torch.ones(len(places), 1))
+                local = torch.full((len(places), 1), number, dtype=torch.int32, device="cpu")
+                message = Rows(
+                    layer,
+                    self._plan.num_micro_batches,
+                    0,
+                    here[places],
+                    local,
+                    torch.ones(len(places), 1, dtype=torch.float32, device="cpu"),
+                )
                 link.send(message)
                 self._num_sent[worker] += 1
                 total.index_add_(0, places, link.receive(message).to(total.dtype) * shares[places, ranks, None])
@@ -217,18 +224,18 @@ class _Places:
         self.held = held
         self.num_experts = 1 + max(expert for worker in held for expert in worker)
         owners: list[list[int]] = [[] for _ in range(self.num_experts)]
-        self.local = torch.full((len(held), self.num_experts + 1), -1, dtype=torch.int32)
+        self.local = torch.full((len(held), self.num_experts + 1), -1, dtype=torch.int32, device="cpu")
         """Number of an expert at a worker, [workers, E + 1]; -1 where it is not. The last one is nobody's."""
         for worker, experts in enumerate(held):
-            self.local[worker, list(experts)] = torch.arange(len(experts), dtype=torch.int32)
+            self.local[worker, list(experts)] = torch.arange(len(experts), dtype=torch.int32, device="cpu")
             for expert in experts:
                 owners[expert].append(worker)
         owners.append([-1])
-        self.copies = torch.tensor([len(workers) for workers in owners])
+        self.copies = torch.tensor([len(workers) for workers in owners], device="cpu")
         most = int(self.copies.max())
-        self.owners = torch.tensor([[*workers, *[-1] * (most - len(workers))] for workers in owners]).T
+        self.owners = torch.tensor([[*workers, *[-1] * (most - len(workers))] for workers in owners], device="cpu").T
         """Workers that hold an expert, [most copies, E + 1]; the first row has one of each."""
-        self.loads = torch.zeros(self.num_experts, dtype=torch.int64)
+        self.loads = torch.zeros(self.num_experts, dtype=torch.int64, device="cpu")
 
     def owners_of(self, hidden: Tensor, experts: Tensor) -> Tensor:
         """Return the worker that is asked for each choice, [n, k].

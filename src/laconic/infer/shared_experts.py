@@ -45,7 +45,7 @@ def overlap_shared(block: nn.Module, layer: RemoteLayer, width: int, dtype: torc
     if len(named) != 1:
         return False
     shared = named[0]
-    rows = torch.randn(1, 5, width, generator=torch.Generator().manual_seed(0))
+    rows = torch.randn(1, 5, width, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     rows = rows.to(next(shared.parameters()).device, dtype)
     trial = _Trial(block, layer, shared)
     try:

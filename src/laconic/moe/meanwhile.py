@@ -78,7 +78,7 @@ def nodes_since(out: Tensor, first: int, end: int) -> list[torch.autograd.graph.
 
 
 def _fresh_numbers(count: int) -> list[int]:
-    anchor = torch.empty(0, requires_grad=True)
+    anchor = torch.empty(0, requires_grad=True, dtype=torch.float32, device="cpu")
     numbers = []
     for _ in range(count):
         node = anchor.view_as(anchor).grad_fn

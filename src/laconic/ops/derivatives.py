@@ -58,7 +58,7 @@ def _no_elements(dtype: torch.dtype, device: torch.device) -> Tensor:
 class _Place(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float32, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:

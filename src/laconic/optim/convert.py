@@ -156,7 +156,9 @@ def _from_bitsandbytes(optimizer: AdamW8bit, state_dict: Mapping[str, Any]) -> d
             if value.dtype != torch.uint8:
                 moments[moment] = value
                 continue
-            if not torch.equal(flat[f"qmap{number}"].cpu(), torch.tensor(dynamic_map(signed).levels)):
+            if not torch.equal(
+                flat[f"qmap{number}"].cpu(), torch.tensor(dynamic_map(signed).levels, dtype=torch.float32, device="cpu")
+            ):
                 raise FormatError(f"qmap{number} of {name} is not the dynamic map, but AdamW8bit knows no other")
             scales = flat.get(f"absmax{number}")
             num_blocks = -(-value.numel() // STATE_BLOCK_SIZE)
@@ -310,7 +312,9 @@ def to_bitsandbytes_state(optimizer: AdamW8bit) -> dict[str, Any]:
                     codes, scales = _in_flat_blocks(codes, scales, signed)
                 tensors[f"state{number}"] = codes
                 tensors[f"absmax{number}"] = scales
-                tensors[f"qmap{number}"] = torch.tensor(dynamic_map(signed).levels, device=codes.device)
+                tensors[f"qmap{number}"] = torch.tensor(
+                    dynamic_map(signed).levels, device=codes.device, dtype=torch.float32
+                )
             states[key] = {"step": int(state["step"].item()), _BNB_NESTED: tensors}
     return {"state": states, "param_groups": groups}
 
@@ -418,7 +422,7 @@ def _quantize_again(exact: Tensor, *, signed: bool, bits: int) -> tuple[Tensor, 
     if not signed or bits == 4 or exact.numel() == 0:
         return codes, scales
     rows, length = rows_of(exact.shape)
-    levels = torch.tensor(dynamic_map(signed).levels, device=exact.device)
+    levels = torch.tensor(dynamic_map(signed).levels, device=exact.device, dtype=torch.float32)
     middles = (levels[1:] + levels[:-1]) / 2
     blocks = F.pad(exact.reshape(rows, length), (0, -length % STATE_BLOCK_SIZE)).view(rows, -1, STATE_BLOCK_SIZE)
     lowest = blocks.amin(-1)

@@ -88,7 +88,7 @@ def new_state(parameter: Tensor, min_8bit_numel: int, bits: int = 8) -> dict[str
     Raises:
         FormatError: the parameter is sharded in a way that codes cannot follow.
     """
-    state: dict[str, Any] = {"step": torch.tensor(0.0)}
+    state: dict[str, Any] = {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu")}
     for name, signed in MOMENTS.items():
         if _wants_codes(parameter, min_8bit_numel):
             codes, scales = _zero_moment(local_part(parameter), signed, bits)

@@ -100,7 +100,7 @@ def _check_fit(model: Any, corpus: ImageCorpus) -> None:
     model.eval()
     try:
         with torch.no_grad():
-            model(pixel_values=torch.zeros(1, channels, height, width))
+            model(pixel_values=torch.zeros(1, channels, height, width, dtype=torch.float32, device="cpu"))
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(

@@ -52,7 +52,7 @@ class Absent(nn.Module):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The input, or a zero in place of token ids: a value that nothing reads."""
-        return x if x.is_floating_point() else torch.zeros((), device=x.device)
+        return x if x.is_floating_point() else torch.zeros((), device=x.device, dtype=torch.float32)
 
 
 class ModelChunk(nn.Module):

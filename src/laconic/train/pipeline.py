@@ -120,7 +120,7 @@ class Pipeline:
             device="meta",
             requires_grad=True,
         )
-        loss = torch.empty(1, device="meta", requires_grad=True)
+        loss = torch.empty(1, device="meta", requires_grad=True, dtype=torch.float32)
         codec, self.sends = stage_codec(config, hidden, parallel_state.pipeline_group)
         """Whether activations and their gradients are shortened between stages, and why, in words."""
         stage = PipelineStage if codec is None else partial(ZipStage, codec=codec)

@@ -188,7 +188,7 @@ def _agree(like: Tensor, which: tuple[bool, bool], spec: NormSpec) -> bool:
     generator, length = torch.Generator("cpu").manual_seed(0), like.shape[-1]
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device="cpu").to(like.device, like.dtype)
+        return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32).to(like.device, like.dtype)
 
     with torch.no_grad(), torch.autocast(like.device.type, enabled=False):
         x, grad = drawn(3, length), drawn(3, length)

@@ -157,7 +157,9 @@ class MixerForward(SiteForward):
         if not all(_same(a, b) for a, b in zip(first, second, strict=True)):
             return False
         if self.input_format is not None and first and isinstance(first[0], Tensor) and first[0].is_floating_point():
-            cotangent = torch.randn(first[0].shape, generator=torch.Generator().manual_seed(0)).to(first[0])
+            cotangent = torch.randn(
+                first[0].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+            ).to(first[0])
             inputs = {id(x): x.detach() for x in self.inputs(args, kwargs)}
             packed = {key: quantized(x, self.input_format).dequantize() for key, x in inputs.items()}
             decisions = Decisions(self.site.name)

@@ -38,7 +38,7 @@ class Layout:
         """The layout of x, whatever its memory format."""
         if _is_dense(x):
             return cls(x.shape, x.stride(), x.dtype)
-        return cls(x.shape, torch.empty(x.shape, device="meta").stride(), x.dtype)
+        return cls(x.shape, torch.empty(x.shape, device="meta", dtype=torch.float32).stride(), x.dtype)
 
     def flatten(self, x: Tensor) -> Tensor:
         """The values [numel] of x, a tensor of this layout or, if that has gaps, of this shape."""

@@ -126,7 +126,7 @@ class CudaCopier:
             )
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
-            host = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors)
+            host = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True, device="cpu") for t in tensors)
             for source, target in zip(tensors, host, strict=True):
                 target.copy_(source, non_blocking=True)
                 source.record_stream(self._out)  # its memory is not given away before the copy has read it

@@ -34,6 +34,7 @@ from laconic.activations.forwards.replacement import ModelReplacement
 from laconic.activations.keep.choice import Packing
 from laconic.activations.recognize.sites import Site
 from laconic.activations.whole_model.causal_loss import loss_functions
+from laconic.activations.recognize.trial import usual_numbers
 from laconic.activations.whole_model.loss import LossSpec, VocabularyShard, check_range, divisor_of, tiled_loss
 from laconic.errors import DataError, ModelError
 from laconic.formats import BlockFormat
@@ -404,7 +405,8 @@ def find_head(model: nn.Module) -> CausalHead:
         if hasattr(type(module), "get_output_embeddings") and _takes(module, "labels"):
             projection = _projection_of(module)
             full_name = f"{name}.{projection}" if name else projection
-            return replace(_head_of(module, projection), name=name, projection=full_name)
+            with usual_numbers():
+                return replace(_head_of(module, projection), name=name, projection=full_name)
     raise _no_language_model(model)
 
 

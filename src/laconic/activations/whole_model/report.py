@@ -480,7 +480,7 @@ def _with_labels(ids: Tensor, accepted: Collection[str], num_labels: int) -> Ite
     if "labels" in accepted:
         # Of the next token or of each token, of a class of each token, of one class for the sequence, of one number
         # for it, of several classes for it; of one of two choices.
-        several = torch.zeros(1, num_labels, device=ids.device)
+        several = torch.zeros(1, num_labels, device=ids.device, dtype=torch.float32)
         for labels in (ids, torch.zeros_like(ids), one, one.float(), several):
             yield {"input_ids": ids, "labels": labels}
         yield {"input_ids": ids.unsqueeze(1).repeat(1, 2, 1), "labels": one}

@@ -190,7 +190,8 @@ def _sum_of_rows(
 def _sum_in_order(wire: Wire, mine: Tensor, factor: float, add_of: Callable[[int, Tensor], object]) -> Tensor:
     """fp32 sum over ranks, in their order, of `mine` and of what `add_of` adds for each other rank, times `factor`."""
     me = wire.group.rank()
-    total = torch.full((mine.numel(),), -0.0, device=mine.device)  # x + -0.0 is x, for 0.0 and -0.0 too
+    # x + -0.0 is x, for 0.0 and -0.0 too
+    total = torch.full((mine.numel(),), -0.0, device=mine.device, dtype=torch.float32)
     for rank in range(wire.group.size() if mine.numel() else 0):
         if rank == me:
             total.add_(mine)

@@ -110,4 +110,4 @@ class DeviceHandshake:
 
 def _host_tensor(nbytes: int, device: torch.device) -> Tensor:
     """Memory of the host, uint8 [nbytes], from and to which copies do not make the host wait."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda", device="cpu")

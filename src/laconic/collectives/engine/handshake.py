@@ -214,7 +214,7 @@ class Handshake:
         self._received: dict[int, tuple[Tensor, dist.Work]] = {}
         for peer in peers.group_ranks:
             # As long whatever the sender means by its announcement: gloo delivers only into what is long enough.
-            buffer = torch.empty(longest, dtype=torch.uint8)
+            buffer = torch.empty(longest, dtype=torch.uint8, device="cpu")
             self._received[peer] = buffer, receive(peer, buffer, _TAG + tag_in)
 
     def announce(self, peer: int, message: Tensor | None = None) -> None:

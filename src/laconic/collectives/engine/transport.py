@@ -501,7 +501,9 @@ class InFlightMessages:
         parts = [(message, wire.tag(self._number, numel, again))]
         nbytes = _buffer_nbytes(codec, numel, wire.dtype) if again else self._nbytes[numel]
         if nbytes >= _MIN_ENDED_NBYTES:
-            parts.append((torch.zeros(1, dtype=torch.uint8), wire.tag(self._number, numel, again, end=True)))
+            parts.append(
+                (torch.zeros(1, dtype=torch.uint8, device="cpu"), wire.tag(self._number, numel, again, end=True))
+            )
         return parts
 
 

@@ -72,7 +72,7 @@ class Ranks:
         longest = max(length for (length,) in self.exchange([len(content)]))
         if longest == 0:
             return [""] * self.world
-        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else 0
         gathered = torch.empty(self.world, longest, dtype=torch.uint8, device=self.device)
         torch_compat.all_gather(gathered, mine.to(self.device), self.group).wait()
@@ -146,7 +146,7 @@ def codec_rates(ranks: Ranks, dtype: torch.dtype, sizes: Sequence[int]) -> dict[
     ratios = {}
     for nbytes in sizes:
         x = gaussian(nbytes // dtype.itemsize, dtype, ranks.device)
-        out, total = torch.empty_like(x), torch.zeros(x.numel(), device=x.device)
+        out, total = torch.empty_like(x), torch.zeros(x.numel(), device=x.device, dtype=torch.float32)
         for code in CODES:
             message = lossless.encode(x, code)
             longest = max(length for (length,) in ranks.exchange([lossless.read_header(message).nbytes]))
@@ -169,7 +169,7 @@ def codec_rates(ranks: Ranks, dtype: torch.dtype, sizes: Sequence[int]) -> dict[
 def gaussian(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Normally distributed values, [numel]; the same on every rank."""
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(numel, generator=generator)
+    values = torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu")
     # fp8 tensors in training are scaled to their range, the others look like weights.
     return (values if dtype.itemsize == 1 else values * 0.02).to(dtype).to(device)
 
@@ -185,7 +185,7 @@ def brief_codecs(ranks: Ranks, dtypes: Sequence[torch.dtype]) -> dict[torch.dtyp
         values = gaussian(nbytes, torch.float32, ranks.device)
         for dtype in dtypes:
             x = values[: nbytes // dtype.itemsize].to(dtype)
-            out, total = torch.empty_like(x), torch.zeros(x.numel(), device=x.device)
+            out, total = torch.empty_like(x), torch.zeros(x.numel(), device=x.device, dtype=torch.float32)
             for code in CODES:
                 message = lossless.encode(x, code)
                 cases: list[Callable[[], object]] = [

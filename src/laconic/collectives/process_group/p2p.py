@@ -84,7 +84,7 @@ class P2P:
         if codec is None:
             return self._together(tensors[0], lambda: self.receive_raw(tensors[0], as_bytes(tensors), src, tag))
         (tensor,) = tensors
-        buffer = torch.empty(codec.max_nbytes(tensor.numel(), tensor.dtype), dtype=torch.uint8)
+        buffer = torch.empty(codec.max_nbytes(tensor.numel(), tensor.dtype), dtype=torch.uint8, device="cpu")
         work = self.receive_raw(tensor, [buffer], src, tag)
 
         def decode() -> None:

@@ -124,7 +124,7 @@ def _overlaps(x: Tensor) -> bool:
         reach += stride * (size - 1)
     else:
         return False
-    offsets = torch.zeros((), dtype=torch.int64)
+    offsets = torch.zeros((), dtype=torch.int64, device="cpu")
     for stride, size in zip(x.stride(), x.shape, strict=True):
-        offsets = offsets.unsqueeze(-1) + stride * torch.arange(size)
+        offsets = offsets.unsqueeze(-1) + stride * torch.arange(size, device="cpu")
     return len(set(offsets.flatten().tolist())) < x.numel()

@@ -384,7 +384,7 @@ def _meet(group: dist.ProcessGroup, ranks: Sequence[int], number: int) -> None:
         CollectiveError: a rank did not call; the error names it.
     """
     others = [peer for peer in range(group.size()) if peer != group.rank()]
-    tag, mark = _FIRST_TAG + number % _NUM_TAGS, torch.zeros(1, dtype=torch.uint8)
+    tag, mark = _FIRST_TAG + number % _NUM_TAGS, torch.zeros(1, dtype=torch.uint8, device="cpu")
     sent: list[dist.Work] = []
     timeout = timeout_of(group)
     steps: tuple[Callable[[int], object], ...] = (

@@ -258,7 +258,7 @@ class _Failed(Tensor):
 
     @staticmethod
     def of(error: BaseException) -> _Failed:
-        found = Tensor._make_subclass(_Failed, torch.empty(0))
+        found = Tensor._make_subclass(_Failed, torch.empty(0, dtype=torch.float32, device="cpu"))
         found.error = error
         return found
 

@@ -196,7 +196,7 @@ def _wake(group: dist.ProcessGroup) -> None:
     for peer in range(group.size()):
         if peer != group.rank():
             with suppress(RuntimeError):  # the time-out, and afterwards that the connection is closed
-                work = group.recv([torch.empty(1, dtype=torch.uint8)], peer, _TAG)
+                work = group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _TAG)
                 work.wait(timedelta(milliseconds=1))
 
 

@@ -43,7 +43,7 @@ class LateCheck:
         self._device = device
         self._error: BaseException | None = None
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._numbers = torch.empty(len(found), dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._numbers = torch.empty(len(found), dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu")
         self._numbers.copy_(torch.stack([x.to(torch.int32) for x in found]), non_blocking=True)
         self._ready = Ready(device)
 

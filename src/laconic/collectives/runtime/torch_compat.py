@@ -107,11 +107,11 @@ def all_to_all_messages(sent: Sequence[Tensor], group: dist.ProcessGroup) -> lis
     count_sent(sum(8 + x.numel() for peer, x in enumerate(sent) if peer != rank))
     tag, more = _next_tag(group), _next_tag(group)
     froms = [(rank - distance) % world for distance in range(1, world)]
-    buffers = {peer: torch.empty(_HEAD_NBYTES, dtype=torch.uint8) for peer in froms}
+    buffers = {peer: torch.empty(_HEAD_NBYTES, dtype=torch.uint8, device="cpu") for peer in froms}
     heads = {peer: group.recv([buffer], peer, tag) for peer, buffer in buffers.items()}
     sends = []
     for peer in froms[::-1]:
-        prefix = torch.tensor([sent[peer].numel()]).view(torch.uint8)
+        prefix = torch.tensor([sent[peer].numel()], device="cpu").view(torch.uint8)
         sends.append(group.send([torch.cat((prefix, sent[peer][: _HEAD_NBYTES - 8]))], peer, tag))
         if sent[peer].numel() > _HEAD_NBYTES - 8:
             sends.append(group.send([sent[peer][_HEAD_NBYTES - 8 :]], peer, more))
@@ -122,7 +122,7 @@ def all_to_all_messages(sent: Sequence[Tensor], group: dist.ProcessGroup) -> lis
         length = int(buffers[peer][:8].view(torch.int64))
         received[peer] = buffers[peer][8 : 8 + length]
         if length > _HEAD_NBYTES - 8:
-            tail = torch.empty(length - (_HEAD_NBYTES - 8), dtype=torch.uint8)
+            tail = torch.empty(length - (_HEAD_NBYTES - 8), dtype=torch.uint8, device="cpu")
             tails[peer] = tail, group.recv([tail], peer, more)
     for peer, (tail, work) in tails.items():
         work.wait(timeout)

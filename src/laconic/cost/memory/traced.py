@@ -180,11 +180,13 @@ class TracedModel:
         if not self.is_stack or self.config.get(_NUM_LAYERS) != self.num_layers:
             raise PlanError(f"{self.model_class} has no single list of {_NUM_LAYERS} layers, so it has no other depth")
         above = self.names[0].rpartition(".")[0]
+        kinds = tuple([self.kinds[layer % self.num_layers] for layer in range(num_layers)])
         return replace(
             self,
             config=dict(self.config) | {_NUM_LAYERS: num_layers},
             names=tuple([f"{above}.{layer}" for layer in range(num_layers)]),
-            kinds=tuple([self.kinds[layer % self.num_layers] for layer in range(num_layers)]),
+            kinds=kinds,
+            layers=self.layers[: 1 + max(kinds)],  # numbered as they come first
         )
 
     def describe(self) -> str:

@@ -11,7 +11,7 @@ from laconic.errors import PlanError
 
 __all__ = ["most_layers"]
 
-_MOST = 1 << 16
+_MOST = 50_000
 """Layers that are tried; a layer without parameters or saved tensors would never end it."""
 
 
@@ -24,7 +24,7 @@ def most_layers(job: Job, choices: Callable[[Job], Chosen | None]) -> int:
             fit with fewer layers.
 
     Raises:
-        PlanError: not even one layer on each chunk of the pipeline fits; or 65,536 layers do.
+        PlanError: not even one layer on each chunk of the pipeline fits; or more than 50,000 layers do.
     """
 
     def fits(num_layers: int) -> bool:

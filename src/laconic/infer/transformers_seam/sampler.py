@@ -136,7 +136,7 @@ class Sampler:
             if token is not None:
                 tokens[number] = token.token
                 chosen.append((state.request_id, token))
-        output_ids[0, : len(tokens)] = torch.tensor(tokens)
+        output_ids[0, : len(tokens)] = torch.tensor(tokens, device="cpu")
         self._on_tokens(chosen)
 
     def _sample(self, state: Any, logits: Tensor, rules: LogitsRules | None) -> ChosenToken | None:

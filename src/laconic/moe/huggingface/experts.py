@@ -192,19 +192,31 @@ def check(original: Any, name: str, num_shards: int = 1) -> None:
     if original.is_transposed:
         shapes = {key: shape[::-1] for key, shape in shapes.items()}
     shapes |= {"gate_up_proj_bias": (width,), "up_proj_bias": (width,), "down_proj_bias": (8,)}
-    narrow = {key: torch.randn(num_experts, *shapes[key], generator=generator) * 0.3 for key in parameters}
+    narrow = {
+        key: torch.randn(num_experts, *shapes[key], generator=generator, dtype=torch.float32, device="cpu") * 0.3
+        for key in parameters
+    }
 
     # 2. Route a token to every expert; a token may choose one expert twice. Or give each expert three rows.
     rows_only = takes_rows(original)
-    x = torch.randn(3 * num_experts if rows_only else num_experts + 3, 8, generator=generator)
-    indices = torch.stack(
-        [torch.arange(len(x)) % num_experts, torch.randint(num_experts, (len(x),), generator=generator)], 1
+    x = torch.randn(
+        3 * num_experts if rows_only else num_experts + 3, 8, generator=generator, dtype=torch.float32, device="cpu"
     )
-    weights = torch.rand(len(x), 2, generator=generator) + 0.5
+    indices = torch.stack(
+        [
+            torch.arange(len(x), device="cpu") % num_experts,
+            torch.randint(num_experts, (len(x),), generator=generator, device="cpu"),
+        ],
+        1,
+    )
+    weights = torch.rand(len(x), 2, generator=generator, dtype=torch.float32, device="cpu") + 0.5
     if rows_only:
         original = copy.copy(original)
         original.hidden_size = 8  # which it reads
-        indices, weights = (torch.arange(len(x)) // 3)[:, None], torch.ones(len(x), 1)
+        indices, weights = (
+            (torch.arange(len(x), device="cpu") // 3)[:, None],
+            torch.ones(len(x), 1, dtype=torch.float32, device="cpu"),
+        )
     twins = [
         FusedExperts(original, {key: nn.Parameter(p) for key, p in part.items()}, adds_down_bias=number == 0)
         for number, part in enumerate(_halves(narrow, original) if num_shards > 1 else [narrow])

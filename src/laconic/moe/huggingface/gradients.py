@@ -52,7 +52,7 @@ def _square(parameters: Sequence[nn.Parameter]) -> Tensor:
         dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
         square = torch.linalg.vector_norm(grad, dtype=dtype).square()
         sums[groups] = sums[groups] + square if groups in sums else square
-    total = torch.zeros(())
+    total = torch.zeros((), dtype=torch.float32, device="cpu")
     for groups, square in sums.items():
         for group in groups:
             dist.all_reduce(square, group=group)

@@ -188,7 +188,7 @@ class Converted:
     @staticmethod
     def of(convert: Callable[[Callable[[str], Tensor]], dict[str, Tensor]], files: TensorFiles) -> Converted:
         """Find out what `convert` makes, by tensors without values."""
-        made = convert(lambda key: torch.empty(files.shape(key), device="meta"))
+        made = convert(lambda key: torch.empty(files.shape(key), device="meta", dtype=torch.float32))
         return Converted({name: tuple(value.shape) for name, value in made.items()}, convert)
 
     @property

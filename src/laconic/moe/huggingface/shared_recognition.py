@@ -255,7 +255,7 @@ def _backward(twin: nn.Module, x: Tensor, out: Tensor) -> list[Tensor]:
 def _tokens(twin: nn.Module, width: int) -> Tensor:
     weight = next(p for p in twin.parameters() if p.is_floating_point())
     generator = torch.Generator().manual_seed(2)
-    x = torch.randn(2, 3, width, generator=generator)
+    x = torch.randn(2, 3, width, generator=generator, dtype=torch.float32, device="cpu")
     return x.to(weight.device, weight.dtype).requires_grad_()
 
 

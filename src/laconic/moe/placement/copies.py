@@ -110,7 +110,7 @@ def _added_up(
     try:
         loads = torch.cat([row.cpu() for row in _checked(given, sizes)])
     except ConfigError as error:
-        wrong, loads = error, torch.zeros(sum(sizes), dtype=torch.float64)
+        wrong, loads = error, torch.zeros(sum(sizes), dtype=torch.float64, device="cpu")
     total = torch.cat([loads, loads.new_tensor([float(wrong is not None)])]).to(placements[0].slots.device)
     dist.all_reduce(total, group=group)
     if wrong is not None:
@@ -214,11 +214,11 @@ class ExpertCopies:
                 slots[expert].append(place * size + most + number)
         nearest = [[slot for slot in ones if slot // size == rank] or ones for ones in slots]
         width = max(map(len, nearest))
-        self._slots = torch.tensor([ones + ones[:1] * (width - len(ones)) for ones in nearest])
-        self._choices = torch.tensor([*map(len, nearest)])
+        self._slots = torch.tensor([ones + ones[:1] * (width - len(ones)) for ones in nearest], device="cpu")
+        self._choices = torch.tensor([*map(len, nearest)], device="cpu")
         self.num_slots = world * size
         self._leaving = torch.tensor(
-            [homes[e] % most for ones in held for source, e in ones if source == rank], dtype=torch.int64
+            [homes[e] % most for ones in held for source, e in ones if source == rank], dtype=torch.int64, device="cpu"
         )
         """Home slots, in the order in which their weights leave."""
         self._table = [[sum(one == source for one, _ in ones) for ones in held] for source in range(world)]

@@ -88,7 +88,7 @@ class Placement(nn.Module):
         Raises:
             RoutingError: it is not.
         """
-        expected = torch.arange(self.num_experts)
+        expected = torch.arange(self.num_experts, device="cpu")
         if slots.dtype != torch.int64 or not torch.equal(slots.detach().cpu().flatten().sort().values, expected):
             raise RoutingError(
                 f"slots are {slots.tolist()}, but they must be a permutation of 0 ... {self.num_experts - 1} as int64:"
@@ -127,4 +127,4 @@ def _refuse_unless_home(placement: nn.Module, prefix: str, keep_vars: bool) -> N
 
 def _go_home(placement: nn.Module, incompatible_keys: Any) -> None:
     assert isinstance(placement, Placement)
-    placement.put(torch.arange(placement.num_experts))
+    placement.put(torch.arange(placement.num_experts, device="cpu"))

@@ -150,7 +150,7 @@ class ExpertMover:
 
     def bring_home(self) -> Moved:
         """Move every expert to the slot of its own number."""
-        return self.move([torch.arange(self.placement(i).num_experts) for i in range(len(self.layers))])
+        return self.move([torch.arange(self.placement(i).num_experts, device="cpu") for i in range(len(self.layers))])
 
     @contextmanager
     def logical_order(self) -> Iterator[None]:

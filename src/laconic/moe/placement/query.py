@@ -60,7 +60,7 @@ class RoutingQuery:
 
     def _costs(self, chosen: Tensor, weights: Tensor, rates: MoERates, coding: Coding | None) -> list[Cost]:
         levels, depth, size = self.dispatcher.levels, self.dispatcher.depth, chosen.shape[1]
-        groups = {g: torch.arange(size) // (size // g) for g in self.num_groups}  # the last are the ranks
+        groups = {g: torch.arange(size, device="cpu") // (size // g) for g in self.num_groups}  # the last are the ranks
         fullest = {g: float(rows_of(chosen, weights, Cost(group, 0.0, 0.0)).max()) for g, group in groups.items()}
         lines = level_lines(levels, depth, fullest, self.row_nbytes, rates, coding)
         links = [Cost(groups[one.num_groups], one.alpha_seconds, one.seconds_per_row) for one in lines]

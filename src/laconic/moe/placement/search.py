@@ -107,7 +107,7 @@ def seconds_of(chosen: Tensor, weights: Tensor, costs: Sequence[Cost], gamma: fl
 def swap_seconds(chosen: Tensor, weights: Tensor, costs: Sequence[Cost], gamma: float = GAMMA) -> Tensor:
     """Predict `seconds_of` after exchanging slots a and b, float64 [slots, slots]; see [Note: prices of all swaps]."""
     size = chosen.shape[1]
-    seconds = torch.zeros(size, size, dtype=torch.float64)
+    seconds = torch.zeros(size, size, dtype=torch.float64, device="cpu")
     for cost in costs:
         group = cost.groups
         same = group[:, None] == group[None, :]
@@ -174,10 +174,10 @@ def hot_copies(
         num_ranks: N_EP.
         num_per_rank: copies that a rank holds at most.
     """
-    given = torch.tensor(list(loads), dtype=torch.float64)
-    ranks, room = torch.arange(num_ranks), torch.full((num_ranks,), num_per_rank)
-    held = torch.zeros(num_ranks, len(given), dtype=torch.float64)
-    held[torch.tensor(list(homes)), torch.arange(len(given))] = 1
+    given = torch.tensor(list(loads), dtype=torch.float64, device="cpu")
+    ranks, room = torch.arange(num_ranks, device="cpu"), torch.full((num_ranks,), num_per_rank, device="cpu")
+    held = torch.zeros(num_ranks, len(given), dtype=torch.float64, device="cpu")
+    held[torch.tensor(list(homes), device="cpu"), torch.arange(len(given), device="cpu")] = 1
     mean, before = float(given.sum()) / num_ranks or 1.0, float((held @ given).max())
     copies: list[tuple[int, int]] = []
     while True:
@@ -221,12 +221,12 @@ def place(loads: Sequence[float], rooms: Sequence[int]) -> list[list[int]]:
     """
     if not all(0 <= load < float("inf") for load in loads):
         raise ConfigError(f"loads are {list(loads)}, but tokens of experts must be numbers from 0 on")
-    copies, given = copies_of(loads, sum(rooms)), torch.tensor(list(loads), dtype=torch.float64)
+    copies, given = copies_of(loads, sum(rooms)), torch.tensor(list(loads), dtype=torch.float64, device="cpu")
     items = [expert for expert, number in enumerate(copies) for _ in range(number)]
     ranks = packed([loads[expert] / copies[expert] for expert in items], rooms)
-    experts = torch.tensor([items[item] for rank in ranks for item in rank])
-    costs = [Cost(torch.repeat_interleave(torch.tensor(list(rooms))), 0.0, 1.0, once=False)]
-    chosen = torch.eye(len(experts), dtype=torch.float64)
+    experts = torch.tensor([items[item] for rank in ranks for item in rank], device="cpu")
+    costs = [Cost(torch.repeat_interleave(torch.tensor(list(rooms), device="cpu")), 0.0, 1.0, once=False)]
+    chosen = torch.eye(len(experts), dtype=torch.float64, device="cpu")
     best, least, now = experts, torch.inf, torch.inf
     while True:
         shares = (given / torch.bincount(experts, minlength=len(given)))[experts]
@@ -248,20 +248,20 @@ def place(loads: Sequence[float], rooms: Sequence[int]) -> list[list[int]]:
 def _copied_seconds(experts: Tensor, loads: Tensor, cost: Cost) -> Tensor:
     """Predict seconds after a slot, whose expert has other copies, holds a copy of another one, [slots, experts]."""
     num_groups = int(cost.groups.max()) + 1
-    held = torch.zeros(num_groups, len(loads), dtype=loads.dtype)
-    held.index_put_((cost.groups, experts), torch.ones(len(experts), dtype=loads.dtype), accumulate=True)
+    held = torch.zeros(num_groups, len(loads), dtype=loads.dtype, device="cpu")
+    held.index_put_((cost.groups, experts), torch.ones(len(experts), dtype=loads.dtype, device="cpu"), accumulate=True)
     copies = held.sum(0)
     share, fewer, more = loads / copies, loads / (copies - 1), loads / (copies + 1)
-    seconds = torch.full((len(experts), len(loads)), torch.inf, dtype=loads.dtype)
-    slots = torch.arange(len(experts))
+    seconds = torch.full((len(experts), len(loads)), torch.inf, dtype=loads.dtype, device="cpu")
+    slots = torch.arange(len(experts), device="cpu")
     free = slots[copies[experts] > 1]
     gone, group = experts[free], cost.groups[free]
     rows = (held @ share)[None, :] + (held * (fewer - share))[:, gone].T
-    rows[torch.arange(len(free)), group] -= fewer[gone]
+    rows[torch.arange(len(free), device="cpu"), group] -= fewer[gone]
     after = rows[:, None, :] + (held * (more - share)).T[None, :, :]
-    after[torch.arange(len(free)), :, group] += more
+    after[torch.arange(len(free), device="cpu"), :, group] += more
     found = cost.seconds_per_row * _smooth_max(after, GAMMA)
-    found[torch.arange(len(free)), gone] = torch.inf
+    found[torch.arange(len(free), device="cpu"), gone] = torch.inf
     seconds[free] = found
     return seconds
 
@@ -285,7 +285,7 @@ def _changes(chosen: Tensor, weights: Tensor, cost: Cost) -> Tensor:
 
 
 def _exchanged(chosen: Tensor, a: int, b: int) -> Tensor:
-    order = torch.arange(chosen.shape[1])
+    order = torch.arange(chosen.shape[1], device="cpu")
     order[[a, b]] = order[[b, a]]
     return chosen[:, order]
 

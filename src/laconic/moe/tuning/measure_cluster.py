@@ -162,7 +162,7 @@ def _copies(ranks: Ranks, shape: LayerShape, dtype: torch.dtype, repeats: int) -
     for share in _SHARES:
         number = max(1, round(share * shape.rows_per_token * shape.num_tokens))
         rows = torch.zeros(number, shape.model_dim, dtype=dtype, device=ranks.device)
-        order = torch.randperm(number, generator=torch.Generator().manual_seed(0)).to(ranks.device)
+        order = torch.randperm(number, generator=torch.Generator().manual_seed(0), device="cpu").to(ranks.device)
         cases.append((rows.nbytes, partial(torch.index_select, rows, 0, order)))
     return _line(ranks, cases, repeats)
 
@@ -172,7 +172,11 @@ def _codec(ranks: Ranks, codec: Codec, dtype: torch.dtype, numbers: Sequence[int
     ratio = 1.0
     for numel in numbers:
         x = gaussian(numel, dtype, ranks.device)
-        message, out, total = codec.encode(x), torch.empty_like(x), torch.zeros(numel, device=x.device)
+        message, out, total = (
+            codec.encode(x),
+            torch.empty_like(x),
+            torch.zeros(numel, device=x.device, dtype=torch.float32),
+        )
         ratio = x.nbytes / message.numel()
         cases: dict[str, Callable[[], object]] = {
             "encode": partial(codec.encode, x),

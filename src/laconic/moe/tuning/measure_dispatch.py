@@ -156,7 +156,7 @@ def _cost_model(
         if gate is not None:
             routing = gate.routing(shape.num_tokens)
             vector = count_vector(routing.tokens.numpy(), routing.experts.numpy(), shape.num_experts, levels)
-            gathered = torch.empty(grid.ep.size(), len(vector), dtype=torch.int64)
+            gathered = torch.empty(grid.ep.size(), len(vector), dtype=torch.int64, device="cpu")
             device = torch.device("cuda") if grid.dense_mesh.device_type == "cuda" else torch.device("cpu")
             gathered = gathered.to(device)
             torch_compat.all_gather(gathered, torch.from_numpy(vector).to(device), grid.ep).wait()
@@ -190,7 +190,7 @@ class _FixedGate(Gate):
     def routing(self, num_tokens: int) -> Routing:
         if num_tokens not in self._routings:
             generator = torch.Generator().manual_seed(self._seed)
-            scores = torch.rand(num_tokens, self.num_experts, generator=generator)
+            scores = torch.rand(num_tokens, self.num_experts, generator=generator, dtype=torch.float32, device="cpu")
             weights, experts = scores.topk(self.top_k)
             self._routings[num_tokens] = Routing.of_choices(experts, weights, self.num_experts)
         return self._routings[num_tokens]

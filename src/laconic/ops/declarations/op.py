@@ -148,7 +148,7 @@ def random_values(*shape: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
     values *= torch.exp2(torch.randint(-6, 6, shape, generator=generator, device="cpu"))
-    return torch.where(torch.rand(*shape, generator=generator, device="cpu") < 0.1, 0.0, values)
+    return torch.where(torch.rand(*shape, generator=generator, device="cpu", dtype=torch.float32) < 0.1, 0.0, values)
 
 
 def random_bytes(*shape: int, seed: int = 0) -> Tensor:

@@ -61,4 +61,4 @@ def square_sum_blockwise(
         _address(residual_codes),
         _address(residual_scales),
     )
-    return torch.tensor(total, dtype=torch.float64)
+    return torch.tensor(total, dtype=torch.float64, device="cpu")

@@ -62,7 +62,7 @@ def quantize_blockwise(
     if x.dim() != 2 or x.stride(1) != 1:
         x = x.contiguous()
     codes = huge_pages.empty(codes_shape, torch.uint8)
-    scales = torch.empty(scales_shape, dtype=scale_dtype)
+    scales = torch.empty(scales_shape, dtype=scale_dtype, device="cpu")
     kernels().quantize_blockwise(
         isa_number(isa),
         torch.get_num_threads(),

@@ -59,4 +59,4 @@ def _decode(out: Tensor, message: Tensor, adds: bool, isa: str | None) -> Tensor
         DTYPE_NUMBERS[out.dtype],
         out.data_ptr(),
     )
-    return torch.tensor(status, dtype=torch.int32)
+    return torch.tensor(status, dtype=torch.int32, device="cpu")

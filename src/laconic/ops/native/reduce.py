@@ -43,9 +43,9 @@ def sum_requantize_blockwise(
     has_residual = residual_codes is not None
     results = (
         huge_pages.empty([length], torch.uint8),
-        torch.empty(num_blocks),
-        torch.empty((length + 1) // 2 if has_residual else 0, dtype=torch.uint8),
-        torch.empty(num_blocks if has_residual else 0),
+        torch.empty(num_blocks, dtype=torch.float32, device="cpu"),
+        torch.empty((length + 1) // 2 if has_residual else 0, dtype=torch.uint8, device="cpu"),
+        torch.empty(num_blocks if has_residual else 0, dtype=torch.float32, device="cpu"),
     )
     _run(isa, codes, scales, residual_codes, residual_scales, factor, None, results)
     return results

@@ -33,7 +33,7 @@ def accumulate_blockwise_(
         value += dequantize_blockwise(
             residual_codes, residual_scales, "int4", GRADIENT_BLOCK_SIZE, length, torch.float32
         )
-    value += gradient.reshape(length).float() * torch.tensor(alpha, dtype=torch.float32)
+    value += gradient.reshape(length).float() * torch.tensor(alpha, dtype=torch.float32, device="cpu")
 
     new_codes, new_scales = quantize_blockwise(value, "int8", GRADIENT_BLOCK_SIZE, torch.float32, None)
     codes.copy_(new_codes)

@@ -161,7 +161,12 @@ def _encode_blocks(words: Tensor, layout: WordLayout, code: str) -> tuple[Tensor
     for index, value in enumerate(_byte_planes(kept_words, layout)):
         needed = torch.ones(num_blocks, dtype=torch.bool, device=words.device)
         if layout.nbytes == 4 and index < 2:
-            needed = torch.zeros(num_blocks, device=words.device).index_add_(0, kept_block, (value != 0).float()) > 0
+            needed = (
+                torch.zeros(num_blocks, device=words.device, dtype=torch.float32).index_add_(
+                    0, kept_block, (value != 0).float()
+                )
+                > 0
+            )
             kind += torch.where(needed, 0, PLANE_LEFT_OUT << index)
         sections.append(_Section(kept_block[needed[kept_block]], value[needed[kept_block]], False))
     sections += [_Section(kept_block, (kept_words >> shift) & 1, True) for shift in layout.bit_shifts]

@@ -120,11 +120,11 @@ class World:
         if self.size == 1:
             return [value]
         payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([payload.numel()]))
+        lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([payload.numel()], device="cpu"))
         longest = max(int(length) for length in lengths)
         padded = torch.nn.functional.pad(payload, (0, longest - payload.numel()))
-        rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        rows = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
         dist.all_gather(rows, padded)
         return [json.loads(row[: int(length)].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
 

@@ -207,7 +207,11 @@ def made_up_batches(
         channels = getattr(config, "num_channels", 3)
 
         def data(samples: int, generator: torch.Generator) -> dict[str, Any]:
-            return {"pixel_values": torch.randn(samples, channels, height, width, generator=generator).to(dtype)}
+            return {
+                "pixel_values": torch.randn(
+                    samples, channels, height, width, generator=generator, dtype=torch.float32, device="cpu"
+                ).to(dtype)
+            }
 
         shape = tuple[int, ...]((height, width))
     elif "input_ids" in accepted and "pixel_values" not in accepted:
@@ -218,7 +222,7 @@ def made_up_batches(
         )
 
         def data(samples: int, generator: torch.Generator) -> dict[str, Any]:
-            ids = torch.randint(min(8, vocab - 1), vocab, (samples, length), generator=generator)
+            ids = torch.randint(min(8, vocab - 1), vocab, (samples, length), generator=generator, device="cpu")
             return {"input_ids": ids} | ({"use_cache": False} if "use_cache" in accepted else {})
 
         shape = (length,)
@@ -234,7 +238,7 @@ def made_up_batches(
             ids: Tensor = given["input_ids"]
             return ids
         classes = {"classes": (samples,), "class of each token": (samples, *shape), "none": None}[kind]
-        return None if classes is None else torch.randint(num_labels, classes, generator=generator)
+        return None if classes is None else torch.randint(num_labels, classes, generator=generator, device="cpu")
 
     def make(kind: str, samples: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(samples)

@@ -84,7 +84,7 @@ class ExpertMeter(Hook):
         self._groups = (*Levels.of_groups(num_processes, levels).num_groups, num_processes)
         self._place = world.rank % num_processes
         self._loads: dict[MoELayer, Tensor] = {}
-        self._counts = torch.zeros(1 + 3 * self.num_levels, dtype=torch.int64)
+        self._counts = torch.zeros(1 + 3 * self.num_levels, dtype=torch.int64, device="cpu")
 
     @property
     def num_levels(self) -> int:

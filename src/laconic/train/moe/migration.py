@@ -118,7 +118,7 @@ class Migration:
                 return
             least = self._config.swap_every
             self._periods = [replace(SwapPeriod(**period), min_period=least) for period in state["periods"]]
-            slots = [torch.tensor(one, dtype=torch.int64) for one in state["slots"]]
+            slots = [torch.tensor(one, dtype=torch.int64, device="cpu") for one in state["slots"]]
             self.count = int(state["num_swaps"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(

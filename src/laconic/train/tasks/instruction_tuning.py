@@ -121,8 +121,8 @@ class InstructionTuning(LanguageModeling):
 
         examples = self._examples
         width = int(self._lengths[numbers].max())
-        tokens = torch.full((len(numbers), width), examples.end_of_document)
-        labels = torch.full((len(numbers), width), -100)
+        tokens = torch.full((len(numbers), width), examples.end_of_document, device="cpu")
+        labels = torch.full((len(numbers), width), -100, device="cpu")
         for row, number in enumerate(numbers):
             part = slice(examples.offsets[number], examples.offsets[number + 1])
             ids, answers = (
@@ -131,7 +131,11 @@ class InstructionTuning(LanguageModeling):
             )
             tokens[row, : len(ids) - 1] = ids[:-1]
             labels[row, : len(ids) - 1] = torch.where(answers[1:], ids[1:], -100)
-        return ExampleBatch(tokens, labels, torch.tensor(self._num_answers[numbers].sum() / mean_answers).float())
+        return ExampleBatch(
+            tokens,
+            labels,
+            torch.tensor(self._num_answers[numbers].sum() / mean_answers, dtype=torch.float32, device="cpu"),
+        )
 
 
 TASK = InstructionTuning
