@@ -31,7 +31,7 @@ from benchmarks.contenders.optimizers import adamw8bit, coded_gradients, optimiz
 from benchmarks.contenders.training import EXACT, Contender, built, not_installed
 from benchmarks.kit.isolated_parts import end_with_parent, run_part
 from benchmarks.kit.models import HEAD_DIM, causal_model
-from benchmarks.registry import Options, Table, Text, benchmark
+from benchmarks.registry import CASES, Options, Table, Text, benchmark
 from laconic.activations.whole_model.report import brief
 from laconic.cost import Batch, Choice, Layout, Settings
 from laconic.cost.planner.largest import most_layers
@@ -51,7 +51,10 @@ _EXACT_NBYTES = 10
 _MOST_SECONDS = 900.0
 """For one try."""
 
+_SMOKE_NBYTES = 700_000_000
+
 LACONIC_8, LACONIC_4 = "laconic, AdamW8bit", "laconic, AdamW4bit"
+_SMOKE = (EXACT, LACONIC_4)
 
 
 def contenders() -> list[Contender]:
@@ -182,11 +185,11 @@ def _predicted(name: str, hidden_size: int, memory_nbytes: int) -> int | None:
 @benchmark("largest", cases=[contender.name for contender in contenders()])
 def largest(options: Options) -> Iterator[Table | Text]:
     """One table."""
-    memory_nbytes = options.memory_nbytes or (600_000_000 if options.small else 3_000_000_000)
+    memory_nbytes = options.memory_nbytes or (_SMOKE_NBYTES if options.smoke else 3_000_000_000)
     hidden_size = hidden_size_for(memory_nbytes)
     found: list[tuple[Contender, Try | None, Try | None]] = []
     for contender in contenders():
-        if options.only and contender.name not in options.only:
+        if contender.name not in (options.only or (_SMOKE if options.smoke else CASES["largest"])):
             continue
         missing = not_installed(contender)
         if missing is not None:
