@@ -33,8 +33,8 @@ from laconic.activations.forwards.base import LinearForward
 from laconic.activations.forwards.replacement import ModelReplacement
 from laconic.activations.keep.choice import Packing
 from laconic.activations.recognize.sites import Site
-from laconic.activations.whole_model.causal_loss import loss_functions
 from laconic.activations.recognize.trial import usual_numbers
+from laconic.activations.whole_model.causal_loss import loss_functions
 from laconic.activations.whole_model.loss import LossSpec, VocabularyShard, check_range, divisor_of, tiled_loss
 from laconic.errors import DataError, ModelError
 from laconic.formats import BlockFormat
