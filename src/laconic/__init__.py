@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from laconic.collectives.integrations.quantized_gathers import quantize_gathers
     from laconic.collectives.integrations.zip import zip_collectives
     from laconic.formats import BlockFormat, BlockTensor, Expect, decode, encode, load_zipped
-    from laconic.gradients import compress_gradients, quantize_reduction
+    from laconic.gradients import LocalSteps, compress_gradients, quantize_reduction
     from laconic.optim import AdamW8bit
     from laconic.replicas import verify_replicas
 
@@ -27,6 +27,7 @@ __all__ = [
     "linear_cross_entropy",
     "compress_gradients",
     "quantize_reduction",
+    "LocalSteps",
     "quantize_gathers",
     "zip_collectives",
     "verify_replicas",
@@ -48,6 +49,7 @@ _HOME = {
     "linear_cross_entropy": "laconic.activations",
     "compress_gradients": "laconic.gradients",
     "quantize_reduction": "laconic.gradients",
+    "LocalSteps": "laconic.gradients",
     "quantize_gathers": "laconic.collectives.integrations.quantized_gathers",
     "zip_collectives": "laconic.collectives.integrations.zip",
     "verify_replicas": "laconic.replicas",

@@ -16,6 +16,7 @@ __all__ = [
     "BLOCK_SIZES",
     "CODE_BITS",
     "DEFAULT_CODES",
+    "DIFFERENCE_BITS",
     "EXPERT_BLOCK_SIZE",
     "EXPERT_FORMATS",
     "GATES",
@@ -28,6 +29,7 @@ __all__ = [
     "BlockCode",
     "BlockSize",
     "Code",
+    "DifferenceBits",
     "ExpertFormat",
     "GateName",
     "GradientBits",
@@ -101,6 +103,10 @@ LOSSES: tuple[str, ...] = get_args(Loss)
 GradientBits = Literal[8, 12, 32]
 GRADIENT_BITS: tuple[int, ...] = get_args(GradientBits)
 """In which gradients are held; 32 leaves them as they are."""
+
+DifferenceBits = Literal[4, 8, 32]
+DIFFERENCE_BITS: tuple[int, ...] = get_args(DifferenceBits)
+"""In which ranks that train apart send how far they have come; 32 sends it as it is."""
 
 Optimizer = Literal["adamw8bit", "adamw4bit"]
 OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)

@@ -1,9 +1,10 @@
-"""Gradients in few bytes: stored in 8 or 12 bits, reduced over the network in 8 bits."""
+"""Gradients in few bytes: stored in 8 or 12 bits, reduced over the network in 8 bits, or only every so many steps."""
 
 from __future__ import annotations
 
 from laconic.collectives.runtime.background import Work
 from laconic.gradients.ddp import ddp_q8_hook
+from laconic.gradients.local_steps import LocalSteps
 from laconic.gradients.reduce import (
     NATIVE_BELOW_NBYTES,
     TwoLevel,
@@ -17,6 +18,7 @@ from laconic.gradients.wrappers import QuantizedReduction, quantize_reduction
 __all__ = [
     "NATIVE_BELOW_NBYTES",
     "CompressedGradients",
+    "LocalSteps",
     "QuantizedReduction",
     "TwoLevel",
     "Work",

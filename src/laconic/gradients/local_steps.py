@@ -1,0 +1,570 @@
+"""Local steps: ranks train alone for a while, then average in few bits how far they have come (DiLoCo).
+
+Every rank trains `every` steps with its own optimizer, from a common point. Then each takes the difference of its
+parameters from that point, ranks average the differences, and an outer optimizer, SGD with Nesterov momentum, moves the
+common point along the average (Douillard et al., arXiv 2311.08105). Differences travel in 4 bits, parameters may be
+synchronized in fragments, one after the other, and a synchronization may go on while the next steps run (Streaming
+DiLoCo, arXiv 2501.18512).
+
+What rounding has dropped from a rank's difference is added to its next one. The average has the same bits on all ranks,
+and the outer update uses no operation that a processor may fuse, so the common point has the same bits everywhere, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from laconic.collectives import api
+from laconic.collectives.arguments import find_groups, flat_group
+from laconic.collectives.codec import Blockwise, Codec, Raw
+from laconic.collectives.runtime.background import Work, done
+from laconic.collectives.runtime.group_facts import ranks_of
+from laconic.errors import ConfigError, ModelError, TrainingError
+from laconic.formats import BlockFormat
+from laconic.gradients.replicas import broadcast_state, check_same_settings
+from laconic.gradients.turns import owner_of
+from laconic.ops import DTYPES
+from laconic.options import DIFFERENCE_BITS, refused, takes
+
+__all__ = ["LocalSteps"]
+
+_FORMATS = {4: BlockFormat("nf4", 64, torch.bfloat16), 8: BlockFormat("int8", 128, torch.float32)}
+_MAX_BLOCK_SIZE = 128
+"""Parameters and fragments are filled up to whole blocks of every format: no block has values of two parameters, and
+ranks cut at the same places whatever their number."""
+
+
+class LocalSteps:
+    """Trains the ranks of a group apart, and brings them together every so many steps.
+
+        local = laconic.LocalSteps(model, every=50)   # any loop; no DistributedDataParallel
+        for batch in batches:                         # each rank its own
+            loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()                              # on every rank, also if a step was left out
+        local.finish()                                # the same parameters on all ranks
+
+    The inner optimizer is the rank's own and is never synchronized. Beside the model a rank holds the common point and
+    the outer momentum, and below 32 bits what rounding has dropped, in fp32: 12 bytes per parameter. Running statistics
+    of batch normalizations are averaged, in full precision, with the last fragment.
+
+    Args:
+        model: in which parameters that require a gradient are float32, bfloat16 or float16; no wrapper reduces its
+            gradients. Their names and shapes stay as they are from now on.
+        group: ranks that train it, at least 2; the default group if None.
+        every: steps between two synchronizations of a parameter, H.
+        bits: of differences and of their average: 4 (nf4 in blocks of 64), 8 (int8 in blocks of 128), or 32.
+        outer_lr: learning rate of the outer optimizer.
+        outer_momentum: its Nesterov momentum; 0 is plain SGD.
+        num_fragments: groups of consecutive parameters, about equally large, that are synchronized in turn, evenly
+            within `every` steps.
+        delay: steps that go on while a synchronization runs in the background; its result is merged after so many of
+            them, and what they changed is kept on top of it. 0: a synchronization is awaited. Less than `every`.
+        error_feedback: add what rounding has dropped to the next difference.
+        broadcast: start from the parameters and buffers of the group's first rank.
+
+    Raises:
+        ConfigError: an argument is out of its range, there is no group of two ranks, or ranks differ in settings or
+            parameters (raised on every rank alike).
+        ModelError: the model reduces or shards by itself, or has a parameter of another dtype.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup | None = None,
+        *,
+        every: int,
+        bits: int = 4,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        num_fragments: int = 1,
+        delay: int = 0,
+        error_feedback: bool = True,
+        broadcast: bool = True,
+    ) -> None:
+        _check_arguments(every, bits, outer_lr, outer_momentum, num_fragments, delay)
+        world, _ = find_groups(flat_group("LocalSteps", group))
+        if world < 2:
+            raise ConfigError(
+                "group has 1 rank, but local steps are averaged over at least 2; start more processes, or train without"
+                " LocalSteps"
+            )
+        found = group or dist.group.WORLD
+        assert found is not None, "find_groups has refused it"
+        _check_model(model)
+        self.every, self.bits, self.delay = every, bits, delay
+        self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
+        self.group: dist.ProcessGroup = found
+        self.steps = 0
+        """Steps so far."""
+        self._model = model
+        self._format = _FORMATS.get(bits)
+        self._codec: Codec = Raw() if self._format is None else Blockwise(self._format)
+        self._feedback = error_feedback and self._format is not None
+        parameters = _trainable(model)
+        self._kinds = {name: _kind(parameter) for name, parameter in parameters.items()}
+        settings: dict[str, object] = {
+            "every": every,
+            "bits": bits,
+            "outer_lr": outer_lr,
+            "outer_momentum": outer_momentum,
+        }
+        settings |= {"num_fragments": num_fragments, "delay": delay, "error_feedback": error_feedback}
+        settings |= {f"parameter {name}": kind.split(" on ")[0] for name, kind in self._kinds.items()}
+        check_same_settings(settings, found)
+        if broadcast:
+            broadcast_state(model, found)
+        with torch.no_grad():
+            self._fragments = [
+                _Fragment(part, every * (number + 1) // num_fragments, world * _MAX_BLOCK_SIZE, self._feedback)
+                for number, part in enumerate(_cut(parameters, num_fragments))
+            ]
+
+    # --- steps ---
+
+    def is_due(self, step: int) -> bool:
+        """Whether a synchronization begins when `step` steps are done."""
+        return any(fragment.is_due(step, self.every) for fragment in self._fragments)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Note that a step was made, and synchronize what is due; every rank calls it after each of its steps.
+
+        Raises:
+            TrainingError: the parameters of a rank are not finite any more; on every rank, naming that one.
+            ModelError: this rank's parameters are other ones than at the start; ConfigError on the other ranks.
+            ConfigError: ranks have not made equally many steps.
+        """
+        self.steps += 1
+        for fragment in self._fragments:
+            if fragment.pending is not None and fragment.pending.merge_at <= self.steps:
+                self._merge(fragment)
+        for number, fragment in enumerate(self._fragments):
+            if fragment.is_due(self.steps, self.every):
+                self._start(number, self.delay)
+                if not self.delay:
+                    self._merge(fragment)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Bring all ranks to one common point, whatever is due: the parameters have the same bits on all of them.
+
+        Every rank calls it, after training or before whatever needs equal parameters. Local steps may go on after it.
+
+        Raises:
+            TrainingError, ModelError, ConfigError: as `step`.
+        """
+        for number, fragment in enumerate(self._fragments):
+            if fragment.pending is not None:
+                self._merge(fragment)
+            if fragment.synchronized != self.steps or self.delay:
+                self._start(number, 0)
+                self._merge(fragment)
+
+    @contextmanager
+    def at_common_point(self) -> Iterator[None]:
+        """Put the common point in the place of this rank's parameters while the block runs; nothing is communicated.
+
+        For evaluations and for what is saved to be used: it has the same bits on all ranks at any time, as of the last
+        synchronization of each parameter.
+        """
+        own = {name: parameter.detach().clone() for name, parameter in self._parameters().items()}
+        with torch.no_grad():
+            for name, common in self.common().items():
+                self._parameters()[name].copy_(common)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, parameter in self._parameters().items():
+                    parameter.copy_(own[name])
+
+    # --- what is the same on all ranks ---
+
+    def common(self) -> dict[str, Tensor]:
+        """The common point, fp32, by name of the parameter; views that the next synchronization changes."""
+        return {name: x for fragment in self._fragments for name, x in fragment.views(fragment.common).items()}
+
+    def momentum(self) -> dict[str, Tensor]:
+        """The outer momentum, fp32, by name of the parameter; views that the next synchronization changes."""
+        return {name: x for fragment in self._fragments for name, x in fragment.views(fragment.momentum).items()}
+
+    # --- checkpoints ---
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """All that goes on with training bit for bit, beside the inner optimizer's own state.
+
+        A synchronization under way is awaited. Tensors are copies.
+
+        Returns:
+            "steps"; "common", "momentum" and "average" (of synchronizations that are not merged yet), the same on all
+            ranks; "local" (parameters and running statistics), "error" and "start", this rank's own: tensors by name.
+        """
+        state: dict[str, Any] = {"steps": self.steps, "common": self.common(), "momentum": self.momentum()}
+        state["local"] = {**self._parameters(), **self._statistics()}
+        state |= {"error": {}, "average": {}, "start": {}}
+        for fragment in self._fragments:
+            if fragment.error is not None:
+                state["error"] |= fragment.views(fragment.error)
+            if fragment.pending is not None:
+                self._check(fragment.pending)
+                state["average"] |= fragment.views(fragment.pending.average.wait())
+                state["start"] |= fragment.pending.start
+        copies = {
+            part: {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            for part, tensors in state.items()
+            if part != "steps"
+        }
+        return {"steps": self.steps, **copies}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken; the parameters become that rank's own.
+
+        "error" may be empty: nothing is added to the next difference then. The ranks' states may come from another
+        number of ranks, as long as "common", "momentum" and "average" are the same everywhere.
+
+        Raises:
+            ConfigError: tensors are missing or have other shapes, or num_fragments or delay do not fit
+                synchronizations under way.
+        """
+        parameters, statistics = self._parameters(), self._statistics()
+        targets = {"common": self.common(), "momentum": self.momentum(), "local": {**parameters, **statistics}}
+        for part, tensors in targets.items():
+            _check_names(part, state[part], tensors)
+        for fragment in self._fragments:
+            here = [name for name in fragment.shapes if name in state["average"]]
+            if here and (len(here) < len(fragment.shapes) or not self.delay):
+                raise ConfigError(
+                    f"the state has a synchronization of {here[0]} under way that num_fragments = "
+                    f"{len(self._fragments)} and delay = {self.delay} do not fit; load it with those it was saved with"
+                )
+        for part, tensors in targets.items():
+            for name, tensor in tensors.items():
+                tensor.copy_(state[part][name])
+        self.steps = int(state["steps"])
+        for number, fragment in enumerate(self._fragments):
+            began = self.steps - (self.steps - fragment.offset) % self.every
+            fragment.synchronized = began if began > 0 else None
+            fragment.pending = None
+            if fragment.error is not None:
+                fragment.error.zero_()
+                for name, x in fragment.views(fragment.error).items():
+                    if name in state["error"]:
+                        x.copy_(state["error"][name])
+            if next(iter(fragment.shapes)) in state["average"]:
+                average = torch.zeros_like(fragment.common)
+                for name, x in fragment.views(average).items():
+                    x.copy_(state["average"][name])
+                start = {name: state["start"][name].clone() for name in fragment.shapes}
+                fragment.pending = _Pending(number, self.steps, began + self.delay, None, done(average), start)
+
+    # --- one synchronization ---
+
+    def _start(self, number: int, delay: int) -> None:
+        """Begin to average the differences of a fragment; without a delay what ranks report is checked before."""
+        fragment = self._fragments[number]
+        found = _trainable(self._model)
+        change = _change(self._kinds, found)
+        difference = torch.zeros_like(fragment.common)
+        views = fragment.views(difference)
+        if change is None:
+            for name, common in fragment.views(fragment.common).items():
+                # From the point as this rank's dtype has it: what that rounds away is no progress of the rank.
+                views[name].copy_(common.to(found[name].dtype)).sub_(found[name])
+        finite = torch.stack(torch._foreach_norm(list(views.values()), float("inf"))).isfinite()
+        first_bad = torch.where(finite.all(), -1, finite.int().argmin())
+        said = torch.stack([first_bad, *map(first_bad.new_tensor, (self.steps, number, int(change is not None)))])
+        reports = said.new_empty(self.group.size(), said.numel())
+        in_background = delay > 0 and change is None
+        work = api.all_gather(reports, said, self.group, codec=Raw(), async_op=in_background)
+        pending = _Pending(number, self.steps, self.steps + delay, work, done(difference), {})
+        if not in_background:
+            self._check(pending, change)
+        if fragment.error is not None:
+            assert self._format is not None
+            difference.add_(fragment.error)
+            rounded = self._format.quantize(difference).dequantize()
+            torch.sub(difference, rounded, out=fragment.error).nan_to_num_(0.0, 0.0, 0.0)
+            difference = rounded
+        pending.average = api.all_reduce(difference, self.group, op="avg", codec=self._codec, async_op=in_background)
+        if delay:
+            pending.start = {name: found[name].detach().clone() for name in fragment.shapes}
+        if number == len(self._fragments) - 1:
+            self._average_statistics()
+        fragment.pending, fragment.synchronized = pending, self.steps
+
+    def _merge(self, fragment: _Fragment) -> None:
+        """Move a fragment's common point by the average of its differences, and its parameters to that point."""
+        pending = fragment.pending
+        assert pending is not None, "a synchronization has begun"
+        self._check(pending)
+        average = pending.average.wait()
+        # One rounding for each operation: additions with a factor are fused on some processors and not on others.
+        fragment.momentum.mul_(self.outer_momentum).add_(average)
+        fragment.common.sub_(fragment.momentum.mul(self.outer_momentum).add_(average).mul_(self.outer_lr))
+        parameters = self._parameters()
+        for name, common in fragment.views(fragment.common).items():
+            parameter = parameters[name]
+            if pending.start:
+                parameter.sub_(pending.start[name]).add_(common.to(parameter.dtype))
+            else:
+                parameter.copy_(common)
+        fragment.pending = None
+
+    def _check(self, pending: _Pending, change: str | None = None) -> None:
+        """Check what all ranks have reported when a synchronization began; the same error on all of them.
+
+        Raises:
+            TrainingError, ModelError, ConfigError: as `step`.
+        """
+        if pending.reports is None:
+            return
+        reports = pending.reports.wait().tolist()
+        pending.reports = None
+        if change is not None:
+            raise ModelError(
+                f"{change} since LocalSteps was made, but parameters must stay the same; make a new LocalSteps once the"
+                " model is complete"
+            )
+        ranks = ranks_of(self.group)
+        for rank, (first_bad, steps, number, changed) in zip(ranks, reports, strict=True):
+            if changed:
+                raise ConfigError(f"the parameters of rank {rank} are others than when LocalSteps was made; see there")
+            if [steps, number] != reports[0][1:3]:
+                raise ConfigError(
+                    f"rank {rank} has made {steps} steps and synchronizes fragment {number}, but rank {ranks[0]} has "
+                    f"made {reports[0][1]} and synchronizes fragment {reports[0][2]}; call step() and finish() equally "
+                    "often on all ranks, also for a step that was left out"
+                )
+            if first_bad >= 0:
+                name = list(self._fragments[number].shapes)[first_bad]
+                raise TrainingError(
+                    f"{name} of rank {rank} is not finite, or infinitely far from the common point, after {steps} "
+                    f"steps: that rank has diverged, and an average with it would be lost; lower the inner learning "
+                    "rate and go on from the last checkpoint"
+                )
+
+    def _average_statistics(self) -> None:
+        statistics = [x for x in self._statistics().values() if x.is_floating_point()]
+        if statistics:
+            flat = torch.cat([x.flatten().float() for x in statistics])
+            api.all_reduce(flat, self.group, op="avg", codec=Raw()).wait()
+            for x, part in zip(statistics, flat.split([x.numel() for x in statistics]), strict=True):
+                x.copy_(part.view_as(x))
+
+    def _statistics(self) -> dict[str, Tensor]:
+        """Running statistics of batch normalizations, by name."""
+        return {
+            f"{prefix}.{name}" if prefix else name: buffer
+            for prefix, module in self._model.named_modules()
+            if isinstance(module, _BatchNorm)
+            for name, buffer in module.named_buffers(recurse=False)
+        }
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters by name; hosts may have put others in the place of those at the start."""
+        found = _trainable(self._model)
+        change = _change(self._kinds, found)
+        if change is not None:
+            raise ModelError(f"{change} since LocalSteps was made, but parameters must stay the same")
+        return found
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A synchronization that has begun."""
+
+    number: int
+    """Of the fragment."""
+    began: int
+    merge_at: int
+    reports: Work[Tensor] | None
+    """int64 [W, 4]: first parameter that is not finite, or -1; steps; fragment; whether parameters have changed. None
+    once checked."""
+    average: Work[Tensor]
+    """Of the differences, fp32 flat."""
+    start: dict[str, Tensor]
+    """This rank's parameters when it began; empty without a delay."""
+
+
+class _Fragment:
+    """Parameters that are synchronized together, each filled up to whole blocks in flat fp32 tensors."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], offset: int, multiple: int, feedback: bool) -> None:
+        self.offset = offset
+        self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        numel = sum(map(_filled, self.shapes.values()))
+        device = next(iter(parameters.values())).device
+        self.common = torch.zeros(-(-numel // multiple) * multiple, device=device)
+        for name, x in self.views(self.common).items():
+            x.copy_(parameters[name])
+        self.momentum = torch.zeros_like(self.common)
+        self.error = torch.zeros_like(self.common) if feedback else None
+        self.pending: _Pending | None = None
+        self.synchronized: int | None = None
+        """Steps that were done when the last synchronization began."""
+
+    def is_due(self, step: int, every: int) -> bool:
+        return step > 0 and (step - self.offset) % every == 0
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parts of a flat tensor by name, in the shapes of the parameters."""
+        found, start = {}, 0
+        for name, shape in self.shapes.items():
+            found[name] = flat[start : start + shape.numel()].view(shape)
+            start += _filled(shape)
+        return found
+
+
+def _filled(shape: torch.Size) -> int:
+    """Elements of a parameter, filled up to whole blocks."""
+    return -(-shape.numel() // _MAX_BLOCK_SIZE) * _MAX_BLOCK_SIZE
+
+
+def _cut(parameters: Mapping[str, nn.Parameter], num: int) -> Iterator[dict[str, nn.Parameter]]:
+    """Consecutive parameters in `num` parts, about equally large and none empty.
+
+    Raises:
+        ConfigError: there are fewer parameters than parts.
+    """
+    if num > len(parameters):
+        raise ConfigError(
+            f"num_fragments is {num}, but it must be at most the number of trainable parameters ({len(parameters)})"
+        )
+    total, left, reached = sum(p.numel() for p in parameters.values()), list(parameters.items()), 0
+    for number in range(num):
+        part: dict[str, nn.Parameter] = {}
+        share = total * (number + 1) // num  # elements that should be in this part and those before
+        while not part or (len(left) >= num - number and reached + left[0][1].numel() / 2 < share):
+            name, parameter = left.pop(0)
+            part[name] = parameter
+            reached += parameter.numel()
+        yield part
+
+
+def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _kind(parameter: Tensor) -> str:
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return f"{dtype} {list(parameter.shape)} on {parameter.device}"
+
+
+def _change(then: Mapping[str, str], now: Mapping[str, nn.Parameter]) -> str | None:
+    """What differs between the parameters of the start and those of now, as the beginning of a sentence; None: nothing.
+
+    A sharded or wrapped model is another one, too.
+    """
+    for name in (*then, *now):
+        if name not in now:
+            return f"parameter {name} is gone or frozen"
+        if name not in then:
+            return f"parameter {name} is new or trainable"
+        if isinstance(now[name], DTensor):
+            return f"parameter {name} has been sharded"
+        if (kind := _kind(now[name])) != then[name]:
+            return f"parameter {name} was {then[name]} and is {kind}"
+    return None
+
+
+def _check_names(part: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    for name in (*wanted, *found):
+        shapes = [list(tensors[name].shape) if name in tensors else "missing" for tensors in (found, wanted)]
+        if shapes[0] != shapes[1]:
+            raise ConfigError(
+                f"{name} of {part!r} is {shapes[0]} in the state and {shapes[1]} in the model; load the state of the "
+                "same model"
+            )
+
+
+def _check_arguments(
+    every: int, bits: int, outer_lr: float, outer_momentum: float, num_fragments: int, delay: int
+) -> None:
+    if not takes(DIFFERENCE_BITS, bits):
+        raise ConfigError(refused("bits", bits, DIFFERENCE_BITS))
+    rules = [
+        ("every", every, 1, None, "at least 1: steps between two synchronizations"),
+        ("num_fragments", num_fragments, 1, every, f"from 1 to every ({every}): one begins in a step"),
+        ("delay", delay, 0, None, "at least 0"),
+    ]
+    for name, value, low, high, rule in rules:
+        if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+            raise ConfigError(f"{name} is {value!r}, but it must be an integer {rule}")
+    if delay >= every:
+        raise ConfigError(
+            f"delay is {delay}, but it must be below every ({every}): a fragment is merged before it is sent again"
+        )
+    if not 0 < outer_lr < float("inf"):
+        raise ConfigError(f"outer_lr is {outer_lr!r}, but it must be positive and finite")
+    if not 0 <= outer_momentum < 1:
+        raise ConfigError(f"outer_momentum is {outer_momentum!r}, but it must lie in [0, 1)")
+
+
+def _check_model(model: nn.Module) -> None:
+    """Check that ranks can train a model apart.
+
+    Raises:
+        ModelError: something in it reduces gradients or cuts parameters by itself, or a dtype cannot be averaged.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model is {type(model).__name__}, but it must be a torch.nn.Module")
+    for name, module in model.named_modules():
+        where = f"module {name!r}" if name else "the model"
+        if isinstance(module, DistributedDataParallel):
+            raise ModelError(
+                f"{where} is a DistributedDataParallel, which averages gradients in every step; pass the inner module "
+                "(.module), and train that"
+            )
+        if isinstance(module, FSDPModule | FullyShardedDataParallel):
+            raise ModelError(
+                f"{where} is sharded by {'FSDP2' if isinstance(module, FSDPModule) else 'FSDP1'}, but each rank must "
+                "hold the whole model to train it alone; leave it whole"
+            )
+        # By its name: this room knows nothing of laconic.moe.
+        dispatcher = type(getattr(module, "dispatcher", None))
+        if dispatcher.__module__.startswith("laconic.moe.") and dispatcher.__name__ != "LocalDispatcher":
+            raise ModelError(
+                f"{where} spreads its experts over ranks (expert parallelism), but each rank must hold the whole model "
+                "to train it alone; leave it whole"
+            )
+    parameters = _trainable(model)
+    if not parameters:
+        raise ModelError("the model has no parameter that requires a gradient, so there is nothing to train")
+    devices = {parameter.device for parameter in parameters.values()}
+    if len(devices) > 1:
+        raise ModelError(
+            f"parameters lie on {', '.join(map(str, sorted(devices, key=str)))}, but must lie on one device"
+        )
+    for name, parameter in parameters.items():
+        if isinstance(parameter, DTensor):
+            raise ModelError(
+                f"parameter {name} is a DTensor, cut over ranks, but each rank must hold the whole model to train it "
+                "alone; leave it whole"
+            )
+        if parameter.dtype not in DTYPES:
+            raise ModelError(
+                f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, but it must be float32, bfloat16 "
+                "or float16; convert the model or freeze it"
+            )
+        owner = owner_of(parameter)
+        if owner is not None and owner.has_group:
+            raise ModelError(
+                f"the gradient of {name} is averaged over ranks in every step by compress_gradients; pass group=None "
+                "there"
+            )
