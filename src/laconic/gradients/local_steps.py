@@ -181,15 +181,15 @@ class LocalSteps:
         For evaluations and for what is saved to be used: it has the same bits on all ranks at any time, as of the last
         synchronization of each parameter.
         """
-        own = {name: parameter.detach().clone() for name, parameter in self._parameters().items()}
+        own = {name: parameter.detach().clone() for name, parameter in self.parameters().items()}
         with torch.no_grad():
             for name, common in self.common().items():
-                self._parameters()[name].copy_(common)
+                self.parameters()[name].copy_(common)
         try:
             yield
         finally:
             with torch.no_grad():
-                for name, parameter in self._parameters().items():
+                for name, parameter in self.parameters().items():
                     parameter.copy_(own[name])
 
     # --- what is the same on all ranks ---
@@ -215,7 +215,7 @@ class LocalSteps:
             ranks; "local" (parameters and running statistics), "error" and "start", this rank's own: tensors by name.
         """
         state: dict[str, Any] = {"steps": self.steps, "common": self.common(), "momentum": self.momentum()}
-        state["local"] = {**self._parameters(), **self._statistics()}
+        state["local"] = {**self.parameters(), **self._statistics()}
         state |= {"error": {}, "average": {}, "start": {}}
         for fragment in self._fragments:
             if fragment.error is not None:
@@ -242,7 +242,7 @@ class LocalSteps:
             ConfigError: tensors are missing or have other shapes, or num_fragments or delay do not fit
                 synchronizations under way.
         """
-        parameters, statistics = self._parameters(), self._statistics()
+        parameters, statistics = self.parameters(), self._statistics()
         targets = {"common": self.common(), "momentum": self.momentum(), "local": {**parameters, **statistics}}
         for part, tensors in targets.items():
             _check_names(part, state[part], tensors)
@@ -317,7 +317,7 @@ class LocalSteps:
         # One rounding for each operation: additions with a factor are fused on some processors and not on others.
         fragment.momentum.mul_(self.outer_momentum).add_(average)
         fragment.common.sub_(fragment.momentum.mul(self.outer_momentum).add_(average).mul_(self.outer_lr))
-        parameters = self._parameters()
+        parameters = self.parameters()
         for name, common in fragment.views(fragment.common).items():
             parameter = parameters[name]
             if pending.start:
@@ -376,8 +376,12 @@ class LocalSteps:
             for name, buffer in module.named_buffers(recurse=False)
         }
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters by name; hosts may have put others in the place of those at the start."""
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's trainable parameters by name; hosts may have put others in the place of those at the start.
+
+        Raises:
+            ModelError: they have changed.
+        """
         found = _trainable(self._model)
         change = _change(self._kinds, found)
         if change is not None:

@@ -338,7 +338,7 @@ def make_gradients(
             return OverlappedGradients(model, experts, grid, config, parallel_state.stage_group)
         return ExpertParallelGradients(model, experts, grid, config)
     sharded = config.parallel == "fsdp" and parallel_state.num_replicas > 1
-    group, bits = None if sharded else parallel_state.stage_group, config.gradients.bits
+    group, bits = None if sharded or config.local_steps else parallel_state.stage_group, config.gradients.bits
     unpack = config.optimizer.kind == "adamw"
     if experts is None or grid is None or sharded:
         return StoredGradients([compress_gradients(model, group, bits=bits)], unpack)

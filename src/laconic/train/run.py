@@ -118,6 +118,7 @@ class _Run:
                 zipped=chosen.zip,
                 adapters=self.config.lora.r is not None,
                 allowed=self.lock.check,
+                local=trainer.local,
             )
 
     def write_settings(self) -> None:

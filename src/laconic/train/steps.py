@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from laconic.errors import TrainingError
+from laconic.errors import ConfigError, TrainingError
+from laconic.gradients import LocalSteps
 from laconic.train.checkpoint.save_load import Checkpoint, load_checkpoint
 from laconic.train.config.schema import TrainConfig
 from laconic.train.conversion import Conversion
@@ -60,7 +61,13 @@ class Steps:
         trainer, experts = self.trainer, self.experts
         if checkpoint is not None:
             adapters = self.config.lora.r is not None
-            load_checkpoint(checkpoint, self.world, trainer.model, trainer.optimizer, adapters)
+            load_checkpoint(checkpoint, self.world, trainer.model, trainer.optimizer, adapters, trainer.local)
+            if trainer.local is not None and checkpoint.world_size != self.world.size:
+                self.messages.append(
+                    f"local steps of {checkpoint.world_size} processes go on in {self.world.size}: process r takes the "
+                    f"weights and moments of process r modulo {checkpoint.world_size}, and what rounding had dropped "
+                    "from differences is forgotten"
+                )
         if experts is not None:
             experts.prepare(trainer.optimizer, None if checkpoint is None else checkpoint.text(migration.STATE_FILE))
         return 0 if checkpoint is None else checkpoint.step
@@ -110,24 +117,32 @@ class Steps:
             CorruptionError: replicas differ.
         """
         config, votes = self.config, self.votes
-        skipped_in_a_row = 0
+        skipped_in_a_row, audited = 0, not config.audit
         recorded = recorded_step(first_step, config.steps)
         load_stride = math.ceil(config.steps / _MAX_LOAD_ROWS)
         for done in range(first_step + 1, config.steps + 1):
             begin_step(done)
             result = self._step(done, run_logger, stop, done == recorded, done % load_stride == 0)
-            if done == first_step + 1 and config.audit and (number := votes.audit(done)):
-                run_logger.message(f"audit: after step {done}, {number} replicated tensors have the same bits")
+            meets = self.trainer.meets(done)
+            if meets and not audited:
+                audited = True
+                if number := votes.audit(done):
+                    run_logger.message(f"audit: after step {done}, {number} replicated tensors have the same bits")
             skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
             last = done == config.steps
             # A rate that ruins the weights in the first update leaves no step of a short run that counts.
             all_but_one = last and not first_step and skipped_in_a_row >= max(1, config.steps - 1)
-            if skipped_in_a_row == _MAX_SKIPPED_STEPS or all_but_one:
-                raise TrainingError(
+            error = None
+            if skipped_in_a_row >= _MAX_SKIPPED_STEPS or all_but_one:
+                error = (
                     f"loss or gradient was not finite in {skipped_in_a_row} steps in a row, "
                     f"{done - skipped_in_a_row + 1} to {done}; lower optimizer.learning_rate or look at the data of "
                     "these steps, then continue from the last checkpoint with --resume"
                 )
+            if self.trainer.local is not None:  # each process leaves out its own steps, and tells where all meet
+                error = self.world.first_error(error) if meets else None
+            if error is not None:
+                raise TrainingError(error)
             stopped = result.stop and not last
             saves = last or stopped or (config.checkpoint.every > 0 and done % config.checkpoint.every == 0)
             if votes.due(done, saves) and (line := votes.vote(done)):
@@ -187,7 +202,11 @@ def make_steps(
     messages = [] if converted.router_message is None else [converted.router_message]
     comm_state = None
     bare = config.moe.overlap_grad_reduce and config.parallel == "ddp"  # its gradients choose their codec themselves
-    if not bare:
+    local = None
+    if config.local_steps:
+        local = _local_steps(wrapped, converted, config)
+        messages.append(_local_words(config))
+    elif not bare:
         saved = None if checkpoint is None else checkpoint.text(comm_compression.STATE_FILE)
         modules = [wrapped] if pipeline is None else pipeline.wrapped
         lines, comm_state = comm_compression.zip_model(modules, config, world, parallel_state, saved)
@@ -196,8 +215,45 @@ def make_steps(
         messages.append(pipeline.sends)
     gradients = make_gradients(config, parallel_state, wrapped, spread)
     optimizer = make_optimizer(wrapped, config.optimizer)
-    trainer = Trainer(config, world, parallel_state, wrapped, gradients, optimizer, task, pipeline, converted.routers)
+    trainer = Trainer(
+        *(config, world, parallel_state, wrapped, gradients, optimizer, task, pipeline),
+        *(converted.routers, local),
+    )
     forecast = Forecast(parallel_state, trainer, converted.plan)
-    votes = ReplicaVotes(config, world, parallel_state, wrapped, optimizer, spread)
+    votes = ReplicaVotes(config, world, parallel_state, wrapped, optimizer, spread, local)
     routers, experts = converted.routers, converted.experts
     return Steps(config, world, trainer, forecast, routers, experts, messages, votes, comm_state)
+
+
+def _local_steps(model: nn.Module, converted: Conversion, config: TrainConfig) -> LocalSteps:
+    """What brings processes together that train `model` apart; all of them call it together.
+
+    Raises:
+        ConfigError, ModelError: the model cannot be trained so.
+    """
+    if converted.routers is not None:
+        raise ConfigError(
+            f"local_steps is {config.local_steps}, but routers of a mixture-of-experts model are counted and balanced "
+            "over all processes in every step; leave it out, or take a gate in their place (moe.gate)"
+        )
+    outer = config.outer
+    return LocalSteps(
+        model,
+        every=config.local_steps,
+        bits=outer.bits,
+        outer_lr=outer.learning_rate,
+        outer_momentum=outer.momentum,
+        num_fragments=outer.fragments,
+        delay=outer.delay,
+    )
+
+
+def _local_words(config: TrainConfig) -> str:
+    """The line of the log on local steps."""
+    outer = config.outer
+    parts = f" in {outer.fragments} fragments" if outer.fragments > 1 else ""
+    merged = f", merged {outer.delay} steps later" if outer.delay else ""
+    return (
+        f"local steps: processes are synchronized every {config.local_steps} steps{parts}, differences in "
+        f"{outer.bits} bits{merged}; a request to stop waits for that, and losses between are those of rank 0"
+    )

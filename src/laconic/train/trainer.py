@@ -28,6 +28,7 @@ from laconic.activations import SavedTensorTracker, seed_rounding
 from laconic.auditing import AuditReport, audit_loss, first_rows
 from laconic.collectives import audit
 from laconic.errors import AuditError
+from laconic.gradients import LocalSteps
 from laconic.optim import OPTIMIZER_CLASSES
 from laconic.train.config.schema import OptimizerConfig, TrainConfig
 from laconic.train.data.sampler import evenly, global_indices, split_mix
@@ -49,17 +50,20 @@ __all__ = ["StepResult", "Trainer", "make_optimizer"]
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step, the same on every process."""
+    """Result of one optimizer step, the same on every process; with local steps only what says so."""
 
     loss: float
-    """Mean over the tokens of the global batch, nats per token, before the update."""
+    """Mean over the tokens of the global batch, nats per token, before the update. Local steps: of this process's own
+    tokens, but where a synchronization begins."""
     grad_norm: float
-    """2-norm of all gradients before clipping."""
+    """2-norm of all gradients before clipping. Local steps: of this process's own."""
     learning_rate: float
     skipped: bool
-    """Whether the update was left out, because loss or gradient of some process was not finite."""
+    """Whether the update was left out, because loss or gradient of some process was not finite. Local steps: of this
+    one."""
     stop: bool
-    """Whether some process was asked to stop."""
+    """Whether some process was asked to stop, the same on every process. Local steps: since the last synchronization,
+    and False between two."""
 
 
 class Trainer:
@@ -80,8 +84,13 @@ class Trainer:
         task: Task,
         pipeline: Pipeline | None = None,
         routers: Routers | None = None,
+        local: LocalSteps | None = None,
     ) -> None:
         self._routers = routers
+        self.local = local
+        """What brings the processes together, where each trains by itself."""
+        self._stops = False  # whether this process was asked to, and has not told the others yet
+        self._audited: audit.Snapshot | None = None  # local steps: messages may end between two steps
         self._config = config
         self._world = world
         self._parallel_state = parallel_state
@@ -186,7 +195,7 @@ class Trainer:
         torch.manual_seed(split_mix(split_mix(split_mix(config.seed) ^ step) ^ world.rank))
         seed_rounding(None)  # two bits: what this process rounded before does not count
 
-        before, statistics = audit.snapshot(), self._statistics.copy()
+        before, statistics = self._audited or audit.snapshot(), self._statistics.copy()
         with ExitStack() as measuring:
             counter = None
             if self._num_counted < 2:
@@ -199,23 +208,28 @@ class Trainer:
             loss = self._forward_backward(step, record)
             norm = self._gradients.norm(self._counted_parameters())
             bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
-            stops = torch.full_like(loss, float(stop.requested))
-            votes = [loss / self._parallel_state.num_replicas, bad.to(loss.dtype), stops]
+            self._stops |= stop.requested
+            meets = self.meets(step + 1)
+            num_voters = self._parallel_state.num_replicas if meets else 1
+            stops = torch.full_like(loss, float(self._stops and meets))
+            votes = [loss / num_voters, bad.to(loss.dtype), stops]
             if self._pipeline is not None:
                 # Each stage knows the norm of its own part; its replicas all know the same.
                 votes.append(norm.double() ** 2 / self._parallel_state.num_replicas)
-            mean_loss, num_bad, num_stop, *squares = world.sum(torch.stack(votes)).tolist()
+            summed = world.sum(torch.stack(votes)) if meets else torch.stack(votes)
+            mean_loss, num_bad, num_stop, *squares = summed.tolist()
             self.synced_at = time.perf_counter()
-            self._statistics.average()
+            if self.local is None:
+                self._statistics.average()
+            else:
+                num_bad = float(bad)
         coded = audit.snapshot() - before
         if counter is not None:
             # The lesser of two steps counts: the first may have measured links, in the second DDP lays out its buckets.
-            counted = counter.nbytes - coded.sent_nbytes
+            counted = max(0, counter.nbytes - coded.sent_nbytes)
             self._other_nbytes = counted if self._other_nbytes is None else min(self._other_nbytes, counted)
             self._num_counted += 1
         assert self._other_nbytes is not None
-        self.wire_nbytes = self._other_nbytes + coded.sent_nbytes
-        self.wire_raw_nbytes = self._other_nbytes + coded.raw_nbytes
         if squares:
             norm = torch.tensor(math.sqrt(squares[0]), dtype=torch.float32, device=world.device)
 
@@ -230,7 +244,20 @@ class Trainer:
             self.optimizer.step()
         self.overlapped_nbytes = self._gradients.overlapped_nbytes
         self._gradients.clear()
+        if self.local is not None:
+            self.local.step()
+            if step + 1 == config.steps:
+                self.local.finish()
+            self._audited = audit.snapshot()
+            coded = self._audited - before
+        self.wire_nbytes = self._other_nbytes + coded.sent_nbytes
+        # Differences are not shortened losslessly.
+        self.wire_raw_nbytes = self._other_nbytes + (coded.raw_nbytes if self.local is None else coded.sent_nbytes)
         return StepResult(mean_loss, float(norm), rate, skipped, num_stop > 0)
+
+    def meets(self, done: int) -> bool:
+        """Whether all processes exchange something in the step after which `done` are done."""
+        return self.local is None or self.local.is_due(done) or done == self._config.steps
 
     def num_units(self, first: int, last: int) -> int:
         """Units in the samples of steps [first, last), 0-based, over all processes."""
@@ -317,9 +344,16 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
-        """Mean loss over the validation samples, the same ones each time, shared by the processes."""
+        """Mean loss over the validation samples, the same ones each time, shared by the processes.
+
+        With local steps it is that of the common point.
+        """
         if not self._task.num_validation:
             return None
+        with nullcontext() if self.local is None else self.local.at_common_point():
+            return self._evaluate()
+
+    def _evaluate(self) -> float:
         world, pipeline = self._world, self._pipeline
         model = plain_model(self.model)
         model.eval()

@@ -22,7 +22,7 @@ from laconic.train.task import Task
 
 __all__ = ["find_start", "identity_of"]
 
-_FORMERLY = {"optimizer.kind": "adamw"}
+_FORMERLY = {"optimizer.kind": "adamw", "local_steps": 0}
 """Values, in the runs that wrote them, of settings that older checkpoints do not name."""
 
 
@@ -57,10 +57,12 @@ def find_start(
 
 def identity_of(config: TrainConfig, task: Task, base: str | None = None) -> dict[str, Any]:
     """Settings that a resumed run must share with the run that wrote its checkpoint; `base` is frozen weights' hash."""
-    lora = config.lora
+    lora, outer = config.lora, config.outer
     adapters = {"lora.alpha": lora.alpha, "lora.target_modules": lora.target_modules, BASE_HASH: base}
+    apart = {"outer.fragments": outer.fragments, "outer.delay": outer.delay}
     return (
         task.identity()
+        | (apart if config.local_steps else {})
         | (adapters if lora.r is not None else {})
         | {
             "lora.r": lora.r,
@@ -70,6 +72,7 @@ def identity_of(config: TrainConfig, task: Task, base: str | None = None) -> dic
             "batch_size": config.batch_size,
             "seed": config.seed,
             "optimizer.kind": config.optimizer.kind,
+            "local_steps": config.local_steps,
         }
     )
 

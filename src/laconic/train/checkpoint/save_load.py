@@ -22,7 +22,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -40,6 +40,7 @@ from laconic.errors import CheckpointError
 from laconic.formats.dcp import SafeLoadPlanner
 from laconic.formats.durable import fsync_directory, fsync_file, sha256_of
 from laconic.formats.shards import local_part
+from laconic.gradients import LocalSteps
 from laconic.train.checkpoint.manifest import MANIFEST, VERSION, check_file, manifest_sha256, read_manifest
 from laconic.train.checkpoint.zipped_storage import CheckpointReader, ZippedWriter
 from laconic.train.distributed.peer_loss import is_peer_lost
@@ -95,6 +96,7 @@ def save_checkpoint(
     zipped: bool = False,
     adapters: bool = False,
     allowed: Callable[[], None] = lambda: None,
+    local: LocalSteps | None = None,
 ) -> Path:
     """Write the state after `step` steps, make it `latest`, and leave only the newest `keep` checkpoints.
 
@@ -113,6 +115,8 @@ def save_checkpoint(
         zipped: whether shards are losslessly shortened (docs/zip.md); loading takes both kinds.
         adapters: whether frozen weights are left out, as they are those of another directory.
         allowed: called before anything is written; raises if nothing may be.
+        local: of processes that train apart: the common point is saved as the model, and beside it the outer momentum
+            and each process's own weights, moments and dropped roundings.
 
     Raises:
         CheckpointError: on every process when any of them fails (no space, no permission, non-finite weights); then
@@ -121,10 +125,13 @@ def save_checkpoint(
     root = run_dir / "checkpoints"
     final = root / f"step-{step:08d}"
     temporary = root / f".tmp-{final.name}"
-    with warnings.catch_warnings():
+    apart = None if local is None else _apart(local, world.rank)
+    with warnings.catch_warnings(), nullcontext() if local is None else local.at_common_point():
         # DCP announces that it runs without a process group, which is what one process does.
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
-        state, _ = _state(model, optimizer, adapters)
+        state, _ = _state(model, optimizer, adapters, _prefix_of(world.rank) if apart is not None else "")
+        state |= apart or {}
+        nbytes = _nbytes(state) * (1 if local is None else world.size)  # at most
 
         # 1. Refuse before writing anything.
         with _shared_outcome(world, final):
@@ -133,7 +140,7 @@ def save_checkpoint(
             if world.is_main:
                 root.mkdir(parents=True, exist_ok=True)
                 _clear_leftovers(root)
-                _check_space(root, _nbytes(state))
+                _check_space(root, nbytes)
                 temporary.mkdir()
         try:
             # 2. Every process writes and hashes its own shard.
@@ -281,25 +288,39 @@ def _repaired(root: Path, world: World, present: list[str]) -> Checkpoint:
 
 
 def load_checkpoint(
-    checkpoint: Checkpoint, world: World, model: nn.Module, optimizer: torch.optim.Optimizer, adapters: bool = False
+    checkpoint: Checkpoint,
+    world: World,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    adapters: bool = False,
+    local: LocalSteps | None = None,
 ) -> None:
     """Load the weights and the optimizer state of `checkpoint` into `model` and `optimizer`, in place.
 
-    All processes call it together. World size and parallelism may differ from the run that wrote it. `adapters` as in
-    `save_checkpoint`.
+    All processes call it together. World size and parallelism may differ from the run that wrote it. `adapters` and
+    `local` as in `save_checkpoint`; of another number of processes, process r goes on as r modulo theirs.
 
     Raises:
         CheckpointError: the state does not fit the model.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
-        state, full = _state(model, optimizer, adapters)
+        of_rank = "" if local is None else _prefix_of(world.rank % checkpoint.world_size)
+        state, full = _state(model, optimizer, adapters, of_rank)
+        apart: dict[str, torch.Tensor] = {}
         with _shared_outcome(world, checkpoint.path):
             reader = CheckpointReader(checkpoint.path, checkpoint.files)
-            _leave_out_unmoved(state["optimizer"], reader.read_metadata().state_dict_metadata)
+            stored = reader.read_metadata().state_dict_metadata
+            _leave_out_unmoved(state[f"{of_rank}optimizer"], stored, f"{of_rank}optimizer.")
+            if local is not None:
+                device = next(model.parameters()).device
+                apart = _room_for_apart(stored, of_rank, world.size == checkpoint.world_size, device)
+                state |= apart
         with _outcome_of_dcp(world, checkpoint.path):
             load(state, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=world.size == 1)
         set_state_dict(model, optimizer, model_state_dict=full["model"], optim_state_dict=full["optimizer"])
+        if local is not None:
+            _load_apart(local, apart, of_rank, checkpoint.step)
 
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module, adapters: bool = False) -> None:
@@ -318,8 +339,10 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module, adapters: bool = Fals
             raise CheckpointError(f"checkpoint {checkpoint.path}: {_reason(error)}") from error
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer, adapters: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state that DCP stores, and the full state dicts it is a view of.
+def _state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, adapters: bool, of_rank: str = ""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state that DCP stores, and the full state dicts it is a view of. `of_rank` begins the moments' key.
 
     Names are those of the plain model whatever wraps it, and of the whole model for the chunks of a pipeline. DCP gets
     no param_groups (they follow from the configuration), a tied weight once, and with `adapters` no frozen weight.
@@ -328,18 +351,62 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer, adapters: bool) -
     weights, moments = model_state, cast(dict[str, Any], optimizer_state["state"])
     if isinstance(model, LocalChunks):
         weights, moments = ({name.partition(".")[2]: value for name, value in s.items()} for s in (weights, moments))
-    stored = {"model": _without_aliases(weights, _frozen(model) if adapters else ()), "optimizer": moments}
+    stored = {"model": _without_aliases(weights, _frozen(model) if adapters else ()), f"{of_rank}optimizer": moments}
     return stored, {"model": model_state, "optimizer": optimizer_state}
 
 
-def _leave_out_unmoved(moments: dict[str, dict[str, Any]], stored: Iterable[str]) -> None:
+def _leave_out_unmoved(moments: dict[str, dict[str, Any]], stored: Iterable[str], prefix: str) -> None:
     """Do not ask for moments that the checkpoint lacks: those of parameters that never had a gradient.
 
     `moments` by parameter are zeros that torch made up to be loaded into; without any, the optimizer starts afresh.
     """
-    have = {key.removeprefix("optimizer.").rpartition(".")[0] for key in stored if key.startswith("optimizer.")}
+    have = {key.removeprefix(prefix).rpartition(".")[0] for key in stored if key.startswith(prefix)}
     for name in moments.keys() - have:
         moments[name].clear()
+
+
+# --- processes that train apart ---
+#
+# What is the same on all is stored once, as "outer/momentum/NAME"; what is a process's own for each, as
+# "rank3/local/NAME", "rank3/optimizer.NAME.KEY". The common point is the model.
+
+_OUTER = ("momentum", "average")
+_OWN = ("local", "error", "start")
+
+
+def _prefix_of(rank: int) -> str:
+    return f"rank{rank}/"
+
+
+def _apart(local: LocalSteps, rank: int) -> dict[str, torch.Tensor]:
+    """What a checkpoint keeps of local steps beside the common point, by key."""
+    state = local.state_dict()
+    parts = [("outer/", part) for part in _OUTER] + [(_prefix_of(rank), part) for part in _OWN]
+    return {f"{prefix}{part}/{name}": x for prefix, part in parts for name, x in state[part].items()}
+
+
+def _room_for_apart(
+    stored: Mapping[str, Any], of_rank: str, with_error: bool, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Empty tensors for what a checkpoint has of local steps, of the process whose keys begin with `of_rank`."""
+    own = [part for part in _OWN if with_error or part != "error"]
+    beginnings = tuple([f"outer/{part}/" for part in _OUTER] + [f"{of_rank}{part}/" for part in own])
+    return {
+        key: torch.empty(one.size, dtype=one.properties.dtype, device=device)
+        for key, one in stored.items()
+        if key.startswith(beginnings)
+    }
+
+
+@torch.no_grad()
+def _load_apart(local: LocalSteps, apart: Mapping[str, torch.Tensor], of_rank: str, step: int) -> None:
+    """Let local steps go on from the loaded model, their common point, and what `_room_for_apart` made room for."""
+    state: dict[str, Any] = {"steps": step, "common": local.parameters()}
+    for prefix, parts in (("outer/", _OUTER), (of_rank, _OWN)):
+        for part in parts:
+            beginning = f"{prefix}{part}/"
+            state[part] = {key.removeprefix(beginning): x for key, x in apart.items() if key.startswith(beginning)}
+    local.load_state_dict(state)
 
 
 def _frozen(model: nn.Module) -> set[tuple[int, torch.Size]]:

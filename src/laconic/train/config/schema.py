@@ -21,6 +21,7 @@ from laconic.options import (
     Attention,
     BlockSize,
     Code,
+    DifferenceBits,
     GateName,
     GradientBits,
     Loss,
@@ -44,6 +45,7 @@ __all__ = [
     "ModelConfig",
     "MoEConfig",
     "OptimizerConfig",
+    "OuterConfig",
     "PipelineConfig",
     "TrainConfig",
     "VerifyConfig",
@@ -267,6 +269,23 @@ class OptimizerConfig:
         return PRETRAINING_RATE if self.learning_rate is None else self.learning_rate
 
 
+@section("outer.")
+class OuterConfig:
+    """The outer optimizer of `local_steps`: SGD with Nesterov momentum on averaged differences (DiLoCo)."""
+
+    bits: Annotated[DifferenceBits, exact] = 4
+    """In which differences from the common point travel, and their average: 4 (nf4), 8 (int8) or 32. What rounding
+    drops is added to the next difference."""
+    learning_rate: PositiveFloat = 0.7
+    """How far the common point moves along the average."""
+    momentum: Fraction = 0.9
+    """Nesterov momentum; 0 is plain SGD."""
+    fragments: PositiveInt = 1
+    """Groups of parameters that are synchronized in turn within `local_steps`, so that no step sends all."""
+    delay: NonNegativeInt = 0
+    """Steps that go on while a synchronization runs in the background; 0: it is awaited. Below `local_steps`."""
+
+
 @section("pipeline.")
 class PipelineConfig:
     """How the model is cut into stages on different processes; `parallel` says how the replicas of a stage share it."""
@@ -413,6 +432,7 @@ class TrainConfig:
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     gradients: GradientsConfig = field(default_factory=GradientsConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    outer: OuterConfig = field(default_factory=OuterConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -428,6 +448,9 @@ class TrainConfig:
     """Local processes to start. Not used under torchrun, which has started them already."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """ddp: a full copy per process. fsdp: parameters, gradients and optimizer state sharded (FSDP2)."""
+    local_steps: NonNegativeInt = 0
+    """Steps that each process makes by itself between two synchronizations of a parameter, for slow links (DiLoCo;
+    `outer`). 0: gradients are averaged in every step. Losses between synchronizations are those of rank 0."""
     zip: Literal["auto", "on", "off"] = "auto"
     """Whether what processes send each other (gathered parameters, gradients, activations between stages) is shortened
     losslessly. auto: where the cost model says it pays. on: always. off: torch's own collectives."""
@@ -472,7 +495,8 @@ class TrainConfig:
         if stages > 1 and self.accumulation not in (1, self.micro_batches):
             micro = f"pipeline.micro_batches ({self.micro_batches})"
             refuse(self, "accumulation", f"be 1 or {micro}, which it is another name for with a pipeline")
-        if gradients.reduce == "native" and gradients.bits < 32 and self.parallel == "ddp":
+        self._check_local_steps()
+        if gradients.reduce == "native" and gradients.bits < 32 and self.parallel == "ddp" and not self.local_steps:
             held = f'parallel = "ddp" and gradients.bits = {gradients.bits}'
             refuse(self, "gradients.reduce", f"be q8 or left out with {held}: codes are reduced as they are")
         left_out = f"be left out with pipeline.stages = {stages}"
@@ -504,6 +528,29 @@ class TrainConfig:
         find_task(self.task).check(self)
         if self.resume and self.run_dir is None:
             refuse(self, "resume", "come with run_dir, the run to continue")
+
+    def _check_local_steps(self) -> None:
+        steps, outer = self.local_steps, self.outer
+        if not steps:
+            for name, default in OuterConfig.__dataclass_fields__.items():
+                if getattr(outer, name) != default.default:
+                    refuse(self, f"outer.{name}", "be left out without local_steps; set that to 1 or more")
+            return
+        alone = f"with local_steps = {steps}: each process trains the whole model by itself"
+        if self.parallel != "ddp":
+            refuse(self, "parallel", f"be ddp {alone}")
+        if self.pipeline.stages > 1:
+            refuse(self, "pipeline.stages", f"be 1 {alone}")
+        if self.moe.expert_parallel is not None:
+            refuse(self, "moe.expert_parallel", f"be left out {alone}")
+        if self.gradients.reduce == "q8":
+            refuse(self, "gradients.reduce", f"be native or left out with local_steps = {steps}: none is averaged")
+        if self.plan is not None:
+            refuse(self, "plan", f"be left out with local_steps = {steps}, whose common point it does not count")
+        if outer.fragments > steps:
+            refuse(self, "outer.fragments", f"be at most local_steps ({steps}): one is synchronized in a step")
+        if outer.delay >= steps:
+            refuse(self, "outer.delay", f"be below local_steps ({steps}): a fragment is merged before it is sent again")
 
     @property
     def micro_batches(self) -> int:

@@ -48,12 +48,12 @@ def wrap_model(
 ) -> nn.Module:
     """`model`, already on `world.device` and the same on every replica, made data parallel; unchanged for one replica.
 
-    Unchanged also where gradients are stored and reduced in codes or overlap backward of expert layers, which needs no
-    wrapper. With FSDP2 and bf16 the layers compute and are gathered in bf16, while shards, gradients and their
-    reduction stay fp32. `experts` says which parameters are not the same everywhere: DDP leaves them alone, FSDP2
-    shards them over the processes that have them.
+    Unchanged also where gradients are stored and reduced in codes, overlap backward of expert layers or stay each
+    process's own (local steps), which needs no wrapper. With FSDP2 and bf16 the layers compute and are gathered in
+    bf16, while shards, gradients and their reduction stay fp32. `experts` says which parameters are not the same
+    everywhere: DDP leaves them alone, FSDP2 shards them over the processes that have them.
     """
-    bare = config.gradients.bits < 32 or config.moe.overlap_grad_reduce
+    bare = config.gradients.bits < 32 or config.moe.overlap_grad_reduce or config.local_steps
     if parallel_state.stage_group is None or (config.parallel == "ddp" and bare):
         return model
     spread = None if experts is None or experts.grid is None else experts

@@ -70,6 +70,11 @@ def check_division(config: TrainConfig, num_processes: int) -> int:
         ConfigError: the processes or the batch cannot be divided as the configuration asks.
     """
     stages = config.pipeline.stages
+    if config.local_steps and num_processes == 1:
+        raise ConfigError(
+            f"local_steps is {config.local_steps}, but there is 1 process, and differences are averaged over at least "
+            "2; start more, or leave it out"
+        )
     if num_processes % stages:
         raise ConfigError(
             f"pipeline.stages is {stages}, but it must divide the number of processes ({num_processes}); "

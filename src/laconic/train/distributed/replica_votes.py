@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from laconic.errors import AuditError, ConfigError, CorruptionError
+from laconic.gradients import LocalSteps
 from laconic.moe.huggingface import Parallelized
 from laconic.replicas import ReplicaReport, verify_replicas
 from laconic.train.config.schema import TrainConfig
@@ -28,6 +29,7 @@ class ReplicaVotes:
         model: plain, DDP- or FSDP2-wrapped, or the chunks of a pipeline.
         optimizer: of the model.
         experts: parameters that not all processes hold; None if all do.
+        local: of processes that train apart: their common point and outer momentum are compared.
     """
 
     def __init__(
@@ -38,12 +40,14 @@ class ReplicaVotes:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         experts: Parallelized | None,
+        local: LocalSteps | None = None,
     ) -> None:
         self._every = config.verify.every if world.size > 1 else 0
         self._world = world
         self._group = parallel_state.stage_group
         self._model = model
         self._optimizer = optimizer
+        self._local = local
         grid = None if experts is None else experts.grid
         parameters = [] if experts is None or grid is None else experts.experts()
         self._groups = {parameter: None if grid is None else grid.edp for parameter in parameters}
@@ -107,7 +111,13 @@ class ReplicaVotes:
         report, error = None, None
         if self._group is not None:  # else this stage has no replica
             try:
-                report = verify_replicas(self._model, self._optimizer, self._group, groups=self._groups, buffers=True)
+                if self._local is None:
+                    report = verify_replicas(
+                        self._model, self._optimizer, self._group, groups=self._groups, buffers=True
+                    )
+                else:
+                    with self._local.at_common_point():
+                        report = verify_replicas(self._model, _outer_state(self._model, self._local), self._group)
             except (CorruptionError, ConfigError) as failure:
                 error = str(failure)
         return report, self._world.first_error(error)
@@ -124,3 +134,12 @@ class ReplicaVotes:
             "covered_nbytes": 0 if report is None else report.nbytes,
             "uncovered_nbytes": None if report is None else report.uncovered_nbytes,
         }
+
+
+def _outer_state(model: nn.Module, local: LocalSteps) -> torch.optim.Optimizer:
+    """The outer momentum as the state of an optimizer over the model's parameters."""
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    outer = torch.optim.SGD(named.values(), lr=0.0)
+    for name, momentum in local.momentum().items():
+        outer.state[named[name]]["outer momentum"] = momentum
+    return outer

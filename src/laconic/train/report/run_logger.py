@@ -173,7 +173,9 @@ class RunLogger:
         saved_nbytes = sum(self._world.gather(trainer.saved_nbytes)) / self._world.size * config.pipeline.stages
         saved_units = sum(self._world.gather(trainer.saved_units)) / self._world.size
         peak_nbytes = max(self._world.gather(peak_memory_nbytes()))
-        sent, raw = (statistics.median(column) for column in zip(*self._wire, strict=True))
+        # Most local steps send nothing at all.
+        usual = statistics.mean if config.local_steps else statistics.median
+        sent, raw = (usual(column) for column in zip(*self._wire, strict=True))
         audits = self._world.gather((audit.snapshot() - self._audit_before).to_dict())
         coded = sum(map(audit.Snapshot.from_dict, audits), audit.Snapshot(()))
         best: float | None = None
