@@ -29,7 +29,7 @@ from netlab import why_not
 _WORLD = 2
 _SEEDS = (0, 1, 2)
 _BATCH, _LENGTH = 16, 64
-_STEPS = 400
+_STEPS = 300
 
 
 def _apart(every: int, bits: int, **outer: int) -> dict[str, Any]:
@@ -40,7 +40,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "DDP": {},
     "DDP, gradients in 8 bits": {"gradients.reduce": "q8"},
     **{f"H = {every}, {bits} bits": _apart(every, bits) for every in (10, 50, 100) for bits in (32, 8, 4)},
-    "H = 50, 4 bits, 4 fragments": _apart(50, 4, fragments=4),
     "H = 50, 4 bits, 4 fragments, 5 steps overlapped": _apart(50, 4, fragments=4, delay=5),
 }
 """What is compared, by the settings of `laconic train`."""

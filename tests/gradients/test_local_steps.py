@@ -126,6 +126,12 @@ def followed(rank: int, bits: int, num_fragments: int, delay: int) -> Found:
         common = weights(model)
     back = weights(model)
     local.finish()
+    once = weights(model)
+    state = local.state_dict()
+    local.finish()
+    local.load_state_dict(state)
+    local.finish()
+    assert equal(weights(model), once)
     nbytes = {entry.codec: entry.sent_nbytes for entry in (audit.snapshot() - before).entries}
     same = laconic.verify_replicas(model).num_tensors
     return {"own": own, "common": common, "back": back, "finished": weights(model), "same": same, "nbytes": nbytes}

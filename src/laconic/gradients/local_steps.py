@@ -162,7 +162,8 @@ class LocalSteps:
     def finish(self) -> None:
         """Bring all ranks to one common point, whatever is due: the parameters have the same bits on all of them.
 
-        Every rank calls it, after training or before whatever needs equal parameters. Local steps may go on after it.
+        Every rank calls it, after training or before whatever needs equal parameters. A second call changes nothing;
+        local steps may go on after it.
 
         Raises:
             TrainingError, ModelError, ConfigError: as `step`.
@@ -170,7 +171,7 @@ class LocalSteps:
         for number, fragment in enumerate(self._fragments):
             if fragment.pending is not None:
                 self._merge(fragment)
-            if fragment.synchronized != self.steps or self.delay:
+            if fragment.met != self.steps:
                 self._start(number, 0)
                 self._merge(fragment)
 
@@ -211,8 +212,9 @@ class LocalSteps:
         A synchronization under way is awaited. Tensors are copies.
 
         Returns:
-            "steps"; "common", "momentum" and "average" (of synchronizations that are not merged yet), the same on all
-            ranks; "local" (parameters and running statistics), "error" and "start", this rank's own: tensors by name.
+            "steps"; "met", steps after which a parameter last was the common point on all ranks; "common", "momentum"
+            and "average" (of synchronizations that are not merged yet), the same on all ranks; "local" (parameters and
+            running statistics), "error" and "start", this rank's own. All but "steps" by name.
         """
         state: dict[str, Any] = {"steps": self.steps, "common": self.common(), "momentum": self.momentum()}
         state["local"] = {**self.parameters(), **self._statistics()}
@@ -229,7 +231,8 @@ class LocalSteps:
             for part, tensors in state.items()
             if part != "steps"
         }
-        return {"steps": self.steps, **copies}
+        met = {name: fragment.met for fragment in self._fragments for name in fragment.shapes}
+        return {"steps": self.steps, "met": met, **copies}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -259,7 +262,7 @@ class LocalSteps:
         self.steps = int(state["steps"])
         for number, fragment in enumerate(self._fragments):
             began = self.steps - (self.steps - fragment.offset) % self.every
-            fragment.synchronized = began if began > 0 else None
+            fragment.met = state.get("met", {}).get(next(iter(fragment.shapes)))
             fragment.pending = None
             if fragment.error is not None:
                 fragment.error.zero_()
@@ -306,7 +309,7 @@ class LocalSteps:
             pending.start = {name: found[name].detach().clone() for name in fragment.shapes}
         if number == len(self._fragments) - 1:
             self._average_statistics()
-        fragment.pending, fragment.synchronized = pending, self.steps
+        fragment.pending = pending
 
     def _merge(self, fragment: _Fragment) -> None:
         """Move a fragment's common point by the average of its differences, and its parameters to that point."""
@@ -324,6 +327,7 @@ class LocalSteps:
                 parameter.sub_(pending.start[name]).add_(common.to(parameter.dtype))
             else:
                 parameter.copy_(common)
+                fragment.met = self.steps
         fragment.pending = None
 
     def _check(self, pending: _Pending, change: str | None = None) -> None:
@@ -420,8 +424,8 @@ class _Fragment:
         self.momentum = torch.zeros_like(self.common)
         self.error = torch.zeros_like(self.common) if feedback else None
         self.pending: _Pending | None = None
-        self.synchronized: int | None = None
-        """Steps that were done when the last synchronization began."""
+        self.met: int | None = None
+        """Steps after which all ranks last had the common point as their parameters."""
 
     def is_due(self, step: int, every: int) -> bool:
         return step > 0 and (step - self.offset) % every == 0

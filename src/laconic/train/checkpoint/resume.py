@@ -62,7 +62,6 @@ def identity_of(config: TrainConfig, task: Task, base: str | None = None) -> dic
     apart = {"outer.fragments": outer.fragments, "outer.delay": outer.delay}
     return (
         task.identity()
-        | (apart if config.local_steps else {})
         | (adapters if lora.r is not None else {})
         | {
             "lora.r": lora.r,
@@ -74,6 +73,7 @@ def identity_of(config: TrainConfig, task: Task, base: str | None = None) -> dic
             "optimizer.kind": config.optimizer.kind,
             "local_steps": config.local_steps,
         }
+        | (apart if config.local_steps else {})
     )
 
 
