@@ -28,11 +28,11 @@ from netlab import why_not
 
 _WORLD = 2
 _SEEDS = (0, 1, 2)
-_BATCH, _LENGTH = 16, 64
+_BATCH, _LENGTH = 8, 64
 _STEPS = 300
 
 
-def _apart(every: int, bits: int, **outer: int) -> dict[str, Any]:
+def _apart(every: int, bits: int, **outer: float) -> dict[str, Any]:
     return {"local_steps": every, "outer.bits": bits, **{f"outer.{name}": value for name, value in outer.items()}}
 
 
@@ -40,6 +40,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "DDP": {},
     "DDP, gradients in 8 bits": {"gradients.reduce": "q8"},
     **{f"H = {every}, {bits} bits": _apart(every, bits) for every in (10, 50, 100) for bits in (32, 8, 4)},
+    **{
+        f"H = {every}, 4 bits, outer rate 1, no momentum": _apart(every, 4, learning_rate=1.0, momentum=0.0)
+        for every in (10, 50)
+    },
     "H = 50, 4 bits, 4 fragments, 5 steps overlapped": _apart(50, 4, fragments=4, delay=5),
 }
 """What is compared, by the settings of `laconic train`."""
@@ -96,7 +100,8 @@ def _losses(options: Options) -> Table:
             ("DDP's over these", lambda name: f"{sent('DDP') / sent(name):.1f}x"),
         ],
         f"Two processes, seeds {', '.join(map(str, seeds))}. Bytes: what a process sends, all steps, over the tokens"
-        " that it trains on. Outer rate 0.7, momentum 0.9; the last step of each run is a synchronization, too.",
+        " that it trains on. Outer rate 0.7, momentum 0.9, but where it says otherwise; the last step of each run is a"
+        " synchronization, too.",
     )
 
 
@@ -154,7 +159,7 @@ def _seconds(network: Network) -> Table:
 class _Training:
     """A model and its optimizer, trained by DDP, apart with local steps, or alone."""
 
-    def __init__(self, hidden: int, kind: str, every: int = 0, **apart: int) -> None:
+    def __init__(self, hidden: int, kind: str, every: int = 0, bits: int = 4, delay: int = 0) -> None:
         import laconic
         from laconic.gradients import LocalSteps
 
@@ -169,7 +174,7 @@ class _Training:
             if "8 bits" in kind:
                 laconic.quantize_reduction(self.model)
         elif every:
-            self.local = LocalSteps(model, every=every, **apart)
+            self.local = LocalSteps(model, every=every, bits=bits, delay=delay)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
         self._generator = torch.Generator().manual_seed(dist.get_rank())
 
