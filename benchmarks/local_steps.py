@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -70,11 +70,16 @@ def _losses(options: Options) -> Table:
     names = ["DDP", "H = 10, 4 bits"] if options.smoke else list(KINDS)
     with TemporaryDirectory() as folder:
         mp.spawn(_train_all, (folder, names, seeds, steps), nprocs=_WORLD)
-        found = {
-            (name, seed): json.loads((_run_dir(folder, name, seed) / "summary.json").read_text())
-            for name in names
-            for seed in seeds
-        }
+        return losses_table(folder, names, seeds, steps)
+
+
+def losses_table(folder: str, names: Sequence[str], seeds: Sequence[int], steps: int) -> Table:
+    """The table of runs that are complete in a folder."""
+    found = {
+        (name, seed): json.loads((_run_dir(folder, name, seed) / "summary.json").read_text())
+        for name in names
+        for seed in seeds
+    }
     tokens = _BATCH * _LENGTH // _WORLD  # of a process in a step
 
     def loss(name: str, seed: int) -> float:

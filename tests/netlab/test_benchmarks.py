@@ -48,6 +48,7 @@ ROWS = {
     ],
     "infer-split-run": ["naive", "PPPipe r1 = 2", "FinDEP r1 = 1, 2 slices of tokens", "1", "2"],
     "zip-training": ["gloo", "raw", "tiered", "auto"],
+    "local-steps": ["DDP", "H = 10, 4 bits", "H = 10, 4 bits, 5 steps overlapped"],
 }
 
 
