@@ -213,6 +213,9 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
         "alone": 10,
     }
     runs = {kind: _Training(task["hidden"], kind, **apart.get(kind, {})) for kind in numbers}
+    for kind, how in apart.items():  # so that what a case begins in the background, it also ends
+        if "delay" in how:
+            runs[kind].steps(how["every"] - how["delay"])
     cases = {kind: partial(runs[kind].steps, num) for kind, num in numbers.items()}
     timed = time_all(cases, rounds=min(task["rounds"], 3))
     return {

@@ -14,35 +14,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 
 from laconic.collectives import api
 from laconic.collectives.arguments import find_groups, flat_group
 from laconic.collectives.codec import Blockwise, Codec, Raw
-from laconic.collectives.runtime.background import Work, done
+from laconic.collectives.runtime.background import done
 from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.errors import ConfigError, ModelError, TrainingError
 from laconic.formats import BlockFormat
+from laconic.gradients.fragments import MAX_BLOCK_SIZE, Fragment, Pending, cut
+from laconic.gradients.local_checks import (
+    change_of,
+    check_alone,
+    check_arguments,
+    check_names,
+    kind_of,
+    trainable,
+)
 from laconic.gradients.replicas import broadcast_state, check_same_settings
-from laconic.gradients.turns import owner_of
-from laconic.ops import DTYPES
-from laconic.options import DIFFERENCE_BITS, refused, takes
 
 __all__ = ["LocalSteps"]
 
 _FORMATS = {4: BlockFormat("nf4", 64, torch.bfloat16), 8: BlockFormat("int8", 128, torch.float32)}
-_MAX_BLOCK_SIZE = 128
-"""Parameters and fragments are filled up to whole blocks of every format: no block has values of two parameters, and
-ranks cut at the same places whatever their number."""
 
 
 class LocalSteps:
@@ -95,7 +94,7 @@ class LocalSteps:
         error_feedback: bool = True,
         broadcast: bool = True,
     ) -> None:
-        _check_arguments(every, bits, outer_lr, outer_momentum, num_fragments, delay)
+        check_arguments(every, bits, outer_lr, outer_momentum, num_fragments, delay)
         world, _ = find_groups(flat_group("LocalSteps", group))
         if world < 2:
             raise ConfigError(
@@ -104,7 +103,7 @@ class LocalSteps:
             )
         found = group or dist.group.WORLD
         assert found is not None, "find_groups has refused it"
-        _check_model(model)
+        check_alone(model)
         self.every, self.bits, self.delay = every, bits, delay
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
         self.group: dist.ProcessGroup = found
@@ -114,8 +113,8 @@ class LocalSteps:
         self._format = _FORMATS.get(bits)
         self._codec: Codec = Raw() if self._format is None else Blockwise(self._format)
         self._feedback = error_feedback and self._format is not None
-        parameters = _trainable(model)
-        self._kinds = {name: _kind(parameter) for name, parameter in parameters.items()}
+        parameters = trainable(model)
+        self._kinds = {name: kind_of(parameter) for name, parameter in parameters.items()}
         settings: dict[str, object] = {
             "every": every,
             "bits": bits,
@@ -129,8 +128,8 @@ class LocalSteps:
             broadcast_state(model, found)
         with torch.no_grad():
             self._fragments = [
-                _Fragment(part, every * (number + 1) // num_fragments, world * _MAX_BLOCK_SIZE, self._feedback)
-                for number, part in enumerate(_cut(parameters, num_fragments))
+                Fragment(part, every * (number + 1) // num_fragments, world * MAX_BLOCK_SIZE, self._feedback)
+                for number, part in enumerate(cut(parameters, num_fragments))
             ]
 
     # --- steps ---
@@ -248,7 +247,7 @@ class LocalSteps:
         parameters, statistics = self.parameters(), self._statistics()
         targets = {"common": self.common(), "momentum": self.momentum(), "local": {**parameters, **statistics}}
         for part, tensors in targets.items():
-            _check_names(part, state[part], tensors)
+            check_names(part, state[part], tensors)
         for fragment in self._fragments:
             here = [name for name in fragment.shapes if name in state["average"]]
             if here and (len(here) < len(fragment.shapes) or not self.delay):
@@ -274,15 +273,15 @@ class LocalSteps:
                 for name, x in fragment.views(average).items():
                     x.copy_(state["average"][name])
                 start = {name: state["start"][name].clone() for name in fragment.shapes}
-                fragment.pending = _Pending(number, self.steps, began + self.delay, None, done(average), start)
+                fragment.pending = Pending(number, self.steps, began + self.delay, None, done(average), start)
 
     # --- one synchronization ---
 
     def _start(self, number: int, delay: int) -> None:
         """Begin to average the differences of a fragment; without a delay what ranks report is checked before."""
         fragment = self._fragments[number]
-        found = _trainable(self._model)
-        change = _change(self._kinds, found)
+        found = trainable(self._model)
+        change = change_of(self._kinds, found)
         difference = torch.zeros_like(fragment.common)
         views = fragment.views(difference)
         if change is None:
@@ -295,7 +294,7 @@ class LocalSteps:
         reports = said.new_empty(self.group.size(), said.numel())
         in_background = delay > 0 and change is None
         work = api.all_gather(reports, said, self.group, codec=Raw(), async_op=in_background)
-        pending = _Pending(number, self.steps, self.steps + delay, work, done(difference), {})
+        pending = Pending(number, self.steps, self.steps + delay, work, done(difference), {})
         if not in_background:
             self._check(pending, change)
         if fragment.error is not None:
@@ -311,7 +310,7 @@ class LocalSteps:
             self._average_statistics()
         fragment.pending = pending
 
-    def _merge(self, fragment: _Fragment) -> None:
+    def _merge(self, fragment: Fragment) -> None:
         """Move a fragment's common point by the average of its differences, and its parameters to that point."""
         pending = fragment.pending
         assert pending is not None, "a synchronization has begun"
@@ -330,7 +329,7 @@ class LocalSteps:
                 fragment.met = self.steps
         fragment.pending = None
 
-    def _check(self, pending: _Pending, change: str | None = None) -> None:
+    def _check(self, pending: Pending, change: str | None = None) -> None:
         """Check what all ranks have reported when a synchronization began; the same error on all of them.
 
         Raises:
@@ -386,193 +385,8 @@ class LocalSteps:
         Raises:
             ModelError: they have changed.
         """
-        found = _trainable(self._model)
-        change = _change(self._kinds, found)
+        found = trainable(self._model)
+        change = change_of(self._kinds, found)
         if change is not None:
             raise ModelError(f"{change} since LocalSteps was made, but parameters must stay the same")
         return found
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A synchronization that has begun."""
-
-    number: int
-    """Of the fragment."""
-    began: int
-    merge_at: int
-    reports: Work[Tensor] | None
-    """int64 [W, 4]: first parameter that is not finite, or -1; steps; fragment; whether parameters have changed. None
-    once checked."""
-    average: Work[Tensor]
-    """Of the differences, fp32 flat."""
-    start: dict[str, Tensor]
-    """This rank's parameters when it began; empty without a delay."""
-
-
-class _Fragment:
-    """Parameters that are synchronized together, each filled up to whole blocks in flat fp32 tensors."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], offset: int, multiple: int, feedback: bool) -> None:
-        self.offset = offset
-        self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        numel = sum(map(_filled, self.shapes.values()))
-        device = next(iter(parameters.values())).device
-        self.common = torch.zeros(-(-numel // multiple) * multiple, device=device)
-        for name, x in self.views(self.common).items():
-            x.copy_(parameters[name])
-        self.momentum = torch.zeros_like(self.common)
-        self.error = torch.zeros_like(self.common) if feedback else None
-        self.pending: _Pending | None = None
-        self.met: int | None = None
-        """Steps after which all ranks last had the common point as their parameters."""
-
-    def is_due(self, step: int, every: int) -> bool:
-        return step > 0 and (step - self.offset) % every == 0
-
-    def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parts of a flat tensor by name, in the shapes of the parameters."""
-        found, start = {}, 0
-        for name, shape in self.shapes.items():
-            found[name] = flat[start : start + shape.numel()].view(shape)
-            start += _filled(shape)
-        return found
-
-
-def _filled(shape: torch.Size) -> int:
-    """Elements of a parameter, filled up to whole blocks."""
-    return -(-shape.numel() // _MAX_BLOCK_SIZE) * _MAX_BLOCK_SIZE
-
-
-def _cut(parameters: Mapping[str, nn.Parameter], num: int) -> Iterator[dict[str, nn.Parameter]]:
-    """Consecutive parameters in `num` parts, about equally large and none empty.
-
-    Raises:
-        ConfigError: there are fewer parameters than parts.
-    """
-    if num > len(parameters):
-        raise ConfigError(
-            f"num_fragments is {num}, but it must be at most the number of trainable parameters ({len(parameters)})"
-        )
-    total, left, reached = sum(p.numel() for p in parameters.values()), list(parameters.items()), 0
-    for number in range(num):
-        part: dict[str, nn.Parameter] = {}
-        share = total * (number + 1) // num  # elements that should be in this part and those before
-        while not part or (len(left) >= num - number and reached + left[0][1].numel() / 2 < share):
-            name, parameter = left.pop(0)
-            part[name] = parameter
-            reached += parameter.numel()
-        yield part
-
-
-def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def _kind(parameter: Tensor) -> str:
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    return f"{dtype} {list(parameter.shape)} on {parameter.device}"
-
-
-def _change(then: Mapping[str, str], now: Mapping[str, nn.Parameter]) -> str | None:
-    """What differs between the parameters of the start and those of now, as the beginning of a sentence; None: nothing.
-
-    A sharded or wrapped model is another one, too.
-    """
-    for name in (*then, *now):
-        if name not in now:
-            return f"parameter {name} is gone or frozen"
-        if name not in then:
-            return f"parameter {name} is new or trainable"
-        if isinstance(now[name], DTensor):
-            return f"parameter {name} has been sharded"
-        if (kind := _kind(now[name])) != then[name]:
-            return f"parameter {name} was {then[name]} and is {kind}"
-    return None
-
-
-def _check_names(part: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    for name in (*wanted, *found):
-        shapes = [list(tensors[name].shape) if name in tensors else "missing" for tensors in (found, wanted)]
-        if shapes[0] != shapes[1]:
-            raise ConfigError(
-                f"{name} of {part!r} is {shapes[0]} in the state and {shapes[1]} in the model; load the state of the "
-                "same model"
-            )
-
-
-def _check_arguments(
-    every: int, bits: int, outer_lr: float, outer_momentum: float, num_fragments: int, delay: int
-) -> None:
-    if not takes(DIFFERENCE_BITS, bits):
-        raise ConfigError(refused("bits", bits, DIFFERENCE_BITS))
-    rules = [
-        ("every", every, 1, None, "at least 1: steps between two synchronizations"),
-        ("num_fragments", num_fragments, 1, every, f"from 1 to every ({every}): one begins in a step"),
-        ("delay", delay, 0, None, "at least 0"),
-    ]
-    for name, value, low, high, rule in rules:
-        if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-            raise ConfigError(f"{name} is {value!r}, but it must be an integer {rule}")
-    if delay >= every:
-        raise ConfigError(
-            f"delay is {delay}, but it must be below every ({every}): a fragment is merged before it is sent again"
-        )
-    if not 0 < outer_lr < float("inf"):
-        raise ConfigError(f"outer_lr is {outer_lr!r}, but it must be positive and finite")
-    if not 0 <= outer_momentum < 1:
-        raise ConfigError(f"outer_momentum is {outer_momentum!r}, but it must lie in [0, 1)")
-
-
-def _check_model(model: nn.Module) -> None:
-    """Check that ranks can train a model apart.
-
-    Raises:
-        ModelError: something in it reduces gradients or cuts parameters by itself, or a dtype cannot be averaged.
-    """
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model is {type(model).__name__}, but it must be a torch.nn.Module")
-    for name, module in model.named_modules():
-        where = f"module {name!r}" if name else "the model"
-        if isinstance(module, DistributedDataParallel):
-            raise ModelError(
-                f"{where} is a DistributedDataParallel, which averages gradients in every step; pass the inner module "
-                "(.module), and train that"
-            )
-        if isinstance(module, FSDPModule | FullyShardedDataParallel):
-            raise ModelError(
-                f"{where} is sharded by {'FSDP2' if isinstance(module, FSDPModule) else 'FSDP1'}, but each rank must "
-                "hold the whole model to train it alone; leave it whole"
-            )
-        # By its name: this room knows nothing of laconic.moe.
-        dispatcher = type(getattr(module, "dispatcher", None))
-        if dispatcher.__module__.startswith("laconic.moe.") and dispatcher.__name__ != "LocalDispatcher":
-            raise ModelError(
-                f"{where} spreads its experts over ranks (expert parallelism), but each rank must hold the whole model "
-                "to train it alone; leave it whole"
-            )
-    parameters = _trainable(model)
-    if not parameters:
-        raise ModelError("the model has no parameter that requires a gradient, so there is nothing to train")
-    devices = {parameter.device for parameter in parameters.values()}
-    if len(devices) > 1:
-        raise ModelError(
-            f"parameters lie on {', '.join(map(str, sorted(devices, key=str)))}, but must lie on one device"
-        )
-    for name, parameter in parameters.items():
-        if isinstance(parameter, DTensor):
-            raise ModelError(
-                f"parameter {name} is a DTensor, cut over ranks, but each rank must hold the whole model to train it "
-                "alone; leave it whole"
-            )
-        if parameter.dtype not in DTYPES:
-            raise ModelError(
-                f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, but it must be float32, bfloat16 "
-                "or float16; convert the model or freeze it"
-            )
-        owner = owner_of(parameter)
-        if owner is not None and owner.has_group:
-            raise ModelError(
-                f"the gradient of {name} is averaged over ranks in every step by compress_gradients; pass group=None "
-                "there"
-            )
