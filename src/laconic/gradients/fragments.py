@@ -43,7 +43,7 @@ class Fragment:
         self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
         numel = sum(map(_filled, self.shapes.values()))
         device = next(iter(parameters.values())).device
-        self.common = torch.zeros(-(-numel // multiple) * multiple, device=device)
+        self.common = torch.zeros(-(-numel // multiple) * multiple, dtype=torch.float32, device=device)
         for name, x in self.views(self.common).items():
             x.copy_(parameters[name])
         self.momentum = torch.zeros_like(self.common)
