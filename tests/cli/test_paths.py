@@ -93,7 +93,7 @@ def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_path_is_used_or_refused_in_one_line(
-    command: str, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, prepared: Path, tmp_path: Path, traced_once: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "paths").mkdir()
     for kind, path in kinds(tmp_path / "paths").items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import time
@@ -60,6 +61,11 @@ def least_by_brute_force(pricing: _Pricing, workers: Workers, load: Arrivals) ->
     """Seconds from arrival to the last token, over all ways and batches, by the formulas of the module's docstring."""
     best: float | None = None
     for way in every_way(pricing, workers):
+
+        @functools.cache
+        def decode_seconds(size: int, way: _Way = way) -> float:
+            return pass_seconds(pricing.decode, way.kind, way.split, size, way.plan)
+
         batch = 1
         while batch <= pricing.most_prefill(way):
             rate = load.requests_per_second / way.num_groups
@@ -67,7 +73,7 @@ def least_by_brute_force(pricing: _Pricing, workers: Workers, load: Arrivals) ->
             share = rate * p / (batch * way.slots)
             least = way.plan.num_slices if way.plan.slicing == "tokens" and load.output > 1 else 1
             for size in range(least, pricing.most_decode(way, batch) + 1):
-                d = pass_seconds(pricing.decode, way.kind, way.split, size, way.plan) if load.output > 1 else 0.0
+                d = decode_seconds(size) if load.output > 1 else 0.0
                 if share >= 1:
                     continue
                 backlog = (share + share**2 / (2 * (1 - share))) * p / (1 - share) if load.output > 1 else 0.0

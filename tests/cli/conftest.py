@@ -1,0 +1,24 @@
+"""Fixtures of commands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from laconic.cost.memory.traced import TracedModel
+from laconic.train.memory import trace
+
+
+@pytest.fixture
+def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further plans of the same sizes take the first one's trace, which takes seconds."""
+    trace_config, traced = trace.trace_config, dict[str, TracedModel]()
+
+    def once(source: Any, *args: Any, **options: Any) -> TracedModel:
+        key = repr((source, args, options))
+        if key not in traced:
+            traced[key] = trace_config(source, *args, **options)
+        return traced[key]
+
+    monkeypatch.setattr(trace, "trace_config", once)
