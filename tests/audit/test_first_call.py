@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import laconic
+from laconic.activations import SavedTensorTracker
 from laconic.auditing import audit_first_call
 from laconic.errors import AuditError
 from tests.activations.models import make_ids, make_model
@@ -89,6 +90,20 @@ def test_nothing_is_left_out_where_the_part_has_all_parameters(capsys: pytest.Ca
     said = capsys.readouterr().err
     assert "gradients of 21 parameters" in said
     assert "left out" not in said
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_tracker_counts_the_call_and_not_its_audit(drops: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model("llama").train()
+    laconic.compress_activations(model)
+    with SavedTensorTracker(model, drops=drops) as unaudited:
+        whole(model, make_ids(4, 24))
+    audit_first_call(model)
+    with SavedTensorTracker(model, drops=drops) as audited:
+        whole(model, make_ids(4, 24))
+    assert "audit: as in the exact computation" in capsys.readouterr().err
+    assert audited.by_module == unaudited.by_module
+    assert not audited.was_asked
 
 
 def test_a_copy_has_hooks_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from laconic.activations.host.audited import AUDITED
 from laconic.activations.host.storages import dense_parts, storages_of
 
 __all__ = ["SavedTensor", "SavedTensorTracker", "kind_of", "observe", "own_storages"]
@@ -162,7 +163,12 @@ class SavedTensorTracker:
         self._parameters.update(own_storages(module))
 
     def count(self, tensor: Tensor) -> None:
-        """Book a tensor that is saved for backward, unless its storage has been booked or is a parameter's."""
+        """Book a tensor that is saved for backward, unless its storage has been booked or is a parameter's.
+
+        What an audit saves before a first call is gone when that call begins, and is not booked.
+        """
+        if AUDITED.is_running:
+            return
         for part in dense_parts(tensor.detach()):
             storage = part.untyped_storage()
             key = storage._cdata
@@ -179,7 +185,7 @@ class SavedTensorTracker:
 
     def _pack(self, tensor: Tensor) -> Tensor | None:
         self.count(tensor)
-        if self._drops:
+        if self._drops and not AUDITED.is_running:  # an audit has backwards of its own
             return None
         # The same bytes, but not the node that made them: a graph that holds itself through a hook is never freed.
         return tensor.detach()
