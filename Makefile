@@ -53,7 +53,8 @@ check: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# An environment that sees the one of `make test` and adds tools/hosts.txt to it, whose requirements exclude each other's.
+# An environment that sees the one of `make test` and adds tools/hosts.txt to it, whose requirements exclude each other's,
+# and transformers' own tests, which its source distribution has.
 HOSTS := build/hosts
 HOST_TESTS := $(addprefix tests/integrations/test_,torchtitan.py torchft.py hand_loops.py transformers_suite.py)
 
@@ -61,7 +62,11 @@ hosts: $(VENV)/.installed-dev tools/hosts.txt
 	$(PYTHON) -m venv --clear $(HOSTS)
 	$(BIN)/python tools/host_environment.py $(HOSTS)
 	$(HOSTS)/bin/python -m pip install --quiet --no-deps -r tools/hosts.txt
-	$(HOSTS)/bin/python -m pytest -m "slow or not slow" $(HOST_TESTS) $(ARGS)
+	$(HOSTS)/bin/python -m pip download --quiet --no-deps --no-binary :all: --dest $(HOSTS)/source \
+		transformers==$$($(HOSTS)/bin/python -c 'print(__import__("transformers").__version__)')
+	tar -xzf $(HOSTS)/source/transformers-*.tar.gz -C $(HOSTS)/source --strip-components 1
+	LACONIC_TRANSFORMERS_TESTS="$$PWD/$(HOSTS)/source/tests" \
+		$(HOSTS)/bin/python -m pytest -m "slow or not slow" $(HOST_TESTS) $(ARGS)
 
 CLIENTS := build/clients
 clients: $(VENV)/.installed-dev tools/clients.txt

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -116,7 +117,8 @@ def load_mixin(folder: Path) -> Any:
             stand_in = types.ModuleType(f"{package}.{name}")
             setattr(stand_in, mixin, type(mixin, (), {}))
             sys.modules |= {inner.__name__: inner, stand_in.__name__: stand_in}
-    return importlib.import_module(f"{package}.test_modeling_common").ModelTesterMixin
+    with mock.patch.object(pytest.mark, "_config", None):  # its markers are registered in a conftest.py of its own
+        return importlib.import_module(f"{package}.test_modeling_common").ModelTesterMixin
 
 
 def make_case(folder: Path, name: str) -> type[unittest.TestCase]:
