@@ -10,11 +10,12 @@ import os
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from laconic.errors import LaconicError
 from laconic.infer import ChosenToken, Engine, Sampling, connections, serve_rank
+from tests.patience import patient
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Task:
     model: str
     new_tokens: int = 200
     num_requests: int = 3
-    answer_timeout_seconds: float = 120.0
+    answer_timeout_seconds: float = field(default_factory=lambda: patient(120))
     silence_seconds: int = 15
 
     def as_arguments(self) -> list[str]:
@@ -60,13 +61,13 @@ def main(task: Task) -> None:
     connections._KEEPALIVE |= {"TCP_KEEPIDLE": 2 * every, "TCP_KEEPINTVL": every, "TCP_KEEPCNT": 4}
     connections._USER_TIMEOUT_MILLISECONDS = 1000 * task.silence_seconds
     if os.environ["RANK"] != "0":
-        serve_rank(60.0)
+        serve_rank(patient(60))
     found: dict[str, Any] = {}
     with Engine(
         task.model,
         dtype="float32",
         launcher="torchrun",
-        start_timeout_seconds=60,
+        start_timeout_seconds=patient(60),
         answer_timeout_seconds=task.answer_timeout_seconds,
     ) as engine:
         heard = [Listener(number == 0) for number in range(task.num_requests)]

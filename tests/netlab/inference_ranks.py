@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from laconic.infer import Engine, serve_rank
+from tests.patience import patient
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,11 @@ class Task:
 
 def main(task: Task) -> None:
     if os.environ["RANK"] != "0":
-        serve_rank(60.0)
+        serve_rank(patient(60))
     payload = cast(Any, task.payload)
-    with Engine(task.model, dtype=task.dtype, payload=payload, launcher="torchrun", start_timeout_seconds=60) as engine:
+    with Engine(
+        task.model, dtype=task.dtype, payload=payload, launcher="torchrun", start_timeout_seconds=patient(60)
+    ) as engine:
         engine.generate(task.prompts[:1], task.new_tokens)
         tokens = [row for prompt in task.prompts[1:] for row in engine.generate([prompt], task.new_tokens)]
         found = {

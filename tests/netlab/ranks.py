@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from laconic import collectives
 from laconic.collectives import Lossless
+from tests.patience import patient
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Task:
 
     rounds: int = 1
     numel: int = 1 << 20
-    timeout_seconds: float = 60.0
+    timeout_seconds: float = field(default_factory=lambda: patient(60))
     codecs: tuple[str, ...] = ("tiered",)
     """By rank, again from the first when there are more ranks."""
     pause_seconds: float = 0.0

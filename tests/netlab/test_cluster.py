@@ -18,6 +18,7 @@ from laconic.train.report.metrics import read_metrics
 from netlab import Lab, finish
 from tests.distributed.processes import ROOT, environment
 from tests.netlab.conftest import MakeLab
+from tests.patience import patient
 from tests.train.runs import tiny_config
 
 FOLDER = ROOT / "examples" / "cluster"
@@ -144,7 +145,7 @@ def test_two_hosts_train_to_the_end(template: Any, make_lab: MakeLab, tmp_path: 
         variables = environment(PYTHONWARNINGS="ignore", GLOO_SOCKET_IFNAME="eth0") | own
         variables["PATH"] = f"{folder}:{variables['PATH']}"
         started.append(lab.start(host, command, variables, cwd=ROOT))
-    for ending in finish(started, timeout_seconds=280):
+    for ending in finish(started, patient(280)):
         assert ending.code == 0, ending.out + ending.err
     entries = read_metrics(str(config.run_dir))
     assert [entry["step"] for entry in entries if "loss" in entry][-1] == config.steps

@@ -23,7 +23,9 @@ pytestmark = pytest.mark.usefixtures("forked_ranks")
 def run(lab: Lab, task: Task) -> tuple[dict[str, Any], int]:
     """What rank 0 found, and the bytes that its host sent."""
     before = lab.traffic()["host 0"]
-    endings = finish(lab.start_ranks(task.as_arguments(), environment(PYTHONWARNINGS="default"), cwd=ROOT), 100)
+    endings = finish(
+        lab.start_ranks(task.as_arguments(), environment(PYTHONWARNINGS="default"), cwd=ROOT), patient(100)
+    )
     for ending in endings:
         assert ending.code == 0, ending.err
     return json.loads(endings[0].out.splitlines()[-1]), (lab.traffic()["host 0"] - before).sent_nbytes
@@ -81,12 +83,12 @@ def test_a_host_that_is_cut_off_is_noticed_without_a_word_from_it(make_lab: Make
     lab = make_lab(2, 1e9)
     changes = {"MASTER_ADDR": lab.address(0), "PYTHONWARNINGS": "default"}
     engine = lab.start(0, [sys.executable, "-c", ENGINE_END], environment(**changes), cwd=ROOT)
-    engine.wait_for("place")
+    engine.wait_for("place", patient(60))
     place = engine.out.partition("place ")[2].splitlines()[0]
     lab.start(1, [sys.executable, "-S", "-c", RANK_END, place], cwd=ROOT)
-    engine.wait_for("connected")
+    engine.wait_for("connected", patient(60))
     lab.host_links[1].cut()
     start = time.monotonic()
-    engine.wait_for("0 (rank 1, pid ", 20)
+    engine.wait_for("0 (rank 1, pid ", patient(20))
     assert time.monotonic() - start < patient(10)
     assert "on other) broke its connection" in engine.out

@@ -81,7 +81,7 @@ def test_ranks_find_the_variables_of_torchrun(make_lab: MakeLab) -> None:
     lab = make_lab(4, num_nodes=2)
     names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")
     show = ["sh", "-c", f"echo {' '.join(f'${name}' for name in names)}; ip -br address show dev eth0; echo $MINE >&2"]
-    endings = finish(lab.start_ranks(show, {"MINE": "yes"}, ranks_per_host=2), timeout_seconds=60)
+    endings = finish(lab.start_ranks(show, {"MINE": "yes"}, ranks_per_host=2), patient(60))
     for rank, ending in enumerate(endings):
         variables, address = ending.out.splitlines()
         assert variables == f"{rank} {rank % 4} {rank // 4} 8 4 10.77.0.1 eth0"
@@ -94,18 +94,18 @@ def test_a_cut_link_carries_nothing_until_it_is_joined(make_lab: MakeLab) -> Non
     lab.measured_bits_per_second(1000)
     lab.host_links[1].cut()
     receiving = lab.start(0, [sys.executable, "-m", "netlab.transfer", "receive", "10.77.0.1", "1000"])
-    receiving.wait_for("ready")
+    receiving.wait_for("ready", patient(60))
     sending = lab.start(1, [sys.executable, "-m", "netlab.transfer", "send", "10.77.0.1", "1000"])
     time.sleep(1)
     assert sending.code is None
     lab.host_links[1].join()
-    assert [ending.code for ending in finish([sending, receiving], timeout_seconds=30)] == [0, 0]
+    assert [ending.code for ending in finish([sending, receiving], patient(30))] == [0, 0]
 
 
 def test_programs_are_stopped_continued_and_killed_with_their_children(make_lab: MakeLab) -> None:
     lab = make_lab(2)
     program, other = (lab.start(host, ["sh", "-c", "sleep 600 & echo $!; wait"]) for host in range(2))
-    program.wait_for("\n")
+    program.wait_for("\n", patient(60))
     child = int(program.out)
     program.signal(signal.SIGSTOP)
     _wait(lambda: Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "T")
@@ -134,7 +134,7 @@ def test_an_exception_leaves_nothing_behind() -> None:
     def fail() -> None:
         with Lab(2, 1e9) as lab:
             programs.append(lab.start(1, ["sh", "-c", "trap '' TERM INT; setsid sleep 600 & echo $!; wait"]))
-            programs[0].wait_for("\n")
+            programs[0].wait_for("\n", patient(60))
             assert len(namespaces(os.getpid())) == 3
             raise ZeroDivisionError
 
@@ -237,7 +237,7 @@ def test_the_lab_needs_no_torch() -> None:
 
 
 def _wait(condition: Callable[[], bool], timeout_seconds: float = 10) -> None:
-    deadline = time.monotonic() + timeout_seconds
+    deadline = time.monotonic() + patient(timeout_seconds)
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)

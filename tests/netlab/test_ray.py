@@ -15,6 +15,7 @@ from netlab import Lab, finish
 from tests.distributed.processes import ROOT, environment
 from tests.integrations.ray_driver import VARIABLES
 from tests.netlab.conftest import MakeLab
+from tests.patience import patient
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,7 +38,7 @@ def start_node(lab: Lab, host: int, folder: Path) -> None:
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", *joins, "--node-ip-address", lab.address(host)]
     command += ["--num-cpus", "1", "--object-store-memory", str(80 << 20), "--disable-usage-stats", "--block"]
     command += ["--temp-dir", str(folder)] if host == 0 else []
-    lab.start(host, command, variables(), name=f"node {host}").wait_for("Ray runtime started", 300)
+    lab.start(host, command, variables(), name=f"node {host}").wait_for("Ray runtime started", patient(300))
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_workers_on_two_hosts_train_over_the_link_and_bear_a_failure(
         start_node(lab, host, sessions)
     before = lab.traffic()
     driver = [sys.executable, "tests/integrations/ray_driver.py", str(tmp_path), f"{lab.address(0)}:{PORT}"]
-    (ending,) = finish([lab.start(0, driver, variables(), cwd=ROOT, name="driver")], 590)
+    (ending,) = finish([lab.start(0, driver, variables(), cwd=ROOT, name="driver")], patient(590))
     assert ending.code == 0, ending.out + ending.err
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert {rank["host"] for rank in ranks} == {lab.address(0), lab.address(1)}

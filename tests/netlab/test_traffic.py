@@ -12,6 +12,7 @@ from netlab import Lab, Traffic, finish
 from tests.distributed.processes import ROOT, environment
 from tests.netlab.conftest import MakeLab
 from tests.netlab.ranks_once import NUMEL
+from tests.patience import patient
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -22,7 +23,7 @@ def run_once(lab: Lab, *arguments: str) -> tuple[list[dict[str, Any]], dict[str,
     """What each rank printed, and what passed each link."""
     before = lab.traffic()
     command = [sys.executable, "-m", "tests.netlab.ranks_once", *arguments]
-    endings = finish(lab.start_ranks(command, environment(), cwd=ROOT), 100)
+    endings = finish(lab.start_ranks(command, environment(), cwd=ROOT), patient(100))
     passed = {name: traffic - before[name] for name, traffic in lab.traffic().items()}
     for ending in endings:
         assert ending.code == 0, ending.err

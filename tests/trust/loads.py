@@ -188,14 +188,14 @@ def size_interval(size: Size) -> float:
 
 def collectives_soak(folder: Path, size: Size) -> Load:
     """L1: collectives of 4 bytes to 16 MB between two ranks of a lossless group."""
-    load = _run_collectives(folder, 2, size, 60.0, [1, 250, 4_000, 64_000, 1_000_000, 4_000_000])
+    load = _run_collectives(folder, 2, size, patient(60), [1, 250, 4_000, 64_000, 1_000_000, 4_000_000])
     load.row, load.what = "L1", "2 ranks, sizes from 4 bytes to 16 MB, blocking and waited for in another order"
     return load
 
 
 def oversubscribed(folder: Path, size: Size) -> Load:
     """L5: eight ranks on this machine's cores, with four times the timeout."""
-    load = _run_collectives(folder, 8, size, 240.0, [1, 250, 4_000, 64_000])
+    load = _run_collectives(folder, 8, size, patient(240), [1, 250, 4_000, 64_000])
     load.row, load.what = "L5", f"8 ranks on {os.cpu_count()} cores, no spurious failure"
     return load
 
@@ -379,7 +379,7 @@ def serving(model: Path, *flags: str) -> Iterator[tuple[str, int]]:
                 process.wait(patient(60))
             process.kill()
             for pid in workers:
-                end = time.monotonic() + 60
+                end = time.monotonic() + patient(60)
                 while is_running(pid):
                     assert time.monotonic() < end, f"{pid} outlives its server"
                     time.sleep(0.05)
