@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from laconic.infer import Engine, serve_rank
+from tests.netlab.ranks_once import on_the_interface
 from tests.patience import patient
 
 
@@ -43,11 +44,13 @@ def main(task: Task) -> None:
     with Engine(
         task.model, dtype=task.dtype, payload=payload, launcher="torchrun", start_timeout_seconds=patient(60)
     ) as engine:
+        before = on_the_interface()  # the check of the load has sent rows, too, which `engine.traffic` does not count
         engine.generate(task.prompts[:1], task.new_tokens)
         tokens = [row for prompt in task.prompts[1:] for row in engine.generate([prompt], task.new_tokens)]
         found = {
             "tokens": tokens,
             "traffic": [asdict(direction) for direction in engine.traffic],
+            "interface_nbytes": on_the_interface() - before,
             "hosts": [worker.host for worker in engine.workers],
         }
     print(json.dumps(found), flush=True)
