@@ -45,8 +45,8 @@ class Size:
     """How much of a row is done.
 
     Attributes:
-        seconds: how long it goes on; rows that count end with `count` instead.
-        count: collectives or requests.
+        seconds: how long it goes on at most.
+        count: collectives or requests, where a row ends with these.
         bounds: the slopes, per minute, that are no leak.
     """
 
@@ -338,6 +338,9 @@ def _nbytes(folder: Path) -> int:
 
 # --- L6: requests ---
 
+_FEWEST_REQUESTS = 240
+"""However little time there is: each of the prompts several times, so that answers can be compared."""
+
 
 def requests(folder: Path, size: Size) -> Load:
     """L6: requests at random times to `laconic serve` with two attention and two expert workers."""
@@ -386,7 +389,12 @@ def serving(model: Path, *flags: str) -> Iterator[tuple[str, int]]:
 
 
 async def _ask(url: str, size: Size) -> tuple[list[float], int]:
-    """Ask `size.count` times, at most 64 at once; the seconds of each answer, and how many clients left."""
+    """Ask `size.count` times, or until its time is over, at most 64 at once.
+
+    Returns:
+        the seconds of each answer, and how many clients left.
+    """
+    end = time.monotonic() + size.seconds
     rng = random.Random(1)
     bodies = [
         {"model": "tiny", "prompt": f"prompt {n}", "temperature": 0, "max_tokens": 2 + n % 12, "stream": n % 2 == 0}
@@ -418,6 +426,8 @@ async def _ask(url: str, size: Size) -> tuple[list[float], int]:
 
         tasks = []
         for number in range(size.count):
+            if number >= _FEWEST_REQUESTS and time.monotonic() > end:
+                break
             await places.acquire()
             tasks.append(asyncio.create_task(ask(number)))
             await asyncio.sleep(rng.expovariate(400))

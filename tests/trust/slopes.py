@@ -113,7 +113,7 @@ class Sampler:
     def look(self) -> None:
         """Take one sample of each process."""
         for pid in self.find():
-            with contextlib.suppress(psutil.Error, OSError):
+            with contextlib.suppress(psutil.Error, OSError, KeyError):  # one that has ended has no memory to speak of
                 process = psutil.Process(pid)
                 with process.oneshot():
                     found = (process.memory_info().rss / 2**20, _own_mb(pid), process.num_fds(), process.num_threads())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 import time
 
 import pytest
@@ -60,6 +61,14 @@ def test_processes_that_begin_anew_at_another_level_are_no_slope() -> None:
 def test_too_few_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="no process has enough samples"):
         slope_of("fds", [Sample(1, 0.0, 1, 1, 1, 1)], bound=0.1)
+
+
+def test_a_process_that_has_ended_is_left_out() -> None:
+    with subprocess.Popen(["true"]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # nobody has asked for its code, so it has an entry
+        sampler = Sampler(lambda: [ended.pid, os.getpid()], 1.0)
+        sampler.look()
+    assert [sample.pid for sample in sampler.samples] == [os.getpid()]
 
 
 def test_this_process_leaks_when_it_does() -> None:
