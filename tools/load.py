@@ -85,7 +85,7 @@ def main() -> int:
             try:
                 size = sizes.short if options.short else sizes.long
                 if options.minutes is not None:
-                    size = replace(size, seconds=60 * options.minutes)
+                    size = size.lasting(60 * options.minutes)
                 if options.count is not None:
                     size = replace(size, count=options.count)
                 load = do(Path(folder), size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import re
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -447,6 +448,15 @@ DATA: dict[str, Callable[[Tensor], Tensor]] = {
     "constant": lambda x: torch.full_like(x, 3.14159),
     "far from zero": lambda x: x * 1e-3 + 1000,
 }
+
+
+def test_lengths_that_vary_share_their_types() -> None:
+    """Rows of experts are others in each step; a type of ctypes takes kilobytes, and is kept with what is looked at."""
+    x = torch.arange(2000, dtype=torch.int32)
+    windows = [witnesses._window(x.data_ptr(), ctypes.c_uint32, numel) for numel in range(1, 2001)]
+    for numel, window in enumerate(windows, 1):
+        assert array("I", window.tobytes()).tolist() == [*range(0, numel, max(1, (numel - 1) // witnesses._STEPS))]
+    assert len({type(window.obj) for window in windows}) <= 12
 
 
 def test_an_empty_tensor_looks_like_another_and_one_without_memory_like_none() -> None:

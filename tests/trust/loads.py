@@ -54,6 +54,12 @@ class Size:
     count: int
     bounds: dict[str, float]
 
+    def lasting(self, seconds: float) -> Size:
+        """The same row for another time. Memory settles by as much in less of it: its bound is the same growth."""
+        share = max(1.0, self.seconds / seconds)
+        bounds = {kind: bound * share if kind.endswith("_mb") else bound for kind, bound in self.bounds.items()}
+        return replace(self, seconds=seconds, bounds=bounds)
+
 
 @dataclass(frozen=True)
 class Sizes:

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.trust.loads import Size
 from tests.trust.slopes import KINDS, Sample, Sampler, slope_of
 
 
@@ -69,6 +70,12 @@ def test_a_process_that_has_ended_is_left_out() -> None:
         sampler = Sampler(lambda: [ended.pid, os.getpid()], 1.0)
         sampler.look()
     assert [sample.pid for sample in sampler.samples] == [os.getpid()]
+
+
+def test_a_shorter_row_may_settle_by_as_much() -> None:
+    size = Size(600.0, 10, {"rss_mb": 1.0, "fds": 0.2})
+    assert size.lasting(60.0) == Size(60.0, 10, {"rss_mb": 10.0, "fds": 0.2})
+    assert size.lasting(1200.0).bounds == size.bounds
 
 
 def test_this_process_leaks_when_it_does() -> None:
