@@ -66,7 +66,7 @@ def recorded(world: World, folder: Path, name: str) -> Iterator[None]:
             stream.write(json.dumps(entry) + "\n")
 
     def state(number: int, model: Any, optimizer: Any) -> None:
-        stored = save_load._state(model, optimizer)[0]
+        stored = save_load._state(model, optimizer, adapters=False)[0]
         parts = {f"weights of {key}": value for key, value in stored["model"].items()}
         parts |= {f"{k} of {key}": v for key, values in stored["optimizer"].items() for k, v in values.items()}
         hashes = {}
