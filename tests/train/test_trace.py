@@ -107,7 +107,7 @@ WIDE = """
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [("qwen3_moe", "fp32"), pytest.param("vit", "fp32", marks=pytest.mark.ci)]
+    [pytest.param(name, "fp32", marks=pytest.mark.ci) for name in ("qwen3_moe", "vit")]
     + [pytest.param(name, "fp32", marks=pytest.mark.slow) for name in WIDE.split()]
     + [pytest.param(name, "bf16", marks=pytest.mark.slow) for name in ("llama", "qwen3_moe", "gpt_oss", "bert", "vit")]
     + [pytest.param("deepseek_v3", "bf16-pure", marks=pytest.mark.slow)],
