@@ -234,6 +234,7 @@ def _refused(rank: int, folder: Path, port: int) -> None:
         def configure_model(self) -> None:
             self.model = make_model("qwen3_moe")
             parallelize(self.model, Grid(ep=2))
+            dist.barrier()  # the rank that has the store ends it where it is refused
 
         def training_step(self, ids: Any, number: int) -> Any:
             raise AssertionError("a step was made")
