@@ -163,3 +163,14 @@ def test_gpu_benchmark_refuses_a_machine_without_a_gpu() -> None:
     result = run_command("gpu", "--smoke")
     assert result.returncode == 1
     assert "benchmarks.gpu needs a CUDA device, and torch sees none on this machine" in result.stderr
+
+
+@pytest.mark.slow
+def test_the_largest_model_of_each_way_to_train_is_found() -> None:
+    result = run("largest", "--smoke")
+    assert result.returncode == 0, result.stderr
+    rows = {line.split(" | ")[0]: line.split(" | ") for line in result.stdout.splitlines() if line.startswith("| ")}
+    exact, ours = rows["| exact"], rows["| laconic, AdamW4bit"]
+    assert 0 < int(exact[1].split()[0]) < int(ours[1].split()[0])
+    assert 0 < float(exact[2]) < float(ours[2])
+    assert all("allocate" in row[-1] for row in (exact, ours))  # what ended the next larger one
