@@ -34,6 +34,7 @@ from benchmarks.kit.models import HEAD_DIM, causal_model
 from benchmarks.registry import CASES, Options, Table, Text, benchmark
 from laconic.activations.whole_model.report import brief
 from laconic.cost import Batch, Choice, Layout, Settings
+from laconic.cost.memory.saved_tensors import EXACT as UNPACKED
 from laconic.cost.planner.largest import most_layers
 from laconic.cost.planner.policy import by_bits
 from laconic.cost.sizes import format_nbytes
@@ -173,7 +174,7 @@ def _predicted(name: str, hidden_size: int, memory_nbytes: int) -> int | None:
     config = sized_config(ModelConfig(**_sizes(hidden_size, 2), tie_word_embeddings=False), VOCAB, TOKENS)
     config.architectures = ["LlamaForCausalLM"]
     job = traced_job(config, Batch(1, TOKENS), Layout(), settings)
-    bits, attention = (16, Choice("exact")) if name == EXACT else (4, Choice("int8"))
+    bits, attention = (16, UNPACKED) if name == EXACT else (4, Choice("int8"))
 
     def choices(job: Any) -> Any:
         chosen = by_bits(job, [bits], attention)
