@@ -14,10 +14,11 @@ they are the arithmetic that was done in a second, the same for all if nothing w
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ _EXACT_NBYTES = 10
 """For a weight of the exact model: bf16 weight, gradient and moments, and a share of activations."""
 _MOST_SECONDS = 900.0
 """For one try."""
+_MAPPED_NBYTES = 65536
+"""Tensors of so many bytes and more get a mapping of their own."""
 
 _SMOKE_NBYTES = 700_000_000
 
@@ -127,7 +130,8 @@ def _try(contender: Contender, hidden_size: int, num_layers: int, memory_nbytes:
     """Three steps in a process of its own, without a limit if `memory_nbytes` is None."""
     told = {"name": contender.name, "sizes": _sizes(hidden_size, num_layers), "memory_nbytes": memory_nbytes}
     command = [sys.executable, "-m", "benchmarks.largest", json.dumps(told | {"threads": threads})]
-    part = run_part(contender.name, command, _MOST_SECONDS)
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(_MAPPED_NBYTES)}
+    part = run_part(contender.name, command, _MOST_SECONDS, environment=environment)
     for line in reversed(part.text.splitlines()):
         if line.startswith("{"):
             return Try(**json.loads(line))
@@ -188,6 +192,7 @@ def largest(options: Options) -> Iterator[Table | Text]:
     """One table."""
     memory_nbytes = options.memory_nbytes or (_SMOKE_NBYTES if options.smoke else 3_000_000_000)
     hidden_size = hidden_size_for(memory_nbytes)
+    predicted: dict[str, int | None] = {}
     found: list[tuple[Contender, Try | None, Try | None]] = []
     for contender in contenders():
         if contender.name not in (options.only or (_SMOKE if options.smoke else CASES["largest"])):
@@ -196,11 +201,12 @@ def largest(options: Options) -> Iterator[Table | Text]:
         if missing is not None:
             found.append((contender, None, Try(0, missing.failure)))
             continue
+        predicted[contender.name] = _predicted(contender.name, hidden_size, memory_nbytes)
         found.append((contender, *_largest(contender, hidden_size, memory_nbytes, options.threads)))
     exact = next((ran for contender, ran, _ in found if contender.name == EXACT), None)
 
-    def beside_exact(of: Sequence[float]) -> str:
-        return f"{of[0] / of[1]:.2f}" if of[1] else ""
+    def beside(value: float, usual: float | None) -> str:
+        return f"{value / usual:.2f}" if usual else ""
 
     rows = []
     for contender, ran, beyond in found:
@@ -208,18 +214,17 @@ def largest(options: Options) -> Iterator[Table | Text]:
         if ran is None:
             rows.append([contender.name, *[""] * 6, why])
             continue
-        predicted = _predicted(contender.name, hidden_size, memory_nbytes)
+        layers = predicted[contender.name]
         speed = TOKENS / ran.seconds
-        work, usual = speed * ran.num_parameters, exact and TOKENS / exact.seconds * exact.num_parameters
         rows.append(
             [
                 contender.name,
-                str(ran.num_layers) + ("" if predicted is None else f" ({predicted})"),
+                str(ran.num_layers) + ("" if layers is None else f" ({layers})"),
                 f"{ran.num_parameters / 1e6:.0f}",
-                beside_exact((ran.num_parameters, exact.num_parameters if exact else 0)),
+                beside(ran.num_parameters, exact and exact.num_parameters),
                 format_nbytes(ran.peak_nbytes),
                 f"{speed:.0f}",
-                beside_exact((work, usual or 0)),
+                beside(speed * ran.num_parameters, exact and TOKENS / exact.seconds * exact.num_parameters),
                 why,
             ]
         )
