@@ -28,7 +28,7 @@ import torch
 from benchmarks.contenders import optimizers
 from benchmarks.contenders.activations import checkpointed, compiled, compressed
 from benchmarks.contenders.losses import torch_chunked
-from benchmarks.contenders.optimizers import adamw8bit, coded_gradients, optimizer, peer_adamw
+from benchmarks.contenders.optimizers import adamw4bit, adamw8bit, coded_gradients, peer_adamw
 from benchmarks.contenders.training import EXACT, Contender, built, not_installed
 from benchmarks.kit.isolated_parts import end_with_parent, run_part
 from benchmarks.kit.models import HEAD_DIM, causal_model
@@ -39,7 +39,6 @@ from laconic.cost.memory.saved_tensors import EXACT as UNPACKED
 from laconic.cost.planner.largest import most_layers
 from laconic.cost.planner.policy import by_bits
 from laconic.cost.sizes import format_nbytes
-from laconic.optim import AdamW4bit
 from laconic.train.config.schema import ModelConfig
 from laconic.train.memory.trace import traced_job
 from laconic.train.model import sized_config
@@ -65,7 +64,6 @@ def contenders() -> list[Contender]:
     """The rows of the table; what peers leave to each other they do together."""
     ours = [compressed(bits=4, attention="int8", loss="chunked"), coded_gradients(8)]
     stack = [checkpointed(), *([torch_chunked()] if hasattr(torch.nn, "LinearCrossEntropyOptions") else [])]
-    adamw4bit = optimizer(lambda model, lr: AdamW4bit(model.parameters(), lr=lr, weight_decay=0.0))
     others = {contender.name: contender for contender in optimizers.contenders()}
 
     def stacked(name: str) -> Contender:
@@ -86,8 +84,8 @@ def contenders() -> list[Contender]:
         stacked("APOLLO"),
         stacked("torch, Adafactor"),
         Contender(LACONIC_8, [*ours, adamw8bit()]),
-        Contender(LACONIC_4, [*ours, adamw4bit]),
-        Contender("laconic, AdamW4bit, recompute of layers", [checkpointed(), *ours, adamw4bit]),
+        Contender(LACONIC_4, [*ours, adamw4bit()]),
+        Contender("laconic, AdamW4bit, recompute of layers", [checkpointed(), *ours, adamw4bit()]),
     ]  # fmt: skip
 
 
@@ -138,13 +136,22 @@ def _try(contender: Contender, hidden_size: int, num_layers: int, memory_nbytes:
     return Try(num_layers, part.failure.strip().splitlines()[-1] if part.failure else "it said nothing")
 
 
-def _largest(contender: Contender, hidden_size: int, memory_nbytes: int, threads: int) -> tuple[Try | None, Try | None]:
-    """The largest try that ran, and the smallest beyond it."""
-    small, larger = (_try(contender, hidden_size, layers, None, threads) for layers in (2, 6))
+def _guess(contender: Contender, hidden_size: int, memory_nbytes: int, threads: int) -> int | Try:
+    """The layers that may fit, by two tries without a limit; or a try that failed."""
+    small, larger = (_try(contender, hidden_size, layers, None, threads) for layers in (6, 14))
     if small.failure or larger.failure:
-        return None, small if small.failure else larger
-    per_layer = max(1.0, (larger.peak_nbytes - small.peak_nbytes) / 4)
-    guess = max(1, int(2 + (memory_nbytes - small.peak_nbytes) / per_layer))
+        return small if small.failure else larger
+    per_layer = max(1.0, (larger.peak_nbytes - small.peak_nbytes) / 8)
+    return max(1, int(6 + (memory_nbytes - small.peak_nbytes) / per_layer))
+
+
+def _largest(
+    contender: Contender, hidden_size: int, memory_nbytes: int, threads: int, predicted: int | None
+) -> tuple[Try | None, Try | None]:
+    """The largest try that ran, and the smallest beyond it."""
+    guess = predicted or _guess(contender, hidden_size, memory_nbytes, threads)
+    if isinstance(guess, Try):
+        return None, guess
     ran: dict[int, Try] = {}
     step = max(1, guess // 16)
     layers = guess
@@ -201,8 +208,8 @@ def largest(options: Options) -> Iterator[Table | Text]:
         if missing is not None:
             found.append((contender, None, Try(0, missing.failure)))
             continue
-        predicted[contender.name] = _predicted(contender.name, hidden_size, memory_nbytes)
-        found.append((contender, *_largest(contender, hidden_size, memory_nbytes, options.threads)))
+        layers = predicted[contender.name] = _predicted(contender.name, hidden_size, memory_nbytes)
+        found.append((contender, *_largest(contender, hidden_size, memory_nbytes, options.threads, layers)))
     exact = next((ran for contender, ran, _ in found if contender.name == EXACT), None)
 
     def beside(value: float, usual: float | None) -> str:

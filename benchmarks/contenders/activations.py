@@ -15,7 +15,7 @@ import laconic
 from benchmarks.contenders.training import EXACT, Change, Contender, Training
 from benchmarks.kit.recompute import keeping_products
 
-__all__ = ["checkpointed", "compiled", "compressed", "contenders"]
+__all__ = ["batch_in_halves", "checkpointed", "compiled", "compressed", "contenders"]
 
 
 def compressed(**how: Any) -> Change:
@@ -79,7 +79,7 @@ def _backend(budget: float) -> Callable[[Any, Any], Any]:
     return backend
 
 
-def _halves(training: Training, ids: Tensor) -> None:
+def batch_in_halves(training: Training, ids: Tensor) -> None:
     """The same sums in another order: how far a run goes astray by rounding alone."""
     model = training.model
     training.loss_of = lambda ids: sum(model(input_ids=half, labels=half).loss for half in ids.chunk(2)) / 2
@@ -107,7 +107,7 @@ def contenders() -> list[Contender]:
     """The rows of the table."""
     rows = [
         Contender(EXACT),
-        Contender("exact, the batch in two halves", [_halves]),
+        Contender("exact, the batch in two halves", [batch_in_halves]),
         Contender("laconic, 8 bits", [compressed(bits=8)]),
         Contender("laconic, 4 bits", [compressed(bits=4)]),
         Contender("laconic, 4 bits, attention exact", [compressed(bits=4, attention="exact")]),

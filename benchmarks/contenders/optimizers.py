@@ -17,7 +17,7 @@ from torch import Tensor
 import laconic
 from benchmarks.contenders.training import EXACT, LEARNING_RATE, Change, Contender, Training
 
-__all__ = ["adamw8bit", "coded_gradients", "contenders", "optimizer", "peer_adamw"]
+__all__ = ["adamw4bit", "adamw8bit", "coded_gradients", "contenders", "optimizer", "peer_adamw"]
 
 _DOCUMENTED = 0.01 / LEARNING_RATE
 """The rate of GaLore, APOLLO and Adafactor, over AdamW's."""
@@ -35,6 +35,11 @@ def optimizer(make: Callable[[Any, float], torch.optim.Optimizer]) -> Change:
 def adamw8bit() -> Change:
     """laconic.AdamW8bit."""
     return optimizer(lambda model, lr: laconic.AdamW8bit(model.parameters(), lr=lr, weight_decay=0.0))
+
+
+def adamw4bit() -> Change:
+    """laconic.optim.AdamW4bit."""
+    return optimizer(lambda model, lr: laconic.optim.AdamW4bit(model.parameters(), lr=lr, weight_decay=0.0))
 
 
 def peer_adamw(module: str, name: str) -> Change:

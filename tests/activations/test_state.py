@@ -194,6 +194,21 @@ def test_a_measuring_forward_that_fails_is_not_fatal(error: Exception) -> None:
         saved_nbytes_per_token(model, example_inputs={"x": torch.randn(2, 8)})
 
 
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (ValueError("no luck"), "leave sites exact"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."), "fewer tokens"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "fewer tokens"),
+    ],
+)
+def test_a_conversion_that_cannot_run_says_what_to_do(error: Exception, remedy: str) -> None:
+    model = Fails(error, later=True)
+    with pytest.raises(ModelError, match=f"not with compressed activations .*{remedy}"):
+        laconic.compress_activations(model, example_inputs={"x": torch.randn(2, 8)})
+    assert "forward" not in vars(model.linear)
+
+
 def test_inputs_that_do_not_fit_and_models_without_any_are_not_fatal() -> None:
     report = laconic.compress_activations(make_model("llama"), example_inputs={"nonsense": torch.ones(2, 2)})
     assert "exactly one of input_ids" in (report.unmeasured or "")

@@ -236,12 +236,19 @@ def test_a_loss_that_is_not_finite_is_left_out() -> None:
     assert "not finite" in str(report)
 
 
-def test_no_memory_for_the_exact_run_leaves_all_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("full"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 81920000 bytes."),
+    ],
+)
+def test_no_memory_for_the_exact_run_leaves_all_out(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     model = make_model("llama")
     laconic.compress_activations(model)
 
     def full(*args: Any, **kwargs: Any) -> None:
-        raise torch.OutOfMemoryError("full")
+        raise error
 
     monkeypatch.setattr(torch.autograd, "grad", full)
     assert "does not fit in memory" in str(audited(model))

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from laconic.activations.forwards.replacement import check_module, replacements_of
 from laconic.activations.whole_model.head import CausalForward
+from laconic.activations.whole_model.report import is_out_of_memory
 from laconic.activations.whole_model.suspended import is_compressed, unwrapped
 from laconic.auditing.batch import first_rows, num_rows
 from laconic.auditing.comparison import TOLERANCE, Difference, compare, in_doubles, relative_error, same_bits
@@ -304,12 +305,13 @@ class _Audit:
             try:
                 with _watching_experts(self._model) as experts:
                     exact = runs.run("exact")
-            except torch.OutOfMemoryError:
-                reason = "all, as the exact run does not fit in memory"
             except AuditError:
                 raise
-            except (ModelError, RuntimeError, ValueError, IndexError, TypeError) as found:
-                error = found
+            except (ModelError, RuntimeError, ValueError, IndexError, TypeError, MemoryError) as found:
+                if is_out_of_memory(found):
+                    reason = "all, as the exact run does not fit in memory"
+                else:
+                    error = found
             is_finite = exact is not None and bool(exact.loss.isfinite().all())
             lacking = self._ranks_that(not is_finite)
             if not lacking:

@@ -36,10 +36,10 @@ from laconic.activations.whole_model.report import (
     SAVINGS_LOGGER,
     Measurement,
     Report,
-    brief,
     make_report,
     measure,
     measure_first,
+    only_runs_exactly,
     sample_inputs,
 )
 from laconic.errors import FormatError, ModelError
@@ -181,11 +181,7 @@ def compress_activations(
             try:
                 after = measure(model, call)
             except Exception as error:
-                raise ModelError(
-                    f"{type(model).__name__} runs on the inputs of the measuring forward, but not with compressed "
-                    f"activations ({brief(error)}); it is left as it was. Leave sites exact that it may come from: "
-                    f"attention='exact', or a policy that answers None"
-                ) from error
+                raise only_runs_exactly(model, error) from error
         packed_bits = None if block_format is None or mode == "sites" else block_format.bits
         report = _report(model, mode, sites, plan, head, (before, after), unmeasured, packed_bits, loss_owner)
         if report.warning is not None:

@@ -413,6 +413,23 @@ def unmeasurable(model: nn.Module) -> str | None:
     return None
 
 
+def only_runs_exactly(model: nn.Module, error: Exception) -> ModelError:
+    """The error for a measuring forward that failed with compressed activations only, with what to do about it."""
+    if is_out_of_memory(error):
+        why = "for whose codes memory is short: pass example_inputs= of fewer tokens"
+    else:
+        why = "so leave sites exact that it may come from: attention='exact', or a policy that answers None"
+    return ModelError(
+        f"{type(model).__name__} runs on the inputs of the measuring forward, but not with compressed activations "
+        f"({brief(error)}), {why}"
+    )
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocator had no more memory; that of torch for the CPU raises a RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
 def brief(error: Exception) -> str:
     """An error as one line."""
     lines = str(error).strip().splitlines() or [""]

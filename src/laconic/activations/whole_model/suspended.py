@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.activations.forwards.attention import attention_core_of
 from laconic.activations.forwards.replacement import ModelReplacement, Replacement, replacements_of
 from laconic.activations.host.modules import forward_of, store_forward
-from laconic.activations.whole_model.report import Call, Measurement, brief, measure, unmeasurable
+from laconic.activations.whole_model.report import Call, Measurement, brief, measure, only_runs_exactly, unmeasurable
 from laconic.errors import ModelError
 
 __all__ = ["fitting", "is_compressed", "measure_both", "suspended", "unwrapped"]
@@ -108,10 +108,7 @@ def measure_both(model: nn.Module, call: Call) -> tuple[Measurement | None, Meas
     try:
         return before, measure(model, call), None
     except Exception as error:
-        raise ModelError(
-            f"{type(model).__name__} runs on the inputs of the measuring forward, but not with compressed "
-            f"activations ({brief(error)})"
-        ) from error
+        raise only_runs_exactly(model, error) from error
 
 
 def fitting(model: nn.Module, call: Call) -> Call:
