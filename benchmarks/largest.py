@@ -28,7 +28,7 @@ import torch
 from benchmarks.contenders import optimizers
 from benchmarks.contenders.activations import checkpointed, compiled, compressed
 from benchmarks.contenders.losses import torch_chunked
-from benchmarks.contenders.optimizers import adamw4bit, adamw8bit, coded_gradients, peer_adamw
+from benchmarks.contenders.optimizers import adamw4bit, adamw4bit_in_backward, adamw8bit, coded_gradients, peer_adamw
 from benchmarks.contenders.training import EXACT, Contender, built, not_installed
 from benchmarks.kit.isolated_parts import end_with_parent, run_part
 from benchmarks.kit.models import HEAD_DIM, causal_model
@@ -62,7 +62,8 @@ _SMOKE = (EXACT, LACONIC_4)
 
 def contenders() -> list[Contender]:
     """The rows of the table; what peers leave to each other they do together."""
-    ours = [compressed(bits=4, attention="int8", loss="chunked"), coded_gradients(8)]
+    activations = compressed(bits=4, attention="int8", loss="chunked")
+    ours = [activations, coded_gradients(8)]
     stack = [checkpointed(), *([torch_chunked()] if hasattr(torch.nn, "LinearCrossEntropyOptions") else [])]
     others = {contender.name: contender for contender in optimizers.contenders()}
 
@@ -85,6 +86,7 @@ def contenders() -> list[Contender]:
         stacked("torch, Adafactor"),
         Contender(LACONIC_8, [*ours, adamw8bit()]),
         Contender(LACONIC_4, [*ours, adamw4bit()]),
+        Contender("laconic, AdamW4bit, updates in backward", [activations, adamw4bit_in_backward()]),
         Contender("laconic, AdamW4bit, recompute of layers", [checkpointed(), *ours, adamw4bit()]),
     ]  # fmt: skip
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -113,3 +115,10 @@ def test_a_misspelt_argument_of_a_network_is_named(name: str, given: str, meant:
     if name != "AFIResNetConfig":
         with pytest.raises(TypeError, match=f"did you mean {meant}"):
             getattr(vision, name)(**{given: 10})
+
+
+def test_every_documented_package_is_found_by_importing_laconic_alone() -> None:
+    packages = [name for name in make_api.PACKAGES if name.count(".") == 1]
+    code = f"import laconic; found = [{', '.join(packages)}]; assert {packages} == [one.__name__ for one in found]"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert {name.partition(".")[2] for name in packages} <= {*dir(importlib.import_module("laconic"))}

@@ -17,7 +17,15 @@ from torch import Tensor
 import laconic
 from benchmarks.contenders.training import EXACT, LEARNING_RATE, Change, Contender, Training
 
-__all__ = ["adamw4bit", "adamw8bit", "coded_gradients", "contenders", "optimizer", "peer_adamw"]
+__all__ = [
+    "adamw4bit",
+    "adamw4bit_in_backward",
+    "adamw8bit",
+    "coded_gradients",
+    "contenders",
+    "optimizer",
+    "peer_adamw",
+]
 
 _DOCUMENTED = 0.01 / LEARNING_RATE
 """The rate of GaLore, APOLLO and Adafactor, over AdamW's."""
@@ -40,6 +48,17 @@ def adamw8bit() -> Change:
 def adamw4bit() -> Change:
     """laconic.optim.AdamW4bit."""
     return optimizer(lambda model, lr: laconic.optim.AdamW4bit(model.parameters(), lr=lr, weight_decay=0.0))
+
+
+def adamw4bit_in_backward() -> Change:
+    """The same, with updates in backward."""
+
+    def make(model: Any, lr: float) -> torch.optim.Optimizer:
+        made = laconic.optim.AdamW4bit(model.parameters(), lr=lr, weight_decay=0.0)
+        made.update_in_backward()
+        return made
+
+    return optimizer(make)
 
 
 def peer_adamw(module: str, name: str) -> Change:

@@ -65,11 +65,32 @@ _HOME = {
 }
 
 
+_PACKAGES = (
+    "activations",
+    "advice",
+    "auditing",
+    "collectives",
+    "cost",
+    "formats",
+    "gradients",
+    "infer",
+    "integrations",
+    "moe",
+    "ops",
+    "optim",
+    "schedule",
+    "vision",
+)
+"""Found by `import laconic` alone, as pages write them: laconic.moe.parallelize."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"laconic.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'laconic' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted((*__all__, *_PACKAGES))

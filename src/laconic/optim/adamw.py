@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, overload
 
@@ -15,12 +16,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from laconic.errors import ConfigError, FormatError
+from laconic.errors import ConfigError, FormatError, TrainingError
 from laconic.formats import QuantizedGradient
 from laconic.formats.coded_gradient import coded_gradient
 from laconic.formats.shards import local_part
 from laconic.ops import DTYPES, adamw8bit_multi_
 from laconic.ops.declarations.adamw import share_memory
+from laconic.optim.in_backward import UsedGradient, call_with_gradients
 from laconic.optim.moments import check_state, is_coded, new_state, parameter_name
 from laconic.options import MOMENT_BLOCK_SIZES
 
@@ -83,6 +85,7 @@ class AdamW8bit(torch.optim.Optimizer):
         if bits not in MOMENT_BLOCK_SIZES or isinstance(bits, bool | float):
             raise ConfigError(f"bits is {bits!r}, but it must be {' or '.join(map(str, MOMENT_BLOCK_SIZES))}")
         self.bits = bits
+        self._updates_in_backward = False
         if foreach and fused:
             raise ConfigError("foreach and fused are both True, but they exclude each other; set one of them")
         refused = {"amsgrad": amsgrad, "capturable": capturable, "differentiable": differentiable}
@@ -98,8 +101,8 @@ class AdamW8bit(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch's has only what every optimizer has.
-        return {**super().__getstate__(), "bits": self.bits}
+        # torch's has only what every optimizer has. Copies of parameters have no hooks.
+        return {**super().__getstate__(), "bits": self.bits, "_updates_in_backward": False}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own, as in torch.
@@ -115,6 +118,50 @@ class AdamW8bit(torch.optim.Optimizer):
         _check_group({**self.defaults, **param_group})
         _check_refused(param_group)
         super().add_param_group(param_group)
+        if self._updates_in_backward:
+            self._hook_on(len(self.param_groups) - 1)
+
+    def update_in_backward(self) -> None:
+        """From now on, update a parameter in backward, as soon as it has its gradient, and let go of the gradient.
+
+        So gradients take memory one after the other instead of 2 or 4 bytes per weight. The loop stays as it is:
+        `step()` updates what still has a gradient, and `zero_grad()` allows the next backward. Weights have the bits of
+        updates after backward. Learning rates and all other options are those at the time of backward.
+
+        What needs all gradients before the update is refused when it reads one: accumulation over several backwards,
+        clipping, GradScaler, DistributedDataParallel's reduction. A gradient in codes (`compress_gradients`) is refused
+        in backward. Copies of the optimizer, by copy or pickle, update in `step()`.
+
+        Raises:
+            ConfigError: it was called before.
+        """
+        if self._updates_in_backward:
+            raise ConfigError("update_in_backward() was called before, and must be called once only")
+        self._updates_in_backward = True
+        for number in range(len(self.param_groups)):
+            self._hook_on(number)
+
+    def _hook_on(self, number: int) -> None:
+        for index, parameter in enumerate(self.param_groups[number]["params"]):
+            call_with_gradients(parameter, partial(AdamW8bit._update_one, number=number, index=index), self)
+
+    @torch.no_grad()
+    def _update_one(self, parameter: Tensor, number: int, index: int) -> None:
+        """Update a parameter that has been at a place of a group; if a host has moved it, `step` will."""
+        group = self.param_groups[number] if number < len(self.param_groups) else {"params": []}
+        if index >= len(group["params"]) or group["params"][index] is not parameter:
+            return
+        _check_options(group)
+        update = self._update_of(group, index)
+        if update is None:
+            return
+        if isinstance(update.gradient, QuantizedGradient):
+            raise TrainingError(
+                f"the gradient of {update.name} is in codes, which are reduced after backward, but "
+                "update_in_backward() has updates made in backward; leave one of both out"
+            )
+        self._apply([(group, [update])], None)
+        parameter.grad = UsedGradient(parameter)
 
     @property
     def state_nbytes(self) -> int:
@@ -142,7 +189,8 @@ class AdamW8bit(torch.optim.Optimizer):
         Raises:
             FormatError: a gradient cannot be used; nothing has changed then.
             TrainingError: a gradient in codes has not been reduced yet.
-            ConfigError: a CUDA graph is captured; or lr is not finite.
+            ConfigError: a CUDA graph is captured; lr is not finite; `gradient_factor` is given to an optimizer that
+                updates in backward.
         """
         _check_not_captured()
         loss = None
@@ -151,13 +199,19 @@ class AdamW8bit(torch.optim.Optimizer):
                 loss = closure()
         if gradient_factor is not None and gradient_factor.dim() != 0:
             raise FormatError(f"gradient_factor has shape {tuple(gradient_factor.shape)}, but it must be 0-dimensional")
+        if gradient_factor is not None and self._updates_in_backward:
+            raise ConfigError(
+                "gradient_factor is given, but update_in_backward() has updates made before it is known; leave one out"
+            )
         if isinstance(gradient_factor, DTensor):
             gradient_factor = gradient_factor.full_tensor()
-        for group in self.param_groups:  # schedulers and hosts write to groups
-            _check_refused(group)
-            if not math.isfinite(group["lr"]):
-                raise ConfigError(f"lr is {group['lr']}, but it must be finite")
+        for group in self.param_groups:
+            _check_options(group)
         work = [(group, list(self._updates(group))) for group in self.param_groups]
+        self._apply(work, gradient_factor)
+        return loss
+
+    def _apply(self, work: list[tuple[dict[str, Any], list[_Update]]], gradient_factor: Tensor | None) -> None:
         for group, updates in work:
             for update in updates:
                 if not self.state[update.parameter]:
@@ -165,7 +219,6 @@ class AdamW8bit(torch.optim.Optimizer):
         for group, updates in work:
             self._step_coded(group, [u for u in updates if is_coded(self.state[u.parameter])], gradient_factor)
             self._step_fp32(group, [u for u in updates if not is_coded(self.state[u.parameter])], gradient_factor)
-        return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of an AdamW8bit returned; tensors are copied.
@@ -218,18 +271,24 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def _updates(self, group: Mapping[str, Any]) -> Iterator[_Update]:
         """The parameters of a group that have a gradient, each checked."""
-        for index, parameter in enumerate(group["params"]):
-            dense, coded = parameter.grad, coded_gradient(parameter)
-            if dense is None:
-                continue
-            name = parameter_name(self, group, index)
-            if parameter.dtype not in DTYPES:
-                raise FormatError(f"{name} is {parameter.dtype}, but it must be float32, bfloat16 or float16")
-            if coded is None:
-                _check_dense(name, parameter, dense)
-            else:
-                coded.check("read")
-            yield _Update(name, parameter, dense if coded is None else coded.codes)
+        for index in range(len(group["params"])):
+            update = self._update_of(group, index)
+            if update is not None:
+                yield update
+
+    def _update_of(self, group: Mapping[str, Any], index: int) -> _Update | None:
+        parameter = group["params"][index]
+        dense, coded = parameter.grad, coded_gradient(parameter)
+        if dense is None or isinstance(dense, UsedGradient):
+            return None
+        name = parameter_name(self, group, index)
+        if parameter.dtype not in DTYPES:
+            raise FormatError(f"{name} is {parameter.dtype}, but it must be float32, bfloat16 or float16")
+        if coded is None:
+            _check_dense(name, parameter, dense)
+        else:
+            coded.check("read")
+        return _Update(name, parameter, dense if coded is None else coded.codes)
 
     def _step_coded(self, group: Mapping[str, Any], updates: list[_Update], factor: Tensor | None) -> None:
         """One call of the op for the parameters of each device, dtype, kind of gradient and number of the step."""
@@ -386,6 +445,13 @@ def _check_group(group: Mapping[str, Any]) -> None:
         if not 0 <= number < below:
             rule = "finite and at least 0" if below == math.inf else "at least 0 and below 1"
             raise ConfigError(f"{field} is {number}, but it must be {rule}")
+
+
+def _check_options(group: Mapping[str, Any]) -> None:
+    """Check in each step what schedulers and hosts write to a group."""
+    _check_refused(group)
+    if not math.isfinite(group["lr"]):
+        raise ConfigError(f"lr is {group['lr']}, but it must be finite")
 
 
 def _check_not_captured() -> None:
