@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import infer_orders
+from benchmarks.kit.inference_orders import best_word, layer_words, lower_bound_seconds, word_seconds
 from laconic.errors import ScheduleError
 from laconic.schedule.inference import (
     BlockTimes,
@@ -23,12 +24,6 @@ from laconic.schedule.inference import (
     inference_plan,
     inference_seconds,
     order_word,
-)
-from laconic.schedule.inference_orders import (
-    best_word,
-    layer_words,
-    lower_bound_seconds,
-    word_seconds,
 )
 from laconic.schedule.streams import simulate
 from tests.benchmark_runs import run
