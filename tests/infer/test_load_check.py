@@ -228,14 +228,13 @@ def test_a_fault_in_what_the_model_is_given_is_noticed(
     dtype: torch.dtype,
 ) -> None:
     path = models("llama")
-    load = load_attention_model
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if "cu_seq_lens_q" in kwargs:
             fault(kwargs)
 
     def loaded(*args: Any) -> nn.Module:
-        model = load(path, dtype)
+        model = load_attention_model(path, dtype, None)
         model.register_forward_pre_hook(before, with_kwargs=True)
         return model
 
