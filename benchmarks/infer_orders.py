@@ -12,15 +12,10 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import get_args
 
+from benchmarks.kit.inference_orders import best_word, layer_words, lower_bound_seconds, word_seconds
 from benchmarks.kit.timing import Case, processor_clock, seconds_of
 from benchmarks.registry import Options, Table, benchmark
 from laconic.schedule.inference import BlockTimes, InferencePlan, Order, Times, inference_plan, inference_seconds
-from laconic.schedule.inference_orders import (
-    best_word,
-    layer_words,
-    lower_bound_seconds,
-    word_seconds,
-)
 from laconic.schedule.streams import simulate
 
 _LAYERS = 8

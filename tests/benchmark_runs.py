@@ -11,7 +11,14 @@ from tests.distributed.forked import ForkedPython, forked_programs
 from tests.distributed.processes import ROOT, finish
 from tests.patience import patient
 
-__all__ = ["run", "run_command"]
+__all__ = ["run", "run_command", "tables"]
+
+
+def tables(*arguments: str) -> str:
+    """What `run` prints of a benchmark that succeeds."""
+    result = run(*arguments)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

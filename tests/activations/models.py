@@ -134,3 +134,16 @@ def are_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 def relative_error(got: Tensor, expected: Tensor) -> float:
     """Norm of the difference over norm of the expected value."""
     return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+class Gated(nn.Module):
+    """A gated feed-forward block with the names of Llama's."""
+
+    def __init__(self, width: int, inside: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(width, inside), nn.Linear(width, inside)
+        self.down_proj, self.act_fn = nn.Linear(inside, width), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return y

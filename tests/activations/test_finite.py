@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import laconic
+from tests.activations.models import Gated
 from tests.grid import few
 
 # Functions of [64, 64] numbers to as many, with poles, kinks, equalities and exponentials in their derivatives.
@@ -185,22 +186,11 @@ def test_a_finite_gradient_stays_finite_in_any_expression(
     check(module, numbers(seed + 1, scale, dtype, outliers), bits)
 
 
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64)
-        self.act_fn = nn.SiLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        down: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return down
-
-
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(64, 64),
     "layer_norm": lambda: nn.LayerNorm(64),
     "rms_norm": lambda: nn.RMSNorm(64, eps=1e-6),
-    "mlp": Gated,
+    "mlp": lambda: Gated(64, 96),
 }
 
 

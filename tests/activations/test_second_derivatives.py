@@ -29,22 +29,11 @@ from laconic.activations.forwards.replacement import replacements_of
 from laconic.activations.keep import kept, packer
 from laconic.activations.keep.kept import Kept, Memo
 from laconic.errors import ModelError
-from tests.activations.models import make_model, relative_error
+from tests.activations.models import Gated, make_model, relative_error
 from tests.distributed.processes import run_joined
 from tests.grid import grid
 
 WIDTH = 16
-
-
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
-        self.down_proj, self.act_fn = nn.Linear(2 * WIDTH, WIDTH), nn.SiLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return y
 
 
 class Written(nn.Module):
@@ -129,7 +118,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "norms": lambda: nn.Sequential(
         nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 2)
     ),
-    "gated": lambda: nn.Sequential(nn.LayerNorm(WIDTH), Gated(), nn.Linear(WIDTH, 2)),
+    "gated": lambda: nn.Sequential(nn.LayerNorm(WIDTH), Gated(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2)),
     "functions": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Written(), nn.Linear(WIDTH, 2)),
     "squared relu": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), SquaredRelu()),
     "critic": critic,

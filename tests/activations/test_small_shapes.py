@@ -14,18 +14,8 @@ from torch import Tensor, nn
 import laconic
 from laconic.activations import SavedTensorTracker
 from laconic.errors import ModelError
+from tests.activations.models import Gated
 from tests.grid import few, grid
-
-
-class Gated(nn.Module):
-    def __init__(self, width: int, out: int) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(width, out), nn.Linear(width, out)
-        self.down_proj, self.act_fn = nn.Linear(out, width), nn.SiLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return y
 
 
 class Functions(nn.Module):

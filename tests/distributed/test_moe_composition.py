@@ -27,7 +27,13 @@ from laconic.errors import CheckpointError, ConfigError
 from laconic.moe.huggingface import parallelize
 from laconic.moe.parallel.grid import Grid
 from tests.activations.models import make_ids
-from tests.distributed.test_moe_huggingface import assert_gradients_are_means, close, tiny, whole
+from tests.distributed.test_moe_huggingface import (
+    assert_gradients_are_means,
+    assert_steps_are_alike,
+    average_gradients,
+    close,
+    tiny,
+)
 from tests.moe.worlds import run_world
 
 
@@ -81,15 +87,7 @@ def beside_tensor_parallelism(ep: int, esp: int = 1, sequences: bool = False, sh
         F.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
     if not shard:
         done.reduce_gradients()
-    for parameter in reference.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
-    assert_gradients_are_means(reference, model)
-    assert close(done.clip_gradients(0.1), torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1))
-    for parameters in (reference.parameters(), done.parameter_groups()):
-        torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3).step()
-    for (name, parameter), one in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert close(whole(parameter.detach()), one.detach()), name
+    assert_steps_are_alike(reference, model, done)
 
 
 def dense_by_tensors_experts_by_processes() -> None:
@@ -143,9 +141,7 @@ def stages_with_experts_of_their_own() -> None:
     logits = parts[1](parts[0](ids))
     assert stage == 0 or close(got, logits)
     loss(logits, ids).backward()
-    for parameter in reference.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
+    average_gradients(reference)
     assert_gradients_are_means(parts[stage], part)
 
 

@@ -161,14 +161,30 @@ def assert_gradients_are_means(reference: nn.Module, model: nn.Module, tolerance
         assert close(whole(parameter.grad), one.grad, tolerance), name
 
 
-def mean_gradients(family: str, ids: Tensor) -> nn.Module:
-    """The whole model with the gradients of the mean of all processes' losses."""
-    reference = tiny(family)
-    loss_on(reference, ids).backward()
+def average_gradients(reference: nn.Module) -> None:
+    """Make the gradients of the whole model those of the mean of all processes' losses."""
     for parameter in reference.parameters():
         assert parameter.grad is not None
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
+
+
+def assert_steps_are_alike(reference: nn.Module, model: nn.Module, done: Parallelized) -> None:
+    """After backward of both: the gradients, their norm, and the parameters after a step are the whole model's."""
+    average_gradients(reference)
+    assert_gradients_are_means(reference, model)
+    assert close(done.clip_gradients(0.1), torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1))
+    for parameters in (reference.parameters(), done.parameter_groups()):
+        torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3).step()
+    for (name, parameter), one in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert close(whole(parameter.detach()), one.detach()), name
+
+
+def mean_gradients(family: str, ids: Tensor) -> nn.Module:
+    """The whole model with the gradients of the mean of all processes' losses."""
+    reference = tiny(family)
+    loss_on(reference, ids).backward()
+    average_gradients(reference)
     return reference
 
 

@@ -20,7 +20,7 @@ from laconic.formats.shards import local_part
 from laconic.moe.huggingface import from_pretrained, load_pretrained, parallelize
 from laconic.moe.parallel.grid import Grid
 from tests.activations.models import make_ids, make_model
-from tests.distributed.test_moe_huggingface import assert_gradients_are_means, close, loss_on, whole
+from tests.distributed.test_moe_huggingface import assert_gradients_are_means, average_gradients, close, loss_on, whole
 from tests.moe.worlds import run_world
 
 
@@ -95,9 +95,7 @@ def each_reads_its_own(folder: Path, family: str, num_experts: int, *sizes: int,
     assert close(got, expected)
     expected.backward()
     got.backward()
-    for parameter in reference.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
+    average_gradients(reference)
     assert_gradients_are_means(reference, done.model)
 
 

@@ -20,7 +20,7 @@ from laconic.moe.huggingface import Parallelized, load_sharded, parallelize, sav
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.pipeline.schedule import ChunkedSchedule
 from tests.activations.models import make_ids, make_model
-from tests.distributed.test_moe_huggingface import assert_gradients_are_means, close, loss_on, tiny, whole
+from tests.distributed.test_moe_huggingface import assert_steps_are_alike, close, loss_on, tiny, whole
 from tests.moe.worlds import run_world
 
 PATHS = ["s1", "s2", "sharded", "baseline"]
@@ -53,15 +53,7 @@ def computes_what_one_process_does(
     got.loss.backward()
     if not wrap:
         done.reduce_gradients()
-    for parameter in reference.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
-    assert_gradients_are_means(reference, model)
-    assert close(done.clip_gradients(0.1), torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1))
-    for parameters in (reference.parameters(), done.parameter_groups()):
-        torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3).step()
-    for (parameter_name, parameter), one in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert close(whole(parameter.detach()), one.detach()), parameter_name
+    assert_steps_are_alike(reference, model, done)
 
 
 def one_expert(model: Any) -> int:

@@ -26,6 +26,8 @@ from laconic.moe.tuning.autotune import autotune
 from tests.activations.models import make_ids
 from tests.distributed.test_moe_huggingface import (
     assert_gradients_are_means,
+    assert_steps_are_alike,
+    average_gradients,
     close,
     loss_on,
     tiny,
@@ -70,15 +72,7 @@ def compute_what_one_process_does(
         got.loss.backward()
         if not shard:
             done.reduce_gradients()
-        for parameter in reference.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-        assert_gradients_are_means(reference, model)
-        assert close(done.clip_gradients(0.1), torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1))
-        for parameters in (reference.parameters(), done.parameter_groups()):
-            torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3).step()
-        for (name, parameter), one in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert close(whole(parameter.detach()), one.detach()), name
+        assert_steps_are_alike(reference, model, done)
 
 
 def all_dispatchers_and_schedules(num_experts: int, ep: int, shares: list[int]) -> None:
@@ -91,9 +85,7 @@ def all_dispatchers_and_schedules(num_experts: int, ep: int, shares: list[int]) 
 def under_ddp(num_experts: int, ep: int) -> None:
     reference, model, ids = model_of(num_experts), model_of(num_experts), part_of(make_ids(12, 8, 1))
     loss_on(reference, ids).backward()
-    for parameter in reference.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
+    average_gradients(reference)
     parallelize(model, Grid(ep=ep))
     wrapped = DistributedDataParallel(model)
     loss_on(wrapped, ids).backward()

@@ -20,7 +20,7 @@ from laconic.formats import BlockFormat
 from laconic.train.launch.worker import leave
 from tests.distributed import over_backend
 from tests.distributed.over_backend import assert_same, join
-from tests.distributed.processes import finish, free_port, rank_environment, run_ranks, start
+from tests.distributed.processes import run_ranks
 from tests.inductor import needs_inductor
 
 CODED = ProcessGroupOptions(Lossless(), min_nbytes=1)
@@ -185,26 +185,6 @@ def failures(rank: int, folder: str) -> None:
 
 def test_what_goes_wrong_is_said_where_it_is_waited_for(tmp_path: Path) -> None:
     run_ranks(failures, (str(tmp_path),), 2)
-
-
-ENDING = """
-import torch, torch.distributed as dist
-from laconic.collectives import Lossless, ProcessGroupOptions
-dist.init_process_group("laconic", pg_options=ProcessGroupOptions(Lossless(), min_nbytes=1))
-group = dist.new_group()
-x = torch.randn(6000)
-dist.all_reduce(x)
-dist.all_reduce(x, group=group, async_op=True).wait()
-print("done")
-"""
-
-
-@pytest.mark.slow
-def test_a_program_that_leaves_its_groups_behind_ends() -> None:
-    port = free_port()
-    processes = [start(["-c", ENDING], rank_environment(rank, 2, port, PYTHONWARNINGS="default")) for rank in range(2)]
-    for ending in [finish(process, 60) for process in processes]:
-        assert (ending.code, ending.out) == (0, "done\n"), ending.err
 
 
 def refusals(rank: int, folder: str) -> None:

@@ -313,11 +313,23 @@ future = works[0].get_future().then(lambda done: dist.all_reduce(torch.randn(600
 print("done")
 """
 
+ENDING = """
+import torch, torch.distributed as dist
+from laconic.collectives import Lossless, ProcessGroupOptions
+dist.init_process_group("laconic", pg_options=ProcessGroupOptions(Lossless(), min_nbytes=1))
+group = dist.new_group()
+x = torch.randn(6000)
+dist.all_reduce(x)
+dist.all_reduce(x, group=group, async_op=True).wait()
+print("done")
+"""
+
 
 @pytest.mark.slow
-def test_a_program_that_leaves_work_under_way_ends() -> None:
+@pytest.mark.parametrize("program", [LEAVING, ENDING], ids=["work", "groups"])
+def test_a_program_that_leaves_something_behind_ends(program: str) -> None:
     port = free_port()
-    processes = [start(["-c", LEAVING], rank_environment(rank, 2, port, PYTHONWARNINGS="default")) for rank in range(2)]
+    processes = [start(["-c", program], rank_environment(rank, 2, port, PYTHONWARNINGS="default")) for rank in range(2)]
     for ending in [finish(process, 120) for process in processes]:
         assert (ending.code, ending.out) == (0, "done\n"), ending.err
 

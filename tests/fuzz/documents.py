@@ -29,6 +29,7 @@ from laconic.cost.infer import InferenceRates, InferenceShape
 from laconic.cost.moe import MoERates
 from laconic.cost.planner.policy import by_bits
 from laconic.errors import LaconicError
+from laconic.formats.archive import manifest_sha256
 from laconic.formats.dcp import read_dcp_metadata
 from laconic.infer.messages import HEADER_LENGTH, Header, Rows, pack_rows, unpack_rows, unpack_sums
 from laconic.infer.payload import coder_of
@@ -36,7 +37,7 @@ from laconic.infer.server.bodies import ChatBody, CompletionBody, parse_body
 from laconic.infer.server.refusals import Refusal
 from laconic.schedule.pipeline import PipelineSchedule
 from laconic.schedule.streams import StreamPlan
-from laconic.train.checkpoint.manifest import manifest_sha256, read_manifest
+from laconic.train.checkpoint.manifest import read_manifest
 from laconic.train.config.toml import load_config
 from laconic.train.data.sources import read_documents
 from laconic.train.data.token_file import TokenFile

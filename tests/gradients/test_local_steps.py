@@ -18,11 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from laconic.collectives import audit
-from laconic.errors import ConfigError, LaconicError
+from laconic.errors import ConfigError
 from laconic.gradients import LocalSteps, compress_gradients
 from laconic.moe.dispatch.flat import FlatDispatcher
 from laconic.train.launch.worker import leave
 from tests.distributed.processes import run_ranks
+from tests.gradients.test_orders import error_of
 
 WORLD = 2
 LR = 0.05
@@ -197,14 +198,6 @@ def statistics(rank: int) -> Found:
         before.append(model[1].running_mean.clone())
         local.step()
     return {"before": before[1], "after": model[1].running_mean.clone()}
-
-
-def error_of(function: Callable[[], object]) -> str:
-    try:
-        function()
-    except LaconicError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def frozen_but(model: nn.Module, name: str) -> nn.Module:

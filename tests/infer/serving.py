@@ -17,7 +17,7 @@ from laconic.errors import CollectiveError, ConfigError, LaconicError
 from laconic.infer.generation_config import AnswerDefaults
 from laconic.infer.sampling import ChosenToken, Sampling
 from laconic.infer.server import TokenListener
-from tests.patience import patient
+from tests.distributed.processes import wait_until
 
 EOS = 256
 
@@ -98,6 +98,17 @@ class FakeEngine:
             assert self.peak <= self.cache_tokens
         return request
 
+    def says(self, text: str) -> list[Sampling]:
+        """Answer `text` from now on; returns what is asked."""
+        asked: list[Sampling] = []
+
+        def answer(prompt: Sequence[int], sampling: Sampling) -> list[int]:
+            asked.append(sampling)
+            return [*text.encode(), EOS][: sampling.max_new_tokens]
+
+        self.answer = answer
+        return asked
+
     def forget(self, request: _Request) -> bool:
         with self._lock:
             known = request in self._requests
@@ -137,17 +148,9 @@ def running(app: Any) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_keep_alive=75))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
-    until(lambda: server.started)
+    wait_until(lambda: server.started)
     try:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join()
-
-
-def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Wait until something holds."""
-    end = time.monotonic() + patient(seconds)
-    while not holds():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.005)

@@ -23,7 +23,7 @@ from laconic.infer import Engine, InferencePlan
 from laconic.infer.app import _EngineArguments, _ServerArguments, create_app_from_env
 from laconic.infer.bench.demo_model import save_demo_model
 from laconic.infer.server import ServerSettings
-from tests.infer.serving import until
+from tests.distributed.processes import wait_until
 from tests.patience import patient
 
 ASK = {"model": "tiny", "prompt": "Hello", "max_tokens": 4, "temperature": 0}
@@ -133,7 +133,7 @@ def test_uvicorn_builds_the_application(model: Path) -> None:
             except httpx.TransportError:
                 return False
 
-        until(up, 60)
+        wait_until(up, 60)
         workers = psutil.Process(server.pid).children()
         assert len(workers) == 2
         assert httpx.post(f"{url}/v1/completions", json=ASK).json()["choices"][0]["finish_reason"] == "length"

@@ -22,8 +22,9 @@ from laconic.infer.settings import WorkerSettings
 from laconic.infer.split import Split
 from laconic.infer.transformers_seam import Finished
 from laconic.schedule.inference import InferencePlan
+from tests.distributed.processes import wait_until
 from tests.infer.models import NEW_TOKENS, PROMPTS, expected, generated, make
-from tests.infer.serving import running, until
+from tests.infer.serving import running
 
 POISON = 96
 """A token that is in no good prompt, nor in the load's check of this model by the seed that it has."""
@@ -80,7 +81,7 @@ class Held:
         with self.manager.pause():
             for name, prompt in prompts.items():
                 self.worker.add(name, prompt, Sampling(**{"max_new_tokens": NEW_TOKENS} | sampling))
-        until(lambda: set(prompts) <= set(self.ended))
+        wait_until(lambda: set(prompts) <= set(self.ended))
         return {name: self.ended[name].error or self.ended[name].tokens for name in prompts}
 
 
@@ -203,7 +204,7 @@ def test_a_token_that_cannot_be_chosen_ends_its_request_alone(
     with held.manager.pause():
         held.worker.add("bad", [5], Sampling(temperature=1.0, seed=99))
     found = held.run({str(number): prompt for number, prompt in enumerate(PROMPTS)})
-    until(lambda: "bad" in held.ended)
+    wait_until(lambda: "bad" in held.ended)
     assert held.ended["bad"].error == "no weights"
     assert found == good(path)
     assert bool(held.broken) == every  # greedy tokens are chosen by other code

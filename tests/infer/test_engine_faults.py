@@ -22,6 +22,7 @@ import torch
 
 from laconic.errors import CollectiveError, ConfigError, LaconicError
 from laconic.infer import ChosenToken, Engine, Sampling
+from tests.distributed.processes import wait_until
 from tests.infer.models import make
 from tests.infer.scripted import (
     DESERTED,
@@ -33,7 +34,6 @@ from tests.infer.scripted import (
     script_workers,
     scripted_engine,
 )
-from tests.infer.serving import until
 from tests.patience import patient
 
 
@@ -120,7 +120,7 @@ def test_a_worker_whose_words_cannot_be_read_is_lost(engine: Engine, first: int,
 def test_a_worker_that_ends_because_its_peers_have_is_not_the_one_that_is_named(model: Path, killed: bool) -> None:
     with scripted_engine(model, attention=2) as engine:
         waiting, deserted = engine.submit([SILENT]), engine.submit([DESERTED])  # one for each worker
-        until(lambda: psutil.Process(engine.workers[1].pid).status() == psutil.STATUS_ZOMBIE)
+        wait_until(lambda: psutil.Process(engine.workers[1].pid).status() == psutil.STATUS_ZOMBIE)
         if killed:
             os.kill(engine.workers[0].pid, signal.SIGKILL)
         lost = r"0 \(pid \d+\) was killed by SIGKILL" if killed else r"1 \(pid \d+\) ended with exit code 0"
@@ -187,7 +187,7 @@ def test_an_engine_that_is_forgotten_is_ended(model: Path) -> None:
     requests.clear()
     with pytest.warns(ResourceWarning, match="an Engine was not closed"):
         gc.collect()
-    until(lambda: not psutil.pid_exists(pid))
+    wait_until(lambda: not psutil.pid_exists(pid))
 
 
 def test_prompts_of_any_integers_and_of_nothing_else(engine: Engine) -> None:

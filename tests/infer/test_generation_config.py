@@ -30,7 +30,7 @@ from laconic.infer.generation_config import (
 )
 from laconic.infer.logits_rules import make_rules
 from laconic.infer.sampling import Sampling, sample
-from laconic.infer.transformers_seam import CacheLimits, Finished, Requests, load_whole_model, read_config
+from laconic.infer.transformers_seam import CacheLimits, Finished, Requests, load_attention_model, read_config
 from tests.infer.models import PROMPTS, VOCABULARY, make
 from tests.patience import patient
 
@@ -75,7 +75,7 @@ def original(path: Path) -> Any:
 @pytest.fixture(scope="module")
 def served(path: Path) -> Callable[[dict[str, Any], Sampling], list[list[int]]]:
     """The tokens of all prompts, by a model with a generation config."""
-    model = load_whole_model(path, torch.float32)
+    model = load_attention_model(path, torch.float32, None)
     ended: queue.Queue[Finished] = queue.Queue()
 
     def serve(config: dict[str, Any], sampling: Sampling) -> list[list[int]]:
@@ -264,7 +264,7 @@ def test_what_is_wrong_is_refused_before_a_process_starts(
 
 
 def test_rules_that_transformers_refuses_are_refused_at_load(path: Path) -> None:
-    model = load_whole_model(path, torch.float32)
+    model = load_attention_model(path, torch.float32, None)
     model.generation_config = GenerationConfig(bad_words_ids=[[5000]], **NOTHING)
     with pytest.raises(ModelError, match=r"refuses the rules in the model's generation_config.json: .*5000"):
         Requests(model, CacheLimits(512, 64), lambda finished: None)

@@ -17,7 +17,7 @@ from laconic.errors import ConfigError
 from laconic.infer.grammars import GrammarMask, grammar_tokenizer, make_grammar
 from laconic.infer.sampling import Sampling
 from laconic.infer.tokenizer import ByteTokenizer, HuggingFaceTokenizer, TextTokenizer
-from laconic.infer.transformers_seam import CacheLimits, Finished, Requests, load_whole_model
+from laconic.infer.transformers_seam import CacheLimits, Finished, Requests, load_attention_model
 from tests.infer.models import generated, make
 from tests.infer.test_detokenizer import tokenizer
 from tests.patience import patient
@@ -147,7 +147,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_requests_of_a_batch_follow_their_grammars_and_fail_alone(tmp_path: Path) -> None:
     path = make("llama", tmp_path, num_hidden_layers=1, vocab_size=257, eos_token_id=EOS)
-    model: Any = load_whole_model(path, torch.float32)
+    model: Any = load_attention_model(path, torch.float32, None)
     known = grammar_tokenizer(ByteTokenizer(), [EOS])
     ended: queue.SimpleQueue[Finished] = queue.SimpleQueue()
     model.generation_config.min_new_tokens = 5  # is not for answers by a grammar

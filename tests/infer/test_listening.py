@@ -22,7 +22,7 @@ from laconic.infer.connection_table import ConnectionTable, SeldomWarning, descr
 from laconic.infer.connections import Admission
 from laconic.infer.server.listening import ConnectionLimits
 from tests.distributed.forked import ForkedPython
-from tests.infer.serving import until
+from tests.distributed.processes import wait_until
 from tests.patience import patient
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\n"
@@ -36,7 +36,7 @@ def bounded_server(log: Path, head_seconds: int, max_connections: int = 0) -> It
         try:
             assert process.stdout is not None
             port = int(process.stdout.readline())
-            until(lambda: _answers(port))
+            wait_until(lambda: _answers(port))
             yield port, psutil.Process(process.pid)
         finally:
             process.terminate()
@@ -90,7 +90,7 @@ def test_half_open_connections_hold_up_nobody(tmp_path: Path, count: int) -> Non
             assert time.monotonic() - asked < patient(1)
         assert process.num_fds() < 256
         assert sum(map(is_closed, opened)) > count - 256
-        until(lambda: all(map(is_closed, opened)), 10)
+        wait_until(lambda: all(map(is_closed, opened)), 10)
         assert time.monotonic() - start < patient(10)
         assert _answers(port)
         spent, wall = sum(process.cpu_times()[:2]) - before, time.monotonic() - start
@@ -110,8 +110,8 @@ def test_without_a_descriptor_connections_are_turned_away_in_one_line(tmp_path: 
     with bounded_server(tmp_path / "log", head_seconds=2, max_connections=5000) as (port, process):
         before, start = sum(process.cpu_times()[:2]), time.monotonic()
         opened = half_open(port, 600)
-        until(lambda: sum(map(is_closed, opened)) > 300)
-        until(lambda: all(map(is_closed, opened)), 10)
+        wait_until(lambda: sum(map(is_closed, opened)) > 300)
+        wait_until(lambda: all(map(is_closed, opened)), 10)
         assert _answers(port)
         assert sum(process.cpu_times()[:2]) - before < 0.5 * (time.monotonic() - start)
         for one in opened:
@@ -242,8 +242,8 @@ def test_strangers_hold_no_listener_of_workers_up() -> None:
         connected, said = admission.next(patient(5))
         assert said == b"hello"
         connected.close()
-    until(lambda: threading.active_count() <= before + 8)
-    until(lambda: sum(map(is_closed, strangers)) >= 290)
+    wait_until(lambda: threading.active_count() <= before + 8)
+    wait_until(lambda: sum(map(is_closed, strangers)) >= 290)
     admission.close()
     for stranger in strangers:
         stranger.close()

@@ -22,7 +22,7 @@ from laconic.infer.messages import Rows
 from laconic.infer.remote_experts import RemoteExperts
 from laconic.infer.settings import WorkerSettings
 from laconic.infer.split import Split
-from laconic.infer.transformers_seam import CacheLimits, load_whole_model
+from laconic.infer.transformers_seam import CacheLimits, load_attention_model
 from laconic.infer.transformers_seam.sampler import Sampler
 from laconic.schedule.inference import InferencePlan
 from tests.infer.inside import Inside
@@ -99,7 +99,7 @@ def test_small_caches_batches_and_models_are_checked_too(
     path = make("gpt2", tmp_path, max_position_embeddings=positions, **_OWN_HEADS)
     held = worker(path, cache_tokens=cache_tokens, batch_tokens=batch_tokens, micro_batches=2)
     held.close()
-    trials = made_up_trials(load_whole_model(path, None).config, CacheLimits(cache_tokens, batch_tokens))
+    trials = made_up_trials(load_attention_model(path, None, None).config, CacheLimits(cache_tokens, batch_tokens))
     assert len(trials) == 4
     assert max(len(trial.inputs) for trial in trials) <= min(cache_tokens, positions)
 
@@ -228,14 +228,13 @@ def test_a_fault_in_what_the_model_is_given_is_noticed(
     dtype: torch.dtype,
 ) -> None:
     path = models("llama")
-    load = load_whole_model
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if "cu_seq_lens_q" in kwargs:
             fault(kwargs)
 
     def loaded(*args: Any) -> nn.Module:
-        model = load(path, dtype)
+        model = load_attention_model(path, dtype, None)
         model.register_forward_pre_hook(before, with_kwargs=True)
         return model
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from laconic.infer.sampling import ChosenToken, Sampling
-from laconic.infer.transformers_seam import CacheLimits, Finished, Requests, load_whole_model
+from laconic.infer.transformers_seam import CacheLimits, Finished, Requests, load_attention_model
 from laconic.infer.transformers_seam.prompt_rows import PromptRows
 from tests.infer.models import make
 from tests.patience import patient
@@ -21,7 +21,9 @@ PROMPTS = [SHARED, [5, 9, 2], [17], [*SHARED, 7, 8, 9], [3, 3, 8, 1, 90]]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load_whole_model(make("llama", tmp_path_factory.mktemp("models"), num_hidden_layers=2), torch.float32)
+    return load_attention_model(
+        make("llama", tmp_path_factory.mktemp("models"), num_hidden_layers=2), torch.float32, None
+    )
 
 
 class Manager:
@@ -116,7 +118,7 @@ def test_tokens_travel_with_their_prompt() -> None:
 @pytest.mark.slow
 def test_families_of_layers(tmp_path: Path) -> None:
     """Sliding windows, and a model whose forward takes no logits_to_keep, go the same way."""
-    model = load_whole_model(make("gpt_oss", tmp_path, num_hidden_layers=2), torch.float32)
+    model = load_attention_model(make("gpt_oss", tmp_path, num_hidden_layers=2), torch.float32, None)
     expected = plain(model, SHARED)
     manager = Manager(model)
     manager.requests.add("one", SHARED, Sampling(max_new_tokens=1, prompt_logprobs=2))

@@ -28,7 +28,6 @@ from laconic.infer.transformers_seam import (
     find_experts,
     load_attention_model,
     load_experts,
-    load_whole_model,
     read_config,
 )
 from laconic.infer.transformers_seam.sampler import Sampler
@@ -90,7 +89,7 @@ def test_a_missing_argument_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_field_of_the_scheduler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = load_whole_model(make("llama", tmp_path), None)
+    held = load_attention_model(make("llama", tmp_path), None, None)
     reset = FIFOScheduler.reset
 
     def without(self: FIFOScheduler) -> None:

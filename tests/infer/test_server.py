@@ -21,7 +21,8 @@ from laconic.errors import ConfigError
 from laconic.infer.generation_config import AnswerDefaults
 from laconic.infer.sampling import ChosenToken, Sampling
 from laconic.infer.server import ByteTokenizer, HuggingFaceTokenizer, ServerSettings, TokenListener, create_app
-from tests.infer.serving import EOS, FakeEngine, answer, running, until
+from tests.distributed.processes import wait_until
+from tests.infer.serving import EOS, FakeEngine, answer, running
 from tests.infer.test_detokenizer import KINDS, tokenizer
 
 MODEL = "tiny"
@@ -151,7 +152,7 @@ def test_stop_strings_across_tokens_end_the_request(client: openai.OpenAI, engin
         choices = [chunk.choices[0] for chunk in done] if stream else done.choices
         assert "".join(choice.text for choice in choices) == full[: full.index(stop)]
         assert choices[-1].finish_reason == "stop"
-        until(lambda: engine.free_cache_tokens == engine.cache_tokens)
+        wait_until(lambda: engine.free_cache_tokens == engine.cache_tokens)
 
 
 def test_characters_across_tokens_come_whole(engine: FakeEngine, client: openai.OpenAI) -> None:
@@ -201,7 +202,7 @@ def test_a_text_that_cannot_be_made_fails_its_request_alone(
     with pytest.raises(openai.APIError, match="an error of the server's own"):
         list(client.completions.create(model=MODEL, prompt="bad", stream=stream))
     assert client.completions.create(model=MODEL, prompt="good").choices[0].text == "AB"
-    until(lambda: engine.free_cache_tokens == engine.cache_tokens)
+    wait_until(lambda: engine.free_cache_tokens == engine.cache_tokens)
 
 
 def test_logprobs(client: openai.OpenAI) -> None:
@@ -566,8 +567,8 @@ def test_a_client_that_goes_away_frees_the_cache(engine: FakeEngine, url: str, s
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{url}/v1/completions", json=body, timeout=0.3)
     assert engine.peak > 0
-    until(lambda: engine.free_cache_tokens == engine.cache_tokens)
-    until(lambda: 'laconic_cancelled_total{reason="disconnect"} 1' in httpx.get(f"{url}/metrics").text)
+    wait_until(lambda: engine.free_cache_tokens == engine.cache_tokens)
+    wait_until(lambda: 'laconic_cancelled_total{reason="disconnect"} 1' in httpx.get(f"{url}/metrics").text)
     engine.paused.clear()
     assert httpx.post(f"{url}/v1/completions", json=body | {"stream": False}).status_code == 200
 
@@ -579,7 +580,7 @@ def test_a_client_that_goes_away_within_its_body_is_no_error(
     with socket.create_connection((host, int(port))) as short:
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
         short.sendall(f"{head}Content-Type: application/json\r\n\r\n{{".encode())
-    until(lambda: 'path="/v1/completions",status="499"} 1' in httpx.get(f"{url}/metrics").text)
+    wait_until(lambda: 'path="/v1/completions",status="499"} 1' in httpx.get(f"{url}/metrics").text)
     assert engine.peak == 0
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
@@ -634,10 +635,10 @@ def test_a_client_that_does_not_read_is_cancelled_and_blocks_nobody(engine: Fake
             slow.connect((host, int(port)))
             head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
             slow.sendall(f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
-            until(lambda: engine.peak > 0)
+            wait_until(lambda: engine.peak > 0)
             quick = {"model": model, "prompt": "y", "max_tokens": 5}
             assert httpx.post(f"{url}/v1/completions", json=quick).status_code == 200
-            until(lambda: engine.free_cache_tokens == engine.cache_tokens)
+            wait_until(lambda: engine.free_cache_tokens == engine.cache_tokens)
             read = b""
             while chunk := slow.recv(1 << 16):
                 read += chunk
@@ -654,7 +655,7 @@ def test_a_failed_engine_fails_its_requests(engine: FakeEngine, url: str, stream
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         if stream:
             chunks = client.completions.create(model=MODEL, prompt="one", stream=True)
-            until(lambda: engine.peak > 0)
+            wait_until(lambda: engine.peak > 0)
             engine.fail("expert worker 0 was lost")
             with pytest.raises(openai.APIError, match="expert worker 0 was lost"):
                 list(chunks)
@@ -692,7 +693,7 @@ def test_shutdown_lets_requests_end(engine: FakeEngine) -> None:
     with running(create_app(engine, ChatBytes(), ServerSettings(MODEL))) as url:
         asking = threading.Thread(target=lambda: asyncio.run(ask(url)))
         asking.start()
-        until(lambda: not engine.paused.is_set())
+        wait_until(lambda: not engine.paused.is_set())
     asking.join()
     assert found == [text_of("one", seed=1, max_new_tokens=300)]
 
@@ -718,7 +719,7 @@ def test_200_requests_at_random_times_get_their_own_answers(engine: FakeEngine, 
 
     asyncio.run(check())
     assert 0 < engine.peak <= engine.cache_tokens
-    until(lambda: engine.free_cache_tokens == engine.cache_tokens)
+    wait_until(lambda: engine.free_cache_tokens == engine.cache_tokens)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -11,13 +11,12 @@ import openai
 import pytest
 from openai.types.responses import response_create_params
 
-from laconic.infer.sampling import Sampling
 from laconic.infer.server import ServerSettings, create_app
 from laconic.infer.server.bodies import ChatBody, CompletionBody, parse_body
 from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.responses import ResponsesBody
 from laconic.infer.server.unserved import NEUTRAL_IN_RESPONSES
-from tests.infer.serving import EOS, FakeEngine, running
+from tests.infer.serving import FakeEngine, running
 from tests.infer.test_server import MODEL, ChatBytes, text_of
 
 USER: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -46,18 +45,8 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 @pytest.fixture
 def says(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets what the engine answers; returns what it is asked."""
-
-    def say(text: str) -> list[Sampling]:
-        asked: list[Sampling] = []
-
-        def answer(prompt: Sequence[int], sampling: Sampling) -> list[int]:
-            asked.append(sampling)
-            return [*text.encode(), EOS][: sampling.max_new_tokens]
-
-        monkeypatch.setattr(engine, "answer", answer)
-        return asked
-
-    return say
+    monkeypatch.setattr(engine, "answer", engine.answer)  # as it was, afterwards
+    return engine.says
 
 
 def test_echoes_have_the_prompts_logprobs(client: openai.OpenAI) -> None:

@@ -25,8 +25,9 @@ from laconic.cli.main import main
 from laconic.errors import ConfigError
 from laconic.infer import Engine, InferencePlan
 from laconic.infer.server import ByteTokenizer, HuggingFaceTokenizer, ServerSettings, create_app, load_text_tokenizer
+from tests.distributed.processes import wait_until
 from tests.infer.models import generated, make
-from tests.infer.serving import running, until
+from tests.infer.serving import running
 from tests.patience import patient
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
@@ -220,7 +221,7 @@ def test_1000_requests_at_random_times_get_their_own_answers(model: Path) -> Non
                 for number in range(1000)
             ]
             found = asyncio.run(ask_all(url, bodies, times))
-            until(lambda: engine.free_cache_tokens == engine.cache_tokens)
+            wait_until(lambda: engine.free_cache_tokens == engine.cache_tokens)
             assert [number for number, text in enumerate(found) if text is None] == list(range(0, 1000, 10))
             for number in times.sample(range(1000), 30):
                 alone = httpx.post(f"{url}/v1/completions", json=bodies[number], timeout=patient(60)).json()

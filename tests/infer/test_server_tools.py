@@ -9,7 +9,6 @@ from typing import Any
 import openai
 import pytest
 
-from laconic.infer.sampling import Sampling
 from laconic.infer.server import ByteTokenizer, ServerSettings, create_app
 from laconic.infer.server.tool_calls import PARSERS, CallDelta, NamedCall, RequiredCalls, ToolParser
 from tests.infer.serving import EOS, FakeEngine, running
@@ -128,15 +127,8 @@ def client(engine: FakeEngine, tokenizer: ToolBytes) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def says(engine: FakeEngine, text: str) -> list[Sampling]:
-    """Have the engine answer `text`; returns what it is asked."""
-    asked: list[Sampling] = []
-    engine.answer = lambda prompt, sampling: asked.append(sampling) or [*text.encode(), EOS]  # type: ignore[func-returns-value]
-    return asked
-
-
 def test_calls_of_an_answer_and_their_results(engine: FakeEngine, client: openai.OpenAI, tokenizer: ToolBytes) -> None:
-    says(engine, f"I add.\n{CALL}")
+    engine.says(f"I add.\n{CALL}")
     ask: dict[str, Any] = {"model": MODEL, "messages": USER, "tools": [ADD, NOW]}
     done = client.chat.completions.create(**ask).choices[0]
     assert (done.finish_reason, done.message.content) == ("tool_calls", "I add.")
@@ -156,7 +148,7 @@ def test_calls_of_an_answer_and_their_results(engine: FakeEngine, client: openai
     assert "".join(entry.token for entry in entries) == f"I add.\n{CALL}<0x100>"
 
     # The client's loop: the answer is sent back as it came, and the tool's result behind it.
-    says(engine, "It is 1.")
+    engine.says("It is 1.")
     result = {"role": "tool", "tool_call_id": call.id, "content": "1"}
     messages = [
         *USER,
@@ -175,14 +167,14 @@ def test_calls_of_an_answer_and_their_results(engine: FakeEngine, client: openai
 def test_choices_of_tools(engine: FakeEngine, client: openai.OpenAI, tokenizer: ToolBytes) -> None:
     pytest.importorskip("llguidance")
     ask: dict[str, Any] = {"model": MODEL, "messages": USER, "tools": [ADD, NOW]}
-    says(engine, CALL)
+    engine.says(CALL)
     none = client.chat.completions.create(**ask, tool_choice="none").choices[0]
     assert (none.message.content, none.finish_reason, tokenizer.seen[1]) == (CALL, "stop", [])
-    says(engine, CALL * 2)
+    engine.says(CALL * 2)
     one = client.chat.completions.create(**ask, parallel_tool_calls=False).choices[0]
     assert len(one.message.tool_calls or ()) == 1
 
-    asked = says(engine, '{"a": 5}')
+    asked = engine.says('{"a": 5}')
     for stream in (False, True):
         named: Any = client.chat.completions.create(
             **ask, tool_choice={"type": "function", "function": {"name": "add"}}, stream=stream
@@ -194,7 +186,7 @@ def test_choices_of_tools(engine: FakeEngine, client: openai.OpenAI, tokenizer: 
         assert parts[-1].finish_reason == "tool_calls"
     assert '"integer"' in str(asked[0].grammar)
 
-    asked = says(engine, '[{"name": "now", "parameters": {}},{"name": "add", "parameters": {"a": 2}}]')
+    asked = engine.says('[{"name": "now", "parameters": {}},{"name": "add", "parameters": {"a": 2}}]')
     done = client.chat.completions.create(**ask, tool_choice="required").choices[0]
     assert [call.function.name for call in done.message.tool_calls or ()] == ["now", "add"]  # type: ignore[union-attr]
     assert done.message.content is None
@@ -274,7 +266,7 @@ def test_formats_are_read_off_the_template(
 ) -> None:
     tokenizer = ToolBytes()
     tokenizer.chat_template = template
-    says(engine, "text")
+    engine.says("text")
     with (
         running(create_app(engine, tokenizer, ServerSettings(MODEL, **settings))) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from laconic.errors import ConfigError, LaconicError
 from laconic.infer import ChosenToken, Engine, InferencePlan, Sampling
 from laconic.infer.sampling import sample
-from laconic.infer.transformers_seam import CacheLimits, Finished, Requests, load_whole_model
+from laconic.infer.transformers_seam import CacheLimits, Finished, Requests, load_attention_model
+from tests.distributed.processes import wait_until
 from tests.infer.models import NEW_TOKENS, PROMPTS, expected, make
-from tests.infer.serving import until
 from tests.patience import patient
 
 DRAWN = Sampling(temperature=1.5, top_p=0.95, top_k=40, seed=3, max_new_tokens=NEW_TOKENS, logprobs=3)
@@ -76,7 +76,7 @@ def test_tokens_are_drawn_from_the_models_logits(model: Path) -> None:
         for name, token in tokens:
             heard[name].append(token)
 
-    requests = Requests(load_whole_model(model, torch.float32), CacheLimits(512, 24), ended.put, hear)
+    requests = Requests(load_attention_model(model, torch.float32, None), CacheLimits(512, 24), ended.put, hear)
     for name, sampling in asked.items():
         requests.add(name, PROMPTS[0], sampling)
     for number, prompt in enumerate(PROMPTS):
@@ -145,7 +145,7 @@ def test_requests_beyond_the_cache_wait_and_get_their_tokens(engine: Engine, mod
 def test_cancelled_requests_are_not_heard_of_again_and_free_the_cache(engine: Engine) -> None:
     heard = [Heard() for _ in range(2)]
     handles = [engine.stream(PROMPTS[0], Sampling(max_new_tokens=250), each) for each in heard]
-    until(lambda: all(each.tokens for each in heard))
+    wait_until(lambda: all(each.tokens for each in heard))
     assert all(handle.cancel() for handle in handles)
     assert engine.free_cache_tokens == 512
     after = Heard()
@@ -170,7 +170,7 @@ def test_requests_that_do_not_fit_are_refused(engine: Engine) -> None:
 
 
 def test_logits_that_are_no_numbers_fail_their_request(model: Path) -> None:
-    whole: Any = load_whole_model(model, torch.float32)
+    whole: Any = load_attention_model(model, torch.float32, None)
     with torch.no_grad():
         whole.lm_head.weight[60] = torch.nan
     ended: queue.Queue[Finished] = queue.Queue()

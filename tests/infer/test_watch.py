@@ -19,8 +19,8 @@ from laconic.infer.split import Split
 from laconic.infer.transformers_seam import Finished
 from laconic.infer.watch import Watch
 from laconic.schedule.inference import InferencePlan
+from tests.distributed.processes import wait_until
 from tests.infer.models import make
-from tests.infer.serving import until
 from tests.patience import patient
 
 
@@ -45,7 +45,7 @@ def test_only_a_worker_with_requests_and_without_progress_is_ended() -> None:
     for _ in range(100):
         watch.mark(busy)
         time.sleep(0.01)
-    until(lambda: workers[stuck].killed)
+    wait_until(lambda: workers[stuck].killed)
     watch.stop()
     assert [worker.killed for worker in workers] == [rank == stuck for rank in range(3)]
     assert watch.verdict(stuck) == "is lost: it made no progress within 0.5 s"
@@ -72,14 +72,14 @@ def test_a_worker_says_how_long_its_slowest_micro_batch_has_stalled(tmp_path: Pa
     )
     assert worker.stalled_seconds == 0
     worker.add("hangs", [1, 2], Sampling(max_new_tokens=3))
-    until(lambda: counts["hangs"] == 1)
+    wait_until(lambda: counts["hangs"] == 1)
     worker.add("works", [3], Sampling(max_new_tokens=500))
-    until(lambda: worker.stalled_seconds > 0.3)
+    wait_until(lambda: worker.stalled_seconds > 0.3)
     begun = counts["works"]
-    until(lambda: counts["works"] > begun + 2)
+    wait_until(lambda: counts["works"] > begun + 2)
     assert worker.stalled_seconds > 0.3  # although blocks have ended
     assert time.monotonic() - worker.progress_time < worker.stalled_seconds
     hold.set()
-    until(lambda: ended == {"hangs", "works"})
+    wait_until(lambda: ended == {"hangs", "works"})
     assert worker.stalled_seconds == 0
     worker.close()

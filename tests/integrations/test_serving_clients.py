@@ -16,10 +16,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from laconic.infer import Engine
-from laconic.infer.sampling import Sampling
 from laconic.infer.server import ByteTokenizer, ServerSettings, create_app, load_text_tokenizer
 from tests.infer.models import make
-from tests.infer.serving import EOS, FakeEngine, running
+from tests.infer.serving import FakeEngine, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 MODEL = "tiny"
@@ -42,13 +41,6 @@ def engine() -> Iterator[FakeEngine]:
     engine.close()
 
 
-def says(engine: FakeEngine, text: str) -> list[Sampling]:
-    """Have the engine answer `text`; returns what it is asked."""
-    asked: list[Sampling] = []
-    engine.answer = lambda prompt, sampling: asked.append(sampling) or [*text.encode(), EOS]  # type: ignore[func-returns-value]
-    return asked
-
-
 def test_langchain_chats_calls_tools_and_gets_structures(engine: FakeEngine) -> None:
     openai = pytest.importorskip("langchain_openai")
     messages = pytest.importorskip("langchain_core.messages")
@@ -60,26 +52,26 @@ def test_langchain_chats_calls_tools_and_gets_structures(engine: FakeEngine) -> 
 
     with running(create_app(engine, ToolBytes(), ServerSettings(MODEL))) as url:
         chat = openai.ChatOpenAI(base_url=f"{url}/v1", api_key="none", model=MODEL, temperature=0, max_retries=0)
-        says(engine, "Hello")
+        engine.says("Hello")
         assert chat.invoke("Hi").content == "Hello"
         assert "".join(str(chunk.content) for chunk in chat.stream("Hi")) == "Hello"
 
-        says(engine, '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>')
+        engine.says('<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>')
         asked = messages.HumanMessage("1 + 2?")
         answer = chat.bind_tools([add]).invoke([asked])
         (call,) = answer.tool_calls
         assert (call["name"], call["args"]) == ("add", {"a": 1, "b": 2})
-        says(engine, "3")
+        engine.says("3")
         told = messages.ToolMessage("3", tool_call_id=call["id"])
         assert chat.bind_tools([add]).invoke([asked, answer, told]).content == "3"
 
         schema = {"title": "Sum", "type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
         for method in ("json_schema", "function_calling", "json_mode"):
-            seen = says(engine, '{"sum": 3}')
+            seen = engine.says('{"sum": 3}')
             assert chat.with_structured_output(schema, method=method).invoke("1 + 2?") == {"sum": 3}, method
             assert seen[0].grammar is not None
 
-        says(engine, "Hello")
+        engine.says("Hello")
         responses = openai.ChatOpenAI(base_url=f"{url}/v1", api_key="none", model=MODEL, use_responses_api=True)
         assert responses.invoke("Hi").text == "Hello"
 
@@ -134,7 +126,7 @@ def test_lm_evaluation_harness_has_the_likelihoods_of_the_plain_model(model: Pat
 def test_lm_evaluation_harness_chats(engine: FakeEngine) -> None:
     completions = pytest.importorskip("lm_eval.models.openai_completions")
     instance = pytest.importorskip("lm_eval.api.instance").Instance
-    says(engine, "Hello")
+    engine.says("Hello")
     with running(create_app(engine, ToolBytes(), ServerSettings(MODEL))) as url:
         chat = completions.LocalChatCompletion(
             model=MODEL, base_url=f"{url}/v1/chat/completions", tokenizer_backend=None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -66,6 +67,17 @@ def awkward_tensors(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     yield "row-strided", normal(6, 200).to(dtype)[:, 3:103]
     yield "every second", normal(4, 150).to(dtype)[:, ::2]
     yield "expanded", normal(1, 70).to(dtype).expand(3, 70)
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Kernels of the CPU run on so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def center_of(length: int) -> Tensor:

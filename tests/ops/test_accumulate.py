@@ -14,8 +14,7 @@ from torch import Tensor
 
 from laconic.errors import FormatError
 from laconic.ops import accumulate_blockwise_, dequantize_blockwise, reference, square_sum_blockwise
-from tests.grid import slow_but
-from tests.ops.cases import DTYPES, every_pattern, same_bits
+from tests.ops.cases import DTYPES, every_pattern, same_bits, threads
 from tests.ops.implementations import Kernels, each_implementation, each_kernel, each_native, few
 from tests.ops.interpreter import INTERPRETED, on_device, slow_in_interpreter
 
@@ -270,28 +269,16 @@ def test_square_sum_over_many_programs_of_triton_has_the_references_bits(monkeyp
 
 @each_native
 def test_threads_do_not_change_bits(kernels: Kernels) -> None:
-    before = torch.get_num_threads()
     gradient = torch.randn(128 * 3000 + 5)
     stores, sums = [], []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
+    for number in (1, 3):
+        with threads(number):
             store = Store(gradient.numel(), 12)
             kernels.accumulate_blockwise_(*store.parts, gradient, 1.0)
             stores.append(store)
             sums.append(kernels.square_sum_blockwise(*store.parts))
-    finally:
-        torch.set_num_threads(before)
     assert same_store(*stores)
     assert sums[0] == sums[1]
-
-
-@pytest.mark.parametrize("bits", slow_but([8, 12], 12))
-def test_opcheck_passes(bits: int) -> None:
-    for length, gradient in ((0, torch.randn(0)), (300, torch.randn(3, 100).bfloat16()), (129, torch.randn(129))):
-        store = Store(length, bits)
-        torch.library.opcheck(ACCUMULATE, (*store.parts, gradient, 0.5))
-        torch.library.opcheck(SQUARE_SUM, tuple(store.parts))
 
 
 def test_compiled_call_gives_the_same_bits() -> None:

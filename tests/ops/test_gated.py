@@ -205,15 +205,6 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
         gated_product_blockwise(*packed[:3], packed[3], length=127, block_size=32, activation="silu")
 
 
-def test_the_ops_are_what_torch_expects_of_an_op() -> None:
-    packed = pair(2, 100, "nf4", 64, torch.bfloat16)
-    checks = ("test_schema", "test_faketensor")
-    product = (*packed, "nf4", 64, 100, torch.bfloat16, "silu")
-    torch.library.opcheck(torch.ops.laconic.gated_product_blockwise.default, product, test_utils=checks)
-    backward = (torch.ones(2, 100), *packed, "nf4", 64, "silu")
-    torch.library.opcheck(torch.ops.laconic.gated_backward_blockwise.default, backward, test_utils=checks)
-
-
 def test_two_bits_are_refused() -> None:
     codes, scales = quantize_blockwise(torch.randn(4, 64), code="uint2")
     with pytest.raises(FormatError, match="gated products read codes of 4 bits or more"):

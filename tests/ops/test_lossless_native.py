@@ -12,6 +12,7 @@ from laconic.ops import native, reference
 from laconic.ops.lossless import DTYPE_NUMBERS, EXPONENT_DTYPES, Status, max_nbytes
 from tests.formats.structured import structured
 from tests.grid import slow_but
+from tests.ops.cases import threads
 
 pytestmark = [
     pytest.mark.skipif(not native.supported_isas(), reason="the C++ kernels are not built"),
@@ -151,13 +152,11 @@ def test_threads_do_not_change_messages(isa: str) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(300_001, generator=generator).bfloat16()
     incompressible = torch.randint(256, (600_000,), generator=generator, dtype=torch.uint8).view(torch.bfloat16)
-    before = torch.get_num_threads()
-    try:
-        for tensor in (x, incompressible):
-            torch.set_num_threads(1)
+    for tensor in (x, incompressible):
+        with threads(1):
             message = message_of(native.lossless_encode, tensor, "tiered", isa=isa)
             short = native.lossless_encode(tensor, "tiered", 10_000, isa=isa)
-            torch.set_num_threads(3)
+        with threads(3):
             assert torch.equal(message_of(native.lossless_encode, tensor, "tiered", isa=isa), message)
             assert torch.equal(native.lossless_encode(tensor, "tiered", 10_000, isa=isa), short)
             out = torch.empty_like(tensor)
@@ -166,8 +165,6 @@ def test_threads_do_not_change_messages(isa: str) -> None:
             damaged = message.clone()
             damaged[-1] ^= 128
             assert native.lossless_decode_(out, damaged, isa=isa) == reference.lossless_decode_(out, damaged)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", FEW_DTYPES)

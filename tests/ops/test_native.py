@@ -25,6 +25,7 @@ from tests.ops.cases import (
     center_of,
     every_pattern,
     same_bits,
+    threads,
 )
 from tests.ops.implementations import NATIVE
 
@@ -112,17 +113,13 @@ def test_bytes_that_quantize_never_writes_dequantize_alike(code: str, dtype: tor
 
 @pytest.mark.parametrize("code", CODES)
 def test_threads_do_not_change_bits(code: str) -> None:
-    before = torch.get_num_threads()
     x = torch.randn(1031, 1027)
-    try:
-        torch.set_num_threads(1)
+    with threads(1):
         codes, scales = native.quantize_blockwise(x, code, 64, torch.bfloat16, 7)
         back = native.dequantize_blockwise(codes, scales, code, 64, 1027, torch.float32)
-        torch.set_num_threads(3)
+    with threads(3):
         assert same_bits(native.quantize_blockwise(x, code, 64, torch.bfloat16, 7)[0], codes)
         assert same_bits(native.dequantize_blockwise(codes, scales, code, 64, 1027, torch.float32), back)
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_flushed_subnormals_of_the_caller_do_not_change_bits() -> None:

@@ -14,8 +14,6 @@ from tests.ops.cases import DTYPES, every_pattern, same_bits
 from tests.ops.implementations import Kernels, each_kernel, num_examples
 from tests.ops.interpreter import on_device
 
-SUM = torch.ops.laconic.sum_rows.default
-
 
 def entries(num_rows: int, num_sums: int, num_entries: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Index, offsets and weights; some sums may have no entry, and rows may be picked several times."""
@@ -127,10 +125,3 @@ def test_bad_argument_is_named(change: dict[str, Tensor], message: str) -> None:
     arguments = {"rows": torch.ones(3, 2), "index": torch.tensor([0]), "offsets": torch.tensor([0, 1])} | change
     with pytest.raises(FormatError, match=message):
         sum_rows(**arguments)
-
-
-def test_opcheck_passes() -> None:
-    index, offsets, weights = entries(6, 4, 9, 0)
-    for rows in (torch.randn(6, 5), torch.randn(6, 40).bfloat16().requires_grad_()):
-        torch.library.opcheck(SUM, (rows, index, offsets, weights))
-        torch.library.opcheck(SUM, (rows, index, offsets, None))

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.kit.inference_orders import word_seconds
 from laconic.errors import ScheduleError
 from laconic.schedule import inference
 from laconic.schedule.execute import InlineStream, Stream, ThreadStream, execute
@@ -28,14 +29,11 @@ from laconic.schedule.inference import (
     Times,
     inference_plan,
     inference_seconds,
-    layer_seconds,
-    makespan_asas,
     order_word,
-    published_makespan,
 )
-from laconic.schedule.inference_orders import word_seconds
 from laconic.schedule.streams import StreamPlan, simulate
 from laconic.schedule.trace import chrome_trace
+from tests.schedule.closed_forms import layer_seconds, makespan_asas, published_makespan
 
 # Whole seconds make streams end together, tenths do so but for rounding, the others do not.
 _seconds = st.integers(0, 4).map(float) | st.integers(0, 20).map(lambda tenths: tenths / 10) | st.floats(0, 10)
@@ -263,7 +261,7 @@ def test_the_closed_form_of_asas_is_exact(
 ) -> None:
     times = BlockTimes.uniform(attention, shared, dispatch, experts, combine, r2)
     plan = InferencePlan(r1, r2, shared_first=first)
-    found = makespan_asas(times, r1, r2, num_layers, shared_first=first)
+    found = makespan_asas(times, r1, num_layers, first)
     assert found == pytest.approx(_simulated(times, plan, num_layers), rel=1e-12, abs=0)
 
 
@@ -274,7 +272,7 @@ def test_the_closed_form_is_exact_at_every_tie() -> None:
             times = BlockTimes.uniform(*steps, num_slices=r2)
             for first in (False, True):
                 seconds = inference_seconds(times, InferencePlan(r1, r2, shared_first=first), num_layers)
-                assert makespan_asas(times, r1, r2, num_layers, shared_first=first) == seconds
+                assert makespan_asas(times, r1, num_layers, first) == seconds
 
 
 @pytest.mark.slow
@@ -285,8 +283,8 @@ def test_the_published_form_is_too_long_and_the_corrected_one_exact_in_20000_cas
         attention, shared, experts, link = (generator.lognormvariate(0, 1) for _ in range(4))
         times = BlockTimes.uniform(attention, shared, link, experts, link, r2)
         seconds = inference_seconds(times, InferencePlan(r1, r2), num_layers)
-        assert makespan_asas(times, r1, r2, num_layers) == pytest.approx(seconds, rel=1e-12)
-        excess.append(published_makespan(times, r1, r2, num_layers) / seconds - 1)
+        assert makespan_asas(times, r1, num_layers) == pytest.approx(seconds, rel=1e-12)
+        excess.append(published_makespan(times, r1, num_layers) / seconds - 1)
     assert min(excess) == pytest.approx(0, abs=1e-12)
     assert 0.05 < mean(excess) < 0.08
     assert 0.7 < max(excess) < 0.9
@@ -297,7 +295,7 @@ def test_the_published_form_counts_the_slices_twice(
     attention: float, shared: float, experts: float, link: float, r1: int, r2: int, num_layers: int
 ) -> None:
     times = BlockTimes.uniform(attention, shared, link, experts, link, r2)
-    excess = published_makespan(times, r1, r2, num_layers) - makespan_asas(times, r1, r2, num_layers)
+    excess = published_makespan(times, r1, num_layers) - makespan_asas(times, r1, num_layers)
     assert excess == pytest.approx((r2 - 1) * max(experts, link), abs=1e-9)
 
 
@@ -429,19 +427,3 @@ def test_times_that_do_not_fit_are_refused(call: Any) -> None:
 def test_words_that_cannot_run_are_refused(word: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         inference_plan(_UNIFORM, InferencePlan(2), 2, word=word)
-
-
-def test_what_the_closed_forms_do_not_cover_is_refused() -> None:
-    uneven = BlockTimes(1.0, 1.0, (1.0, 2.0), (1.0, 1.0), (1.0, 1.0))
-    dense = BlockTimes(1.0, 1.0, (), (), ())
-    for form in (makespan_asas, published_makespan):
-        for times in (uneven, dense, _UNIFORM):
-            with pytest.raises(ScheduleError, match="2 equal slices, which closed forms need"):
-                form(times, 1, 2, 1)
-        with pytest.raises(ScheduleError, match="num_micro_batches is 0"):
-            form(_UNIFORM, 0, 1, 1)
-        with pytest.raises(ScheduleError, match="num_layers is 0"):
-            form(_UNIFORM, 1, 1, 0)
-    for plan in (InferencePlan(2, 1, "AASS", shared_first=True), InferencePlan(2, order="greedy")):
-        with pytest.raises(ScheduleError, match=f"order is '{plan.order}'.* no closed form"):
-            layer_seconds(_UNIFORM, plan)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import infer_orders
+from benchmarks.kit.inference_orders import best_word, layer_words, lower_bound_seconds, word_seconds
 from laconic.errors import ScheduleError
 from laconic.schedule.inference import (
     BlockTimes,
@@ -24,14 +25,8 @@ from laconic.schedule.inference import (
     inference_seconds,
     order_word,
 )
-from laconic.schedule.inference_orders import (
-    best_word,
-    layer_words,
-    lower_bound_seconds,
-    word_seconds,
-)
 from laconic.schedule.streams import simulate
-from tests.benchmark_runs import run
+from tests.benchmark_runs import tables
 from tests.grid import few
 from tests.schedule.test_inference import blocks, workloads
 
@@ -185,8 +180,7 @@ def test_slices_gain_where_few_samples_fit(most: int, gain: float) -> None:
 
 @pytest.mark.slow
 def test_the_benchmark_writes_its_tables() -> None:
-    result = run("infer-orders", "--smoke")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("\n| balanced | ") == result.stdout.count("\n| skewed | ") == 5
-    assert result.stdout.count("\n| experts differ by layer | 60 | ") == 2
-    assert "\n| equal | greedy | " in result.stdout
+    found = tables("infer-orders", "--smoke")
+    assert found.count("\n| balanced | ") == found.count("\n| skewed | ") == 5
+    assert found.count("\n| experts differ by layer | 60 | ") == 2
+    assert "\n| equal | greedy | " in found

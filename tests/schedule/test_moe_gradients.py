@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from laconic.errors import ScheduleError
 from laconic.schedule.moe_gradients import BackwardPart, GradientPlan, backward_plan, fill_slots
-from laconic.schedule.moe_pipeline import ChunkTime, LayerTimes, best_degree, closed_form, pipeline_seconds
+from laconic.schedule.moe_pipeline import ChunkTime, LayerTimes, best_degree, pipeline_seconds
 from laconic.schedule.streams import simulate
 from tests.grid import grid
+from tests.schedule.closed_forms import fsmoe
 
 _DEGREES = (1, 2, 4)
 
@@ -138,7 +139,7 @@ def _papers_windows(part: BackwardPart) -> float:
         times.dispatch.seconds(degree),
         times.all_gather.seconds(degree) + times.reduce_scatter.seconds(degree),
     )
-    case = closed_form(times, degree).case
+    case = fsmoe(times, degree).case
     if case == 3:
         return inside
     if case == 4:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,7 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.streams.cuda import CUDA, cuda, lost_waits
-from tests.streams.device import RaceError
+from tests.streams.device import Device, RaceError
+
+
+def check(device: Device, is_ordered: bool, race: str, orders: int = 150) -> None:
+    """Check that a program that waits has no race, and that the same without waiting has this one."""
+    with contextlib.nullcontext() if is_ordered else pytest.raises(RaceError, match=race):
+        device.check(orders)
 
 
 def test_one_stream_needs_no_events() -> None:
@@ -37,11 +44,7 @@ def test_a_stream_that_does_not_wait_for_what_it_reads(waits: bool) -> None:
             y = x + 1
         torch.cuda.current_stream().wait_stream(side)
         assert (y * 3).sum().item() == 45.0
-    if waits:
-        device.check()
-    else:
-        with pytest.raises(RaceError, match=r"aten\.add\.Tensor on stream 1, issued at test_device\.py:\d+"):
-            device.check()
+    check(device, waits, r"aten\.add\.Tensor on stream 1, issued at test_device\.py:\d+")
 
 
 @pytest.mark.parametrize("above", ["laconic", "tests", "a sp\u00e1ce/laconic/.venv/lib", "tests/laconic", None])
@@ -73,11 +76,7 @@ def test_an_event_that_is_recorded_too_early(late: bool) -> None:
             y = x * 2
         torch.cuda.current_stream().wait_stream(side)
         del y
-    if late:
-        device.check()
-    else:
-        with pytest.raises(RaceError, match=r"aten\.mul"):
-            device.check()
+    check(device, late, r"aten\.mul")
 
 
 @pytest.mark.parametrize("recorded", [False, True])
@@ -94,11 +93,7 @@ def test_memory_that_another_stream_still_reads_is_given_away(recorded: bool) ->
         torch.empty(5, device=CUDA)
         torch.cuda.current_stream().wait_stream(side)
         del y
-    if recorded:
-        device.check()
-    else:
-        with pytest.raises(RaceError, match=r"aten\.mul"):
-            device.check()
+    check(device, recorded, r"aten\.mul")
 
 
 def test_memory_that_is_held_until_the_stream_was_waited_for() -> None:
@@ -129,11 +124,7 @@ def test_the_owner_of_memory_runs_ahead_of_who_read_it(waits: bool) -> None:
         with torch.cuda.stream(side):
             torch.empty(5, device=CUDA)
         del y
-    if waits:
-        device.check()
-    else:
-        with pytest.raises(RaceError, match=r"aten\.mul"):
-            device.check()
+    check(device, waits, r"aten\.mul")
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -145,11 +136,7 @@ def test_pinned_memory_that_the_host_reads_too_early(waits: bool) -> None:
         if waits:
             torch.cuda.current_stream().synchronize()
         assert host.sum().item() == 15.0
-    if waits:
-        device.check()
-    else:
-        with pytest.raises(RaceError, match=r"aten\.sum\.default on host"):
-            device.check()
+    check(device, waits, r"aten\.sum\.default on host")
 
 
 def test_two_streams_write_the_same_memory() -> None:
@@ -178,11 +165,7 @@ def test_a_future_is_waited_for_by_what_it_holds_only() -> None:
                 future.set_result(x if holds else None)
             future.wait()
             assert (x + 1).sum().item() == 15.0
-        if holds:
-            device.check()
-        else:
-            with pytest.raises(RaceError, match=r"aten\."):
-                device.check()
+        check(device, holds, r"aten\.")
 
 
 def test_autograd_runs_on_the_device() -> None:
@@ -225,11 +208,7 @@ def test_memory_that_is_freed_by_resizing_while_another_stream_reads_it(waits: b
         torch.empty(5, device=CUDA)
         torch.cuda.current_stream().wait_stream(side)
         del y
-    if waits:
-        device.check()
-    else:
-        with pytest.raises(RaceError, match=r"aten\.mul"):
-            device.check()
+    check(device, waits, r"aten\.mul")
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -246,11 +225,7 @@ def test_memory_that_is_allocated_again_by_resizing(waits: bool) -> None:
             y = x + 1
         torch.cuda.current_stream().wait_stream(side)
         assert y.tolist() == [3.0] * 5
-    if waits:
-        device.check()
-    else:
-        with pytest.raises(RaceError, match=r"aten\.add"):
-            device.check()
+    check(device, waits, r"aten\.add")
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -265,11 +240,7 @@ def test_fresh_memory_that_another_stream_writes_to(waits: bool) -> None:
             x.fill_(1.0)
         torch.cuda.current_stream().wait_stream(side)
         assert (x * 2).sum().item() == 10.0
-    if waits:
-        device.check()
-    else:
-        with pytest.raises(RaceError, match=r"aten\."):
-            device.check()
+    check(device, waits, r"aten\.")
 
 
 def test_memory_that_grows_is_refused() -> None:
@@ -297,11 +268,7 @@ def test_work_outside_of_the_process_is_done_once(waits: bool) -> None:
             device.external("message", [x], [y], reach_out)
         torch.cuda.current_stream().wait_stream(side)
         assert y.tolist() == [3.0] * 5
-    if waits:
-        device.check()
-    else:
-        with pytest.raises(RaceError, match=r"message on stream 1, issued at .*, reads other bits"):
-            device.check()
+    check(device, waits, r"message on stream 1, issued at .*, reads other bits")
     assert outside == [1.0]
 
 
@@ -357,11 +324,7 @@ def test_backward_runs_on_the_stream_of_its_forward(waits: bool) -> None:
         assert sorted(_Times.seen) == ["default stream", "default stream", side.queue.name]
         x.grad.mul_(2)
         assert torch.cuda.current_stream().queue.name == "default stream"
-    if waits:
-        device.check(40)
-    else:
-        with pytest.raises(RaceError):
-            device.check(40)
+    check(device, waits, r"aten\.", 40)
 
 
 def test_numbers_that_are_read_as_conjugates() -> None:

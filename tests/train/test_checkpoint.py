@@ -20,8 +20,8 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 
 from laconic.errors import CheckpointError
+from laconic.formats.archive import manifest_sha256
 from laconic.train.checkpoint import save_load
-from laconic.train.checkpoint.manifest import manifest_sha256
 from laconic.train.checkpoint.save_load import find_checkpoint, load_checkpoint, load_weights, save_checkpoint
 from laconic.train.distributed.peer_loss import is_peer_lost
 from laconic.train.distributed.world import World

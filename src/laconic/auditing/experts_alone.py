@@ -192,7 +192,7 @@ class _Alone:
 
     def __init__(self, layer: MoELayer, ranks: ExpertRanks, noted: _Noted, differentiates: bool) -> None:
         x, routing = noted.x, noted.routing
-        self._layer, self._noted, self._differentiates = layer, noted, differentiates
+        self._layer, self._noted = layer, noted
         slots = routing.experts if layer.placement is None else layer.placement(routing.experts)
 
         # 1. The sample of all ranks, by rank.

@@ -113,7 +113,7 @@ def zip_path(
                 original_nbytes += nbytes
                 zipped_nbytes += nbytes
         manifest = {"format": "laconic zip", "version": _VERSION, "files": records}
-        text = json.dumps(manifest | {"sha256": _manifest_sha256(manifest)}, indent=1) + "\n"
+        text = json.dumps(manifest | {"sha256": manifest_sha256(manifest)}, indent=1) + "\n"
         with open(temporary / MANIFEST, "w", encoding="ascii") as manifest_file:
             manifest_file.write(text)
             fsync_file(manifest_file)
@@ -326,7 +326,7 @@ def _read_manifest(directory: Path) -> tuple[dict[str, dict[str, Any]], tuple[st
             raise ValueError
         manifest = parse_json(path.read_text("utf-8"), object_pairs_hook=unique_names)
         expected = manifest.pop("sha256")
-        found = _manifest_sha256(manifest)
+        found = manifest_sha256(manifest)
         version, records = manifest["version"], manifest["files"]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise FormatError(f"{path}: is not a complete manifest of `laconic zip`") from None
@@ -358,5 +358,6 @@ def _check_name(name: str, manifest: Path) -> None:
         raise FormatError(f"{manifest}: lists {name!r}, which is not the name of a file inside of its directory")
 
 
-def _manifest_sha256(manifest: Mapping[str, Any]) -> str:
+def manifest_sha256(manifest: Mapping[str, Any]) -> str:
+    """Hex digest of a manifest without its own checksum."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

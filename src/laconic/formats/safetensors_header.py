@@ -130,9 +130,9 @@ def parse_header(text: bytes, data_nbytes: int, where: str) -> tuple[list[Tensor
     return entries, metadata
 
 
-def write_header(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: dict[str, str] | None = None) -> bytes:
+def write_header(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
     """The header, without its length, of a file that holds tensors of these (name, dtype, shape) one after another."""
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    header: dict[str, Any] = {}
     end = 0
     for name, dtype, shape in tensors:
         if name in header or name == "__metadata__":

@@ -35,10 +35,6 @@ class Split:
         """Number of all workers."""
         return self.attention + self.experts
 
-    def rank_of_expert_worker(self, number: int) -> int:
-        """Return the rank of expert worker `number`."""
-        return self.attention + number
-
     def role(self, rank: int) -> tuple[str, int]:
         """Return "attention" or "expert" and the number among the workers of this role."""
         return ("attention", rank) if rank < self.attention else ("expert", rank - self.attention)

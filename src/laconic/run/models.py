@@ -20,6 +20,7 @@ from torch.nn.parallel import DataParallel
 from laconic.activations import compress_activations, decompress_activations
 from laconic.activations.forwards.checkpoint import runs_twice
 from laconic.activations.forwards.replacement import replacements_of
+from laconic.activations.recognize.largest_parts import numel_of
 from laconic.activations.whole_model.head import CausalForward
 from laconic.activations.whole_model.report import UNMEASURED, Call, Measurement, Report, measure
 from laconic.activations.whole_model.suspended import is_compressed, measure_both, unwrapped
@@ -170,7 +171,7 @@ class Model:
     def num_values(self) -> int:
         """Of its parameters."""
         module = self.module()
-        return 0 if module is None else sum(map(_numel, module.parameters()))
+        return 0 if module is None else sum(map(numel_of, module.parameters()))
 
     def has_any(self, parameters: Collection[int]) -> bool:
         """Whether one of these is a parameter of the model; by identity."""
@@ -307,14 +308,10 @@ def model_of(called: nn.Module, trained: Collection[int], alive: Iterable[nn.Mod
                 ancestors.append(parent)
 
     def rank(module: nn.Module) -> tuple[int, int]:
-        held = sum(_numel(parameter) for parameter in module.parameters() if id(parameter) in trained)
+        held = sum(numel_of(parameter) for parameter in module.parameters() if id(parameter) in trained)
         return -held, sum(1 for _ in module.modules())
 
     return unwrapped(min(ancestors, key=rank))
-
-
-def _numel(parameter: Tensor) -> int:
-    return 0 if isinstance(parameter, nn.parameter.UninitializedParameter) else parameter.numel()
 
 
 def holders_of(parameters: Iterable[Tensor], alive: Iterable[nn.Module]) -> list[nn.Module]:

@@ -15,13 +15,13 @@ Prefill and decode are the same plan with other times. Steps of decoding follow 
 numbers count on, so layer l of step k is k * num_layers + l. A dense layer has no dispatch, experts and combine; its
 feed-forward block may stand in `shared`, and a dense layer at the end for the output projection.
 
-`inference_plan` is what runs and what is drawn; `inference_seconds` gives its makespan without making its tasks. The
-closed forms explain it and test it.
+`inference_plan` is what runs and what is drawn; `inference_seconds` gives its makespan without making its tasks. Tests
+hold it against the paper's closed forms.
 
     >>> times = BlockTimes.uniform(attention=3.0, shared=1.0, dispatch=1.0, experts=2.0, combine=1.0, num_slices=2)
     >>> plan = InferencePlan(num_micro_batches=2, num_slices=2)
-    >>> inference_seconds(times, plan, num_layers=4), makespan_asas(times, 2, 2, num_layers=4)
-    (40.0, 40.0)
+    >>> inference_seconds(times, plan, num_layers=4)
+    40.0
 """
 
 from __future__ import annotations
@@ -46,10 +46,7 @@ __all__ = [
     "Slicing",
     "inference_plan",
     "inference_seconds",
-    "layer_seconds",
-    "makespan_asas",
     "order_word",
-    "published_makespan",
 ]
 
 ATTENTION, DISPATCH, EXPERTS, COMBINE = "attention", "a2e", "experts", "e2a"
@@ -411,100 +408,6 @@ def _greedy(block: BlockTimes, state: _State, leaves: list[float], word: list[st
         own += 1
         leaves.append(now)
     return now, own
-
-
-class _Terms(NamedTuple):
-    """The quantities of FinDEP's closed forms, in seconds.
-
-    Attributes:
-        x: attention and shared experts of a micro-batch (X).
-        y: the slowest step of a slice's way (Y); slices follow each other at this distance.
-        f: distance at which micro-batches follow each other (F).
-        g: a micro-batch's way through a layer, from attention to the last slice's return (G).
-    """
-
-    x: float
-    y: float
-    f: float
-    g: float
-
-
-def _terms(times: BlockTimes, num_slices: int, shared_first: bool) -> _Terms:
-    _check_count("num_slices", num_slices)
-    if len(times.dispatch) != num_slices or not all(
-        len(set(steps)) == 1 for steps in (times.dispatch, times.experts, times.combine)
-    ):
-        raise ScheduleError(f"{times} does not have {num_slices} equal slices, which closed forms need: simulate it")
-    dispatch, experts, combine = times.dispatch[0], times.experts[0], times.combine[0]
-    x, y = times.attention + times.shared, max(dispatch, experts, combine)
-    way = (x if shared_first else times.attention) + dispatch + experts + combine + (num_slices - 1) * y
-    return _Terms(x, y, max(x, num_slices * y), way)
-
-
-def makespan_asas(
-    times: BlockTimes, num_micro_batches: int, num_slices: int, num_layers: int, *, shared_first: bool = False
-) -> float:
-    """Return the makespan of the order ASAS for equal layers and equal slices, in seconds.
-
-    (T - 1) max(G, r1 F) + max(X, G) + (r1 - 1) F, where X = t_a + t_s, Y = max(t_a2e, t_e, t_e2a), F = max(X, r2 Y) and
-    G = t_a + t_a2e + t_e + t_e2a + (r2 - 1) Y; with `shared_first`, X takes t_a's place in G.
-
-    This is FinDEP's form, corrected (`published_makespan`) and extended to different times of the two directions. It is
-    exact. No other order is shorter by more than (r1 - 1) t_s, as none passes a layer in less than max(G, r1 F).
-
-    Args:
-        times: of every layer.
-        num_micro_batches: r1.
-        num_slices: r2.
-        num_layers: T.
-        shared_first: as in `InferencePlan`.
-
-    Raises:
-        ScheduleError: slices differ or are not `num_slices`, or a number is below 1.
-    """
-    _check_count("num_micro_batches", num_micro_batches)
-    _check_count("num_layers", num_layers)
-    t = _terms(times, num_slices, shared_first)
-    return (num_layers - 1) * max(t.g, num_micro_batches * t.f) + max(t.x, t.g) + (num_micro_batches - 1) * t.f
-
-
-def published_makespan(times: BlockTimes, num_micro_batches: int, num_slices: int, num_layers: int) -> float:
-    """Makespan of the order ASAS as FinDEP prints it, in seconds; too long by (r2 - 1) Y.
-
-    G contains (r2 - 1) Y already, and the denominator of the paper's objective adds it once more, so plans with many
-    slices are ranked too low. Kept to compare with the paper.
-
-    Args:
-        times, num_micro_batches, num_slices, num_layers: as in `makespan_asas`.
-
-    Raises:
-        ScheduleError: slices differ or are not `num_slices`, or a number is below 1.
-    """
-    again = (num_slices - 1) * _terms(times, num_slices, shared_first=False).y
-    return makespan_asas(times, num_micro_batches, num_slices, num_layers) + again
-
-
-def layer_seconds(times: BlockTimes, plan: InferencePlan) -> float:
-    """Seconds by which each further layer of equal ones lengthens the makespan once the pipeline is full.
-
-    With the terms of `makespan_asas`: max(G, r1 F) for ASAS; for AASS the largest of G, r1 X, r1 r2 Y and
-    (G + (r1 - 1) max(t_a, r2 Y) + t_a + r1 t_s) / 2, as a cycle through two layers waits for all shared experts once.
-
-    Args:
-        times: of every layer, with equal slices.
-        plan: order, micro-batches and slices.
-
-    Raises:
-        ScheduleError: slices differ or are not the plan's, the order is greedy, or it is AASS with `shared_first`.
-    """
-    t, r1 = _terms(times, plan.num_slices, plan.shared_first), plan.num_micro_batches
-    if plan.order == "ASAS":
-        return max(t.g, r1 * t.f)
-    if plan.order == "greedy" or plan.shared_first:
-        rest = " with shared_first" if plan.shared_first else ""
-        raise ScheduleError(f"order is {plan.order!r}{rest}, which has no closed form: simulate it, or use 'ASAS'")
-    cycle = t.g + (r1 - 1) * max(times.attention, plan.num_slices * t.y) + times.attention + r1 * times.shared
-    return max(t.g, r1 * t.f, cycle / 2)
 
 
 def layers_of(times: Times, plan: InferencePlan, num_layers: int, num_steps: int = 1) -> tuple[BlockTimes, ...]:

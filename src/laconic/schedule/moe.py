@@ -1,51 +1,29 @@
 """Schedules of mixture-of-experts layers: the pipeline inside of a layer, and gradient reductions on idle links."""
 
-from laconic.schedule.moe_gradients import (
-    BackwardPart,
-    GradientPlan,
-    GradientSlice,
-    ReductionLine,
-    ReductionSlot,
-    backward_plan,
-    fill_slots,
-)
+from laconic.schedule.moe_gradients import BackwardPart, backward_plan, fill_slots
 from laconic.schedule.moe_pipeline import (
     COMPUTE,
     DEGREES,
-    GRADIENTS,
     INTER,
     INTRA,
     ChunkTime,
-    ClosedForm,
-    DegreeChoice,
     LayerTimes,
     best_degree,
-    closed_form,
     pipeline_plan,
     pipeline_seconds,
-    pipeline_tasks,
 )
 
 __all__ = [
     "COMPUTE",
     "DEGREES",
-    "GRADIENTS",
     "INTER",
     "INTRA",
     "BackwardPart",
     "ChunkTime",
-    "ClosedForm",
-    "DegreeChoice",
-    "GradientPlan",
-    "GradientSlice",
     "LayerTimes",
-    "ReductionLine",
-    "ReductionSlot",
     "backward_plan",
     "best_degree",
-    "closed_form",
     "fill_slots",
     "pipeline_plan",
     "pipeline_seconds",
-    "pipeline_tasks",
 ]

@@ -9,9 +9,9 @@ share an expert (all-gather inside a node), run through the experts, summed (red
     intra            A_0 .. A_r-1, S_0 .. S_r-1
     compute          X_0 .. X_r-1
 
-More chunks overlap better and pay more start-up. Which degree is best is found by simulating each (`best_degree`); the
-paper's four closed forms (`closed_form`) explain the result and test the simulator. They are exact where the gather
-takes as long as the scatter, and slightly low elsewhere.
+More chunks overlap better and pay more start-up. Which degree is best is found by simulating each (`best_degree`). The
+paper's four closed forms test the simulator: they are exact where the gather takes as long as the scatter, and slightly
+low elsewhere.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ __all__ = [
     "INTER",
     "INTRA",
     "ChunkTime",
-    "ClosedForm",
     "DegreeChoice",
     "LayerTimes",
     "best_degree",
-    "closed_form",
     "pipeline_plan",
     "pipeline_seconds",
     "pipeline_tasks",
@@ -203,52 +201,3 @@ def best_degree(
         raise ScheduleError("degrees is empty, but at least one degree must be tried")
     degree, seconds = min(tried, key=lambda one: (one[1], one[0]))
     return DegreeChoice(degree, seconds, tried)
-
-
-_CASES = {1: "between nodes", 2: "compute", 3: "all-to-all", 4: "inside a node"}
-
-
-@dataclass(frozen=True)
-class ClosedForm:
-    """One of the paper's four cases: its number and its time."""
-
-    case: int
-    seconds: float
-
-    @property
-    def bound_by(self) -> str:
-        """The step that decides the time, in words."""
-        return _CASES[self.case]
-
-
-def closed_form(times: LayerTimes, degree: int, gradient_seconds: float = 0.0) -> ClosedForm:
-    """Compute the layer's time by the paper's predicates Q1 to Q7 and its four cases.
-
-    Equal to the simulation where all_gather and reduce_scatter take the same time; elsewhere never above it.
-
-    Raises:
-        ScheduleError: dispatch and combine differ or there is a share, which the formulas do not cover, or the degree
-            is below 1.
-    """
-    if degree < 1:
-        raise ScheduleError(f"degree is {degree!r}, but a layer is cut into at least one chunk")
-    if times.dispatch != times.combine:
-        raise ScheduleError("dispatch and combine take different times, which no closed form covers; use simulate")
-    if times.share is not None:
-        raise ScheduleError("what comes home is shared, which no closed form covers; use simulate")
-    r, none = degree, ChunkTime(0.0, 0.0)
-    a2a, exp = times.dispatch.seconds(r), times.experts.seconds(r)
-    ag, rs = ((time or none).seconds(r) for time in (times.all_gather, times.reduce_scatter))
-    q1 = a2a > ag
-    q2 = r * exp > 2 * (r - 1) * a2a
-    q3 = r * exp > (r - 1) * (ag + rs)
-    q4 = gradient_seconds > ag + rs
-    q5 = q7 = gradient_seconds > r * exp - 2 * (r - 1) * a2a + ag + rs
-    q6 = gradient_seconds > r * (ag + rs) - 2 * (r - 1) * a2a
-    if (q1 and ((not q2 and q4) or (q2 and q5))) or (not q1 and ((not q3 and q6) or (q3 and q7))):
-        return ClosedForm(1, 2 * r * a2a + gradient_seconds)
-    if (q1 and q2) or (not q1 and q3):
-        return ClosedForm(2, 2 * a2a + ag + rs + r * exp)
-    if q1:
-        return ClosedForm(3, 2 * r * a2a + ag + rs)
-    return ClosedForm(4, 2 * a2a + r * (ag + rs))

@@ -8,7 +8,8 @@ from laconic.cost.comm.rates import Line
 from laconic.cost.comm.seconds import sent_nbytes
 from laconic.cost.moe import GridLayout, LayerShape, MoERates, fsmoe_route, layer_times, parm_routes, shares_link
 from laconic.errors import ConfigError, ScheduleError
-from laconic.schedule.moe import best_degree, closed_form, pipeline_seconds
+from laconic.schedule.moe import best_degree, pipeline_seconds
+from tests.schedule.closed_forms import fsmoe
 
 GRID = GridLayout(8, mp=4, ep=2, esp=4, ranks_per_node=4)
 LAYER = LayerShape(4096, 64, 128, num_experts=8, top_k=2, capacity_factor=1.2)
@@ -51,7 +52,7 @@ def test_the_route_is_its_pipeline_and_what_stands_around_it(backward: bool) -> 
     assert route.degree == best.degree > 1
     around = sum(s.seconds for s in route.steps if s.name in ("gate", "gather tokens", "order", "inverse order"))
     assert route.seconds == pytest.approx(best.seconds + around)
-    assert closed_form(times, route.degree).seconds == pytest.approx(best.seconds)  # gather = scatter here
+    assert fsmoe(times, route.degree).seconds == pytest.approx(best.seconds)  # gather = scatter here
     whole = fsmoe_route(LAYER, GRID, found, degree=1, backward=backward)
     assert whole.overlapped_seconds == pytest.approx(0.0, abs=1e-12)
     assert whole.seconds > route.seconds

@@ -21,7 +21,7 @@ import laconic
 from laconic.errors import CheckpointError, FormatError, LaconicError
 from laconic.formats import chunk as chunk_module
 from laconic.formats import container
-from laconic.formats.archive import MANIFEST, _manifest_sha256, unzip, verify, zip_path
+from laconic.formats.archive import MANIFEST, manifest_sha256, unzip, verify, zip_path
 from laconic.formats.container import ContainerFile
 from laconic.formats.mapped import TensorsInMemory
 from tests.formats.container.files import tensors
@@ -281,7 +281,7 @@ def test_a_manifest_with_a_name_that_no_file_has_is_refused(name: str, plain: Pa
     manifest = json.loads((zipped / MANIFEST).read_text())
     del manifest["sha256"]
     manifest["files"][name] = {"nbytes": 2, "digest" if name.endswith(".laconic") else "sha256": "0" * 64}
-    (zipped / MANIFEST).write_text(json.dumps(manifest | {"sha256": _manifest_sha256(manifest)}))
+    (zipped / MANIFEST).write_text(json.dumps(manifest | {"sha256": manifest_sha256(manifest)}))
     for read in (lambda: verify(zipped), lambda: unzip(zipped, tmp_path / "back")):
         with pytest.raises(FormatError, match="which is not the name of a file inside of its directory"):
             read()

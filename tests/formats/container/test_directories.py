@@ -125,7 +125,7 @@ def test_names_that_lead_elsewhere_are_refused(name: str, folder: Path, tmp_path
     manifest = json.loads((path / MANIFEST).read_text())
     del manifest["sha256"]
     manifest["files"][name] = manifest["files"]["config.json"]
-    manifest["sha256"] = archive._manifest_sha256(manifest)
+    manifest["sha256"] = archive.manifest_sha256(manifest)
     (path / MANIFEST).write_text(json.dumps(manifest))
     for read in (verify, lambda p: unzip(p, tmp_path / "out" / "back")):
         with pytest.raises(FormatError, match="is not the name of a file inside of its directory"):
@@ -154,7 +154,7 @@ def test_names_that_lead_elsewhere_are_refused(name: str, folder: Path, tmp_path
 def test_a_false_manifest_is_refused(manifest: Any, folder: Path) -> None:
     path = zip_path(folder).path
     if isinstance(manifest, dict):
-        manifest = json.dumps(manifest | {"sha256": archive._manifest_sha256(manifest)}).encode()
+        manifest = json.dumps(manifest | {"sha256": archive.manifest_sha256(manifest)}).encode()
     (path / MANIFEST).write_bytes(manifest)
     with pytest.raises(FormatError, match=MANIFEST):
         verify(path)

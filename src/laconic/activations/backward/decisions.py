@@ -163,7 +163,9 @@ class Habit:
         self._idle |= {mode}
 
 
-class _FirstRun(TorchFunctionMode):
+class _Run(TorchFunctionMode):
+    """Hands calls that decide something, and their results, to `_decided`."""
+
     def __init__(self, decisions: Decisions) -> None:
         super().__init__()
         self._decisions = decisions
@@ -171,14 +173,20 @@ class _FirstRun(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if type(func) not in NATIVE:
             func = unpatched(func)
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        result = func(*args, **kwargs) if kwargs else func(*args)  # also where it is replaced: it may draw
         if torch.compiler.is_compiling():  # a graph inside of the region has to be the same in both runs
             return result
         if type(result) in _NEVER or (type(result) is Tensor and result.is_floating_point() and func not in _SPECIAL):
             return result  # nearly all calls
         kwargs = kwargs or {}
-        if not _decides(func, args, kwargs, result):
-            return result
+        return self._decided(func, args, kwargs, result) if _decides(func, args, kwargs, result) else result
+
+    def _decided(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        raise NotImplementedError
+
+
+class _FirstRun(_Run):
+    def _decided(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         self._decisions.note(func, args, kwargs, result)
         # As in the second run: checkpoints compare what both runs save.
         return _with_picked(func, args, kwargs, result, result) if isinstance(result, tuple) else result
@@ -190,24 +198,13 @@ class _FirstRun(TorchFunctionMode):
             decisions.decided_nothing()
 
 
-class _SecondRun(TorchFunctionMode):
+class _SecondRun(_Run):
     def __init__(self, decisions: Decisions, tensors: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._decisions = decisions
+        super().__init__(decisions)
         self._tensors = tensors
         self._calls = iter(decisions.calls)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if type(func) not in NATIVE:
-            func = unpatched(func)
-        result = func(*args, **kwargs) if kwargs else func(*args)  # even where it is replaced: it may draw
-        if torch.compiler.is_compiling():  # a graph inside of the region has to be the same in both runs
-            return result
-        if type(result) in _NEVER or (type(result) is Tensor and result.is_floating_point() and func not in _SPECIAL):
-            return result
-        kwargs = kwargs or {}
-        if not _decides(func, args, kwargs, result):
-            return result
+    def _decided(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         call = next(self._calls, None)
         found = _tensors_of(result)
         if call is None or call.function is not func or call.dtypes != tuple(x.dtype for x in found):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-__all__ = ["largest_parts"]
+__all__ = ["largest_parts", "numel_of"]
 
 
 def largest_parts(model: nn.Module) -> Iterator[nn.Module]:
@@ -15,11 +15,12 @@ def largest_parts(model: nn.Module) -> Iterator[nn.Module]:
     Trainers of preferences and losses computed in pieces call a language model's decoder, adapters wrap it again.
     """
     yield model
-    total = sum(map(_numel, model.parameters()))
+    total = sum(map(numel_of, model.parameters()))
     for child in model.children():
-        if 2 * sum(map(_numel, child.parameters())) > total:
+        if 2 * sum(map(numel_of, child.parameters())) > total:
             yield from largest_parts(child)
 
 
-def _numel(parameter: Tensor) -> int:
+def numel_of(parameter: Tensor) -> int:
+    """Elements of a parameter; 0 of one that gets its shape in the first forward."""
     return 0 if isinstance(parameter, nn.parameter.UninitializedParameter) else parameter.numel()

@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -285,16 +285,7 @@ class Report:
             "by_kind_before": by_kind(self.before),
             "by_kind_after": by_kind(self.after),
             "sites": [
-                {
-                    "name": row.name,
-                    "kind": row.kind,
-                    "shape": list(row.shape),
-                    "bits": row.bits,
-                    "format": row.format,
-                    "origin": row.origin,
-                    "before_nbytes_per_token": row.before_nbytes_per_token,
-                    "after_nbytes_per_token": row.after_nbytes_per_token,
-                }
+                {name: value for name, value in asdict(row).items() if name != "is_site"} | {"shape": list(row.shape)}
                 for row in self.rows
             ],
         }
@@ -545,7 +536,7 @@ def saved_nbytes_per_token(
         measurement, _, why = measure_first(model, samples)
     if measurement is None:
         raise ModelError(f"the bytes of {type(model).__name__} cannot be measured: {why}")
-    return sum(measurement.by_module.values()) / measurement.tokens
+    return measurement.nbytes / measurement.tokens
 
 
 @contextmanager

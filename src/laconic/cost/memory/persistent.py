@@ -7,7 +7,7 @@ from collections import Counter
 from laconic.cost.memory.job import Job, Stage
 from laconic.options import MOMENT_BITS, MOMENT_BLOCK_SIZES
 
-__all__ = ["expert_gradients_nbytes", "gradient_nbytes", "persistent_nbytes", "tensor_nbytes"]
+__all__ = ["expert_gradients_nbytes", "gradient_nbytes", "persistent_nbytes"]
 
 
 def persistent_nbytes(job: Job, stages: list[Stage]) -> dict[str, int]:
@@ -47,21 +47,6 @@ def _experts(job: Job, stages: list[Stage]) -> list[tuple[int, int, int]]:
     # Experts are cut over the processes that share them, and what each of these has is sharded over the rest.
     cut = max(job.layout.data_parallel if job.layout.sharded else 1, job.layout.expert_parallel)
     return [(count * rows, columns, cut) for stage in stages for count, rows, columns in stage.experts()]
-
-
-def tensor_nbytes(rows: int, columns: int, element_nbytes: int, optimizer: str) -> dict[str, int]:
-    """Bytes of one parameter on one device, of its dense gradient and of its two moments.
-
-    Args:
-        rows, columns: of the parameter; vectors have one column.
-        element_nbytes: of the parameter and its gradient.
-        optimizer: as in `Settings`.
-    """
-    numel = rows * columns
-    moments = 2 * numel * (element_nbytes if optimizer == "adamw" else 4)
-    if optimizer in MOMENT_BITS and _has_coded_moments(rows, columns):
-        moments = _coded_nbytes(rows, columns, MOMENT_BITS[optimizer])
-    return {"parameters": numel * element_nbytes, "gradients": numel * element_nbytes, "optimizer": moments}
 
 
 def gradient_nbytes(numel: int, bits: int, parameter_nbytes: int = 4) -> int:

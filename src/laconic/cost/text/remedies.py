@@ -6,20 +6,15 @@ from laconic.cost.memory.job import Job
 from laconic.cost.planner.policy import Chosen
 from laconic.cost.sizes import format_nbytes
 
-__all__ = ["largest_terms", "largest_terms_text"]
-
-
-def largest_terms(job: Job, chosen: Chosen, count: int = 3) -> list[tuple[str, int, str]]:
-    """Terms of the fullest rank, largest first: name, bytes, and what to switch on."""
-    fullest = max(chosen.prediction.ranks, key=lambda rank: rank.total_nbytes)
-    largest = sorted(fullest.kinds.items(), key=lambda item: -item[1])[:count]
-    buffers = max(fullest.buffers_nbytes, key=fullest.buffers_nbytes.__getitem__, default="")
-    return [(name, nbytes, _remedy(name, job, chosen, buffers)) for name, nbytes in largest if nbytes]
+__all__ = ["largest_terms_text"]
 
 
 def largest_terms_text(job: Job, chosen: Chosen) -> str:
-    """The same as lines of text."""
-    terms = largest_terms(job, chosen)
+    """The three largest terms of the fullest rank, a line each: name, bytes, and what to switch on."""
+    fullest = max(chosen.prediction.ranks, key=lambda rank: rank.total_nbytes)
+    largest = sorted(fullest.kinds.items(), key=lambda item: -item[1])[:3]
+    buffers = max(fullest.buffers_nbytes, key=fullest.buffers_nbytes.__getitem__, default="")
+    terms = [(name, nbytes, _remedy(name, job, chosen, buffers)) for name, nbytes in largest if nbytes]
     width = max(len(name) for name, _, _ in terms)
     sizes = [format_nbytes(nbytes) for _, nbytes, _ in terms]
     room = max(map(len, sizes))

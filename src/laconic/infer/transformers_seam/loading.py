@@ -28,7 +28,6 @@ __all__ = [
     "find_experts",
     "load_attention_model",
     "load_experts",
-    "load_whole_model",
     "num_positions",
     "quiet_transformers",
     "read_config",
@@ -91,15 +90,6 @@ def find_experts(config: PretrainedConfig, dtype: torch.dtype | None = None) -> 
         wanted = dtype or config.dtype or torch.float32
         model = AutoModelForCausalLM.from_config(config, dtype=wanted, trust_remote_code=False)
     return model, find_blocks(model)
-
-
-def load_whole_model(model_dir: Path, dtype: torch.dtype | None) -> nn.Module:
-    """Load a model with its experts, for inference.
-
-    Raises:
-        ModelError: weights are missing or cannot be read.
-    """
-    return load_attention_model(model_dir, dtype, None)
 
 
 def load_attention_model(

@@ -36,7 +36,6 @@ RANK_WIDTHS = KernelConstant(
         for tier in range(3)
     )
 )
-MAX_RANK_WIDTH = KernelConstant(7)
 FIRST_DTYPES = KernelConstant(len(EXPONENT_DTYPES))
 HEADER_NBYTES = KernelConstant(64)
 HEADER_SUM_AT = KernelConstant(48)

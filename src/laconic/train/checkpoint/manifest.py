@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from laconic.errors import CheckpointError
+from laconic.formats.archive import manifest_sha256
 from laconic.formats.durable import sha256_of
 from laconic.json_text import parse_json
 
-__all__ = ["MANIFEST", "VERSION", "check_file", "manifest_sha256", "read_manifest"]
+__all__ = ["MANIFEST", "VERSION", "check_file", "read_manifest"]
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -78,8 +77,3 @@ def check_file(file: Path, record: Mapping[str, Any]) -> None:
     found = sha256_of(file).hex()
     if found != record["sha256"]:
         raise CheckpointError(f"{where} has SHA-256 {found[:16]}..., but {record['sha256'][:16]}... was written")
-
-
-def manifest_sha256(manifest: Mapping[str, Any]) -> str:
-    """Hex digest of a manifest without its own checksum."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

@@ -37,11 +37,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import laconic
 from laconic.errors import CheckpointError
+from laconic.formats.archive import manifest_sha256
 from laconic.formats.dcp import SafeLoadPlanner
 from laconic.formats.durable import fsync_directory, fsync_file, sha256_of
 from laconic.formats.shards import local_part
 from laconic.gradients import LocalSteps
-from laconic.train.checkpoint.manifest import MANIFEST, VERSION, check_file, manifest_sha256, read_manifest
+from laconic.train.checkpoint.manifest import MANIFEST, VERSION, check_file, read_manifest
 from laconic.train.checkpoint.zipped_storage import CheckpointReader, ZippedWriter
 from laconic.train.distributed.peer_loss import is_peer_lost
 from laconic.train.distributed.world import World

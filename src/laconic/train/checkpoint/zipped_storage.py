@@ -39,11 +39,7 @@ _SUFFIX = ".safetensors" + SUFFIX
 
 
 class ZippedWriter(FileSystemWriter):
-    """Writes one zipped file per rank, `num_threads` chunks encoded at a time, and fsyncs it."""
-
-    def __init__(self, path: Path, num_threads: int = 1) -> None:
-        super().__init__(path)
-        self._num_threads = num_threads
+    """Writes one zipped file per rank, one chunk encoded at a time, and fsyncs it."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the tensors of the plan into one zipped file."""
@@ -55,7 +51,7 @@ class ZippedWriter(FileSystemWriter):
                 file,
                 write_header(described),
                 (_bytes(item, planner) for item in plan.items),
-                num_threads=self._num_threads,
+                num_threads=1,
                 name=str(path),
             )
             fsync_file(file)

@@ -94,7 +94,6 @@ class TokenCorpus:
     train: TokenStream
     validation: TokenStream
     """Held-out tokens; empty when data.validation_fraction is 0."""
-    num_documents: int
     num_tokens: int
     vocab_size: int
     """Vocabulary of the tokenizer: a model with at least this many embeddings fits."""
@@ -257,7 +256,6 @@ def _open_corpus(file: TokenFile, validation_fraction: float, tokenizer_name: st
     return TokenCorpus(
         train=TokenStream(file.tokens, *_joined(starts[~held], stops[~held])),
         validation=TokenStream(file.tokens, *_joined(starts[held], stops[held])),
-        num_documents=len(file.offsets) - 1,
         num_tokens=int(file.offsets[-1]),
         vocab_size=file.vocab_size,
         max_token=file.max_token,
