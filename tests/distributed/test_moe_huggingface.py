@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -405,6 +407,45 @@ def misfits_are_refused() -> None:
     copy.deepcopy(parallelize(make_model("mixtral"), Grid(ep=1)).model)
 
 
+def hosts_that_would_reduce_other_gradients_are_refused() -> None:
+    """Each of them would train on, with gradients that are no means, or none."""
+    ids, grid = own_ids(1), Grid(ep=2)
+
+    # 1. What was around the model before its experts were spread.
+    for wrapped in (DistributedDataParallel(tiny("mixtral")), DistributedDataParallel(nn.Sequential(tiny("mixtral")))):
+        inner: Any = wrapped.module if len([*wrapped.module.children()]) > 1 else wrapped.module[0]
+        parallelize(inner, grid)
+        with pytest.raises(ConfigError, match="DistributedDataParallel was made before, .*; call parallelize first"):
+            wrapped(ids)
+
+    # 2. replicate, before and after; without the experts it is DDP.
+    model = tiny("mixtral")
+    for before in (True, False):
+        refused = tiny("mixtral")
+        for step in (replicate, partial(parallelize, mesh=grid))[:: 1 if before else -1]:
+            step(refused)
+        with pytest.raises(ConfigError, match="replicate would give all the first one's; give it ignored_modules"):
+            loss_on(refused, ids)
+    done = parallelize(model, grid)
+    replicate(model, ignored_modules=[layer.experts for layer in done.layers.values()])
+    loss_on(model, ids).backward()
+    assert_gradients_are_means(mean_gradients("mixtral", ids), model)
+
+    # 3. FSDP2 around a part, or all, and reduce_gradients after it.
+    for shards_all in (False, True):
+        model = tiny("mixtral")
+        done = parallelize(model, grid)
+        if shards_all:
+            done.fully_shard()
+        else:
+            fully_shard(model.model.layers[0].self_attn)
+        with pytest.raises(ConfigError, match=r"(self_attn|FSDPMixtralForCausalLM) is FSDP2's, .* leave the call out"):
+            done.reduce_gradients()
+    for norm in (-1.0, float("nan")):
+        with pytest.raises(ConfigError, match=f"max_norm is {norm}, but it must be at least 0"):
+            done.clip_gradients(norm)
+
+
 def start(family: str, eight_bits: bool) -> tuple[Parallelized, torch.optim.Optimizer]:
     model = make_model(family) if eight_bits else tiny(family)
     done = parallelize(model, Grid(ep=dist.get_world_size()) if dist.is_initialized() else None)
@@ -459,6 +500,7 @@ def test_a_pair_computes_what_one_process_does(tmp_path: Path) -> None:
         a_rank_without_tokens_takes_part,
         experts_change_places,
         misfits_are_refused,
+        hosts_that_would_reduce_other_gradients_are_refused,
         partial(files_are_those_of_the_whole_model, tmp_path),
         partial(ddp_averages_everything, [{"ep": 2}, {"ep": 1}]),
         checkpointed_layers_in_chunks_run_in_one_piece,

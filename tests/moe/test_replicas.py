@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -140,7 +141,13 @@ def wrappers_that_take_experts_for_copies_are_refused() -> None:
     for of in (lambda model: model, lambda model: model[0]):
         with pytest.raises(ConfigError, match=r"FSDP would shard .* laconic.moe.fully_shard_layers\(model, grid\)"):
             fully_shard(of(spread(grid)))
+    for options in ({}, {"process_group": grid.ep}, {"device_mesh": grid.expert_mesh["ep"]}):
+        with pytest.raises(ConfigError, match="replicate would give all the first one's; give it ignored_modules"):
+            replicate(spread(grid), **options)(x)
     # What leaves the experts out, or has the same on all its ranks, is fine.
+    model = spread(grid)
+    replicate(model, ignored_modules=[layer.experts for layer in moe_layers(model).values()])(x).sum().backward()
+    replicate(spread(grid), process_group=grid.edp)(x).sum().backward()
     model = spread(grid)
     names = {name: p for name, p in model.named_parameters() if ".experts." in name}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)

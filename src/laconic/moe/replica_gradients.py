@@ -120,7 +120,9 @@ def _cut_of_replicas(parameter: nn.Parameter, num_replicas: int) -> Shard | None
 def reduce_gradients(
     model: nn.Module, grid: Grid, *, codec: Codec | str = "auto", bucket_nbytes: int = BUCKET_NBYTES
 ) -> None:
-    """Reduce gradients as DDP does, for a model without a wrapper: call it after backward, on all ranks.
+    """Reduce gradients as DDP does, for a model without a wrapper: call it after backward, on all ranks, once a step.
+
+    With several micro-batches call it after the last backward: a second call divides experts' gradients once more.
 
     Gradients of one dtype and device are sent in buckets of about `bucket_nbytes` bytes, in the order of the model's
     parameters, so each rank sends the same ones; a bucket is a copy. Gradients that a rank does not have count as zero
@@ -129,10 +131,17 @@ def reduce_gradients(
     Raises:
         ModelError: there is no MoELayer, or a gradient is in codes (compress_gradients reduces those itself); nothing
             has been sent then.
-        ConfigError: bucket_nbytes is not positive.
+        ConfigError: bucket_nbytes is not positive, or a part of the model is FSDP2's, which reduces in backward.
     """
     if bucket_nbytes <= 0:
         raise ConfigError(f"bucket_nbytes is {bucket_nbytes}, but it must be positive")
+    cut = next((name for name, module in model.named_modules() if isinstance(module, FSDPModule)), None)
+    if cut is not None:
+        raise ConfigError(
+            f"reduce_gradients is called, but {cut or type(model).__name__} is FSDP2's, whose gradients are reduced in"
+            " backward, each process having others; leave the call out, and shard the model by fully_shard of what"
+            " parallelize returns, or by laconic.moe.fully_shard_layers(model, grid)"
+        )
     of_experts = {id(p) for layer in _layers(model) for p in layer.experts.parameters()}
     held: dict[tuple[bool, torch.dtype, torch.device], list[Tensor]] = {}
     for name, parameter in model.named_parameters():

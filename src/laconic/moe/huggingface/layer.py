@@ -93,6 +93,7 @@ class ExpertsLayer(MoELayer):
         self._mean_under_ddp = None if self._own_replicas is None else ExpertMean(self._own_replicas)
         self._without_graph: list[bool] = []
         self._ran_again = False
+        self._checked_ddp: int | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         # In the model's tree, so that it moves with the model and a state dict is refused while experts are elsewhere.
@@ -137,7 +138,8 @@ class ExpertsLayer(MoELayer):
         """See `MoELayer.run`.
 
         Raises:
-            ConfigError: in backward, a reentrant checkpoint's: it is unknown whether DDP reduces the gradients.
+            ConfigError: DDP runs the layer and was made before it; or, in backward, a reentrant checkpoint does, and it
+                is unknown whether DDP reduces the gradients.
         """
         self._note_ddp()
         self.is_running = True
@@ -158,6 +160,21 @@ class ExpertsLayer(MoELayer):
         averages = self.ran_under_ddp and self.averages_under_ddp and torch.is_grad_enabled()
         return self._mean_under_ddp if mean is None and averages else mean
 
+    def _check_left_out(self, ddp: DistributedDataParallel) -> None:
+        """Refuse a DDP that was made before `parallelize`; see laconic.moe.huggingface.wrapping.
+
+        Raises:
+            ConfigError: it was.
+        """
+        own = {id(p) for p in self.experts.parameters()} if self.has_own_replicas else set()
+        left_out = ddp.parameters_to_ignore
+        if any(id(p) in own and name not in left_out for name, p in ddp.module.named_parameters()):
+            raise ConfigError(
+                "experts are spread over processes, but DistributedDataParallel was made before, so it waits for"
+                " gradients of parameters that are gone and reduces none; call parallelize first"
+            )
+        self._checked_ddp = id(ddp)
+
     def _note_ddp(self) -> None:
         """Note whether the gradients of this forward are DDP's.
 
@@ -165,7 +182,10 @@ class ExpertsLayer(MoELayer):
         of such a run is that of the last one without gradients in training.
         """
         if torch._C._current_graph_task_id() == -1:
-            of_ddp = DistributedDataParallel._get_active_ddp_module() is not None
+            ddp = DistributedDataParallel._get_active_ddp_module()
+            of_ddp = ddp is not None
+            if ddp is not None and id(ddp) != self._checked_ddp:
+                self._check_left_out(ddp)
             if torch.is_grad_enabled():
                 self.ran_under_ddp = of_ddp
                 self._without_graph.clear()
