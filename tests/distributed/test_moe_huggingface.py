@@ -412,10 +412,11 @@ def hosts_that_would_reduce_other_gradients_are_refused() -> None:
     ids, grid = own_ids(1), Grid(ep=2)
 
     # 1. What was around the model before its experts were spread.
-    for wrapped in (DistributedDataParallel(tiny("mixtral")), DistributedDataParallel(nn.Sequential(tiny("mixtral")))):
-        inner: Any = wrapped.module if len([*wrapped.module.children()]) > 1 else wrapped.module[0]
-        parallelize(inner, grid)
-        with pytest.raises(ConfigError, match="DistributedDataParallel was made before, .*; call parallelize first"):
+    for is_inside in (True, False):
+        model = tiny("mixtral")
+        wrapped = DistributedDataParallel(nn.Sequential(model) if is_inside else model)
+        parallelize(model, grid)
+        with pytest.raises(ConfigError, match=r"DistributedDataParallel was made before, .*; call parallelize first"):
             wrapped(ids)
 
     # 2. replicate, before and after; without the experts it is DDP.
