@@ -79,7 +79,7 @@ class FusedExperts(Experts):
         return super().__reduce_ex__(protocol)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the parameters, as of any module, unless FSDP or `replicate` asks for experts of a part of the processes.
+        """Return the parameters, as of any module, unless FSDP or `replicate` asks for spread experts.
 
         Raises:
             ConfigError: one does, and not on behalf of `laconic.moe.fully_shard_layers`.
