@@ -129,7 +129,7 @@ def test_an_adapter_beside_the_model_is_refused(tmp_path: Path) -> None:
     """transformers adds it to the weights that it loads itself, with peft installed: not to experts elsewhere."""
     path = make("mixtral", tmp_path)
     (path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="holds an adapter of PEFT beside the model, .*; merge it"):
+    with pytest.raises(ModelError, match=r"holds an adapter of PEFT beside the model, .*; merge it"):
         read_config(path)
 
 

@@ -34,7 +34,9 @@ _SECONDS_TO_END = 5.0
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic profile` with `args`, as one of torchrun's processes or in local ones that it starts itself."""
-    options = make_parser().parse_args(args)
+    parser = make_parser()
+    options = parser.parse_args(args)
+    _refuse_unused(parser, options)
     from laconic.train.distributed.world import join_world, read_environment
 
     info = read_environment(os.environ)
@@ -48,6 +50,18 @@ def run(args: Sequence[str]) -> int:
     if options.moe:
         return _measure_moe(world, Path(options.moe_out), options)
     return _measure(world, Path(options.out), options)
+
+
+def _refuse_unused(parser: Parser, options: argparse.Namespace) -> None:
+    if options.infer and options.moe:
+        raise ConfigError("--infer and --moe are both given, but a call measures one of both; make two calls")
+    files = {"--out": not (options.infer or options.moe), "--infer-out": options.infer, "--moe-out": options.moe}
+    what = "with --infer" if options.infer else "with --moe" if options.moe else "without --moe or --infer"
+    written = next(flag for flag, is_written in files.items() if is_written)
+    parser.refuse([flag for flag in files if flag != written], f"{what}, whose file is {written}")
+    of_sizes = ["--dtype", "--model-dim", "--hidden-dim"]
+    of_layers = ["--levels", "--codec", "--tokens", "--experts", "--top-k", "--gemms", "--mp", "--esp", "--ep"]
+    parser.refuse([] if options.moe else of_layers if options.infer else [*of_layers, *of_sizes], what)
 
 
 def _measure(world: World, path: Path, options: argparse.Namespace) -> int:
