@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laconic.cli.arguments import Parser, add_json
-from laconic.cli.layer_flags import add_layer, layer_shape
+from laconic.cli.layer_flags import LAYER_FLAGS, add_layer, layer_shape
 from laconic.cli.output import json_only, print_json
 from laconic.cli.progress import working
 from laconic.cost.comm.explain import rates_text
@@ -59,9 +59,9 @@ def _refuse_unused(parser: Parser, options: argparse.Namespace) -> None:
     what = "with --infer" if options.infer else "with --moe" if options.moe else "without --moe or --infer"
     written = next(flag for flag, is_written in files.items() if is_written)
     parser.refuse([flag for flag in files if flag != written], f"{what}, whose file is {written}")
-    of_sizes = ["--dtype", "--model-dim", "--hidden-dim"]
-    of_layers = ["--levels", "--codec", "--tokens", "--experts", "--top-k", "--gemms", "--mp", "--esp", "--ep"]
-    parser.refuse([] if options.moe else of_layers if options.infer else [*of_layers, *of_sizes], what)
+    of_layers = {"--levels", "--codec", "--dtype", *LAYER_FLAGS}
+    read = of_layers if options.moe else {"--dtype", "--model-dim", "--hidden-dim"} if options.infer else set()
+    parser.refuse(of_layers - read, what)
 
 
 def _measure(world: World, path: Path, options: argparse.Namespace) -> int:
