@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -447,6 +448,24 @@ def hosts_that_would_reduce_other_gradients_are_refused() -> None:
             done.clip_gradients(norm)
 
 
+def gradients_are_reduced_once_a_step() -> None:
+    """Not after each micro-batch: what was reduced then would be divided again."""
+    for zeroes, warns in ((False, True), (True, False)):
+        model = tiny("mixtral")
+        done = parallelize(model, Grid(ep=2))
+        for step in range(2):
+            loss_on(model, own_ids(step)).backward()
+            with warnings.catch_warnings(record=True) as heard:
+                warnings.simplefilter("always")
+                done.reduce_gradients()
+            assert ["the gradients of experts were reduced before" in str(one.message) for one in heard] == (
+                [True] if step and warns else []
+            )
+            if zeroes and not step:
+                model.zero_grad(set_to_none=False)
+    assert_gradients_are_means(mean_gradients("mixtral", own_ids(1)), model)
+
+
 def start(family: str, eight_bits: bool) -> tuple[Parallelized, torch.optim.Optimizer]:
     model = make_model(family) if eight_bits else tiny(family)
     done = parallelize(model, Grid(ep=dist.get_world_size()) if dist.is_initialized() else None)
@@ -502,6 +521,7 @@ def test_a_pair_computes_what_one_process_does(tmp_path: Path) -> None:
         experts_change_places,
         misfits_are_refused,
         hosts_that_would_reduce_other_gradients_are_refused,
+        gradients_are_reduced_once_a_step,
         partial(files_are_those_of_the_whole_model, tmp_path),
         partial(ddp_averages_everything, [{"ep": 2}, {"ep": 1}]),
         checkpointed_layers_in_chunks_run_in_one_piece,

@@ -8,6 +8,7 @@ N_DP, not by N_EDP.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.weak import WeakIdKeyDictionary
 
 from laconic.collectives import api
 from laconic.collectives.codec import Codec
@@ -30,6 +32,8 @@ __all__ = ["fully_shard_layers", "reduce_gradients"]
 
 BUCKET_NBYTES = 25 << 20
 """Bytes of gradients in one message, as in DDP."""
+_reduced: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Gradients of experts, with their version when they had been reduced."""
 
 
 def fully_shard_layers(
@@ -122,7 +126,8 @@ def reduce_gradients(
 ) -> None:
     """Reduce gradients as DDP does, for a model without a wrapper: call it after backward, on all ranks, once a step.
 
-    With several micro-batches call it after the last backward: a second call divides experts' gradients once more.
+    With several micro-batches call it after the last backward: a second call divides experts' gradients once more, and
+    warns where it sees that.
 
     Gradients of one dtype and device are sent in buckets of about `bucket_nbytes` bytes, in the order of the model's
     parameters, so each rank sends the same ones; a bucket is a copy. Gradients that a rank does not have count as zero
@@ -161,6 +166,15 @@ def reduce_gradients(
         # The local part of a DTensor (experts of parallelize).
         gradient = local_part(parameter.grad)
         held.setdefault((id(parameter) in of_experts, gradient.dtype, gradient.device), []).append(gradient)
+    trained = [p for p in model.parameters() if p.requires_grad and id(p) in of_experts]
+    grads_of_experts = [p.grad for p in trained if p.grad is not None]
+    if grid.layout.dp > 1 and grads_of_experts and all(map(_holds_reduced, grads_of_experts)):
+        warnings.warn(
+            "the gradients of experts were reduced before and seem to hold that still, which is divided by"
+            f" {grid.layout.dp} once more; call reduce_gradients once a step, after the backward of the last"
+            " micro-batch",
+            stacklevel=3,
+        )
     for (expert, _, _), gradients in held.items():
         for bucket in _buckets(gradients, bucket_nbytes):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
@@ -168,6 +182,17 @@ def reduce_gradients(
             parts = flat.div_(grid.layout.dp).split([gradient.numel() for gradient in bucket])
             for gradient, part in zip(bucket, parts, strict=True):
                 gradient.copy_(part.view(gradient.shape))
+    for grad in grads_of_experts:
+        _reduced[grad] = grad._version
+
+
+def _holds_reduced(gradient: Tensor) -> bool:
+    """Return whether at most one operation has changed a gradient since it was reduced.
+
+    To set it to zero and to accumulate the next one are two.
+    """
+    version = _reduced.get(gradient)
+    return version is not None and gradient._version - version <= 1
 
 
 def _buckets(gradients: Iterable[Tensor], bucket_nbytes: int) -> Iterator[list[Tensor]]:
