@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.activations import compress_activations
 from laconic.errors import CheckpointError, ConfigError, ModelError
 from laconic.formats.shards import local_part
+from laconic.gradients import compress_gradients
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.huggingface import Parallelized, load_sharded, parallelize, save_sharded
 from laconic.moe.parallel.grid import Grid
@@ -443,6 +444,15 @@ def hosts_that_would_reduce_other_gradients_are_refused() -> None:
             fully_shard(model.model.layers[0].self_attn)
         with pytest.raises(ConfigError, match=r"(self_attn|FSDPMixtralForCausalLM) is FSDP2's, .* leave the call out"):
             done.reduce_gradients()
+
+    # 4. A group over which gradients in codes would be added to those of other experts.
+    model, other = tiny("mixtral").float(), tiny("mixtral").float()
+    gradients = compress_gradients(model, dist.group.WORLD)
+    for one in (model, other):
+        parallelize(one, grid)
+    for step in (gradients.follow, partial(compress_gradients, other, dist.group.WORLD)):
+        with pytest.raises(ModelError, match=r"_proj is cut over ranks, and the group's ranks \[\d\] hold other"):
+            step()
     for norm in (-1.0, float("nan")):
         with pytest.raises(ConfigError, match=f"max_norm is {norm}, but it must be at least 0"):
             done.clip_gradients(norm)

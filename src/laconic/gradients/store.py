@@ -104,7 +104,7 @@ class CompressedGradients:
     ) -> None:
         self.bits = bits
         self.group = group
-        self._members = Members(model, self, self._arrived)
+        self._members = Members(model, self, self._arrived, group)
         self._reduction = None if group is None else Reduction(group, bits, average, bucket_nbytes)
         self.follow()
         self._collect()

@@ -134,8 +134,7 @@ def reduce_gradients(
     where another may have one.
 
     Raises:
-        ModelError: there is no MoELayer, or a gradient is in codes (compress_gradients reduces those itself); nothing
-            has been sent then.
+        ModelError: there is no MoELayer, or a gradient is in codes (compress_gradients); nothing has been sent then.
         ConfigError: bucket_nbytes is not positive, or a part of the model is FSDP2's, which reduces in backward.
     """
     if bucket_nbytes <= 0:
@@ -154,8 +153,8 @@ def reduce_gradients(
             continue
         if quantized_gradient(parameter) is not None:
             raise ModelError(
-                f"the gradient of {name} is in codes, which reduce_gradients cannot add; give compress_gradients the"
-                " group and call reduce() of its result"
+                f"the gradient of {name} is in codes, which reduce_gradients cannot add; call remove() of what"
+                " compress_gradients returned before backward"
             )
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
