@@ -421,6 +421,12 @@ def hosts_that_would_reduce_other_gradients_are_refused() -> None:
         with pytest.raises(ConfigError, match=r"DistributedDataParallel was made before, .*; call parallelize first"):
             wrapped(ids)
 
+    done = parallelize(tiny("mixtral"), grid)
+    with pytest.raises(
+        ConfigError, match=r"DistributedDataParallel is over ranks \[\d\], but \[\d\] have other tokens"
+    ):
+        DistributedDataParallel(done.model, process_group=grid.edp)(ids)
+
     # 2. replicate, before and after; without the experts it is DDP.
     model = tiny("mixtral")
     for before in (True, False):

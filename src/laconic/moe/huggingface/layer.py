@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.errors import ConfigError
 from laconic.moe.dispatch.base import Dispatcher
 from laconic.moe.hooks import Hook
@@ -161,10 +162,10 @@ class ExpertsLayer(MoELayer):
         return self._mean_under_ddp if mean is None and averages else mean
 
     def _check_left_out(self, ddp: DistributedDataParallel) -> None:
-        """Refuse a DDP that was made before `parallelize`; see laconic.moe.huggingface.wrapping.
+        """Refuse a DDP that was made before `parallelize`, see laconic.moe.huggingface.wrapping, or is over too few.
 
         Raises:
-            ConfigError: it was.
+            ConfigError: it was, or is.
         """
         own = {id(p) for p in self.experts.parameters()} if self.has_own_replicas else set()
         left_out = ddp.parameters_to_ignore
@@ -172,6 +173,13 @@ class ExpertsLayer(MoELayer):
             raise ConfigError(
                 "experts are spread over processes, but DistributedDataParallel was made before, so it waits for"
                 " gradients of parameters that are gone and reduces none; call parallelize first"
+            )
+        grid = self._own_replicas
+        if grid is not None and (left := {*ranks_of(grid.dp)} - {*ranks_of(ddp.process_group)}):
+            raise ConfigError(
+                f"DistributedDataParallel is over ranks {[*ranks_of(ddp.process_group)]}, but"
+                f" {sorted(left)} have other tokens, so that gradients would be no means over all; give it"
+                " process_group=grid.dp, or none"
             )
         self._checked_ddp = id(ddp)
 
