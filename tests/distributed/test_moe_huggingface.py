@@ -281,6 +281,21 @@ def sharded_doubles_keep_their_mean() -> None:
     assert_gradients_are_means(reference, model, 1e-6)
 
 
+def sharded_experts_that_are_trained_later_have_their_mean() -> None:
+    """As in training of the dense part first."""
+    ids = own_ids(1)
+    for dtype in (torch.float32, torch.float64):
+        model, reference = tiny("qwen3_moe").to(dtype), mean_gradients("qwen3_moe", ids)
+        done = parallelize(model, Grid(ep=2))
+        for trains in (False, True):
+            for parameter in done.experts():
+                parameter.requires_grad_(trains)
+            if not trains:
+                done.fully_shard(model.model.layers)
+        loss_on(model, ids).backward()
+        assert_gradients_are_means(reference.to(dtype), model, 1e-4 if dtype == torch.float32 else 1e-10)
+
+
 def runs_that_a_reentrant_checkpoint_cannot_tell_apart_are_refused() -> None:
     model, ids = tiny("qwen3_moe"), own_ids(1)
     reference = mean_gradients("qwen3_moe", ids)
@@ -545,6 +560,7 @@ def test_a_pair_computes_what_one_process_does(tmp_path: Path) -> None:
         the_mean_stays_with_its_forward,
         frozen_experts_need_no_mean,
         sharded_doubles_keep_their_mean,
+        sharded_experts_that_are_trained_later_have_their_mean,
         runs_that_a_reentrant_checkpoint_cannot_tell_apart_are_refused,
     ]
     run_world(scenarios, 2, tmp_path)

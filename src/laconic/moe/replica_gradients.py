@@ -78,7 +78,7 @@ def fully_shard_layers(
 def _shard_experts(layer: MoELayer, grid: Grid, divisor: float, options: dict[str, Any]) -> set[nn.Parameter]:
     """Shard experts over edp; return the parameters that were left as they are."""
     experts = layer.experts
-    parameters = [parameter for parameter in experts.parameters() if parameter.requires_grad]
+    parameters = [*experts.parameters()]  # frozen ones too, which may be trained later
     policy = options.get("mp_policy")
     dtypes = {(policy.reduce_dtype or policy.param_dtype if policy else None) or p.dtype for p in parameters}
     if grid.layout.edp == 1 and not dtypes <= {torch.float32, torch.bfloat16}:

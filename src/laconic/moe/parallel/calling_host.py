@@ -124,8 +124,8 @@ def _check_not_replicated(experts: Sequence[nn.Parameter], peers: Set[int] | Non
         frame = frame.f_back
     options = {} if frame is None else frame.f_locals.get("kwargs", {})
     mesh = options.get("device_mesh")
-    group = options.get("process_group") if mesh is None else mesh.get_group()
-    if peers is None or not peers.isdisjoint(ranks_of(group or dist.group.WORLD)):
+    group = mesh.get_group() if mesh is not None else options.get("process_group") or dist.group.WORLD
+    if peers is None or group is None or not peers.isdisjoint(ranks_of(group)):
         raise ConfigError(
             "experts are spread over processes, but replicate would give all the first one's; give it ignored_modules ="
             " [layer.experts for layer in moe_layers(model).values()] of laconic.moe, or leave it out and call"
