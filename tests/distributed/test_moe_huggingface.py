@@ -442,6 +442,11 @@ def hosts_that_would_reduce_other_gradients_are_refused() -> None:
     ):
         DistributedDataParallel(done.model, process_group=grid.edp)(ids)
 
+    for ids_here in (ids, ids[:, : 8 - dist.get_rank()]):
+        done = parallelize(tiny("mixtral"), Grid(mp=2, ep=2))
+        with pytest.raises(ConfigError, match=r"processes expect the same tokens, but ranks \[0, 1\] have others"):
+            done.model(ids_here)
+
     # 2. replicate, before and after; without the experts it is DDP.
     model = tiny("mixtral")
     for before in (True, False):

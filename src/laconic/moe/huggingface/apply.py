@@ -337,7 +337,7 @@ def _gate_of(
         made = make_gate(wanted, block.num_experts, model_dim, block.top_k, **options)
     else:
         made = wanted(block.num_experts, model_dim, block.top_k)
-    return RouterGate(made, router, block.router, block.top_k)
+    return RouterGate(made, router, block.router, block.top_k, check_logits)
 
 
 def _check_fit(model: nn.Module, blocks: dict[str, Block], grid: Grid | None) -> None:

@@ -87,13 +87,14 @@ class RouterGate(GivenRouting):
         router: of the model, with that weight alone.
         name: of the router, for messages.
         top_k: the router's experts per token, for which the gate was made.
+        check_weights: as of GivenRouting; the gate checks its own logits.
 
     Raises:
         ModelError: the gate or the router has other parameters.
     """
 
-    def __init__(self, gate: Gate, router: nn.Module, name: str, top_k: int) -> None:
-        super().__init__(gate.num_experts)
+    def __init__(self, gate: Gate, router: nn.Module, name: str, top_k: int, check_weights: bool = True) -> None:
+        super().__init__(gate.num_experts, check_weights)
         self._name, self._made_for = name, top_k
         more = sorted({*gate.state_dict()} - {"weight"})
         own = dict(gate.named_parameters()).get("weight")

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,6 +36,8 @@ from laconic.moe.routing import Routing, SoftRouting
 
 __all__ = ["ExpertsLayer", "has_own_replicas"]
 
+_SAMPLE = 256
+"""Values of the tokens that an MP group compares."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
 
@@ -95,6 +98,8 @@ class ExpertsLayer(MoELayer):
         self._without_graph: list[bool] = []
         self._ran_again = False
         self._checked_ddp: int | None = None
+        self._compared = not gate.check_weights
+        """Whether an MP group's tokens have been compared; never those of a forward without values (`check_logits`)."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         # In the model's tree, so that it moves with the model and a state dict is refused while experts are elsewhere.
@@ -139,10 +144,12 @@ class ExpertsLayer(MoELayer):
         """See `MoELayer.run`.
 
         Raises:
-            ConfigError: DDP runs the layer and was made before it; or, in backward, a reentrant checkpoint does, and it
-                is unknown whether DDP reduces the gradients.
+            ConfigError: DDP runs the layer and was made before it; or the processes of an MP group have other tokens;
+                or, in backward, a reentrant checkpoint runs it, and it is unknown whether DDP reduces the gradients.
         """
         self._note_ddp()
+        if self.num_mp > 1 and not (self._compared or torch.compiler.is_compiling()):
+            self._compare_tokens(x)
         self.is_running = True
         self.meanwhile = None if self.shared_call is None else self.shared_call.window(x)
         try:
@@ -182,6 +189,28 @@ class ExpertsLayer(MoELayer):
                 " process_group=grid.dp, or none"
             )
         self._checked_ddp = id(ddp)
+
+    def _compare_tokens(self, x: Tensor) -> None:
+        """Compare a sample of the tokens of an MP group, once: they have to be the same, but for rounding.
+
+        Raises:
+            ConfigError: they are not, on all ranks of the group alike.
+        """
+        assert self.grid is not None, "mp is above 1"
+        sample = x.detach().reshape(-1)[:: max(1, x.numel() // _SAMPLE)][:_SAMPLE].float()
+        mine = torch.zeros(1 + _SAMPLE, dtype=torch.float32, device=x.device)
+        mine[0], mine[1 : 1 + len(sample)] = x.numel(), sample
+        found = [torch.empty_like(mine) for _ in range(self.num_mp)]
+        dist.all_gather(found, mine, group=self.grid.mp)
+        sizes, values = torch.stack(found)[:, 0], torch.stack(found)[:, 1:]
+        far = (values - values[0]).norm(dim=1) > 0.1 * values[0].norm()  # never with NaN
+        if bool((sizes != sizes[0]).any() | far.any()):
+            raise ConfigError(
+                f"mp is {self.num_mp}, so that as many processes expect the same tokens, but ranks"
+                f" {[*ranks_of(self.grid.mp)]} have others; give each of them the same batch, or make the Grid without"
+                " mp"
+            )
+        self._compared = True
 
     def _note_ddp(self) -> None:
         """Note whether the gradients of this forward are DDP's.
