@@ -100,7 +100,8 @@ def test_policies_are_kept_whether_they_fit_or_not(
     model: str, policy: str, bits: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
-    arguments = ["plan", model, *LAYOUT, "--policy", policy, "--attention", "int8", "--out", str(out)]
+    attention = [] if policy == "exact" else ["--attention", "int8"]
+    arguments = ["plan", model, *LAYOUT, "--policy", policy, *attention, "--out", str(out)]
     assert main([*arguments, "--memory", "1000GB"]) == 0
     assert main([*arguments, "--memory", "1GB"]) == 1
     assert "does not fit: " in capsys.readouterr().out
@@ -123,6 +124,13 @@ def test_policies_are_kept_whether_they_fit_or_not(
         (["--stages", "4", "--virtual-stages", "2", "--micro-batches", "9"], r"num_micro_batches is 9"),
         (["--policy", "uniform4", "--attention", "fp3"], r"code is 'fp3'"),
         (["--memory", "1TB", "--calibration", "/nowhere"], r"calibration is '/nowhere'"),
+        (["--attention", "int8"], r"--attention is given, but would have no effect with the policy exact"),
+        (["--memory", "9GB", "--attention", "nf4"], r"with the policy budget, which .* itself \(give --choices\)"),
+        (["--policy", "agoq", "--choices", "8", "--time-weight", "2"], r"--choices and --time-weight are given, but"),
+        (["--reserve", "0.2"], r"--reserve is given, but would have no effect without --memory"),
+        (["--batches", "2"], r"--batches is given, but would have no effect without --calibrate"),
+        (["--calibrate", "x", "--memory", "9GB"], r"--memory is given, .* with --calibrate, which measures and stops"),
+        (["--micro-batches", "0"], r"micro_batches is 0, but it must be at least 1"),
         (["--policy", "agoq", "--chart", "/nowhere/plan.png"], r"chart is '/nowhere/plan.png', but it cannot"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,24 @@ def test_the_tables_are_printed_once(measured: tuple[Ending, Path]) -> None:
 def test_explain_reads_it(measured: tuple[Ending, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--record", str(measured[1]), "--operation", "all_reduce"]) == 0
     assert "2 ranks on 1 node;" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--infer", "--moe"], "--infer and --moe are both given, but a call measures one of both"),
+        (["--moe", "--out", "f"], "--out is given, but would have no effect with --moe, whose file is --moe-out"),
+        (["--infer", "--moe-out", "f"], "no effect with --infer, whose file is --infer-out"),
+        (["--infer-out", "f"], "no effect without --moe or --infer, whose file is --out"),
+        (["--infer", "--top-k", "2"], "--top-k is given, but would have no effect with --infer"),
+        (["--model-dim", "64", "--codec", "int8"], "--model-dim and --codec are given, .* without --moe or --infer"),
+    ],
+)
+def test_what_would_not_be_measured_or_written_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", *arguments]) == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_one_process_has_no_links(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

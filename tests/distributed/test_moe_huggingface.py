@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.activations import compress_activations
 from laconic.errors import CheckpointError, ConfigError, ModelError
 from laconic.formats.shards import local_part
+from laconic.gradients import compress_gradients
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.huggingface import Parallelized, load_sharded, parallelize, save_sharded
 from laconic.moe.parallel.grid import Grid
@@ -293,6 +297,21 @@ def sharded_doubles_keep_their_mean() -> None:
     assert_gradients_are_means(reference, model, 1e-6)
 
 
+def sharded_experts_that_are_trained_later_have_their_mean() -> None:
+    """As in training of the dense part first."""
+    ids = own_ids(1)
+    for dtype in (torch.float32, torch.float64):
+        model, reference = tiny("qwen3_moe").to(dtype), mean_gradients("qwen3_moe", ids)
+        done = parallelize(model, Grid(ep=2))
+        for trains in (False, True):
+            for parameter in done.experts():
+                parameter.requires_grad_(trains)
+            if not trains:
+                done.fully_shard(model.model.layers)
+        loss_on(model, ids).backward()
+        assert_gradients_are_means(reference.to(dtype), model, 1e-4 if dtype == torch.float32 else 1e-10)
+
+
 def runs_that_a_reentrant_checkpoint_cannot_tell_apart_are_refused() -> None:
     model, ids = tiny("qwen3_moe"), own_ids(1)
     reference = mean_gradients("qwen3_moe", ids)
@@ -421,6 +440,84 @@ def misfits_are_refused() -> None:
     copy.deepcopy(parallelize(make_model("mixtral"), Grid(ep=1)).model)
 
 
+def hosts_that_would_reduce_other_gradients_are_refused() -> None:
+    """Each of them would train on, with gradients that are no means, or none."""
+    ids, grid = own_ids(1), Grid(ep=2)
+
+    # 1. What was around the model before its experts were spread.
+    for is_inside in (True, False):
+        model = tiny("mixtral")
+        wrapped = DistributedDataParallel(nn.Sequential(model) if is_inside else model)
+        parallelize(model, grid)
+        with pytest.raises(ConfigError, match=r"DistributedDataParallel was made before, .*; call parallelize first"):
+            wrapped(ids)
+
+    done = parallelize(tiny("mixtral"), grid)
+    with pytest.raises(
+        ConfigError, match=r"DistributedDataParallel is over ranks \[\d\], but \[\d\] have other tokens"
+    ):
+        DistributedDataParallel(done.model, process_group=grid.edp)(ids)
+
+    for ids_here in (ids, ids[:, : 8 - dist.get_rank()]):
+        done = parallelize(tiny("mixtral"), Grid(mp=2, ep=2))
+        with pytest.raises(ConfigError, match=r"processes expect the same tokens, but ranks \[0, 1\] have others"):
+            done.model(ids_here)
+
+    # 2. replicate, before and after; without the experts it is DDP.
+    model = tiny("mixtral")
+    for before in (True, False):
+        refused = tiny("mixtral")
+        for step in (replicate, partial(parallelize, mesh=grid))[:: 1 if before else -1]:
+            step(refused)
+        with pytest.raises(ConfigError, match="replicate would give all the first one's; give it ignored_modules"):
+            loss_on(refused, ids)
+    done = parallelize(model, grid)
+    replicate(model, ignored_modules=[layer.experts for layer in done.layers.values()])
+    loss_on(model, ids).backward()
+    assert_gradients_are_means(mean_gradients("mixtral", ids), model)
+
+    # 3. FSDP2 around a part, or all, and reduce_gradients after it.
+    for shards_all in (False, True):
+        model = tiny("mixtral")
+        done = parallelize(model, grid)
+        if shards_all:
+            done.fully_shard()
+        else:
+            fully_shard(model.model.layers[0].self_attn)
+        with pytest.raises(ConfigError, match=r"(self_attn|FSDPMixtralForCausalLM) is FSDP2's, .* leave the call out"):
+            done.reduce_gradients()
+
+    # 4. A group over which gradients in codes would be added to those of other experts.
+    model, other = tiny("mixtral").float(), tiny("mixtral").float()
+    gradients = compress_gradients(model, dist.group.WORLD)
+    for one in (model, other):
+        parallelize(one, grid)
+    for step in (gradients.follow, partial(compress_gradients, other, dist.group.WORLD)):
+        with pytest.raises(ModelError, match=r"_proj is cut over ranks, and the group's ranks \[\d\] hold other"):
+            step()
+    for norm in (-1.0, float("nan")):
+        with pytest.raises(ConfigError, match=f"max_norm is {norm}, but it must be at least 0"):
+            done.clip_gradients(norm)
+
+
+def gradients_are_reduced_once_a_step() -> None:
+    """Not after each micro-batch: what was reduced then would be divided again."""
+    for zeroes, warns in ((False, True), (True, False)):
+        model = tiny("mixtral")
+        done = parallelize(model, Grid(ep=2))
+        for step in range(2):
+            loss_on(model, own_ids(step)).backward()
+            with warnings.catch_warnings(record=True) as heard:
+                warnings.simplefilter("always")
+                done.reduce_gradients()
+            assert ["the gradients of experts were reduced before" in str(one.message) for one in heard] == (
+                [True] if step and warns else []
+            )
+            if zeroes and not step:
+                model.zero_grad(set_to_none=False)
+    assert_gradients_are_means(mean_gradients("mixtral", own_ids(1)), model)
+
+
 def start(family: str, eight_bits: bool) -> tuple[Parallelized, torch.optim.Optimizer]:
     model = make_model(family) if eight_bits else tiny(family)
     done = parallelize(model, Grid(ep=dist.get_world_size()) if dist.is_initialized() else None)
@@ -475,6 +572,8 @@ def test_a_pair_computes_what_one_process_does(tmp_path: Path) -> None:
         a_rank_without_tokens_takes_part,
         experts_change_places,
         misfits_are_refused,
+        hosts_that_would_reduce_other_gradients_are_refused,
+        gradients_are_reduced_once_a_step,
         partial(files_are_those_of_the_whole_model, tmp_path),
         partial(ddp_averages_everything, [{"ep": 2}, {"ep": 1}]),
         checkpointed_layers_in_chunks_run_in_one_piece,
@@ -482,6 +581,7 @@ def test_a_pair_computes_what_one_process_does(tmp_path: Path) -> None:
         the_mean_stays_with_its_forward,
         frozen_experts_need_no_mean,
         sharded_doubles_keep_their_mean,
+        sharded_experts_that_are_trained_later_have_their_mean,
         runs_that_a_reentrant_checkpoint_cannot_tell_apart_are_refused,
     ]
     run_world(scenarios, 2, tmp_path)

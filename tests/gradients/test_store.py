@@ -203,6 +203,12 @@ def test_gradient_that_bypassed_the_hook_is_found() -> None:
     assert isinstance(model.first.weight.grad, CodedGradient)
 
 
+@pytest.mark.parametrize("max_norm", [-1.0, float("nan")])
+def test_norms_that_would_turn_gradients_around_are_refused(max_norm: float) -> None:
+    with pytest.raises(ConfigError, match=f"max_norm is {max_norm}, but it must be at least 0"):
+        compress_gradients(make_model("llama")).clip_(max_norm)
+
+
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("norm_type_scale", [0.01, 1.0, 100.0])
 def test_clipping_is_torchs(bits: int, norm_type_scale: float) -> None:

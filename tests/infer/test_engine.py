@@ -332,10 +332,12 @@ def test_tokens_stay_however_many_workers(
 @pytest.mark.slow
 def test_dense_models_and_no_expert_workers_are_served_whole(model: Path, tmp_path: Path) -> None:
     dense = make("llama", tmp_path)
-    with Engine(dense, attention=2, experts=2, threads=1) as engine:
+    plan = InferencePlan(num_slices=2, shared_first=True)
+    with Engine(dense, attention=2, experts=2, plan=plan, payload="int8", threads=1) as engine:
         assert engine.generate(PROMPTS, NEW_TOKENS) == expected(dense)
         assert [worker.role for worker in engine.workers] == ["attention", "attention"]
         assert "without experts" in engine.notes[0]
+        assert "so payload = 'int8', num_slices = 2, shared_first = True have no effect" in engine.notes[1]
     with Engine(model, experts=0, threads=1) as engine:
         assert engine.generate(PROMPTS, NEW_TOKENS) == expected(model)
         assert [note.partition(":")[0] for note in engine.notes] == ["checked"]

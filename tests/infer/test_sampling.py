@@ -178,6 +178,12 @@ def test_values_that_break_a_rule_are_refused(name: str, value: Any) -> None:
         Sampling(**{name: value})
 
 
+def test_an_answer_has_room_for_its_least_tokens() -> None:
+    Sampling(rules={"min_new_tokens": 20})
+    with pytest.raises(ConfigError, match="min_new_tokens is 21, but max_new_tokens is 20"):
+        Sampling(rules={"min_new_tokens": 21})
+
+
 def test_stop_tokens_are_ids() -> None:
     assert Sampling(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^stop_token_ids holds -1"):

@@ -124,6 +124,14 @@ def test_layers_without_a_paged_cache_are_refused(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
+def test_an_adapter_beside_the_model_is_refused(tmp_path: Path) -> None:
+    """transformers adds it to the weights that it loads itself, with peft installed: not to experts elsewhere."""
+    path = make("mixtral", tmp_path)
+    (path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"holds an adapter of PEFT beside the model, .*; merge it"):
+        read_config(path)
+
+
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     path = make("mixtral", tmp_path)
     settings = json.loads((path / "config.json").read_text())

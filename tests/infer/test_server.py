@@ -299,6 +299,28 @@ def test_requests_without_a_seed_differ(client: openai.OpenAI) -> None:
     assert {len(text) for text in found} == {16}
 
 
+def test_equal_prompts_draw_apart_without_a_seed(client: openai.OpenAI) -> None:
+    """With one, each has the choices that it has alone."""
+
+    def texts(**options: Any) -> list[str]:
+        made = client.completions.create(model=MODEL, prompt=["one", "one"], n=2, **options)
+        return [choice.text for choice in made.choices]
+
+    assert len(set(texts())) == 4
+    first, second = text_of("one", seed=7, max_new_tokens=16), text_of("one", seed=7, request=1, max_new_tokens=16)
+    assert texts(seed=7) == [first, second] * 2
+
+
+def test_more_tokens_than_an_answer_has_by_default_are_refused(url: str) -> None:
+    body = {"model": MODEL, "prompt": "one", "min_tokens": 17}
+    refused = httpx.post(f"{url}/v1/completions", json=body)
+    assert refused.status_code == 400
+    assert (
+        "min_tokens is 17, but an answer without max_tokens has at most 16 here" in refused.json()["error"]["message"]
+    )
+    assert httpx.post(f"{url}/v1/completions", json=body | {"max_tokens": 17}).status_code == 200
+
+
 def test_penalties_biases_and_vllms_fields_reach_the_engine(engine: FakeEngine, client: openai.OpenAI) -> None:
     asked: list[Sampling] = []
     engine.answer = lambda prompt, sampling: asked.append(sampling) or [65, EOS, 66, 67]  # type: ignore[func-returns-value]

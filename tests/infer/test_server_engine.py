@@ -78,20 +78,42 @@ def test_the_models_tokenizer(model: Path) -> None:
 
 
 def test_templates_get_tools_and_variables() -> None:
-    called = "messages[0].tool_calls[0].function.arguments.a"
-    template = "{{ tools | tojson if tools else 'no tools' }} {{ thinks }} {{ " + called + " }}"
+    called = "{% set call = messages[0].tool_calls[0].function %}{{ call.name }}({{ call.arguments.a }})"
+    template = "{{ tools | tojson if tools else 'no tools' }} {{ thinks }} " + called
     ours = HuggingFaceTokenizer(bytewise(template))
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
-    assert ours.decode(ours.encode_chat(messages)) == "no tools  1"
+    assert ours.decode(ours.encode_chat(messages)) == "no tools  f(1)"
     assert ours.decode(ours.encode_chat(messages, [{"type": "function"}], {"thinks": False})) == (
-        '[{"type": "function"}] False 1'
+        '[{"type": "function"}] False f(1)'
     )
-    for name in ("think", "tokenize", "messages", "chat_template"):
+    for name in ("think", "no", "call", "tokenize", "messages", "chat_template"):
         with pytest.raises(ConfigError, match=f"no variable '{name}' that a request can set"):
             ours.encode_chat(messages, variables={name: True})
     assert "tojson" in str(ours.chat_template)
     assert HuggingFaceTokenizer(bytewise("")).chat_template in (None, "")
+
+
+@pytest.mark.parametrize(
+    ("role", "tools", "what"),
+    [
+        ("developer", [], r"messages\.1, whose role is developer; give it another role"),
+        ("tool", [], r"messages\.1, whose role is tool"),
+        ("assistant", [], r"tool_calls of messages\.1"),
+        ("user", [{"type": "function", "function": {"name": "f"}}], r"tools\.0"),
+    ],
+)
+def test_what_a_template_passes_over_is_refused(role: str, tools: list[dict[str, Any]], what: str) -> None:
+    """As Qwen's with the role developer: the answer would be to a conversation without it."""
+    known = "{% if m.role in ('system', 'user', 'assistant') %}{{ m.content }}{% endif %}"
+    ours = HuggingFaceTokenizer(bytewise("tools{% for m in messages %}" + known + "{% endfor %}"))
+    message: dict[str, Any] = {"role": role, "content": "brief"}
+    if role == "assistant":
+        message["tool_calls"] = [{"id": "x", "type": "function", "function": {"name": "f", "arguments": {}}}]
+    messages = [{"role": "system", "content": "S"}, message, {"role": "user", "content": "brief"}]
+    with pytest.raises(ConfigError, match=f"chat template has no place for {what}"):
+        ours.encode_chat(messages, tools)
+    assert ours.decode(ours.encode_chat([messages[0], messages[2]])) == "toolsSbrief"
 
 
 def test_models_of_bytes_and_models_without_a_tokenizer(tmp_path: Path) -> None:

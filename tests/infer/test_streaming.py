@@ -154,6 +154,11 @@ def test_cancelled_requests_are_not_heard_of_again_and_free_the_cache(engine: En
     assert all(each.ends.empty() and len(each.tokens) < 250 for each in heard)
 
 
+def test_ends_at_tokens_that_there_are_not_are_refused(engine: Engine) -> None:
+    with pytest.raises(ConfigError, match="stop_token_ids has tokens from 3 to 5000, but this model's are from 0 to"):
+        engine.stream([1], Sampling(stop_token_ids=(3, 5000)), Heard())
+
+
 @pytest.mark.slow
 def test_biases_of_tokens_that_there_are_not_are_refused(engine: Engine) -> None:
     with pytest.raises(ConfigError, match="a bias is given for tokens from 3 to 5000, but this model's are from 0 to"):

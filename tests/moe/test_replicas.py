@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.collectives import Raw, api
 from laconic.errors import ConfigError, ModelError
 from laconic.formats import QuantizedGradient, set_quantized_gradient
+from laconic.gradients import compress_gradients
 from laconic.moe import GatedExperts, HierarchicalDispatcher, MoELayer, Schedule, SoftmaxGate, moe_layers
 from laconic.moe.dispatch.parm import make_dispatcher
 from laconic.moe.experts.shard import expert_shard
@@ -140,7 +142,15 @@ def wrappers_that_take_experts_for_copies_are_refused() -> None:
     for of in (lambda model: model, lambda model: model[0]):
         with pytest.raises(ConfigError, match=r"FSDP would shard .* laconic.moe.fully_shard_layers\(model, grid\)"):
             fully_shard(of(spread(grid)))
+    with pytest.raises(ModelError, match=r"spreads its experts over ranks, and the group's ranks \[\d\] hold other"):
+        compress_gradients(spread(grid).float(), dist.group.WORLD)
+    for options in ({}, {"process_group": grid.ep}, {"device_mesh": grid.expert_mesh["ep"]}):
+        with pytest.raises(ConfigError, match="replicate would give all the first one's; give it ignored_modules"):
+            replicate(spread(grid), **options)(x)
     # What leaves the experts out, or has the same on all its ranks, is fine.
+    model = spread(grid)
+    replicate(model, ignored_modules=[layer.experts for layer in moe_layers(model).values()])(x).sum().backward()
+    replicate(spread(grid), process_group=grid.edp)(x).sum().backward()
     model = spread(grid)
     names = {name: p for name, p in model.named_parameters() if ".experts." in name}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
@@ -199,7 +209,7 @@ def refused_gradients() -> None:
         reduce_gradients(model, grid, bucket_nbytes=0)
     parameter = next(model.parameters())
     set_quantized_gradient(parameter, QuantizedGradient.zeros(parameter.shape, 8))
-    with pytest.raises(ModelError, match=r"is in codes, .* call reduce\(\) of its result"):
+    with pytest.raises(ModelError, match=r"is in codes, .* call remove\(\) of what"):
         reduce_gradients(model, grid)
 
 

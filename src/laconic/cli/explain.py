@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from laconic.cli.arguments import Parser, add_json
-from laconic.cli.layer_flags import add_layer, layer_shape
+from laconic.cli.layer_flags import LAYER_FLAGS, add_layer, layer_shape
 from laconic.cli.output import print_json
 from laconic.cost.comm.explain import SWEEP_NBYTES, explain_one, explain_sweep, explained, rates_text
 from laconic.cost.comm.rates import ITEM_NBYTES, OPERATIONS, WireRates, default_path
@@ -27,9 +27,12 @@ __all__ = ["make_parser", "run"]
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic explain` with `args`."""
-    options = make_parser().parse_args(args)
+    parser = make_parser()
+    options = parser.parse_args(args)
     if options.moe:
+        parser.refuse(["--operation", "--nbytes"], "with --moe")
         return _explain_moe(options)
+    parser.refuse(LAYER_FLAGS, "without --moe")
     path = options.record or default_path()
     if options.record is None and not path.exists():
         raise ConfigError(f"{path} does not exist; measure this cluster with laconic profile, or give --record FILE")

@@ -8,22 +8,25 @@ from collections.abc import Callable
 from laconic.cost.comm.rates import ITEM_NBYTES
 from laconic.cost.moe.shape import LayerShape
 
-__all__ = ["add_layer", "layer_shape"]
+__all__ = ["LAYER_FLAGS", "add_layer", "layer_shape"]
+
+_NUMBERS = {
+    "tokens": (1024, "of a process"),
+    "model-dim": (1024, "of a token"),
+    "hidden-dim": (1024, "of an expert"),
+    "experts": (16, "in all"),
+    "top-k": (2, "experts of a token"),
+    "gemms": (3, "matrix products of an expert: 2, or 3 with a gate"),
+    "mp": (1, "ranks with the same tokens"),
+    "esp": (1, "ranks that share an expert"),
+}
+LAYER_FLAGS = (*(f"--{name}" for name in _NUMBERS), "--ep")
+"""Flags that `add_layer` adds."""
 
 
 def add_layer(add: Callable[..., object]) -> None:
     """Add the flags of the layer and of its process groups, except `--dtype`; `add` is argparse's `add_argument`."""
-    numbers = {
-        "tokens": (1024, "of a process"),
-        "model-dim": (1024, "of a token"),
-        "hidden-dim": (1024, "of an expert"),
-        "experts": (16, "in all"),
-        "top-k": (2, "experts of a token"),
-        "gemms": (3, "matrix products of an expert: 2, or 3 with a gate"),
-        "mp": (1, "ranks with the same tokens"),
-        "esp": (1, "ranks that share an expert"),
-    }
-    for name, (default, meaning) in numbers.items():
+    for name, (default, meaning) in _NUMBERS.items():
         add(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning} (default: %(default)s)")
     add("--ep", type=int, default=None, metavar="N", help="ranks that experts are spread over (default: all / esp)")
 

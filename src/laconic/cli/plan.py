@@ -33,15 +33,21 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _USUAL_LENGTH = 4096
 _TRACED_LAYERS = 12
 """Of the model whose layers --largest counts; kinds of layers alternate with at most so many."""
+_OF_CALIBRATION = {"--calibrate", "--data", "--tokenizer", "--batches", "--batch", "--sequence-length", "--json"}
+"""Flags that --calibrate reads."""
 _MOST = 10**9
 """Largest integer that the planner accepts: its arithmetic and its solver use 64-bit floats."""
 
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic plan` with `args`; return 0 if the run fits (or no budget was given), 1 if it does not."""
-    options = make_parser().parse_args(args)
+    parser = make_parser()
+    options = parser.parse_args(args)
     if options.calibrate is not None:
+        known = {flag for action in parser.flags() for flag in action.option_strings}
+        parser.refuse(known - _OF_CALIBRATION, "with --calibrate, which measures and stops")
         return _calibrate(options)
+    parser.refuse(["--data", "--tokenizer", "--batches"], "without --calibrate")
     if not 0 <= options.reserve < 1:
         raise PlanError(f"reserve is {options.reserve}, but it must be at least 0 and below 1")
     budget = None if options.memory is None else int(parse_nbytes(options.memory) * (1 - options.reserve))
@@ -51,6 +57,15 @@ def run(args: Sequence[str]) -> int:
         _check_largest(options)
     if policy == "budget" and budget is None:
         raise PlanError("policy is 'budget', but no budget was given; add --memory, for example --memory 24GB")
+    if budget is None:
+        parser.refuse(["--reserve"], "without --memory, of which it is a share")
+    if policy != "budget":
+        parser.refuse(
+            ["--choices", "--calibration", "--time-weight"], f"with the policy {policy}, which weighs nothing"
+        )
+    if policy in ("budget", "exact") and attention != EXACT:
+        way = "give --choices" if policy == "budget" else "give --policy"
+        parser.refuse(["--attention"], f"with the policy {policy}, which decides about attention itself ({way})")
     sensitivity = None if options.calibration is None else Sensitivity.load(options.calibration)
 
     def choices(job: Job) -> Chosen:
@@ -83,7 +98,8 @@ def _length(options: argparse.Namespace) -> int:
 
 
 def _job(options: argparse.Namespace) -> Job:
-    micro_batches = options.micro_batches or (2 * options.stages if options.stages > 1 else 1)
+    usual = 2 * options.stages if options.stages > 1 else 1
+    micro_batches = usual if options.micro_batches is None else options.micro_batches
     layout = Layout(
         data_parallel=options.dp,
         sharded=options.fsdp,
@@ -160,7 +176,7 @@ def _largest(options: argparse.Namespace, choices: Callable[[Job], Chosen], budg
 
 def _check_sizes(options: argparse.Namespace) -> None:
     """Refuse sizes beside a directory, and too few without one."""
-    given = [name for name in _ALL_SIZES if getattr(options, name)]
+    given = [name for name in _ALL_SIZES if getattr(options, name) not in (None, False)]
     if options.model is not None and given:
         raise PlanError(
             f"{_flags(given)} is given beside {options.model!r}, whose configuration has the sizes; leave one out"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laconic.cli.arguments import Parser, add_json
-from laconic.cli.layer_flags import add_layer, layer_shape
+from laconic.cli.layer_flags import LAYER_FLAGS, add_layer, layer_shape
 from laconic.cli.output import json_only, print_json
 from laconic.cli.progress import working
 from laconic.cost.comm.explain import rates_text
@@ -34,7 +34,9 @@ _SECONDS_TO_END = 5.0
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic profile` with `args`, as one of torchrun's processes or in local ones that it starts itself."""
-    options = make_parser().parse_args(args)
+    parser = make_parser()
+    options = parser.parse_args(args)
+    _refuse_unused(parser, options)
     from laconic.train.distributed.world import join_world, read_environment
 
     info = read_environment(os.environ)
@@ -48,6 +50,18 @@ def run(args: Sequence[str]) -> int:
     if options.moe:
         return _measure_moe(world, Path(options.moe_out), options)
     return _measure(world, Path(options.out), options)
+
+
+def _refuse_unused(parser: Parser, options: argparse.Namespace) -> None:
+    if options.infer and options.moe:
+        raise ConfigError("--infer and --moe are both given, but a call measures one of both; make two calls")
+    files = {"--out": not (options.infer or options.moe), "--infer-out": options.infer, "--moe-out": options.moe}
+    what = "with --infer" if options.infer else "with --moe" if options.moe else "without --moe or --infer"
+    written = next(flag for flag, is_written in files.items() if is_written)
+    parser.refuse([flag for flag in files if flag != written], f"{what}, whose file is {written}")
+    of_layers = {"--levels", "--codec", "--dtype", *LAYER_FLAGS}
+    read = of_layers if options.moe else {"--dtype", "--model-dim", "--hidden-dim"} if options.infer else set()
+    parser.refuse(of_layers - read, what)
 
 
 def _measure(world: World, path: Path, options: argparse.Namespace) -> int:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import NoReturn
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.errors import ModelError
 from laconic.formats.shards import is_deepspeeds
 from laconic.gradients.turns import Owner, own, owner_of, release
@@ -33,13 +35,21 @@ class Members:
         model: the module whose parameters are kept.
         owner: the store of their gradients.
         hook: called with the parameter.
+        group: over which the owner reduces the gradients, if it does.
     """
 
-    def __init__(self, model: nn.Module, owner: Owner, hook: Callable[[nn.Parameter], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        owner: Owner,
+        hook: Callable[[nn.Parameter], None],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.parameters: dict[str, nn.Parameter] = {}
         self._model = model
         self._owner = owner
         self._hook = hook
+        self._group = group
         self._handles: dict[int, RemovableHandle] = {}
         self._places: dict[int, tuple[int, str]] = {}
         self._removed = False
@@ -73,6 +83,7 @@ class Members:
         for name, parameter in found.items():
             if id(parameter) not in self._handles:
                 check_dtype(name, parameter)
+                check_replicas(name, parameter, self._group)
         for parameter in self.parameters.values():
             if all(parameter is not other for other in found.values()):
                 self._handles.pop(id(parameter)).remove()
@@ -147,15 +158,59 @@ def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"model is {type(model).__name__}, but it must be a torch.nn.Module")
     check_modules(model, dist_group=group is not None)
+    _check_experts(model, group)
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trainable:
         raise ModelError("the model has no parameter that requires a gradient, so there is nothing to compress")
     for name, parameter in trainable:
         check_dtype(name, parameter)
+        check_replicas(name, parameter, group)
         if is_deepspeeds(parameter):
             _refuse_deepspeed(name)
         if owner_of(parameter) is not None:
             raise ModelError(f"the gradient of {name} is compressed already; call remove() on the first result before")
+
+
+def check_replicas(name: str, parameter: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Check that no rank of a group holds another part of a parameter, which cannot be added to this one.
+
+    Raises:
+        ModelError: one does; the message calls the parameter `name`.
+    """
+    if group is None or not isinstance(parameter, DTensor):
+        return
+    mesh, here = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    if here is None:
+        return
+    cut = [not place.is_replicate() for place in parameter.placements]
+    same = tuple(at if is_cut else slice(None) for at, is_cut in zip(here, cut, strict=True))
+    others = {*mesh.mesh.flatten().tolist()} - {*mesh.mesh[same].flatten().tolist()}
+    _check_apart(f"parameter {name} is cut over ranks", others, group)
+
+
+def _check_experts(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Check that a group is apart from the ranks that a layer of experts sends its rows to, which hold other experts.
+
+    Raises:
+        ModelError: it is not.
+    """
+    for name, module in model.named_modules():
+        dispatcher = getattr(module, "dispatcher", None)
+        # By its name: this room knows nothing of laconic.moe.
+        if group is None or not type(dispatcher).__module__.startswith("laconic.moe."):
+            continue
+        peers = {rank for one in getattr(dispatcher, "groups", ()) for rank in ranks_of(one)} - {dist.get_rank()}
+        if any(parameter.requires_grad for parameter in module.get_submodule("experts").parameters()):
+            _check_apart(f"module {name!r} spreads its experts over ranks", peers, group)
+
+
+def _check_apart(what: str, others: Set[int], group: dist.ProcessGroup) -> None:
+    found = sorted(others & {*ranks_of(group)})
+    if found:
+        raise ModelError(
+            f"{what}, and the group's ranks {found} hold other parts, whose gradients would be added to its own; leave"
+            " gradients uncompressed and call laconic.moe.reduce_gradients, or train by laconic train"
+        )
 
 
 def check_modules(model: nn.Module, dist_group: bool) -> None:

@@ -104,7 +104,7 @@ class CompressedGradients:
     ) -> None:
         self.bits = bits
         self.group = group
-        self._members = Members(model, self, self._arrived)
+        self._members = Members(model, self, self._arrived, group)
         self._reduction = None if group is None else Reduction(group, bits, average, bucket_nbytes)
         self.follow()
         self._collect()
@@ -255,7 +255,12 @@ class CompressedGradients:
 
         Returns:
             The norm before clipping.
+
+        Raises:
+            ConfigError: max_norm is negative or NaN.
         """
+        if not max_norm >= 0:
+            raise ConfigError(f"max_norm is {max_norm}, but it must be at least 0; inf leaves gradients as they are")
         norm = self.norm(over, counted)
         self.scale_((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm

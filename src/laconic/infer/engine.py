@@ -37,6 +37,7 @@ from laconic.infer.recording import Recording, RunRecorder, check_trace_file, ch
 from laconic.infer.sampling import Sampling
 from laconic.infer.serving_plan import plan_serving
 from laconic.infer.settings import WorkerSettings
+from laconic.infer.split import Split
 from laconic.infer.token_engine import TokenListener
 from laconic.infer.transformers_seam import CacheLimits, check_transformers, check_weights, read_config
 from laconic.infer.watch import progress_limit
@@ -155,6 +156,7 @@ class Engine:
             expert_device,
         )
         self.split, self.plan, self.choice, self.notes = serving.split, serving.plan, serving.choice, serving.notes
+        self.notes += _unused(self.split, plan, payload)
         self._loads_path = None if expert_loads is None else Path(expert_loads)
         check_expert_placement(self._loads_path, redundant_experts)
         held: list[list[list[int]]] | None = None
@@ -411,6 +413,19 @@ class Engine:
             return False
         self._workers.send(rank, {"do": "cancel", "name": generation._name})
         return True
+
+
+def _unused(split: Split, plan: object, payload: str) -> tuple[str, ...]:
+    """Return a sentence about what was asked for and has no effect, as no row travels."""
+    given = {"payload": (payload, "raw")}
+    if isinstance(plan, InferencePlan):
+        names = ("num_slices", "slicing", "order", "shared_first")
+        given |= {name: (getattr(plan, name), getattr(InferencePlan(), name)) for name in names}
+    unused = [f"{name} = {value!r}" for name, (value, usual) in given.items() if value != usual]
+    if split.experts or not unused:
+        return ()
+    verb = "has" if len(unused) == 1 else "have"
+    return (f"every worker holds whole models, so {', '.join(unused)} {verb} no effect",)
 
 
 def _end_forgotten(workers: WorkerSet, pid: int) -> None:

@@ -221,11 +221,15 @@ class InFlight:
                 f" {self._vocabulary - 1}; use the tokenizer of the model"
             )
         biased = {token for tokens, _ in sampling.rules.get("sequence_bias") or () for token in tokens}
-        if biased and not 0 <= min(biased) <= max(biased) < self._vocabulary:
-            raise ConfigError(
-                f"a bias is given for tokens from {min(biased)} to {max(biased)}, but this model's are from 0 to"
-                f" {self._vocabulary - 1}; use the tokenizer of the model"
-            )
+        for what, tokens in (
+            ("a bias is given for tokens", biased),
+            ("stop_token_ids has tokens", sampling.stop_token_ids),
+        ):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
+                raise ConfigError(
+                    f"{what} from {min(tokens)} to {max(tokens)}, but this model's are from 0 to"
+                    f" {self._vocabulary - 1}; use the tokenizer of the model"
+                )
         if (needed := len(prompt) + sampling.max_new_tokens) > self._max_request_tokens:
             raise ConfigError(
                 f"a prompt of {len(prompt)} tokens and max_new_tokens = {sampling.max_new_tokens} need {needed} tokens"

@@ -41,8 +41,8 @@ class Sampling:
         stop_token_ids: tokens that end the request, besides the model's end-of-sequence tokens; they are part of the
             answer.
         logprobs: how many of the most probable tokens to report at each position; None reports no logprob at all.
-        rules: for logits, by their names in transformers' GenerationConfig (repetition_penalty, min_p, ...), in place
         prompt_logprobs: the same for each token of the prompt but the first; they come with the answer's first token.
+        rules: for logits, by their names in transformers' GenerationConfig (repetition_penalty, min_p, ...), in place
             of the model's; None switches one off, and sequence_bias is added to the model's.
         frequency_penalty: taken from a token's logit for each time that it is in the answer, as in OpenAI's API.
         presence_penalty: taken from the logits of tokens that are in the answer.
@@ -80,6 +80,10 @@ class Sampling:
         if unknown := sorted(set(self.rules) - PROCESSORS - WARPERS):
             known = ", ".join(sorted(PROCESSORS | WARPERS))
             raise ConfigError(f"rules holds {', '.join(unknown)}, but rules for logits are {known}")
+        if (least := self.rules.get("min_new_tokens")) and least > self.max_new_tokens:
+            raise ConfigError(
+                f"min_new_tokens is {least}, but max_new_tokens is {self.max_new_tokens}; give at most that"
+            )
         if isinstance(bias := self.rules.get("sequence_bias"), dict):
             pairs = [[list(tokens), value] for tokens, value in bias.items()]
             object.__setattr__(self, "rules", {**self.rules, "sequence_bias": pairs})

@@ -141,23 +141,71 @@ class HuggingFaceTokenizer:
         self._check_variables(variables or {}, bool(tools))
         with self._lock:
             try:
-                text = self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tools=[dict(tool) for tool in tools] or None,
-                    tokenize=False,
-                    add_generation_prompt=True,
-                    **variables or {},
-                )
+                text = self._render(messages, tools, variables)
             except Exception as error:  # templates are programs and raise what they like
                 raise ConfigError(f"the model's chat template does not accept these messages: {error}") from error
+            self._check_all_shown(messages, tools, variables)
             return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None,
+    ) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **variables or {},
+            )
+        )
+
+    def _check_all_shown(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None,
+    ) -> None:
+        """Refuse what a template passes over without a word, as many do with roles that they do not know.
+
+        The conversation is rendered once more with marks in the place of what templates may leave out. Those of users
+        and assistants they all show, apart from thoughts.
+        """
+        marks: dict[str, str] = {}
+        marked_messages, marked_tools = [], []
+        for place, message in enumerate(messages):
+            marked = dict(message)
+            if message.get("content") and message["role"] not in ("user", "assistant"):
+                marks[mark := f"laconicmessage{place}mark"] = (
+                    f"messages.{place}, whose role is {message['role']}; give it another role, or leave it out"
+                )
+                marked["content"] = mark
+            if calls := message.get("tool_calls"):
+                marks[mark := f"laconiccall{place}mark"] = f"tool_calls of messages.{place}; leave them out"
+                marked["tool_calls"] = [{**call, "function": {**call["function"], "name": mark}} for call in calls]
+            marked_messages.append(marked)
+        for place, tool in enumerate(tools):
+            marks[mark := f"laconictool{place}mark"] = f"tools.{place}; leave it out"
+            marked_tools.append({**tool, "function": {**tool.get("function", {}), "name": mark}})
+        if not marks:
+            return
+        try:
+            text = self._render(marked_messages, marked_tools, variables)
+        except Exception:  # it asks for certain values, so it reads them
+            return
+        if missing := [what for mark, what in marks.items() if mark not in text]:
+            raise ConfigError(f"the model's chat template has no place for {missing[0]}")
 
     def _check_variables(self, variables: Mapping[str, Any], with_tools: bool) -> None:
         """Refuse variables that the template does not have, or that are not the client's to set."""
         taken = inspect.signature(self._tokenizer.apply_chat_template).parameters
         template = str(self._tokenizer.get_chat_template(tools=[{}] if with_tools else None)) if variables else ""
+        read = _variables_of(template)
         for name in variables:
-            if name in taken or name == "messages" or not re.search(rf"\b{re.escape(name)}\b", template):
+            if name in taken or name == "messages" or name not in read:
                 raise ConfigError(
                     f"the model's chat template has no variable {name!r} that a request can set; leave it out"
                 )
@@ -249,6 +297,17 @@ class ByteTokenizer:
     def vocabulary(self) -> tuple[list[bytes], frozenset[int]]:
         """See TextTokenizer."""
         return [self.token_bytes(token) for token in range(257)], frozenset({256})
+
+
+def _variables_of(template: str) -> set[str]:
+    """Return the variables that a chat template reads and does not set before."""
+    from jinja2 import Environment, TemplateError, meta
+
+    text = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)  # a tag of transformers'
+    try:
+        return meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text))
+    except TemplateError:  # another tag or filter that jinja does not know
+        return set(re.findall(r"\w+", template))
 
 
 def _known_decoder(tokenizer: Any) -> tuple[Any, Callable[[str], str] | None] | None:

@@ -8,6 +8,7 @@ N_DP, not by N_EDP.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.weak import WeakIdKeyDictionary
 
 from laconic.collectives import api
 from laconic.collectives.codec import Codec
@@ -30,6 +32,8 @@ __all__ = ["fully_shard_layers", "reduce_gradients"]
 
 BUCKET_NBYTES = 25 << 20
 """Bytes of gradients in one message, as in DDP."""
+_reduced: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Gradients of experts, with their version when they had been reduced."""
 
 
 def fully_shard_layers(
@@ -74,7 +78,7 @@ def fully_shard_layers(
 def _shard_experts(layer: MoELayer, grid: Grid, divisor: float, options: dict[str, Any]) -> set[nn.Parameter]:
     """Shard experts over edp; return the parameters that were left as they are."""
     experts = layer.experts
-    parameters = [parameter for parameter in experts.parameters() if parameter.requires_grad]
+    parameters = [*experts.parameters()]  # frozen ones too, which may be trained later
     policy = options.get("mp_policy")
     dtypes = {(policy.reduce_dtype or policy.param_dtype if policy else None) or p.dtype for p in parameters}
     if grid.layout.edp == 1 and not dtypes <= {torch.float32, torch.bfloat16}:
@@ -120,19 +124,28 @@ def _cut_of_replicas(parameter: nn.Parameter, num_replicas: int) -> Shard | None
 def reduce_gradients(
     model: nn.Module, grid: Grid, *, codec: Codec | str = "auto", bucket_nbytes: int = BUCKET_NBYTES
 ) -> None:
-    """Reduce gradients as DDP does, for a model without a wrapper: call it after backward, on all ranks.
+    """Reduce gradients as DDP does, for a model without a wrapper: call it after backward, on all ranks, once a step.
+
+    With several micro-batches call it after the last backward: a second call divides experts' gradients once more, and
+    warns where it sees that.
 
     Gradients of one dtype and device are sent in buckets of about `bucket_nbytes` bytes, in the order of the model's
     parameters, so each rank sends the same ones; a bucket is a copy. Gradients that a rank does not have count as zero
     where another may have one.
 
     Raises:
-        ModelError: there is no MoELayer, or a gradient is in codes (compress_gradients reduces those itself); nothing
-            has been sent then.
-        ConfigError: bucket_nbytes is not positive.
+        ModelError: there is no MoELayer, or a gradient is in codes (compress_gradients); nothing has been sent then.
+        ConfigError: bucket_nbytes is not positive, or a part of the model is FSDP2's, which reduces in backward.
     """
     if bucket_nbytes <= 0:
         raise ConfigError(f"bucket_nbytes is {bucket_nbytes}, but it must be positive")
+    cut = next((name for name, module in model.named_modules() if isinstance(module, FSDPModule)), None)
+    if cut is not None:
+        raise ConfigError(
+            f"reduce_gradients is called, but {cut or type(model).__name__} is FSDP2's, whose gradients are reduced in"
+            " backward, each process having others; leave the call out, and shard the model by fully_shard of what"
+            " parallelize returns, or by laconic.moe.fully_shard_layers(model, grid)"
+        )
     of_experts = {id(p) for layer in _layers(model) for p in layer.experts.parameters()}
     held: dict[tuple[bool, torch.dtype, torch.device], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
@@ -140,8 +153,8 @@ def reduce_gradients(
             continue
         if quantized_gradient(parameter) is not None:
             raise ModelError(
-                f"the gradient of {name} is in codes, which reduce_gradients cannot add; give compress_gradients the"
-                " group and call reduce() of its result"
+                f"the gradient of {name} is in codes, which reduce_gradients cannot add; call remove() of what"
+                " compress_gradients returned before backward"
             )
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -152,6 +165,15 @@ def reduce_gradients(
         # The local part of a DTensor (experts of parallelize).
         gradient = local_part(parameter.grad)
         held.setdefault((id(parameter) in of_experts, gradient.dtype, gradient.device), []).append(gradient)
+    trained = [p for p in model.parameters() if p.requires_grad and id(p) in of_experts]
+    grads_of_experts = [p.grad for p in trained if p.grad is not None]
+    if grid.layout.dp > 1 and grads_of_experts and all(map(_holds_reduced, grads_of_experts)):
+        warnings.warn(
+            "the gradients of experts were reduced before and seem to hold that still, which is divided by"
+            f" {grid.layout.dp} once more; call reduce_gradients once a step, after the backward of the last"
+            " micro-batch",
+            stacklevel=3,
+        )
     for (expert, _, _), gradients in held.items():
         for bucket in _buckets(gradients, bucket_nbytes):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
@@ -159,6 +181,17 @@ def reduce_gradients(
             parts = flat.div_(grid.layout.dp).split([gradient.numel() for gradient in bucket])
             for gradient, part in zip(bucket, parts, strict=True):
                 gradient.copy_(part.view(gradient.shape))
+    for grad in grads_of_experts:
+        _reduced[grad] = grad._version
+
+
+def _holds_reduced(gradient: Tensor) -> bool:
+    """Return whether at most one operation has changed a gradient since it was reduced.
+
+    To set it to zero and to accumulate the next one are two.
+    """
+    version = _reduced.get(gradient)
+    return version is not None and gradient._version - version <= 1
 
 
 def _buckets(gradients: Iterable[Tensor], bucket_nbytes: int) -> Iterator[list[Tensor]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laconic.errors import ConfigError, ModelError
+from laconic.errors import ConfigError, ModelError, RoutingError
 from laconic.moe import (
     ExpertChoiceGate,
     Gate,
@@ -109,6 +109,14 @@ def test_gates_with_more_than_the_routers_weight_are_refused(gate: str, what: st
     with pytest.raises(ModelError, match=f"has {what}.* where the model's checkpoints have only model.layers.0.mlp"):
         parallelize(model, gate=gate)  # type: ignore[arg-type]
     assert not moe_layers(model)
+
+
+def test_a_number_of_experts_that_changes_after_the_gate_is_made_is_refused() -> None:
+    model = tiny()
+    parallelize(model, gate="softmax")
+    model.model.layers[1].mlp.gate.top_k = 1
+    with pytest.raises(RoutingError, match=r"layers.1.mlp.gate takes 1 experts per token, .* was made for 2; set"):
+        loss_of(model)
 
 
 def test_gates_of_another_width_are_refused() -> None:

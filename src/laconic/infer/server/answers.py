@@ -93,6 +93,13 @@ class Answers:
             LaconicError: the engine does not take it.
         """
         arrival = time.monotonic()
+        if body.min_tokens is not None and body.min_tokens > max_new_tokens:
+            raise Refusal(
+                400,
+                f"min_tokens is {body.min_tokens}, but an answer without max_tokens has at most {max_new_tokens} here;"
+                " give max_tokens too",
+                "min_tokens",
+            )
         sampling = self._sampling(body, max_new_tokens, grammar)
         stops = self._engine.answer_defaults.stop if body.stop is None else body.stop
         generation = Generation(
@@ -106,6 +113,7 @@ class Answers:
             self._admission.wake,
             self._handover_here(),
             burst=1 if body.stream or stops else _BURST,
+            is_seeded=body.seed is not None,
         )
         self._check_size(field, prompts, max_new_tokens, generation)
         self._generations.add(generation)

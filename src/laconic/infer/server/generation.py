@@ -52,12 +52,14 @@ class Generation:
         tokenizer: of the model.
         prompts: tokens of each prompt; there are `num_choices` choices of each, in this order.
         num_choices: of each prompt.
-        sampling: of all choices; choices of one prompt differ by `Sampling.request`.
+        sampling: of all choices, which differ by `Sampling.request`.
         stops: strings that end a choice.
         max_unread_tokens: that wait, those of the parts that are being read among them.
         on_freed: called, on the event loop, whenever the engine has got back a request's cache.
         handover: from the engine's threads to the event loop.
         burst: tokens that `parts` waits for, unless a request ends; 1 gives each at once.
+        is_seeded: whether a client gave the seed, so that a prompt has the same choices beside others as alone; else
+            equal prompts draw apart.
 
     Attributes:
         prompt_tokens: of all prompts.
@@ -77,6 +79,7 @@ class Generation:
         on_freed: Callable[[], None],
         handover: Handover,
         burst: int = 1,
+        is_seeded: bool = True,
     ) -> None:
         self._engine, self._on_freed, self._handover = engine, on_freed, handover
         self._events: list[tuple[int, _Event]] = []
@@ -90,7 +93,12 @@ class Generation:
         )
         self._choices = [
             _Choice(
-                number * num_choices + choice, prompt, replace(sampling, request=choice), stop_tokens, tokenizer, stops
+                number * num_choices + choice,
+                prompt,
+                replace(sampling, request=choice if is_seeded else number * num_choices + choice),
+                stop_tokens,
+                tokenizer,
+                stops,
             )
             for number, prompt in enumerate(prompts)
             for choice in range(num_choices)

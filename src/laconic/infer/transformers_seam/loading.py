@@ -38,7 +38,7 @@ def read_config(model_dir: Path) -> PretrainedConfig:
     """Read the configuration of the model in `model_dir`.
 
     Raises:
-        ModelError: the directory holds no model that can be served, or a quantized one.
+        ModelError: the directory holds no model that can be served, a quantized one, or one with an adapter.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
     from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
@@ -57,6 +57,11 @@ def read_config(model_dir: Path) -> PretrainedConfig:
         raise ModelError(
             f"{str(model_dir)!r} is a model of type {config.model_type}, which transformers does not know as a causal"
             " language model; only those can be served"
+        )
+    if (model_dir / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{str(model_dir)!r} holds an adapter of PEFT beside the model, of whose products laconic.infer would leave"
+            " out those of experts; merge it (merge_and_unload) and save the model, or move adapter_config.json away"
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(

@@ -107,10 +107,12 @@ class Parallelized:
     def reduce_gradients(self, *, codec: Codec | str = "auto") -> None:
         """Make gradients those of the mean of all processes' losses, after backward; see laconic.moe.reduce_gradients.
 
-        For a model without FSDP2 and DDP. All processes call it. Without a grid it does nothing.
+        For a model without FSDP2 and DDP. All processes call it, once a step. Without a grid it does nothing. Modules
+        around the model that `parallelize` was given (a head, say) are not reduced here.
 
         Raises:
-            ConfigError: the last forward was DDP's, in whose backward gradients have become the mean already.
+            ConfigError: the last forward was DDP's, in whose backward gradients have become the mean already, or a part
+                of the model is FSDP2's.
         """
         if self.grid is None:
             return
@@ -332,8 +334,10 @@ def _gate_of(
     model_dim = next(router.parameters()).shape[-1]
     if isinstance(wanted, str):
         options = {"device": "meta", "check_logits": check_logits}
-        return RouterGate(make_gate(wanted, block.num_experts, model_dim, block.top_k, **options), router, block.router)
-    return RouterGate(wanted(block.num_experts, model_dim, block.top_k), router, block.router)
+        made = make_gate(wanted, block.num_experts, model_dim, block.top_k, **options)
+    else:
+        made = wanted(block.num_experts, model_dim, block.top_k)
+    return RouterGate(made, router, block.router, block.top_k, check_logits)
 
 
 def _check_fit(model: nn.Module, blocks: dict[str, Block], grid: Grid | None) -> None:

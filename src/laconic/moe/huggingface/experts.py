@@ -18,7 +18,7 @@ from laconic.moe.experts.modules import Experts
 from laconic.moe.huggingface.blocks import FLAGS, takes_rows
 from laconic.moe.huggingface.sharding import hidden_placement
 from laconic.moe.layer import MoELayer
-from laconic.moe.parallel.calling_host import check_not_listed_by_fsdp
+from laconic.moe.parallel.calling_host import check_not_listed
 from laconic.moe.placement.expert_map import Placement
 
 __all__ = ["FusedExperts", "check"]
@@ -79,14 +79,14 @@ class FusedExperts(Experts):
         return super().__reduce_ex__(protocol)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the parameters, as of any module, unless FSDP asks for those of which processes have others.
+        """Return the parameters, as of any module, unless FSDP or `replicate` asks for spread experts.
 
         Raises:
-            ConfigError: it does, and not on behalf of `laconic.moe.fully_shard_layers`.
+            ConfigError: one does, and not on behalf of `laconic.moe.fully_shard_layers`.
         """
         layer = self.__dict__.get("layer")
         if layer is not None and layer.has_own_replicas and not layer.is_fully_sharded:
-            check_not_listed_by_fsdp([p for p in self._parameters.values() if p is not None], 1)
+            check_not_listed([p for p in self._parameters.values() if p is not None], 1)
         return super().named_parameters(*args, **kwargs)
 
     def stand_for(self, layer: MoELayer) -> None:

@@ -86,13 +86,16 @@ class RouterGate(GivenRouting):
         gate: with a weight [E, M] and nothing else that is trained or saved.
         router: of the model, with that weight alone.
         name: of the router, for messages.
+        top_k: the router's experts per token, for which the gate was made.
+        check_weights: as of GivenRouting; the gate checks its own logits.
 
     Raises:
         ModelError: the gate or the router has other parameters.
     """
 
-    def __init__(self, gate: Gate, router: nn.Module, name: str) -> None:
-        super().__init__(gate.num_experts)
+    def __init__(self, gate: Gate, router: nn.Module, name: str, top_k: int, check_weights: bool = True) -> None:
+        super().__init__(gate.num_experts, check_weights)
+        self._name, self._made_for = name, top_k
         more = sorted({*gate.state_dict()} - {"weight"})
         own = dict(gate.named_parameters()).get("weight")
         weight = dict(router.named_parameters())
@@ -113,9 +116,18 @@ class RouterGate(GivenRouting):
         self.__dict__["router"] = router  # which is the model's, not this layer's
 
     def routing(self, x: Tensor, indices: Tensor, weights: Tensor) -> Routing | SoftRouting:
-        """Route tokens x [..., M]; of the router's decision only the number of experts per token is read."""
+        """Route tokens x [..., M]; of the router's decision only the number of experts per token is read.
+
+        Raises:
+            RoutingError: that number is another than the gate was made for.
+        """
         router = self.__dict__["router"]
         self.top_k = indices.shape[-1]
+        if self.top_k != self._made_for:
+            raise RoutingError(
+                f"{self._name} takes {self.top_k} experts per token, but {type(self.gate).__name__} in its place was"
+                f" made for {self._made_for}; set top_k before parallelize is called with gate"
+            )
         self.gate.train(router.training)
         self.gate.__dict__["weight"] = router.weight  # read anew: hosts replace parameters
         routing: Routing | SoftRouting = self.gate(x.reshape(-1, x.shape[-1]))

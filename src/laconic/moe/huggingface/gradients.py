@@ -9,13 +9,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from laconic.errors import ConfigError
 from laconic.formats.shards import local_part
 
 __all__ = ["clip", "norm", "scale"]
 
 
 def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients to a common 2-norm of at most `max_norm`; return the norm before, 0-dim fp32 (or fp64)."""
+    """Scale all gradients to a common 2-norm of at most `max_norm`; return the norm before, 0-dim fp32 (or fp64).
+
+    Raises:
+        ConfigError: max_norm is negative or NaN.
+    """
+    if not max_norm >= 0:
+        raise ConfigError(f"max_norm is {max_norm}, but it must be at least 0; inf leaves gradients as they are")
     before = norm(parameters)
     scale(parameters, before, max_norm)
     return before

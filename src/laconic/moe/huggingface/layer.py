@@ -15,9 +15,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.errors import ConfigError
 from laconic.moe.dispatch.base import Dispatcher
 from laconic.moe.hooks import Hook
@@ -34,6 +36,8 @@ from laconic.moe.routing import Routing, SoftRouting
 
 __all__ = ["ExpertsLayer", "has_own_replicas"]
 
+_SAMPLE = 256
+"""Values of the tokens that an MP group compares."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
 
@@ -93,6 +97,9 @@ class ExpertsLayer(MoELayer):
         self._mean_under_ddp = None if self._own_replicas is None else ExpertMean(self._own_replicas)
         self._without_graph: list[bool] = []
         self._ran_again = False
+        self._checked_ddp: int | None = None
+        self._compared = not gate.check_weights
+        """Whether an MP group's tokens have been compared; never those of a forward without values (`check_logits`)."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         # In the model's tree, so that it moves with the model and a state dict is refused while experts are elsewhere.
@@ -137,9 +144,12 @@ class ExpertsLayer(MoELayer):
         """See `MoELayer.run`.
 
         Raises:
-            ConfigError: in backward, a reentrant checkpoint's: it is unknown whether DDP reduces the gradients.
+            ConfigError: DDP runs the layer and was made before it; or the processes of an MP group have other tokens;
+                or, in backward, a reentrant checkpoint runs it, and it is unknown whether DDP reduces the gradients.
         """
         self._note_ddp()
+        if self.num_mp > 1 and not (self._compared or torch.compiler.is_compiling()):
+            self._compare_tokens(x)
         self.is_running = True
         self.meanwhile = None if self.shared_call is None else self.shared_call.window(x)
         try:
@@ -158,6 +168,50 @@ class ExpertsLayer(MoELayer):
         averages = self.ran_under_ddp and self.averages_under_ddp and torch.is_grad_enabled()
         return self._mean_under_ddp if mean is None and averages else mean
 
+    def _check_left_out(self, ddp: DistributedDataParallel) -> None:
+        """Refuse a DDP that was made before `parallelize`, see laconic.moe.huggingface.wrapping, or is over too few.
+
+        Raises:
+            ConfigError: it was, or is.
+        """
+        own = {id(p) for p in self.experts.parameters()} if self.has_own_replicas else set()
+        left_out = ddp.parameters_to_ignore
+        if any(id(p) in own and name not in left_out for name, p in ddp.module.named_parameters()):
+            raise ConfigError(
+                "experts are spread over processes, but DistributedDataParallel was made before, so it waits for"
+                " gradients of parameters that are gone and reduces none; call parallelize first"
+            )
+        grid = self._own_replicas
+        if grid is not None and (left := {*ranks_of(grid.dp)} - {*ranks_of(ddp.process_group)}):
+            raise ConfigError(
+                f"DistributedDataParallel is over ranks {[*ranks_of(ddp.process_group)]}, but"
+                f" {sorted(left)} have other tokens, so that gradients would be no means over all; give it"
+                " process_group=grid.dp, or none"
+            )
+        self._checked_ddp = id(ddp)
+
+    def _compare_tokens(self, x: Tensor) -> None:
+        """Compare a sample of the tokens of an MP group, once: they have to be the same, but for rounding.
+
+        Raises:
+            ConfigError: they are not, on all ranks of the group alike.
+        """
+        assert self.grid is not None, "mp is above 1"
+        sample = x.detach().reshape(-1)[:: max(1, x.numel() // _SAMPLE)][:_SAMPLE].float()
+        mine = torch.zeros(1 + _SAMPLE, dtype=torch.float32, device=x.device)
+        mine[0], mine[1 : 1 + len(sample)] = x.numel(), sample
+        found = [torch.empty_like(mine) for _ in range(self.num_mp)]
+        dist.all_gather(found, mine, group=self.grid.mp)
+        sizes, values = torch.stack(found)[:, 0], torch.stack(found)[:, 1:]
+        far = (values - values[0]).norm(dim=1) > 0.1 * values[0].norm()  # never with NaN
+        if bool((sizes != sizes[0]).any() | far.any()):
+            raise ConfigError(
+                f"mp is {self.num_mp}, so that as many processes expect the same tokens, but ranks"
+                f" {[*ranks_of(self.grid.mp)]} have others; give each of them the same batch, or make the Grid without"
+                " mp"
+            )
+        self._compared = True
+
     def _note_ddp(self) -> None:
         """Note whether the gradients of this forward are DDP's.
 
@@ -165,7 +219,10 @@ class ExpertsLayer(MoELayer):
         of such a run is that of the last one without gradients in training.
         """
         if torch._C._current_graph_task_id() == -1:
-            of_ddp = DistributedDataParallel._get_active_ddp_module() is not None
+            ddp = DistributedDataParallel._get_active_ddp_module()
+            of_ddp = ddp is not None
+            if ddp is not None and id(ddp) != self._checked_ddp:
+                self._check_left_out(ddp)
             if torch.is_grad_enabled():
                 self.ran_under_ddp = of_ddp
                 self._without_graph.clear()

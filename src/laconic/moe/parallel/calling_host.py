@@ -2,15 +2,17 @@
 
 [Note: DDP and FSDP are seen when they list parameters]
 Both list the parameters of each module before they change any: DDP those to be reduced, `fully_shard` to tell those to
-be ignored from those to be sharded.
+be ignored from those to be sharded. `replicate` lists those to be reduced in its first forward, where it makes a DDP of
+a bare list of them.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from types import FrameType
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -18,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.errors import ConfigError
 
-__all__ = ["calling_host", "check_not_listed_by_fsdp", "check_not_wrapped", "fsdp_refused"]
+__all__ = ["calling_host", "check_not_listed", "check_not_wrapped", "fsdp_refused"]
 
 _REMEDIES = {
     ("transformers.trainer", "Trainer"): "take LaconicTrainer, or class Mine(LaconicTrainerMixin, ...), of"
@@ -51,13 +53,18 @@ def calling_host() -> tuple[str, str, str] | None:
     return found
 
 
-def check_not_listed_by_fsdp(experts: Iterable[nn.Parameter], depth: int) -> None:
-    """Refuse FSDP as the caller `depth` frames above; see [Note: DDP and FSDP are seen when they list parameters].
+def check_not_listed(experts: Iterable[nn.Parameter], depth: int) -> None:
+    """Refuse FSDP and `replicate` as the caller `depth` frames above.
+
+    See [Note: DDP and FSDP are seen when they list parameters].
 
     Raises:
-        ConfigError: it is, and would shard `experts`, or train them without reducing their gradients.
+        ConfigError: FSDP is, and would shard `experts`, or train them without reducing their gradients; or `replicate`
+            is, and would give all processes the first one's.
     """
-    ignored = _ignored_by_fsdp(sys._getframe(depth + 1))
+    caller, experts = sys._getframe(depth + 1), [*experts]
+    _check_not_replicated(experts, None, caller)
+    ignored = _ignored_by_fsdp(caller)
     if ignored is None:
         return
     if any(id(parameter) not in ignored for parameter in experts):
@@ -73,6 +80,8 @@ def check_not_wrapped(experts: Iterable[nn.Parameter], peers: Set[int], depth: i
         ConfigError: one of them is, and does not leave out `experts` that are whole.
     """
     caller = sys._getframe(depth + 1)
+    experts = [*experts]
+    _check_not_replicated(experts, peers, caller)
     frame: FrameType | None = caller
     whole = [parameter for parameter in experts if not isinstance(parameter, DTensor)]
     if (ignored := _ignored_by_fsdp(caller)) is not None:
@@ -95,6 +104,31 @@ def check_not_wrapped(experts: Iterable[nn.Parameter], peers: Set[int], depth: i
     if any(id(parameter) not in ignored for parameter in whole):
         raise ConfigError(
             "experts are spread over processes, but DDP would give all the first one's; leave DDP out and call"
+            " laconic.moe.reduce_gradients(model, grid) after backward"
+        )
+
+
+def _check_not_replicated(experts: Sequence[nn.Parameter], peers: Set[int] | None, caller: FrameType) -> None:
+    """Refuse torch's composable `replicate` as the caller, over `peers` or, with None, any processes.
+
+    Raises:
+        ConfigError: it is, and does not leave `experts` out.
+    """
+    if caller.f_code.co_name != "_collect_params" or not caller.f_globals.get("__name__", "").endswith(".replicate"):
+        return
+    ignored = {id(parameter) for parameter in caller.f_locals["ignored_params"]}
+    if all(id(parameter) in ignored for parameter in experts):
+        return
+    frame: FrameType | None = caller
+    while frame is not None and frame.f_code.co_name == "_collect_params":  # it calls itself for each child
+        frame = frame.f_back
+    options = {} if frame is None else frame.f_locals.get("kwargs", {})
+    mesh = options.get("device_mesh")
+    group = mesh.get_group() if mesh is not None else options.get("process_group") or dist.group.WORLD
+    if peers is None or group is None or not peers.isdisjoint(ranks_of(group)):
+        raise ConfigError(
+            "experts are spread over processes, but replicate would give all the first one's; give it ignored_modules ="
+            " [layer.experts for layer in moe_layers(model).values()] of laconic.moe, or leave it out and call"
             " laconic.moe.reduce_gradients(model, grid) after backward"
         )
 
