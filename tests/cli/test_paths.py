@@ -54,6 +54,8 @@ def _train(prepared: Path, out: Path, **changes: str) -> list[str]:
         **{"model.hidden-size": "16", "model.intermediate-size": "16", "model.num-hidden-layers": "1"},
         **{"model.num-attention-heads": "1", "activations.bits": "16"},
     }
+    if "model.path" in changes:
+        settings = {name: value for name, value in settings.items() if not name.startswith("model.")}
     return ["train", *(f"--{name}={value}" for name, value in (settings | changes).items())]
 
 

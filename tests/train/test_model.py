@@ -20,7 +20,8 @@ SIZES: dict[str, Any] = {
 
 
 def build(**fields: Any) -> Any:
-    return build_model(ModelConfig(**SIZES, **fields), vocab_size=97, max_sequence_length=16, seed=3, eos_token_id=96)
+    sizes = {} if "path" in fields else SIZES
+    return build_model(ModelConfig(**sizes, **fields), vocab_size=97, max_sequence_length=16, seed=3, eos_token_id=96)
 
 
 @pytest.mark.parametrize(
