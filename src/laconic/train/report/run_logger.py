@@ -166,8 +166,8 @@ class RunLogger:
     def summary(self, done: int, trainer: Trainer, bf16_nbytes_per_unit: float, seconds: float) -> dict[str, Any]:
         """The contents of summary.json; all processes call it together.
 
-        Seconds, speed, memory and bytes are those of the steps after `first_step`. The speed is that of the median step, so that neither the measuring first step nor a pause counts. Memory is
-        that of the process that took most.
+        Seconds, speed, memory and bytes are those of the steps after `first_step`. The speed is that of the median
+        step, so that neither the measuring first step nor a pause counts. Memory is that of the process that took most.
         """
         config, unit = self._config, trainer.unit
         # A copy of the model is as many processes as there are stages.
