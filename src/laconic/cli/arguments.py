@@ -39,6 +39,21 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError(self._unknown(unknown[0]))
         return options
 
+    def refuse(self, flags: Iterable[str], why: str) -> None:
+        """Refuse flags that would have no effect.
+
+        Args:
+            flags: as they are written, "--out".
+            why: they have none, as the end of a sentence.
+
+        Raises:
+            ConfigError: one of them was given.
+        """
+        unused = dict.fromkeys(flag for flag in self._flags_given() if flag in {*flags})
+        if unused:
+            verb, it = ("are", "them") if len(unused) > 1 else ("is", "it")
+            raise ConfigError(f"{' and '.join(unused)} {verb} given, but would have no effect {why}; leave {it} out")
+
     def error(self, message: str) -> NoReturn:
         """Raise argparse's `message` in our words."""
         raise ConfigError(self._reworded(message))

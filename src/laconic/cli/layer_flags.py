@@ -8,7 +8,10 @@ from collections.abc import Callable
 from laconic.cost.comm.rates import ITEM_NBYTES
 from laconic.cost.moe.shape import LayerShape
 
-__all__ = ["add_layer", "layer_shape"]
+__all__ = ["LAYER_FLAGS", "add_layer", "layer_shape"]
+
+LAYER_FLAGS = ("--tokens", "--model-dim", "--hidden-dim", "--experts", "--top-k", "--gemms", "--mp", "--esp", "--ep")
+"""The flags that `add_layer` adds."""
 
 
 def add_layer(add: Callable[..., object]) -> None:

@@ -67,9 +67,10 @@ def _flags_behind(parser: Parser, arguments: Sequence[str]) -> list[str]:
     words = [word for argument in arguments for word in argument.split("=", 1)]
     found = []
     for flag, value in pairwise([*words, ""]):
-        if flag in own and (choices := own[flag].choices) is None:
+        choices = own[flag].choices if flag in own else ()
+        if choices is None:
             found.append(flag)
-        elif flag in own and value in map(str, choices):
+        elif value in map(str, choices):
             found.append(f"{flag} {value}")
     return found
 

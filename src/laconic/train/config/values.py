@@ -94,7 +94,7 @@ def refuse(section: object, name: str, rule: str) -> NoReturn:
     """
     value = functools.reduce(getattr, name.split("."), section)
     if type(value) in _PREFIXES:  # a whole section: what is set in it
-        refuse_unused(value, [field.name for field in dataclasses.fields(value)], rule)
+        refuse_unused(value, type(value).__dataclass_fields__, rule)
     raise ConfigError(_message(_PREFIXES[type(section)] + name, value, rule))
 
 
