@@ -554,8 +554,7 @@ class TrainConfig:
     def _check_local_steps(self) -> None:
         steps, outer = self.local_steps, self.outer
         if not steps:
-            fields = OuterConfig.__dataclass_fields__
-            refuse_unused(outer, fields, "be left out without local_steps; set that to 1 or more")
+            refuse_unused(outer, (), "be left out without local_steps; set that to 1 or more")
             return
         alone = f"with local_steps = {steps}: each process trains the whole model by itself"
         if self.parallel != "ddp":

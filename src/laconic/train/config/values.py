@@ -94,18 +94,19 @@ def refuse(section: object, name: str, rule: str) -> NoReturn:
     """
     value = functools.reduce(getattr, name.split("."), section)
     if type(value) in _PREFIXES:  # a whole section: what is set in it
-        refuse_unused(value, type(value).__dataclass_fields__, rule)
+        refuse_unused(value, (), rule)
     raise ConfigError(_message(_PREFIXES[type(section)] + name, value, rule))
 
 
 def refuse_unused(section: object, names: Iterable[str], rule: str) -> None:
-    """Refuse the first field of `names` that has another value than its default, which `rule` asks for.
+    """Refuse the first field of `names`, or of all if there are none, that has not its default, which `rule` asks for.
 
     Raises:
         ConfigError: there is one.
     """
-    for name in names:
-        described = type(section).__dataclass_fields__[name]  # type: ignore[attr-defined]
+    fields: dict[str, dataclasses.Field[Any]] = vars(type(section))["__dataclass_fields__"]
+    for name in names or fields:
+        described = fields[name]
         made = described.default_factory
         if getattr(section, name) != (described.default if made is dataclasses.MISSING else made()):
             refuse(section, name, rule)
