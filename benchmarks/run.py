@@ -63,7 +63,8 @@ def main(arguments: Sequence[str]) -> int:
     if chosen.out is not None and not chosen.out.parent.is_dir():
         parser.error(f"--out is {chosen.out}, but the folder {chosen.out.parent} does not exist: make it first")
     write, began = _Report(chosen.out).write, time.monotonic()
-    print(_announced(chosen.name), file=sys.stderr, flush=True)
+    if not chosen.smoke:
+        print(_announced(chosen.name), file=sys.stderr, flush=True)
     head = report_head(chosen.name, f"python -m benchmarks.run {' '.join(arguments)}") + "\n"
     for threads in chosen.threads:
         # What comes last counts.
@@ -92,7 +93,7 @@ def _announced(name: str, reports: Path = Path(__file__).parent / "results") -> 
         found = re.search(r"^All of it took (\d.*)\.$", said, re.MULTILINE)
         if found and said.startswith(f"# Benchmark: {name}\n"):
             return f"{name} took {found[1]} when {path.name} was made; tables come as they are ready"
-    return f"no report of {name} says how long it takes; tables come as they are ready, and --smoke tries it in seconds"
+    return f"no report of {name} says how long it takes; tables come as they are ready, and --smoke only tries it"
 
 
 class _Report:

@@ -64,6 +64,13 @@ def test_links_of_a_page_lead_to_files() -> None:
             assert target.startswith("http") or (folder / target).exists(), (page, target)
 
 
+def test_results_that_pages_name_are_there() -> None:
+    there = {file.name for file in ROOT.glob("benchmarks/results/*")}
+    for page, text in TEXTS.items():
+        missing = set(re.findall(r"\b[a-z]\w+_20\d{4}\.\w+", text)) - there
+        assert not missing, (page, missing)
+
+
 def test_a_page_over_two_screens_shows_something() -> None:
     """Two windows of 1280 by 800 hold 600 words of prose; in more there has to be a block, a table or a picture."""
     for page, text in TEXTS.items():

@@ -197,6 +197,13 @@ def test_hooks_pack_once_what_is_saved_twice_and_never_parameters() -> None:
         ({"bits": 8, "format": "nf4"}, FormatError, r"nf4"),
         ({"format": "fp4"}, FormatError, r"fp4"),
         ({"example_inputs": torch.zeros(2, 3)}, ModelError, r"example_inputs is a Tensor, not a dict of keyword"),
+        (
+            {"format": "nf5"},
+            FormatError,
+            r"format is 'nf5', but with bits = 4 it must be one of nf4, e2m1, int4, or left",
+        ),
+        ({"bits": 16, "format": "nf4"}, FormatError, r"format is 'nf4', but with bits = 16 it must be left out"),
+        ({"bits": 3, "format": "nf4"}, FormatError, r"bits is 3"),
         ({"mode": "magic"}, ModelError, r"mode is 'magic', but it must be one of sites, hooks, combined"),
         ({"mode": "hooks", "policy": uniform(None)}, ModelError, r"need mode='sites'"),
         (

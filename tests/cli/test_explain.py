@@ -71,6 +71,23 @@ def test_a_world_that_is_none_is_refused(record: str, capsys: pytest.CaptureFixt
     assert "world is 6 with 4 ranks per node" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tokens", "5"], "--tokens is given, but would have no effect without --moe; leave it out"),
+        (["--moe", "--nbytes", "4MB"], "--nbytes is given, but would have no effect with --moe"),
+        (["--rates", "--world", "4", "--dtype", "float16"], "--world and --dtype are given, but would have no effect"),
+        (["--world", "0"], "world is 0"),
+        (["--ranks-per-node", "0"], "0 ranks per node"),
+    ],
+)
+def test_flags_without_effect_and_zeros_are_refused(
+    record: str, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "--record", record, *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_every_way_through_a_layer_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "moe.json"
     names = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")

@@ -54,6 +54,8 @@ def _train(prepared: Path, out: Path, **changes: str) -> list[str]:
         **{"model.hidden-size": "16", "model.intermediate-size": "16", "model.num-hidden-layers": "1"},
         **{"model.num-attention-heads": "1", "activations.bits": "16"},
     }
+    if "model.path" in changes:
+        settings = {name: value for name, value in settings.items() if not name.startswith("model.")}
     return ["train", *(f"--{name}={value}" for name, value in (settings | changes).items())]
 
 
@@ -129,7 +131,10 @@ def test_a_directory_without_tensors_is_zipped_without_a_share(
     assert main(["zip", str(tmp_path / "empty"), "--out", str(tmp_path / "zipped")]) == 0
     shown = capsys.readouterr()
     assert "%" not in shown.out
-    assert "holds no tensors, so nothing was shortened" in shown.err
+    assert "holds no safetensors with tensors, so nothing was shortened\n" in shown.err
+    (tmp_path / "empty" / "checkpoints").mkdir()
+    assert main(["zip", str(tmp_path / "empty"), "--out", str(tmp_path / "run"), "--json"]) == 0
+    assert "checkpoint.zip shortens a run's checkpoints" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--batch", "--sequence-length", "--hidden-size", "--dp", "--micro-batches"])

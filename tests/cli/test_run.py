@@ -1,6 +1,7 @@
 """`laconic run`: scripts that know nothing of laconic, in processes of their own."""
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -234,6 +235,17 @@ def test_endings_are_those_of_the_script(tmp_path: Path) -> None:
     code, _, err = laconic_run(tmp_path, "with torch.no_grad(): Net().eval()(torch.ones(1, 64))")
     assert code == 0
     assert "the script did not train" in err
+
+
+def test_flags_behind_the_script_are_said_to_be_the_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    arguments = ["--activations", "8", "--loss=chunked", "--optimizer", "sgd", "--no-audit", "--loss", "mse"]
+    assert main(["run", str(script), *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{arguments}\n"
+    said = re.findall(r"the script gets (.*?), which stands behind it", err)
+    assert said == ["--activations 8", "--loss chunked", "--no-audit"]
 
 
 def test_a_missing_script_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,6 +96,8 @@ def test_a_plan_brings_the_settings_it_was_made_for(tmp_path: Path) -> None:
     assert (config.nproc, config.parallel, config.batch_size, config.sequence_length) == (4, "fsdp", 2 * 2 * 4, 32)
     assert (config.pipeline.stages, config.micro_batches, config.precision) == (2, 4, "bf16")
     assert (config.optimizer.kind, config.gradients.bits) == ("adamw8bit", 8)
+    of_folder = config_of("--plan", str(tmp_path / "plan.json"), "--init", "m").model
+    assert (of_folder.path, of_folder.num_key_value_heads) == ("m", None)  # whose config.json has the sizes
     shared = replace(layout, expert_parallel=2)
     Plan(Job(traced, batch, shared, settings), {}, {}, "exact").save(tmp_path / "plan.json")
     with pytest.raises(PlanError, match="expert_parallel is 2 in the plan, but laconic train carries out no plan"):

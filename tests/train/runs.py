@@ -59,12 +59,16 @@ def write_corpus(folder: Path) -> Path:
 
 
 def tiny_config(folder: Path, name: str, changes: Mapping[str, Any] | None = None) -> TrainConfig:
-    """A run of six steps in `folder`/`name` on the corpus in `folder`/corpus, with dotted `changes`."""
+    """A run of six steps in `folder`/`name` on the corpus in `folder`/corpus, with dotted `changes`.
+
+    With model.path among these the model is that directory's, otherwise of sizes.
+    """
     corpus = folder / "corpus"
     if not corpus.is_dir():
         write_corpus(corpus)
     paths = {"run_dir": str(folder / name), "data.paths": (str(corpus),), "data.cache_dir": str(folder / "cache")}
-    return load_config(None, {**_TINY, **paths, **(changes or {})})
+    tiny = {name: value for name, value in _TINY.items() if "model.path" not in (changes or {}) or "model." not in name}
+    return load_config(None, {**tiny, **paths, **(changes or {})})
 
 
 class StopAfter(StopRequest):

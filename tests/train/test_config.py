@@ -58,9 +58,9 @@ toml_values = st.recursive(
 )
 configs = st.builds(
     TrainConfig,
-    model=st.builds(
+    model=st.builds(ModelConfig, path=texts)
+    | st.builds(
         ModelConfig,
-        path=st.none() | texts,
         num_key_value_heads=st.sampled_from([None, 1, 2, 4]),
         tie_word_embeddings=st.booleans(),
         extra=st.dictionaries(texts, toml_values, max_size=4),
@@ -236,6 +236,39 @@ def test_value_that_toml_cannot_hold_is_refused(tmp_path: Path) -> None:
         ({"data": {"validation_fraction": -0.1}}, r"data.validation_fraction is -0.1, but it must be at least 0"),
         ({"resume": True}, r"resume is True, but it must come with run_dir"),
         ({"rank_timeout_seconds": 0.0}, r"rank_timeout_seconds is 0.0, but it must be above 0"),
+        (
+            {"model": {"path": "m", "hidden_size": 64}},
+            r"model.hidden_size is 64, but it must be left out with model.path",
+        ),
+        (
+            {"model": {"path": "m", "family": "qwen3"}},
+            r"model.family is 'qwen3', but it must be left out with model.path",
+        ),
+        (
+            {"model": {"path": "m", "extra": {"a": 1}}},
+            r"model.extra is .'a': 1., but it must be left out with model.path",
+        ),
+        (
+            {"activations": {"bits": 16, "mode": "hooks"}},
+            r"activations.mode is 'hooks', but it must be left out, because",
+        ),
+        (
+            {"activations": {"bits": 16, "block_size": 32}},
+            r"activations.block_size is 32, but it must be left out, because",
+        ),
+        ({"plan": "p.json", "activations": {"bits": 8}}, r"activations.bits is 8, but it must be left out with a plan"),
+        (
+            {"pipeline": {"schedule": "gpipe"}},
+            r"pipeline.schedule is 'gpipe', but .* left out with pipeline.stages = 1",
+        ),
+        ({"pipeline": {"micro_batches": 4}}, r"pipeline.micro_batches is 4, but .* left out with pipeline.stages = 1"),
+        ({"pipeline": {"split": [4]}}, r"pipeline.split is \[4\], but it must be left out with pipeline.stages = 1"),
+        ({"checkpoint": {"load": 3}}, r"checkpoint.load is 3, but it must be left out without resume"),
+        (
+            {"task": "image-classification", "data": {"text_key": "t"}},
+            r"data.text_key is 't', but it must be text with",
+        ),
+        ({"images": {"flip": True}}, r"images.flip is True, but it must be left out unless task = image"),
         ({"checkpoint": {"keep": 0}}, r"checkpoint.keep is 0, but it must be at least 1"),
     ],
 )
@@ -254,6 +287,14 @@ def test_broken_rule_names_field_value_and_rule(values: dict[str, Any], message:
         ),
         ({"moe.expert_parallel": 2, "moe.depth": 2}, "moe.depth is 2, but it must come with"),
         ({"moe.expert_parallel": 2, "moe.capacity_factor": 0.0}, "moe.capacity_factor is 0.0, but it must be above 0"),
+        (
+            {"moe.expert_parallel": 2, "moe.swap_pairs": 2},
+            "moe.swap_pairs is 2, but it must be left out without moe.swap",
+        ),
+        (
+            {"moe.expert_parallel": 2, "moe.rates": "r"},
+            "moe.rates is 'r', but it must be left out unless moe.swap_every",
+        ),
         ({"moe.expert_parallel": 2, "moe.swap_every": 5}, "moe.swap_every is 5, but it must be 0 unless"),
         (
             {"moe.expert_parallel": 2, "pipeline.stages": 2},

@@ -241,9 +241,9 @@ def test_damaged_idx_files_are_named(tmp_path: Path, raw: bytes, words: str) -> 
         ({"model.extra.num_channels": 3}, "1 channels, but the model takes 3.*images.mode"),
         ({"images.size": 16}, "images.size.*left out for the arrays"),
         ({"parallel": "fsdp"}, "parallel is 'fsdp', but it must be ddp"),
-        ({"moe.expert_parallel": 1}, "moe is .*left out"),
+        ({"moe.expert_parallel": 1}, "moe.expert_parallel is 1, .*left out"),
         ({"sequence_length": 32}, "sequence_length is 32"),
-        ({"task": "language-modeling"}, "images is .*task = image-classification"),
+        ({"task": "language-modeling"}, "images.flip is .*task = image-classification"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_by_name(

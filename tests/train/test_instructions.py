@@ -120,7 +120,7 @@ def test_what_is_cut_or_left_out_is_said(tmp_path: Path, caplog: pytest.LogCaptu
         ({"moe.expert_parallel": 1}, r"moe\.expert_parallel is 1"),
         ({"plan": "p"}, r"plan is 'p'"),
         ({"data.text_key": "t"}, r"data\.text_key is 't'"),
-        ({"images.size": 3}, r"images is"),
+        ({"images.size": 3}, r"images\.size is 3"),
     ],
 )
 def test_what_needs_samples_of_one_length_is_refused(values: dict[str, Any], message: str) -> None:

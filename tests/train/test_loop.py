@@ -139,6 +139,7 @@ def test_a_finished_run_has_nothing_to_resume_but_can_go_further(
     assert "has done 6 of 6 steps" in capsys.readouterr().out
     assert exact_metrics(config.run_dir) == before
     assert train_alone(replace(resumed(config), steps=8)) == 0
+    assert "done: 8 of 8 steps, 2 of them since the run was resumed, in" in capsys.readouterr().out
     assert sorted(losses(config.run_dir)) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 

@@ -51,7 +51,10 @@ def adapted(path: Path, **lora: Any) -> tuple[torch.nn.Module, str | None]:
         ({"lora.r": 4, "model.path": "m", "pipeline.stages": 2}, r"lora\.r is 4, .* with pipeline\.stages = 2"),
         ({"lora.r": 4, "model.path": "m", "moe.bias_rate": 0.1}, r"moe\.bias_rate is 0\.1, .* with lora\.r"),
         ({"lora.r": 4, "model.path": "m", "plan": "p.json"}, r"lora\.r is 4, .* with a plan"),
-        ({"lora.r": 4, "model.path": "m", "task": "image-classification"}, r"lora is .* left out with task = image"),
+        (
+            {"lora.r": 4, "model.path": "m", "task": "image-classification"},
+            r"lora\.r is 4, .* left out with task = image",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(values: dict[str, Any], message: str) -> None:

@@ -20,7 +20,8 @@ SIZES: dict[str, Any] = {
 
 
 def build(**fields: Any) -> Any:
-    return build_model(ModelConfig(**SIZES, **fields), vocab_size=97, max_sequence_length=16, seed=3, eos_token_id=96)
+    sizes = {} if "path" in fields else SIZES
+    return build_model(ModelConfig(**sizes, **fields), vocab_size=97, max_sequence_length=16, seed=3, eos_token_id=96)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,21 @@ def test_what_cannot_be_built_is_refused(fields: dict[str, Any], message: str) -
 def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"that directory has no config.json"):
         build(path=str(tmp_path))
+
+
+def test_a_folder_that_is_no_model_says_what_makes_one_of_it(tmp_path: Path) -> None:
+    from laconic.infer.transformers_seam.loading import read_config
+    from laconic.train.memory.directory import load_any
+
+    for name, inside in (("run", "config.toml"), ("adapters", "adapter_config.json"), ("other", "notes.txt")):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+        (tmp_path / name / inside).write_text("{}")
+    remedies = {"run": "it is a run: `laconic export .*run DIR`", "adapters": "--merge", "other": "save_pretrained"}
+    for name, remedy in remedies.items():
+        path = tmp_path / name
+        for load in (lambda p: build(path=str(p)), lambda p: load_any(str(p), torch.float32), read_config):
+            with pytest.raises((ConfigError, ModelError), match=remedy):
+                load(path)
 
 
 def test_a_config_alone_gives_random_weights_of_its_sizes(tmp_path: Path) -> None:

@@ -50,6 +50,15 @@ def test_table_shows_values_and_differences(tmp_path: Path) -> None:
     assert "run_dir" not in text
 
 
+def test_the_peak_of_memory_counts_every_start_and_what_came_after_the_last_step(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, "run")
+    assert cells([run_dir])["peak memory of a process"][0][0] == "500.00 MB"
+    summary = json.loads((run_dir / "summary.json").read_text())
+    for of_last_start, shown in ((600_000_000, "600.00 MB"), (400_000_000, "500.00 MB")):
+        (run_dir / "summary.json").write_text(json.dumps(summary | {"peak_memory_nbytes": of_last_start}))
+        assert cells([run_dir])["peak memory of a process"][0][0] == shown
+
+
 def test_losses_after_other_numbers_of_steps_are_compared_at_the_last_common_step(tmp_path: Path) -> None:
     short, long = make_run(tmp_path, "short", steps=20), make_run(tmp_path, "long", steps=30)
     shown = cells([short, long])

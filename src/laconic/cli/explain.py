@@ -29,10 +29,9 @@ def run(args: Sequence[str]) -> int:
     """Run `laconic explain` with `args`."""
     parser = make_parser()
     options = parser.parse_args(args)
+    _refuse_unused(parser, options)
     if options.moe:
-        parser.refuse(["--operation", "--nbytes"], "with --moe")
         return _explain_moe(options)
-    parser.refuse(LAYER_FLAGS, "without --moe")
     path = options.record or default_path()
     if options.record is None and not path.exists():
         raise ConfigError(f"{path} does not exist; measure this cluster with laconic profile, or give --record FILE")
@@ -50,6 +49,16 @@ def run(args: Sequence[str]) -> int:
         else:
             print("\n" + explain_one(operation, parse_nbytes(options.nbytes, "nbytes"), options.dtype, group, rates))
     return 0
+
+
+def _refuse_unused(parser: Parser, options: argparse.Namespace) -> None:
+    if options.moe:
+        parser.refuse(["--operation", "--nbytes"], "with --moe, which prices the messages of a layer")
+    else:
+        parser.refuse(LAYER_FLAGS, "without --moe")
+    if options.rates:
+        of_messages = ["--operation", "--nbytes", "--dtype", "--world", "--ranks-per-node"]
+        parser.refuse([*of_messages, *LAYER_FLAGS], "with --rates, which prints all that was measured")
 
 
 def _operations(options: argparse.Namespace) -> list[str]:
@@ -86,9 +95,12 @@ def _explain_moe(options: argparse.Namespace) -> int:
         print(moe_rates_text(rates))
         return 0
     nodes, per_node = rates.wire.layout
-    per_node = options.ranks_per_node or max(1, per_node)
-    num_ranks = options.world or max(2, nodes * per_node)
-    ep = options.ep or max(1, num_ranks // options.esp)
+    per_node = max(1, per_node) if options.ranks_per_node is None else options.ranks_per_node
+    num_ranks = max(2, nodes * per_node) if options.world is None else options.world
+    for name, value in (("world", num_ranks), ("ranks-per-node", per_node), ("esp", options.esp), ("ep", options.ep)):
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} is {value}, but it must be at least 1")
+    ep = max(1, num_ranks // options.esp) if options.ep is None else options.ep
     grid = GridLayout(num_ranks, options.mp, ep, options.esp, min(per_node, num_ranks))
     shape.check(grid)
     counts = None
@@ -113,8 +125,8 @@ def _explain_moe(options: argparse.Namespace) -> int:
 
 def _group_shape(options: argparse.Namespace, rates: WireRates) -> GroupShape:
     nodes, per_node = rates.layout
-    per_node = options.ranks_per_node or max(1, per_node)
-    num_ranks = options.world or max(2, nodes * per_node)
+    per_node = max(1, per_node) if options.ranks_per_node is None else options.ranks_per_node
+    num_ranks = max(2, nodes * per_node) if options.world is None else options.world
     if num_ranks < 1 or per_node < 1 or (per_node <= num_ranks and num_ranks % per_node):
         raise ConfigError(
             f"world is {num_ranks} with {per_node} ranks per node, but both must be positive and the first a multiple"

@@ -118,6 +118,10 @@ def _job(options: argparse.Namespace) -> Job:
         loss=options.loss,
         device="cpu" if options.hardware == "xeon-core" else "cuda",
     )
+    of_stages = (("schedule", options.schedule), ("virtual-stages", options.virtual_stages), ("split", options.split))
+    for flag, value in of_stages:
+        if options.stages == 1 and value not in (None, 1):
+            raise PlanError(f"--{flag} is {value!r}, but it must be left out with one stage; give --stages")
     batch = Batch(options.batch, _length(options))
     _check_sizes(options)
     what = options.model or f"a {options.family or 'llama'} of these sizes"

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,13 @@ __all__ = ["make_parser", "run"]
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic run` with `args`; return the script's exit code, 2 if what was asked for cannot be done."""
-    options = make_parser().parse_args(args)
+    parser = make_parser()
+    options = parser.parse_args(args)
     _check_json(options.json)
+    if os.environ.get("RANK", "0") == "0":
+        for behind in _flags_behind(parser, options.arguments):
+            rule = "laconic's flags stand before the script"
+            say(f"laconic run: the script gets {behind}, which stands behind it; {rule}")
     from laconic.run.models import Refusal, Wishes
     from laconic.run.savings import Savings
     from laconic.run.script import Script
@@ -52,6 +58,21 @@ def run(args: Sequence[str]) -> int:
         if options.json is not None:
             _write(options.json, summary)
     return code
+
+
+def _flags_behind(parser: Parser, arguments: Sequence[str]) -> list[str]:
+    """What of a script's arguments looks like a flag of laconic's, with a value that it takes."""
+    savings = ("activations", "attention", "loss", "optimizer", "zip", "no_audit")
+    own = {f"--{name.replace('_', '-')}": action for action in parser._actions if (name := action.dest) in savings}
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    found = []
+    for flag, value in pairwise([*words, ""]):
+        choices = own[flag].choices if flag in own else ()
+        if choices is None:
+            found.append(flag)
+        elif value in map(str, choices):
+            found.append(f"{flag} {value}")
+    return found
 
 
 def _check_json(file: str | None) -> None:

@@ -110,7 +110,10 @@ def resolve(args: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
     if (plan := asked.get("plan")) is not None:
         from laconic.train.config.plan import load_plan, plan_settings  # late: few runs have one
 
-        layers.append(plan_settings(load_plan(plan)))
+        planned = plan_settings(load_plan(plan))
+        if asked.get("model", {}).get("path") is not None:
+            del planned["model"]  # sizes; that the directory's model is the planned one is checked when it is there
+        layers.append(planned)
     values = functools.reduce(merge, [*layers, asked])
     if own.get("help"):
         flags_parser(TrainConfig, values, _OWN_FLAGS, _PROG).print_help()

@@ -40,6 +40,10 @@ def run(args: Sequence[str]) -> int:
             progress=progress,
         )
     seconds = time.perf_counter() - started
+    if not made.num_tensors:
+        of_runs = "checkpoint.zip shortens a run's checkpoints, `laconic export RUN DIR --zip` its model"
+        remedy = f"; {of_runs}" if (Path(options.path) / "checkpoints").is_dir() else ""
+        say(f"laconic: note: {options.path} holds no safetensors with tensors, so nothing was shortened{remedy}")
     if options.json:
         print_json(made, seconds)
         return 0
@@ -48,8 +52,6 @@ def run(args: Sequence[str]) -> int:
         f"wrote {made.path}: {made.original_nbytes:,} -> {made.zipped_nbytes:,} bytes{share}, "
         f"{made.num_tensors} tensors, {seconds:.1f} s"
     )
-    if not made.num_tensors:
-        say(f"laconic: note: {options.path} holds no tensors, so nothing was shortened")
     return 0
 
 

@@ -13,7 +13,7 @@ from laconic.train.config.dotted_names import nearest
 from laconic.train.config.schema import ModelConfig
 from laconic.train.data.images import ImageCorpus
 from laconic.train.model import check_extra, family_config, load_model, path_config, random_model
-from laconic.train.model_source import check_path
+from laconic.train.model_source import check_path, how_to_get_a_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,7 +73,8 @@ def build_classifier(config: ModelConfig, corpus: ImageCorpus, seed: int) -> Pre
         check_path(config)
         model = load_model(AutoModelForImageClassification, config, path_config(config), seed)
     else:
-        raise ConfigError(f"model.path is {config.path!r}, but it must be a directory with a config.json")
+        remedy = how_to_get_a_model(Path(config.path))
+        raise ConfigError(f"model.path is {config.path!r}, but it must be a directory with a config.json; {remedy}")
     _check_fit(model, corpus)
     return model
 

@@ -8,6 +8,7 @@ would all train, and all give a useless model without a word. What is not certai
 from __future__ import annotations
 
 import logging
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from laconic.json_text import parse_json
 from laconic.train.config.schema import FINE_TUNING_RATE, LORA_RATE, ModelConfig, TrainConfig
 from laconic.train.config.tasks import find_task
 
-__all__ = ["check_path", "find_weights", "own_tokenizer", "resolve_defaults", "tokenizer_files"]
+__all__ = ["check_path", "find_weights", "how_to_get_a_model", "own_tokenizer", "resolve_defaults", "tokenizer_files"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,17 @@ def check_path(config: ModelConfig) -> None:
             "for a name on the Hugging Face hub also set model.allow_download"
         )
     if not (Path(config.path) / "config.json").is_file():
-        raise ConfigError(f"model.path is {config.path!r}, but that directory has no config.json")
+        remedy = how_to_get_a_model(Path(config.path))
+        raise ConfigError(f"model.path is {config.path!r}, but that directory has no config.json; {remedy}")
+
+
+def how_to_get_a_model(directory: Path) -> str:
+    """The command that makes a model of what a directory without a config.json holds, for error messages."""
+    if (directory / "adapter_config.json").is_file():
+        return "it holds adapters: `laconic export RUN DIR --merge`, or PEFT's merge_and_unload, writes the whole model"
+    if (directory / "checkpoints").is_dir() and (directory / "config.toml").is_file():
+        return f"it is a run: `laconic export {shlex.quote(str(directory))} DIR` writes its model"
+    return "give a directory that save_pretrained or `laconic export` wrote"
 
 
 def find_weights(directory: Path) -> str | None:

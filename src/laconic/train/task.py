@@ -50,6 +50,7 @@ class Task(ABC):
         "data.tokenizer": None,
         "data.end_of_document": None,
         "data.cache_dir": None,
+        "data.text_key": "text",
         "activations.loss": "exact",
         "lora": LoraConfig(),
         "moe": MoEConfig(),

@@ -44,7 +44,7 @@ from laconic.activations.whole_model.report import (
 )
 from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
-from laconic.options import ATTENTIONS, CODE_BITS, LOSSES, MODES, Loss, Mode, refused, takes
+from laconic.options import ACTIVATION_BITS, ATTENTIONS, CODE_BITS, LOSSES, MODES, Loss, Mode, refused, takes
 
 __all__ = ["compress_activations", "convert", "decompress_activations"]
 
@@ -132,6 +132,10 @@ def compress_activations(
     for name, value, allowed in (("mode", mode, MODES), ("loss", loss, LOSSES)):
         if not takes(allowed, value):
             raise ModelError(refused(name, value, allowed))
+    of_bits = [code for code, width in CODE_BITS.items() if width == bits]
+    if format is not None and format not in of_bits and takes(ACTIVATION_BITS, bits):
+        one_of = f"one of {', '.join(of_bits)}, or " if of_bits else ""
+        raise FormatError(f"format is {format!r}, but with bits = {bits} it must be {one_of}left out")
     block_format = BlockFormat.from_bits(bits, code=format, block_size=block_size, scale_dtype=scale_dtype)
     if attention is not None and (policy is not None or plan is not None):
         raise ModelError(

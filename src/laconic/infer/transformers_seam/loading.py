@@ -19,6 +19,7 @@ from laconic.moe.experts.modules import Experts
 from laconic.moe.huggingface.blocks import Block, find_blocks
 from laconic.moe.huggingface.experts import FusedExperts, check
 from laconic.train.model import no_progress_bars
+from laconic.train.model_source import how_to_get_a_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -44,10 +45,7 @@ def read_config(model_dir: Path) -> PretrainedConfig:
     from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 
     if not (model_dir / "config.json").is_file():
-        raise ModelError(
-            f"{str(model_dir)!r} holds no config.json, so it is no model; give a directory that save_pretrained or"
-            " `laconic export` wrote"
-        )
+        raise ModelError(f"{str(model_dir)!r} holds no config.json, so it is no model; {how_to_get_a_model(model_dir)}")
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # foreign code may raise anything

@@ -30,7 +30,7 @@ from laconic.options import (
 )
 from laconic.train.config.settings import IS_PATH
 from laconic.train.config.tasks import DEFAULT_TASK, find_task, task_names
-from laconic.train.config.values import MAX_INT, check_table, refuse, section
+from laconic.train.config.values import MAX_INT, check_table, refuse, refuse_unused, section
 
 __all__ = [
     "FINE_TUNING_RATE",
@@ -89,6 +89,11 @@ _OF_SPREAD_EXPERTS = (
     *("swap_every", "swap_policy", "swap_pairs", "rates"),
 )
 """Settings of `[moe]` that need `moe.expert_parallel`."""
+_OF_SIZED_MODELS = (
+    *("family", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "tie_word_embeddings", "extra"),
+)
+"""Settings of `[model]` that shape a model without a directory."""
 
 PRETRAINING_RATE = 2e-3
 """Peak learning rate for random weights, when none is given."""
@@ -104,7 +109,7 @@ class ModelConfig:
 
     path: PathText | None = None
     """A local directory, as save_pretrained writes it. With weights training starts from them; with only a config.json
-    the model is initialized from scratch. When set, `family` and the sizes below are not used."""
+    the model is initialized from scratch. When set, `family`, `extra` and the sizes below must be left out."""
     family: Text = "llama"
     """A model_type known to transformers (llama, mistral, qwen2, qwen3, gemma2, phi3, olmo2, gpt2, ...)."""
     hidden_size: Size = 128
@@ -131,6 +136,8 @@ class ModelConfig:
             refuse(self, "hidden_size", f"be a multiple of model.num_attention_heads ({heads})")
         if kv is not None and heads % kv:
             refuse(self, "num_key_value_heads", f"divide model.num_attention_heads ({heads})")
+        if self.path is not None:
+            refuse_unused(self, _OF_SIZED_MODELS, "be left out with model.path, whose config.json decides it")
 
 
 @section("lora.")
@@ -224,6 +231,9 @@ class ActivationsConfig:
         if self.format is not None and self.bits != CODE_BITS[self.format]:
             because = f"because activations.bits is {self.bits}; leave it out for the default"
             refuse(self, "format", f"be a {self.bits}-bit format, {because}")
+        if self.bits == 16:
+            idle = ("mode", "block_size") if self.attention in (None, "exact", "recompute") else ("mode",)
+            refuse_unused(self, idle, "be left out, because activations.bits is 16 (no compression)")
 
 
 @section("gradients.")
@@ -311,6 +321,9 @@ class PipelineConfig:
             refuse(self, "virtual_stages", f"be 1 with pipeline.schedule = {schedule}; interleaved-1f1b takes more")
         if stages == 1 and virtual > 1:
             refuse(self, "virtual_stages", "be 1 with one stage")
+        if stages == 1:
+            idle = ("schedule", "micro_batches", "split")
+            refuse_unused(self, idle, "be left out with pipeline.stages = 1; accumulation counts micro-batches then")
         if micro is not None and schedule == "1f1b" and micro < stages:
             refuse(self, "micro_batches", f"be at least pipeline.stages ({stages}) with 1f1b")
         if micro is not None and interleaved and micro % (rounds := max(1, micro // stages)):
@@ -376,9 +389,13 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         if self.expert_parallel is None:
-            for name in _OF_SPREAD_EXPERTS:
-                if getattr(self, name) != MoEConfig.__dataclass_fields__[name].default:
-                    refuse(self, name, "be left out without moe.expert_parallel; set that to 1 or more")
+            without = "be left out without moe.expert_parallel; set that to 1 or more"
+            refuse_unused(self, _OF_SPREAD_EXPERTS, without)
+        if not self.swap_every:
+            refuse_unused(self, ("swap_policy", "swap_pairs"), "be left out without moe.swap_every")
+            if self.dispatcher != "auto":
+                unless = "be left out unless moe.swap_every is above 0 or moe.dispatcher = auto, which read it"
+                refuse_unused(self, ("rates",), unless)
         for name in ("router_aux_loss_coef", "router_z_loss_coef", "bias_rate"):
             if self.gate is not None and getattr(self, name):
                 refuse(self, name, "be left out with moe.gate: it balances routers, whose decisions are not taken")
@@ -525,6 +542,11 @@ class TrainConfig:
                 refuse(self, "lora.r", f"{left_out}: stages are balanced and cut by trained weights")
             if self.plan is not None:
                 refuse(self, "lora.r", "be left out with a plan, which counts gradients and moments of all weights")
+        if self.plan is not None:
+            decided = ("bits", "format", "block_size", "mode", "attention")
+            refuse_unused(self.activations, decided, "be left out with a plan, which decides it")
+        if not self.resume:
+            refuse_unused(self.checkpoint, ("load",), "be left out without resume")
         find_task(self.task).check(self)
         if self.resume and self.run_dir is None:
             refuse(self, "resume", "come with run_dir, the run to continue")
@@ -532,9 +554,7 @@ class TrainConfig:
     def _check_local_steps(self) -> None:
         steps, outer = self.local_steps, self.outer
         if not steps:
-            for name, default in OuterConfig.__dataclass_fields__.items():
-                if getattr(outer, name) != default.default:
-                    refuse(self, f"outer.{name}", "be left out without local_steps; set that to 1 or more")
+            refuse_unused(outer, (), "be left out without local_steps; set that to 1 or more")
             return
         alone = f"with local_steps = {steps}: each process trains the whole model by itself"
         if self.parallel != "ddp":

@@ -16,7 +16,7 @@ from laconic.errors import ConfigError
 from laconic.train.config.dotted_names import nearest
 from laconic.train.config.settings import settings
 
-__all__ = ["MAX_INT", "RULES", "check_table", "refusal", "refuse", "section"]
+__all__ = ["MAX_INT", "RULES", "check_table", "refusal", "refuse", "refuse_unused", "section"]
 
 MAX_INT = 2**63 - 1
 _MAX_ERRORS = 4
@@ -93,7 +93,23 @@ def refuse(section: object, name: str, rule: str) -> NoReturn:
         ConfigError: always.
     """
     value = functools.reduce(getattr, name.split("."), section)
+    if type(value) in _PREFIXES:  # a whole section: what is set in it
+        refuse_unused(value, (), rule)
     raise ConfigError(_message(_PREFIXES[type(section)] + name, value, rule))
+
+
+def refuse_unused(section: object, names: Iterable[str], rule: str) -> None:
+    """Refuse the first field of `names`, or of all if there are none, that has not its default, which `rule` asks for.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    fields: dict[str, dataclasses.Field[Any]] = vars(type(section))["__dataclass_fields__"]
+    for name in names or fields:
+        described = fields[name]
+        made = described.default_factory
+        if getattr(section, name) != (described.default if made is dataclasses.MISSING else made()):
+            refuse(section, name, rule)
 
 
 def check_table(table: object, name: str) -> None:

@@ -15,7 +15,7 @@ from laconic.errors import ConfigError, ModelError, PlanError
 from laconic.json_text import parse_json
 from laconic.train.config.dotted_names import nearest
 from laconic.train.model import check_config, no_progress_bars
-from laconic.train.model_source import find_weights
+from laconic.train.model_source import find_weights, how_to_get_a_model
 
 __all__ = ["build_meta", "config_as", "load_any", "made_up_batches", "usual_loss"]
 
@@ -122,7 +122,8 @@ def _config_of(path: str) -> Any:
     import transformers
 
     if not Path(path).is_file() and not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"model is {path!r}, but it must be a directory with a config.json")
+        remedy = how_to_get_a_model(Path(path))
+        raise ConfigError(f"model is {path!r}, but it must be a directory with a config.json; {remedy}")
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:

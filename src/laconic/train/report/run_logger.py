@@ -54,6 +54,7 @@ class RunLogger:
             settings = flat_settings(asdict(config)) if config.wandb else None
             self._metrics = MetricsWriter(run_dir, config.tensorboard, settings)
             self._metrics.truncate_after(first_step)
+        self._first_step = first_step
         self._progress = Progress(config.steps, first_step, rank=world.rank, log_every=config.log_every)
         self._speeds: list[float] = []
         self._num_units: int | None = None
@@ -165,8 +166,8 @@ class RunLogger:
     def summary(self, done: int, trainer: Trainer, bf16_nbytes_per_unit: float, seconds: float) -> dict[str, Any]:
         """The contents of summary.json; all processes call it together.
 
-        The speed is that of the median step, so that neither the measuring first step nor a pause counts. Memory is
-        that of the process that took most.
+        Seconds, speed, memory and bytes are those of the steps after `first_step`. The speed is that of the median
+        step, so that neither the measuring first step nor a pause counts. Memory is that of the process that took most.
         """
         config, unit = self._config, trainer.unit
         # A copy of the model is as many processes as there are stages.
@@ -185,6 +186,7 @@ class RunLogger:
         return {
             "metrics_version": METRICS_VERSION,
             "steps": done,
+            "first_step": self._first_step,
             "loss": self._last["loss"],
             "validation_loss": self._last.get("validation_loss"),
             "best_validation_loss": best,
@@ -234,10 +236,11 @@ def closing_words(
     done, steps = summary["steps"], config.steps
     validation, best = summary["validation_loss"], summary["best_validation_loss"]
     stages = f", {summary['stages']} stages" if summary["stages"] > 1 else ""
+    resumed = f", {done - first} of them since the run was resumed," if (first := summary["first_step"]) else ""
     processes = f"{summary['world_size']} processes, {config.parallel}{stages}"
     processes = "1 process" if summary["world_size"] == 1 else processes
     lines = [
-        f"{'done' if done == steps else 'stopped'}: {done} of {steps} steps in {summary['seconds']:.0f} s",
+        f"{'done' if done == steps else 'stopped'}: {done} of {steps} steps{resumed} in {summary['seconds']:.0f} s",
         f"  loss               {summary['loss']:.4f}",
     ]
     if validation is not None:

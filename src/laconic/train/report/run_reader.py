@@ -157,9 +157,10 @@ class Run:
 
     @property
     def peak_memory_nbytes(self) -> float | None:
-        """Most memory a process held."""
+        """Most memory a process held: rank 0 after any step, any process of the last start until its end."""
         values = [value for _, value in self.series("peak_memory_nbytes")]
-        return max(values) if values else _number(self.summary, "peak_memory_nbytes")
+        of_all = _number(self.summary, "peak_memory_nbytes")
+        return max(values if of_all is None else [*values, of_all], default=None)
 
     @property
     def wire_nbytes(self) -> float | None:
