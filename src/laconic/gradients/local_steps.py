@@ -203,9 +203,9 @@ class LocalSteps:
         self._is_at_common_point = True
         try:
             yield
-            common = self.common()
+            point = self.common()
             for name, parameter in self.parameters().items():
-                if not torch.equal(parameter, common[name].to(parameter.dtype)):
+                if not torch.equal(parameter, point[name].to(parameter.dtype)):
                     raise TrainingError(
                         f"{name} was changed inside of at_common_point(), which puts this rank's own parameters back; "
                         "train outside of it"

@@ -39,7 +39,9 @@ __all__ = [
     "ZipAllGather",
     "ZipReduceScatter",
     "num_shards",
+    "num_trained",
     "param_groups",
+    "put_back",
     "replicates",
 ]
 
@@ -189,6 +191,18 @@ def num_shards(group: Any) -> int:
     """Ranks that a group of parameters is sharded over; 1 if it is only replicated."""
     mesh_info = group.mesh_info
     return int(mesh_info.shard_mesh_size) if isinstance(mesh_info, FSDPMeshInfo) else 1
+
+
+def num_trained(group: Any) -> int:
+    """Elements of a group's parameters that require a gradient, over all ranks."""
+    parameters = [parameter.sharded_param for parameter in group.fsdp_params]
+    return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+
+
+def put_back(group: Any, attribute: str, new: Any, old: Any) -> None:
+    """Undo `group.attribute = new`, unless something else has been put in its place since."""
+    if getattr(group, attribute) is new:
+        setattr(group, attribute, old)
 
 
 def replicates(group: Any) -> bool:

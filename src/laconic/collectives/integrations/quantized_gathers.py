@@ -76,6 +76,7 @@ def _attach(name: str, unit: Any, codec: Blockwise, undo: list[Callable[[], None
         ):
             left = "a parameter has a way of its own to be gathered"
         if left is None:
-            undo.append(partial(setattr, group, "_all_gather_comm", group._all_gather_comm))
-            group._all_gather_comm = fsdp2.QuantizedAllGather(group, codec)
+            gather = fsdp2.QuantizedAllGather(group, codec)
+            undo.append(partial(fsdp2.put_back, group, "_all_gather_comm", gather, group._all_gather_comm))
+            group._all_gather_comm = gather
         yield ZippedPart(name, "all_gather", dtype, numel, left)
