@@ -89,6 +89,8 @@ class QuantizedAllGather(OwnBuffers, AllGather):
 
     FSDP2 hands over the shards of all parameters of the group, one behind the other. Each is padded to whole blocks, so
     that no block has values of two; those of one dimension travel exactly, in a gather of their own at the same time.
+    So do shards of fewer ranks that FSDP2 has made after forward of what was gathered (`reshard_after_forward=2`): they
+    are rounded already, and once more, in other blocks, backward would compute with other values than forward.
 
     Args:
         params: FSDP2's group of parameters.
@@ -125,7 +127,7 @@ class QuantizedAllGather(OwnBuffers, AllGather):
         for parameter in self._params.fsdp_params:
             found = getattr(parameter, "_sharded_post_forward_param_data", None)  # of fewer ranks, after forward
             length = (parameter._sharded_param_data if found is None else found).numel()
-            parts[parameter.sharded_param.dim() > 1].append(slice(start, start + length))
+            parts[parameter.sharded_param.dim() > 1 and found is None].append(slice(start, start + length))
             start += length
         if start != numel:
             raise ModelError(
