@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._C import _dynamo
 from torch.utils._pytree import tree_map
 
 from laconic.collectives.runtime.group_facts import goes_through_host, timeout_of
@@ -42,6 +42,9 @@ __all__ = [
     "sent_in_background_nbytes",
     "untraced",
 ]
+
+
+_eval_frame: Any = getattr(_dynamo, "eval_frame", None)  # private: a torch that has moved it traces as before
 
 
 def _named(new: str, old: str) -> Callable[..., Any]:
@@ -73,9 +76,12 @@ def untraced(cls: _Class) -> _Class:
     with buffers, and Dynamo would look at each frame that this opens. `torch.compiler.disable` would import Dynamo, a
     second, and stand in front of every call.
     """
-    for function in vars(cls).values():
-        if inspect.isfunction(function):
-            set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    set_strategy = getattr(_eval_frame, "set_code_exec_strategy", None)
+    if set_strategy is not None:
+        skip = _eval_frame._FrameAction.SKIP
+        for function in vars(cls).values():
+            if inspect.isfunction(function):
+                set_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
     return cls
 
 
