@@ -121,3 +121,29 @@ def test_models_that_become_float64_compute_exactly(model: str, mode: Literal["s
         assert wanted is not None
         if mode == "sites" or model != "llama":  # whose norms make float32 of everything, which hooks pack
             torch.testing.assert_close(got, wanted)
+
+
+def _in_numpy(x: Tensor) -> Tensor:
+    """A copy whose values lie in the order of their indices, as in a file."""
+    return torch.tensor(x.float().tolist(), dtype=x.dtype) if x.is_floating_point() else x.clone()
+
+
+@pytest.mark.parametrize("mode", ["sites", "hooks", "combined"])
+@pytest.mark.parametrize("model", ["block", "convolutions", "llama"])
+def test_hooks_of_a_host_may_give_back_copies_in_another_layout_but_no_other_values(
+    model: str, mode: Literal["sites", "hooks", "combined"]
+) -> None:
+    make, inputs = MODELS[model]
+    torch.manual_seed(0)
+    exact = make().to(memory_format=torch.channels_last) if model == "convolutions" else make()
+    x, converted = inputs(), copy.deepcopy(exact)
+    laconic.compress_activations(converted, bits=8, mode=mode)
+    expected = _gradients(converted, x, None)
+    converted.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(_in_numpy, lambda x: x):
+        found = _gradients(converted, x, None)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    doubled = torch.autograd.graph.saved_tensors_hooks(_in_numpy, lambda x: 2 * x if x.is_floating_point() else x)
+    with doubled, pytest.raises(ModelError, match="or hooks on saved tensors gave back others than they had got"):
+        _gradients(converted, x, None)

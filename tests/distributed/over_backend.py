@@ -290,6 +290,53 @@ def compiled(backend: str, group: dist.ProcessGroup | None = None) -> list[Tenso
     return [found(values(dtype)) for dtype in (torch.bfloat16, torch.float32)]
 
 
+def compiled_around() -> dict[str, list[Tensor]]:
+    """Collectives in compiled functions that Dynamo leaves to Python, of large and of small tensors; DDP with buffers.
+
+    The Python methods that C++ calls then are looked at by Dynamo, too.
+    """
+    rank = dist.get_rank()
+
+    def started(x: Tensor) -> Tensor:
+        work = dist.all_reduce(x, async_op=True)
+        assert work is not None
+        work.wait()
+        return x
+
+    def replaced(x: Tensor) -> Tensor:
+        dist.broadcast(x, 1)
+        return x * 2
+
+    def coalesced(x: Tensor) -> Tensor:
+        dist._broadcast_coalesced(dist.group.WORLD, [x], 1 << 20, 0)
+        return x
+
+    def sent(x: Tensor) -> Tensor:
+        if rank == 1:
+            dist.send(x, 0)
+        elif rank == 0:
+            dist.recv(x, 1)
+        return x
+
+    def reduced(x: Tensor) -> Tensor:
+        dist.reduce(x, 0)
+        return x if rank == 0 else torch.zeros_like(x)
+
+    found = {}
+    for function in (started, replaced, coalesced, sent, reduced):
+        torch._dynamo.reset()
+        call = torch.compile(function, backend="eager")
+        found[function.__name__] = [call(values(torch.float32, numel)) for numel in (NUMEL, 16) for _ in range(2)]
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 300), nn.BatchNorm1d(300))
+    wrapped = torch.compile(DistributedDataParallel(model), backend="eager")
+    for step in range(3):
+        wrapped(values(torch.float32, 256, seed=step).view(4, 64)).square().mean().backward()
+    found["ddp"] = [p.grad for p in model.parameters() if p.grad is not None] + [*model.buffers()]
+    return found
+
+
 def meshes() -> dict[str, Any]:
     """Groups of a mesh, subgroups with one rank, redistribution."""
     world = dist.get_world_size()

@@ -91,6 +91,23 @@ def test_traced_collectives_compute_the_same_bits(tmp_path: Path) -> None:
     run_ranks(compiled, (str(tmp_path), "aot_eager"), 2)
 
 
+def compiled_around(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    found = []
+    for name, options in (("gloo", None), ("laconic", CODED), ("laconic", ProcessGroupOptions())):
+        join(name, rank, 2, folder, f"{name}{len(found)}", pg_options=options)
+        found.append(over_backend.compiled_around())
+        dist.destroy_process_group()
+    assert len(found[0]["ddp"]) == 7
+    assert_same(found[0], found[1], "coded")
+    assert_same(found[0], found[2], "default")
+    leave(0)
+
+
+def test_collectives_that_compiled_code_leaves_to_python_compute_the_same_bits(tmp_path: Path) -> None:
+    run_ranks(compiled_around, (str(tmp_path),), 2)
+
+
 @pytest.mark.slow
 @needs_inductor
 def test_compiled_collectives_compute_the_same_bits(tmp_path: Path) -> None:

@@ -118,6 +118,28 @@ def test_ranks_compute_with_the_same_rounded_parameters_and_train_exact_ones() -
     run_joined(in_two_ranks, (), 2)
 
 
+def backward_has_what_forward_had(bits: int) -> None:
+    """Shards of two ranks are cut into other blocks than those of four, as none has a whole number of blocks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(60, 60), nn.Tanh()) for _ in range(3)])
+    for part in (*model, model):
+        fully_shard(part, reshard_after_forward=2)
+    laconic.quantize_gathers(model, bits=bits)
+    seen: dict[nn.Module, Tensor] = {}
+
+    def forward(module: nn.Module, *_: object) -> None:
+        seen[module] = module.weight.detach().clone()
+
+    def backward(module: nn.Module, *_: object) -> None:
+        assert torch.equal(seen.pop(module), module.weight)
+
+    for part in model:
+        part[0].register_forward_hook(forward)
+        part[0].register_full_backward_pre_hook(backward)
+    model(torch.randn(4, 60, requires_grad=True)).square().sum().backward()
+    assert not seen
+
+
 def in_four_ranks(_: object) -> None:
     """Shards of half a node after forward, and copies of shards."""
     model = fsdp(reshard=2)  # type: ignore[arg-type]
@@ -125,6 +147,8 @@ def in_four_ranks(_: object) -> None:
     near, exact = losses(model), losses(fsdp())
     for one, other in zip(near, exact, strict=True):
         assert float.fromhex(one) == pytest.approx(float.fromhex(other), abs=5e-3)
+    for bits in FORMATS:
+        backward_has_what_forward_had(bits)
     mesh: Any = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     check_values(fsdp(mesh=mesh), 8, ranks=2)
 

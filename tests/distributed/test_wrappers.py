@@ -17,6 +17,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic import quantize_gathers, zip_collectives
+from laconic.collectives.integrations.fsdp2 import ZipAllGather, param_groups
 from laconic.errors import ConfigError, ModelError
 from laconic.gradients import all_reduce_q8, ddp_q8_hook, quantize_reduction
 from laconic.gradients.ddp import q8_hook
@@ -186,6 +188,37 @@ def a_rank_that_does_not_come_is_an_error_in_time() -> None:
     assert 1.5 < time.monotonic() - started < 30
 
 
+def only_elements_in_units_are_counted() -> None:
+    """Embeddings, the last norm and the head lie in no unit: FSDP2 does not reduce them."""
+    model = make_model("llama")
+    model.model.layers[1].mlp.requires_grad_(False)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    trained = [p for layer in model.model.layers for p in layer.parameters() if p.requires_grad]
+    assert quantize_reduction(model).num_elements == sum(p.numel() for p in trained)
+
+
+def what_was_there_before_does_not_come_back() -> None:
+    """The 8-bit reduction, and other gathers, stay when what they replaced is removed."""
+    model = fsdp()
+    zipped = zip_collectives(model)
+    quantize_reduction(model, min_nbytes=0)
+    zipped.remove()
+    gathers = quantize_gathers(model)
+    unit = next(param_groups(model))
+    mine = ZipAllGather()
+    unit._all_gather_comm = mine
+    gathers.remove()
+    assert unit._all_gather_comm is mine
+    assert all(
+        isinstance(group._reduce_scatter_comm, Q8ReduceScatter)
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in param_groups(module)
+    )
+    assert 0 < relative_error(backward(model), backward(fsdp())) < TOLERANCE
+
+
 def refusals() -> None:
     plain = make_model("llama")
     with pytest.raises(ModelError, match=r"neither DDP nor FSDP2 has wrapped.*or use compress_gradients"):
@@ -215,6 +248,8 @@ def work(rank: int, directory: str) -> None:
     error_feedback_is_kept_by_parameter()
     small_buckets_are_exact()
     nan_reaches_all_ranks()
+    only_elements_in_units_are_counted()
+    what_was_there_before_does_not_come_back()
     refusals()
     a_rank_that_does_not_come_is_an_error_in_time()
     dist.barrier()

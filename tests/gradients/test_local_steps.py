@@ -189,15 +189,91 @@ def half(rank: int) -> Found:
     return {"x": model["x"].detach().clone(), "common": local.common()["x"].clone()}
 
 
-def statistics(rank: int) -> Found:
-    model = nn.Sequential(nn.Linear(13, 5), nn.BatchNorm1d(5))
-    local = LocalSteps(model, every=2)
+def statistics(rank: int, norm: type[nn.Module], delay: int) -> Found:
+    """Of 4 channels of one sample where it is an instance normalization."""
+    model = nn.Sequential(nn.Linear(13, 4), norm(4, track_running_stats=True))
+    local = LocalSteps(model, every=2, delay=delay)
     before = []
-    for step in range(2):
-        model(batch(rank, step))
+    for step in range(2 + delay):
+        model(batch(rank, step)[None] if norm is nn.InstanceNorm1d else batch(rank, step))
         before.append(model[1].running_mean.clone())
         local.step()
-    return {"before": before[1], "after": model[1].running_mean.clone()}
+    return {"before": before[-1], "after": model[1].running_mean.clone()}
+
+
+def bad_statistics(rank: int) -> str:
+    """A batch of rank 1 that is not finite, whose step is left out as GradScaler does."""
+    model = nn.Sequential(nn.Linear(13, 5), nn.BatchNorm1d(5))
+    local = LocalSteps(model, every=1)
+    model(batch(rank, 0).log() if rank == 1 else batch(rank, 0))
+    return error_of(local.step)
+
+
+def fewer_fragments(rank: int) -> Found:
+    """Half of the parameters have met when the state is saved."""
+    _, local = trained(rank, 2, finish=False, every=4, num_fragments=2)
+    state = copy.deepcopy(local.state_dict())
+    model = Net(seed=7)
+    local = LocalSteps(model, every=4)
+    local.load_state_dict(state)
+    local.finish()
+    return weights(model)
+
+
+def without_elements(rank: int) -> Found:
+    model = nn.ParameterDict({"none": nn.Parameter(torch.zeros(0, 3)), "x": nn.Parameter(torch.zeros(()))})
+    local = LocalSteps(model, every=1, outer_lr=1.0, outer_momentum=0.0, bits=32)
+    model["x"].data += 1 + rank
+    local.step()
+    return {"x": model["x"].detach().clone()}
+
+
+def inside_the_common_point(rank: int) -> Found:
+    """What would read or move this rank's own parameters while they are not in their place."""
+    model, local = trained(rank, 2, finish=False, every=4)
+    own, state, found = weights(model), local.state_dict(), {}
+    for name, call in {
+        "step": local.step,
+        "finish": local.finish,
+        "state": local.state_dict,
+        "load": lambda: local.load_state_dict(state),
+        "change": lambda: model.last.bias.data.add_(1.0),
+    }.items():
+
+        def inside(call: Callable[[], object] = call) -> None:
+            with local.at_common_point():
+                call()
+
+        found[name] = error_of(inside)
+    return {"errors": found, "back": equal(own, weights(model)), "steps": local.steps}
+
+
+def loaded_later(rank: int, delay: int) -> Found:
+    """Rank 1's weights are loaded after LocalSteps was made: all of them, those of a part, the same as before."""
+    found: Found = {}
+    for name in ("all", "part", "the same", "copied"):
+        model = Net()
+        local = LocalSteps(model, every=1 + delay, delay=delay)
+        if rank == 1:
+            if name == "part":
+                model.last.load_state_dict(Net(seed=7).last.state_dict())
+            elif name == "copied":
+                copy.deepcopy(model).load_state_dict(Net(seed=7).state_dict())
+            else:
+                model.load_state_dict(Net(seed=7 * (name == "all")).state_dict())
+        found[name] = error_of(lambda local=local: [local.step() for _ in range(1 + 2 * delay)])
+    state = local.state_dict()
+    model.load_state_dict(Net(seed=7).state_dict())
+    local.load_state_dict(state)
+    found["and the state"] = error_of(local.finish)
+    return found
+
+
+def averaged_later(rank: int) -> str:
+    model = Net()
+    local = LocalSteps(model, every=1)
+    compress_gradients(model, dist.group.WORLD)
+    return error_of(local.step)
 
 
 def frozen_but(model: nn.Module, name: str) -> nn.Module:
@@ -247,12 +323,12 @@ def diverged(rank: int, delay: int) -> str:
     return error_of(lambda: [local.step() for _ in range(2 + delay)])
 
 
-def changed(rank: int) -> str:
+def changed(rank: int, delay: int) -> str:
     model = Net()
-    local = LocalSteps(model, every=1)
+    local = LocalSteps(model, every=1 + delay, delay=delay)
     if rank == 1:
         model.extra = nn.Linear(2, 2)
-    return error_of(local.step)
+    return error_of(lambda: [local.step() for _ in range(1 + 2 * delay)])
 
 
 def uneven(rank: int) -> str:
@@ -282,11 +358,21 @@ def scenarios(folder: str) -> dict[str, tuple[Callable[..., object], tuple[Any, 
         **{f"went on {way}": (went_on, (folder, *way)) for way in ((1, 0), (2, 0), (2, 2))},
         "feedback": (error_feedback, ()),
         "half": (half, ()),
-        "statistics": (statistics, ()),
+        "statistics": (statistics, (nn.BatchNorm1d, 0)),
+        "statistics late": (statistics, (nn.BatchNorm1d, 1)),
+        "statistics of instances": (statistics, (nn.InstanceNorm1d, 0)),
+        "bad statistics": (bad_statistics, ()),
+        "fewer fragments": (fewer_fragments, ()),
+        "without elements": (without_elements, ()),
+        "inside": (inside_the_common_point, ()),
+        "loaded": (loaded_later, (0,)),
+        "loaded late": (loaded_later, (1,)),
+        "averaged later": (averaged_later, ()),
         "refusals": (refusals, ()),
         "misfit": (misfit, ()),
         "diverged": (diverged, (0,)),
-        "changed": (changed, ()),
+        "changed": (changed, (0,)),
+        "changed late": (changed, (1,)),
         "uneven": (uneven, ()),
         "diverged late": (diverged, (1,)),
     }
@@ -380,11 +466,54 @@ def test_a_common_point_in_fp32_keeps_what_bf16_cannot_hold(found: list[Found]) 
     assert found[0]["half"]["x"].dtype == torch.bfloat16
 
 
-def test_running_statistics_are_averaged(found: list[Found]) -> None:
-    before = [one["statistics"]["before"] for one in found]
+@pytest.mark.parametrize("name", ["statistics", "statistics late", "statistics of instances"])
+def test_running_statistics_are_averaged(found: list[Found], name: str) -> None:
+    before = [one[name]["before"] for one in found]
     assert not torch.equal(*before)
     for one in found:
-        torch.testing.assert_close(one["statistics"]["after"], (before[0] + before[1]) / 2)
+        torch.testing.assert_close(one[name]["after"], (before[0] + before[1]) / 2)
+
+
+def test_statistics_that_are_not_finite_are_named_on_all_ranks(found: list[Found]) -> None:
+    for one in found:
+        assert one["bad statistics"].startswith("TrainingError: 1.running_mean of rank 1 is not finite after 1 steps")
+
+
+def test_a_state_of_more_fragments_is_finished_whole(found: list[Found]) -> None:
+    assert equal(*(one["fewer fragments"] for one in found))
+
+
+def test_parameters_without_elements_are_left_as_they_are(found: list[Found]) -> None:
+    assert [one["without elements"]["x"].item() for one in found] == [1.5, 1.5]
+
+
+def test_what_needs_this_ranks_own_parameters_is_refused_at_the_common_point(found: list[Found]) -> None:
+    for one in found:
+        errors = one["inside"]["errors"]
+        for name, call in {
+            "step": "step",
+            "finish": "finish",
+            "state": "state_dict",
+            "load": "load_state_dict",
+        }.items():
+            assert errors[name].startswith(f"TrainingError: {call}() inside of at_common_point()"), errors[name]
+        assert errors["change"].startswith("TrainingError: last.bias was changed inside of at_common_point()")
+        assert one["inside"]["back"]
+        assert one["inside"]["steps"] == 2
+
+
+@pytest.mark.parametrize("name", ["loaded", "loaded late"])
+def test_weights_that_no_common_point_knows_of_are_refused_on_all_ranks(found: list[Found], name: str) -> None:
+    for case, parameter in {"all": "first.weight", "part": "last.weight"}.items():
+        assert found[0][name][case].startswith("ConfigError: the parameters of rank 1 are others than when")
+        assert found[1][name][case].startswith(f"ModelError: other values of parameter {parameter} were loaded since")
+    for one in found:
+        assert [one[name][case] for case in ("the same", "copied", "and the state")] == ["no error"] * 3
+
+
+def test_gradients_that_are_averaged_later_are_refused(found: list[Found]) -> None:
+    for one in found:
+        assert one["averaged later"].startswith("ModelError: the gradient of first.weight is averaged over ranks in")
 
 
 REFUSALS = {
@@ -424,8 +553,9 @@ def test_a_rank_that_diverged_is_named_on_all_ranks(found: list[Found]) -> None:
 
 
 def test_parameters_that_changed_are_refused_on_all_ranks(found: list[Found]) -> None:
-    assert found[0]["changed"].startswith("ConfigError: the parameters of rank 1 are others than when")
-    assert found[1]["changed"].startswith("ModelError: parameter extra.weight is new or trainable since")
+    for name in ("changed", "changed late"):
+        assert found[0][name].startswith("ConfigError: the parameters of rank 1 are others than when")
+        assert found[1][name].startswith("ModelError: parameter extra.weight is new or trainable since")
 
 
 def test_ranks_that_made_other_numbers_of_steps_are_told(found: list[Found]) -> None:

@@ -475,6 +475,14 @@ def test_arguments_that_exclude_each_other_are_refused_at_construction(
         LaconicTrainer(llama(), arguments(tmp_path, **changes), laconic=LaconicConfig(**laconic))
 
 
+def test_an_optimizer_that_arguments_ask_for_later_is_refused(tmp_path: Path) -> None:
+    """As a search of hyperparameters sets them from one training to the next."""
+    trainer = LaconicTrainer(llama(), arguments(tmp_path), train_dataset=rows(), laconic=EVERYTHING)
+    trainer.args.optim = "sgd"  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="optimizer is 'adamw8bit', but optim is 'sgd'"):
+        trainer.train()
+
+
 def test_a_configuration_is_a_laconic_config(tmp_path: Path) -> None:
     other: Any = {"gradients": 8}
     with pytest.raises(ConfigError, match="laconic is a dict, but it must be a LaconicConfig"):

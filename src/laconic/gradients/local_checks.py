@@ -1,8 +1,10 @@
-"""What local steps refuse: arguments, models that reduce or shard by themselves, parameters that changed."""
+"""What local steps refuse: arguments, models that reduce or shard by themselves, other parameters than at the start."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -14,7 +16,16 @@ from laconic.gradients.turns import owner_of
 from laconic.ops import DTYPES
 from laconic.options import DIFFERENCE_BITS, refused, takes
 
-__all__ = ["change_of", "check_alone", "check_arguments", "check_names", "kind_of", "trainable"]
+__all__ = [
+    "WatchedLoads",
+    "averaged_elsewhere",
+    "change_of",
+    "check_alone",
+    "check_arguments",
+    "check_names",
+    "kind_of",
+    "trainable",
+]
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -43,6 +54,62 @@ def change_of(then: Mapping[str, str], now: Mapping[str, nn.Parameter]) -> str |
         if (kind := kind_of(now[name])) != then[name]:
             return f"parameter {name} was {then[name]} and is {kind}"
     return None
+
+
+def averaged_elsewhere(parameters: Mapping[str, nn.Parameter]) -> str | None:
+    """Which gradient `compress_gradients` averages over ranks, as the beginning of a sentence; None: it does none."""
+    for name, parameter in parameters.items():
+        owner = owner_of(parameter)
+        if owner is not None and owner.has_group:
+            return f"the gradient of {name} is averaged over ranks in every step by compress_gradients"
+    return None
+
+
+class WatchedLoads:
+    """Sees weights that the model's `load_state_dict` changes, also in a part of it: no common point knows of them.
+
+    Args:
+        model: the model, with the modules that it has now.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._loaded: str | None = None
+        for name, module in model.named_modules():
+            module.register_load_state_dict_pre_hook(_LoadHook(self, name))
+
+    def changed(self) -> str | None:
+        """The parameter that a load has changed, as the beginning of a sentence; None: there was no such load."""
+        return None if self._loaded is None else f"other values of parameter {self._loaded} were loaded"
+
+    def forget(self) -> None:
+        """Forget the loads so far: the common point is that of the loaded weights."""
+        self._loaded = None
+
+    def note(self, name: str) -> None:
+        """Note that a parameter gets other values."""
+        self._loaded = self._loaded or name
+
+
+class _LoadHook:
+    """Hook of one module; a copy of the module, also in a file, has one that sees nothing."""
+
+    def __init__(self, loads: WatchedLoads | None = None, name: str = "") -> None:
+        self._loads = None if loads is None else weakref.ref(loads)
+        self._name = name
+
+    def __call__(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        loads = None if self._loads is None else self._loads()
+        if loads is None:
+            return
+        for name, parameter in module.named_parameters(recurse=False):
+            value = state.get(prefix + name)
+            if isinstance(value, Tensor) and parameter.requires_grad and value.shape == parameter.shape:
+                value = value.detach().to(parameter)
+                if not bool((value == parameter).logical_or(value.isnan() & parameter.isnan()).all()):
+                    loads.note(f"{self._name}.{name}" if self._name else name)
+
+    def __reduce__(self) -> tuple[type[_LoadHook], tuple[()]]:
+        return _LoadHook, ()
 
 
 def check_names(part: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
@@ -134,9 +201,5 @@ def check_alone(model: nn.Module) -> None:
                 f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, but it must be float32, bfloat16 "
                 "or float16; convert the model or freeze it"
             )
-        owner = owner_of(parameter)
-        if owner is not None and owner.has_group:
-            raise ModelError(
-                f"the gradient of {name} is averaged over ranks in every step by compress_gradients; pass group=None "
-                "there"
-            )
+    if (averaged := averaged_elsewhere(parameters)) is not None:
+        raise ModelError(f"{averaged}; pass group=None there")

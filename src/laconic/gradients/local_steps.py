@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 
 from laconic.collectives import api
 from laconic.collectives.arguments import find_groups, flat_group
@@ -30,6 +30,8 @@ from laconic.errors import ConfigError, ModelError, TrainingError
 from laconic.formats import BlockFormat
 from laconic.gradients.fragments import MAX_BLOCK_SIZE, Fragment, Pending, cut
 from laconic.gradients.local_checks import (
+    WatchedLoads,
+    averaged_elsewhere,
     change_of,
     check_alone,
     check_arguments,
@@ -57,11 +59,13 @@ class LocalSteps:
 
     The inner optimizer is the rank's own and is never synchronized. Beside the model a rank holds the common point and
     the outer momentum, and below 32 bits what rounding has dropped, in fp32: 12 bytes per parameter. Running statistics
-    of batch normalizations are averaged, in full precision, with the last fragment.
+    of batch and instance normalizations are averaged, in full precision, with the last fragment; other buffers stay
+    each rank's own.
 
     Args:
         model: in which parameters that require a gradient are float32, bfloat16 or float16; no wrapper reduces its
-            gradients. Their names and shapes stay as they are from now on.
+            gradients. Their names and shapes stay as they are from now on; weights are loaded into it before, or with
+            `load_state_dict` of this object.
         group: ranks that train it, at least 2; the default group if None.
         every: steps between two synchronizations of a parameter, H.
         bits: of differences and of their average: 4 (nf4 in blocks of 64), 8 (int8 in blocks of 128), or 32.
@@ -113,6 +117,7 @@ class LocalSteps:
         self._format = _FORMATS.get(bits)
         self._codec: Codec = Raw() if self._format is None else Blockwise(self._format)
         self._feedback = error_feedback and self._format is not None
+        self._is_at_common_point = False
         parameters = trainable(model)
         self._kinds = {name: kind_of(parameter) for name, parameter in parameters.items()}
         settings: dict[str, object] = {
@@ -131,6 +136,7 @@ class LocalSteps:
                 Fragment(part, every * (number + 1) // num_fragments, world * MAX_BLOCK_SIZE, self._feedback)
                 for number, part in enumerate(cut(parameters, num_fragments))
             ]
+        self._loads = WatchedLoads(model)
 
     # --- steps ---
 
@@ -143,10 +149,13 @@ class LocalSteps:
         """Note that a step was made, and synchronize what is due; every rank calls it after each of its steps.
 
         Raises:
-            TrainingError: the parameters of a rank are not finite any more; on every rank, naming that one.
-            ModelError: this rank's parameters are other ones than at the start; ConfigError on the other ranks.
+            TrainingError: the parameters or running statistics of a rank are not finite any more; on every rank,
+                naming that one. Or the parameters are at the common point (`at_common_point`).
+            ModelError: this rank's parameters are other ones than at the start, or were loaded since, or their
+                gradients are averaged by now; ConfigError on the other ranks.
             ConfigError: ranks have not made equally many steps.
         """
+        self._check_own("step()")
         self.steps += 1
         for fragment in self._fragments:
             if fragment.pending is not None and fragment.pending.merge_at <= self.steps:
@@ -167,6 +176,7 @@ class LocalSteps:
         Raises:
             TrainingError, ModelError, ConfigError: as `step`.
         """
+        self._check_own("finish()")
         for number, fragment in enumerate(self._fragments):
             if fragment.pending is not None:
                 self._merge(fragment)
@@ -179,15 +189,29 @@ class LocalSteps:
         """Put the common point in the place of this rank's parameters while the block runs; nothing is communicated.
 
         For evaluations and for what is saved to be used: it has the same bits on all ranks at any time, as of the last
-        synchronization of each parameter.
+        synchronization of each parameter. Running statistics stay this rank's own. `step`, `finish`, `state_dict` and
+        `load_state_dict` are refused inside.
+
+        Raises:
+            TrainingError: the block has changed a parameter, which is not kept.
         """
+        self._check_own("at_common_point()")
         own = {name: parameter.detach().clone() for name, parameter in self.parameters().items()}
         with torch.no_grad():
             for name, common in self.common().items():
                 self.parameters()[name].copy_(common)
+        self._is_at_common_point = True
         try:
             yield
+            point = self.common()
+            for name, parameter in self.parameters().items():
+                if not torch.equal(parameter, point[name].to(parameter.dtype)):
+                    raise TrainingError(
+                        f"{name} was changed inside of at_common_point(), which puts this rank's own parameters back; "
+                        "train outside of it"
+                    )
         finally:
+            self._is_at_common_point = False
             with torch.no_grad():
                 for name, parameter in self.parameters().items():
                     parameter.copy_(own[name])
@@ -214,7 +238,11 @@ class LocalSteps:
             "steps"; "met", steps after which a parameter last was the common point on all ranks; "common", "momentum"
             and "average" (of synchronizations that are not merged yet), the same on all ranks; "local" (parameters and
             running statistics), "error" and "start", this rank's own. All but "steps" by name.
+
+        Raises:
+            TrainingError: the parameters are at the common point (`at_common_point`).
         """
+        self._check_own("state_dict()")
         state: dict[str, Any] = {"steps": self.steps, "common": self.common(), "momentum": self.momentum()}
         state["local"] = {**self.parameters(), **self._statistics()}
         state |= {"error": {}, "average": {}, "start": {}}
@@ -243,7 +271,9 @@ class LocalSteps:
         Raises:
             ConfigError: tensors are missing or have other shapes, or num_fragments or delay do not fit
                 synchronizations under way.
+            TrainingError: the parameters are at the common point (`at_common_point`).
         """
+        self._check_own("load_state_dict()")
         parameters, statistics = self.parameters(), self._statistics()
         targets = {"common": self.common(), "momentum": self.momentum(), "local": {**parameters, **statistics}}
         for part, tensors in targets.items():
@@ -258,10 +288,13 @@ class LocalSteps:
         for part, tensors in targets.items():
             for name, tensor in tensors.items():
                 tensor.copy_(state[part][name])
+        self._loads.forget()
         self.steps = int(state["steps"])
         for number, fragment in enumerate(self._fragments):
             began = self.steps - (self.steps - fragment.offset) % self.every
-            fragment.met = state.get("met", {}).get(next(iter(fragment.shapes)))
+            # Saved with more fragments, some of its parameters may have met later than others.
+            met = {state.get("met", {}).get(name) for name in fragment.shapes}
+            fragment.met = met.pop() if len(met) == 1 else None
             fragment.pending = None
             if fragment.error is not None:
                 fragment.error.zero_()
@@ -278,21 +311,25 @@ class LocalSteps:
     # --- one synchronization ---
 
     def _start(self, number: int, delay: int) -> None:
-        """Begin to average the differences of a fragment; without a delay what ranks report is checked before."""
+        """Begin to average the differences of a fragment; without a delay what ranks report is checked before.
+
+        A rank that must not go on takes part in what the others have begun, and raises then.
+        """
         fragment = self._fragments[number]
         found = trainable(self._model)
-        change = change_of(self._kinds, found)
+        change = change_of(self._kinds, found) or self._loads.changed() or averaged_elsewhere(found)
         difference = torch.zeros_like(fragment.common)
         views = fragment.views(difference)
         if change is None:
             for name, common in fragment.views(fragment.common).items():
                 # From the point as this rank's dtype has it: what that rounds away is no progress of the rank.
                 views[name].copy_(common.to(found[name].dtype)).sub_(found[name])
-        finite = torch.stack(torch._foreach_norm(list(views.values()), float("inf"))).isfinite()
+        filled = [x if x.numel() else x.new_zeros(1) for x in views.values()]
+        finite = torch.stack(torch._foreach_norm(filled, float("inf"))).isfinite()
         first_bad = torch.where(finite.all(), -1, finite.int().argmin())
         said = torch.stack([first_bad, *map(first_bad.new_tensor, (self.steps, number, int(change is not None)))])
         reports = said.new_empty(self.group.size(), said.numel())
-        in_background = delay > 0 and change is None
+        in_background = delay > 0
         work = api.all_gather(reports, said, self.group, codec=Raw(), async_op=in_background)
         pending = Pending(number, self.steps, self.steps + delay, work, done(difference), {})
         if not in_background:
@@ -304,10 +341,10 @@ class LocalSteps:
             torch.sub(difference, rounded, out=fragment.error).nan_to_num_(0.0, 0.0, 0.0)
             difference = rounded
         pending.average = api.all_reduce(difference, self.group, op="avg", codec=self._codec, async_op=in_background)
+        if change is not None:
+            self._check(pending, change)
         if delay:
             pending.start = {name: found[name].detach().clone() for name in fragment.shapes}
-        if number == len(self._fragments) - 1:
-            self._average_statistics()
         fragment.pending = pending
 
     def _merge(self, fragment: Fragment) -> None:
@@ -328,6 +365,8 @@ class LocalSteps:
                 parameter.copy_(common)
                 fragment.met = self.steps
         fragment.pending = None
+        if pending.number == len(self._fragments) - 1:
+            self._average_statistics()
 
     def _check(self, pending: Pending, change: str | None = None) -> None:
         """Check what all ranks have reported when a synchronization began; the same error on all of them.
@@ -341,8 +380,8 @@ class LocalSteps:
         pending.reports = None
         if change is not None:
             raise ModelError(
-                f"{change} since LocalSteps was made, but parameters must stay the same; make a new LocalSteps once the"
-                " model is complete"
+                f"{change} since LocalSteps was made, but ranks train the parameters of that time apart; make a new "
+                "LocalSteps once the model is complete and its weights are loaded"
             )
         ranks = ranks_of(self.group)
         for rank, (first_bad, steps, number, changed) in zip(ranks, reports, strict=True):
@@ -363,19 +402,30 @@ class LocalSteps:
                 )
 
     def _average_statistics(self) -> None:
-        statistics = [x for x in self._statistics().values() if x.is_floating_point()]
-        if statistics:
-            flat = torch.cat([x.flatten().float() for x in statistics])
-            api.all_reduce(flat, self.group, op="avg", codec=Raw()).wait()
-            for x, part in zip(statistics, flat.split([x.numel() for x in statistics]), strict=True):
-                x.copy_(part.view_as(x))
+        statistics = {name: x for name, x in self._statistics().items() if x.is_floating_point()}
+        if not statistics:
+            return
+        own = torch.cat([x.flatten().float() for x in statistics.values()])
+        average = own.clone()
+        api.all_reduce(average, self.group, op="avg", codec=Raw()).wait()
+        if not average.isfinite().all():
+            bad = [name for name, x in statistics.items() if not x.isfinite().all()]
+            said: list[list[str]] = [[]] * self.group.size()
+            dist.all_gather_object(said, bad, group=self.group)
+            rank, names = next(one for one in zip(ranks_of(self.group), said, strict=True) if one[1])
+            raise TrainingError(
+                f"{names[0]} of rank {rank} is not finite after {self.steps} steps, and an average with it would be "
+                "lost; leave out batches that are not finite before the forward, and go on from the last checkpoint"
+            )
+        for x, part in zip(statistics.values(), average.split([x.numel() for x in statistics.values()]), strict=True):
+            x.copy_(part.view_as(x))
 
     def _statistics(self) -> dict[str, Tensor]:
-        """Running statistics of batch normalizations, by name."""
+        """Running statistics of batch and instance normalizations, by name."""
         return {
             f"{prefix}.{name}" if prefix else name: buffer
             for prefix, module in self._model.named_modules()
-            if isinstance(module, _BatchNorm)
+            if isinstance(module, _NormBase)
             for name, buffer in module.named_buffers(recurse=False)
         }
 
@@ -390,3 +440,15 @@ class LocalSteps:
         if change is not None:
             raise ModelError(f"{change} since LocalSteps was made, but parameters must stay the same")
         return found
+
+    def _check_own(self, call: str) -> None:
+        """Check that parameters are this rank's own.
+
+        Raises:
+            TrainingError: they are at the common point.
+        """
+        if self._is_at_common_point:
+            raise TrainingError(
+                f"{call} inside of at_common_point(), where parameters are the common point and not this rank's own; "
+                "call it after the block"
+            )

@@ -27,7 +27,7 @@ class QuantizedReduction:
     num_units: int
     """Modules whose gradients are reduced in 8 bits: 1 for DDP, the FSDPModules for FSDP2."""
     num_elements: int
-    """Gradient elements of the whole model."""
+    """Gradient elements of these modules. FSDP2 itself reduces no parameter that lies in none of them."""
 
     def __str__(self) -> str:
         return f"{self.wrapper}: {self.num_elements:,} gradient elements in {self.num_units} unit(s) reduced in 8 bits"
@@ -60,15 +60,14 @@ def quantize_reduction(
             mesh (HSDP).
         ConfigError: an argument does not go with the wrapper.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype not in DTYPES:
             raise ModelError(
                 f"{name} is {parameter.dtype}, but its gradient must be float32, bfloat16 or float16 to be reduced in 8"
                 " bits; convert the model or freeze the parameter"
             )
-    num_elements = sum(parameter.numel() for parameter in parameters)
     if isinstance(model, DistributedDataParallel):
+        num_elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         group = across or model.process_group
         model.register_comm_hook(*ddp_q8_hook(group, error_feedback=error_feedback, min_nbytes=min_nbytes))
         return QuantizedReduction("DDP", 1, num_elements)
@@ -83,7 +82,7 @@ def quantize_reduction(
         raise ConfigError("error_feedback is True, but FSDP2 shows no parameters to keep errors for; it needs DDP")
     if isinstance(across, TwoLevel):
         raise ConfigError("across is a TwoLevel, but FSDP2 itself reduces inside the node; pass the group across nodes")
-    from laconic.collectives.integrations.fsdp2 import param_groups, replicates
+    from laconic.collectives.integrations.fsdp2 import num_trained, param_groups, replicates
     from laconic.gradients.fsdp2 import Q8ReduceScatter
 
     if any(replicates(group) for unit in units for group in param_groups(unit)):
@@ -97,6 +96,7 @@ def quantize_reduction(
         unit.set_custom_reduce_scatter(Q8ReduceScatter(min_nbytes))
         if across is not None:
             unit.set_all_reduce_hook(partial(_average_across, group=across, min_nbytes=min_nbytes))
+    num_elements = sum(num_trained(group) for unit in units for group in param_groups(unit))
     return QuantizedReduction("FSDP2", len(units), num_elements)
 
 

@@ -75,6 +75,7 @@ class LaconicTrainerMixin:
         trainer: Any = self
         if self.laconic.optimizer != "host" and trainer.optimizer is None:
             arguments: TrainingArguments = trainer.args
+            _check_optim(arguments, self.laconic)  # a search of hyperparameters may have changed them
             trainer.optimizer_cls_and_kwargs = (
                 OPTIMIZER_CLASSES[self.laconic.optimizer],
                 {
@@ -245,11 +246,7 @@ def _check(trainer: Any, config: LaconicConfig) -> None:
             )
     if config.optimizer == "host":
         return
-    if arguments.optim not in _ADAMW or arguments.optim_args:
-        raise ConfigError(
-            f"optimizer is {config.optimizer!r}, but optim is {OptimizerNames(arguments.optim).value!r} with "
-            f"optim_args {arguments.optim_args!r}; leave both out"
-        )
+    _check_optim(arguments, config)
     if trainer.is_deepspeed_enabled and "optimizer" in trainer.accelerator.state.deepspeed_plugin.deepspeed_config:
         raise ConfigError(
             f"optimizer is {config.optimizer!r}, but DeepSpeed's configuration has an optimizer section; leave it out, "
@@ -258,6 +255,15 @@ def _check(trainer: Any, config: LaconicConfig) -> None:
     if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
         raise ConfigError(
             f"optimizer is {config.optimizer!r}, but the trainer was given an optimizer; leave one of them out"
+        )
+
+
+def _check_optim(arguments: TrainingArguments, config: LaconicConfig) -> None:
+    """Refuse an optimizer of the arguments beside that of the configuration."""
+    if arguments.optim not in _ADAMW or arguments.optim_args:
+        raise ConfigError(
+            f"optimizer is {config.optimizer!r}, but optim is {OptimizerNames(arguments.optim).value!r} with "
+            f"optim_args {arguments.optim_args!r}; leave both out"
         )
 
 

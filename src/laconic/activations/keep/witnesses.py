@@ -265,15 +265,31 @@ def check_unchanged(before: Glances, tensors: Sequence[Tensor | None]) -> None:
                 continue
             is_same = values.dtype == now.dtype and torch.equal(_bits(values), _bits(now))
         else:
-            is_same = type(values) is type(now) and values == now
+            is_same = _holds(x, values)
         if not is_same:
-            assert x is not None
             raise ModelError(
                 f"a parameter {list(x.shape)} holds other values in backward than in forward, so the gradient would be "
                 f"wrong; it was changed in place after the forward that saved it (also through .data, NumPy or a "
-                f"kernel of one's own), or another tensor was put in its place. Call backward before the change, or "
+                f"kernel of one's own), another tensor was put in its place, or hooks on saved tensors gave back "
+                f"others than they had got. Call backward before the change, or "
                 f"train these layers exactly: laconic.decompress_activations(model)"
             )
+
+
+def _holds(x: Tensor, before: bytes | Tensor) -> bool:
+    """Whether a tensor on the CPU has the values of a glance, though in another layout than then.
+
+    Hooks on saved tensors that write them into files or into NumPy's arrays may give back contiguous ones. A glance
+    reads memory, so that it depends on the layout.
+    """
+    if isinstance(before, Tensor):
+        return (now := sample(x)) is not None and now.dtype == before.dtype and torch.equal(_bits(before), _bits(now))
+    layouts = [x.contiguous()]
+    if x.dim() == 2:
+        layouts.append(x.t().contiguous())
+    elif x.dim() == 4:
+        layouts.append(x.contiguous(memory_format=_CHANNELS_LAST))
+    return any(glance(layout) == before for layout in layouts if layout.is_cpu)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

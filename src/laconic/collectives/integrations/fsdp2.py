@@ -39,7 +39,9 @@ __all__ = [
     "ZipAllGather",
     "ZipReduceScatter",
     "num_shards",
+    "num_trained",
     "param_groups",
+    "put_back",
     "replicates",
 ]
 
@@ -87,6 +89,8 @@ class QuantizedAllGather(OwnBuffers, AllGather):
 
     FSDP2 hands over the shards of all parameters of the group, one behind the other. Each is padded to whole blocks, so
     that no block has values of two; those of one dimension travel exactly, in a gather of their own at the same time.
+    So do shards of fewer ranks that FSDP2 has made after forward of what was gathered (`reshard_after_forward=2`): they
+    are rounded already, and once more, in other blocks, backward would compute with other values than forward.
 
     Args:
         params: FSDP2's group of parameters.
@@ -123,7 +127,7 @@ class QuantizedAllGather(OwnBuffers, AllGather):
         for parameter in self._params.fsdp_params:
             found = getattr(parameter, "_sharded_post_forward_param_data", None)  # of fewer ranks, after forward
             length = (parameter._sharded_param_data if found is None else found).numel()
-            parts[parameter.sharded_param.dim() > 1].append(slice(start, start + length))
+            parts[parameter.sharded_param.dim() > 1 and found is None].append(slice(start, start + length))
             start += length
         if start != numel:
             raise ModelError(
@@ -189,6 +193,18 @@ def num_shards(group: Any) -> int:
     """Ranks that a group of parameters is sharded over; 1 if it is only replicated."""
     mesh_info = group.mesh_info
     return int(mesh_info.shard_mesh_size) if isinstance(mesh_info, FSDPMeshInfo) else 1
+
+
+def num_trained(group: Any) -> int:
+    """Elements of a group's parameters that require a gradient, over all ranks."""
+    parameters = [parameter.sharded_param for parameter in group.fsdp_params]
+    return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+
+
+def put_back(group: Any, attribute: str, new: Any, old: Any) -> None:
+    """Undo `group.attribute = new`, unless something else has been put in its place since."""
+    if getattr(group, attribute) is new:
+        setattr(group, attribute, old)
 
 
 def replicates(group: Any) -> bool:

@@ -27,7 +27,8 @@ def quantize_gathers(model: nn.Module, *, bits: int = 8) -> ZippedCollectives:
     Every rank keeps and trains its exact shard; rounded are the copies that travel. So errors do not add up from step
     to step, and forward and backward of a step compute with the same values, of which all ranks have the same bits,
     their own shard's included. Parameters of one dimension (biases, weights of norms) are gathered exactly, beside the
-    others. Blocks of 128 values have a scale and lie inside one parameter.
+    others, and what `reshard_after_forward=N` gathers in backward, as it is rounded already. Blocks of 128 values have
+    a scale and lie inside one parameter.
 
     Evaluation computes with rounded parameters too; `remove()` makes the model exact again. Gradients are another call:
     `quantize_reduction(model)`, or `zip_collectives(model)` after this one.
@@ -76,6 +77,7 @@ def _attach(name: str, unit: Any, codec: Blockwise, undo: list[Callable[[], None
         ):
             left = "a parameter has a way of its own to be gathered"
         if left is None:
-            undo.append(partial(setattr, group, "_all_gather_comm", group._all_gather_comm))
-            group._all_gather_comm = fsdp2.QuantizedAllGather(group, codec)
+            gather = fsdp2.QuantizedAllGather(group, codec)
+            undo.append(partial(fsdp2.put_back, group, "_all_gather_comm", gather, group._all_gather_comm))
+            group._all_gather_comm = gather
         yield ZippedPart(name, "all_gather", dtype, numel, left)

@@ -55,7 +55,10 @@ class ZippedCollectives:
         return "\n".join(lines)
 
     def remove(self) -> None:
-        """Restore the model's original collectives; a repeated call has no effect."""
+        """Restore the model's original collectives; a repeated call has no effect.
+
+        What another call, as `quantize_reduction`, has put in the place of one of these since is left to that.
+        """
         while self._undo:
             self._undo.pop()()
 
@@ -199,7 +202,7 @@ def _attach_to_unit(
     from laconic.collectives.integrations import fsdp2
 
     def replace(group: Any, attribute: str, new: Any) -> None:
-        undo.append(partial(setattr, group, attribute, getattr(group, attribute)))
+        undo.append(partial(fsdp2.put_back, group, attribute, new, getattr(group, attribute)))
         setattr(group, attribute, new)
 
     for group in fsdp2.param_groups(unit):

@@ -10,6 +10,8 @@ from weakref import finalize
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
+from laconic.collectives.runtime.torch_compat import untraced
+
 __all__ = ["prepare_reducers"]
 
 _c10d: Any = _distributed_c10d  # whose stubs lack some of it
@@ -61,6 +63,7 @@ def _keeping_works(setter: Callable[..., None]) -> Callable[..., None]:
     return keep
 
 
+@untraced
 class _GroupOfReducer(_Base):
     """A group whose calls are those of another one, which only Python owns."""
 

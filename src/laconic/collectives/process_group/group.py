@@ -47,7 +47,7 @@ from laconic.collectives.runtime.background import BackgroundWork
 from laconic.collectives.runtime.callbacks import queue_of
 from laconic.collectives.runtime.failure_diagnosis import broken_off
 from laconic.collectives.runtime.group_facts import ranks_of
-from laconic.collectives.runtime.torch_compat import method_of
+from laconic.collectives.runtime.torch_compat import method_of, untraced
 from laconic.cost.comm.seconds import NO_CODE, ONE_RANK, RAW, TOO_SMALL, sent_nbytes
 from laconic.errors import ConfigError, FormatError
 
@@ -173,6 +173,7 @@ def _call(**roles: tuple[str, ...]) -> Callable[[Callable[..., dist.Work]], Call
 _Base: Any = dist.ProcessGroup
 
 
+@untraced
 class ProcessGroupLaconic(_Base):
     """The processes of a group; see the module's docstring. torch makes it, through `create`."""
 

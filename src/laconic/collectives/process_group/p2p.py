@@ -32,6 +32,7 @@ from laconic.collectives.process_group.work_handles import AfterWork, PeerWork
 from laconic.collectives.runtime.device_streams import Ready
 from laconic.collectives.runtime.failure_diagnosis import is_own, reason_of
 from laconic.collectives.runtime.group_facts import options_of, ranks_of
+from laconic.collectives.runtime.torch_compat import untraced
 from laconic.cost.comm.seconds import NO_CODE, RAW, TOO_SMALL
 from laconic.errors import CollectiveError, FormatError, LaconicError
 
@@ -227,6 +228,7 @@ class _Batch:
         return self._work
 
 
+@untraced
 class _BatchedWork(dist.Work):
     def __init__(self, batch: _Batch, tensor: Tensor) -> None:
         super().__init__()

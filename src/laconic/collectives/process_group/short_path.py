@@ -13,13 +13,14 @@ from torch import Tensor
 
 from laconic.collectives.policy.raw_calls import is_plain
 from laconic.collectives.process_group.group import ProcessGroupLaconic, given
-from laconic.collectives.runtime.torch_compat import method_of
+from laconic.collectives.runtime.torch_compat import method_of, untraced
 
 __all__ = ["QuickGroup"]
 
 _AVG: Any = dist.ReduceOp.AVG  # whose type the stubs do not accept
 
 
+@untraced
 class QuickGroup(ProcessGroupLaconic):
     """The group that torch is given."""
 

@@ -17,6 +17,7 @@ from laconic.collectives.runtime.background import BackgroundWork, Groups, Tenso
 from laconic.collectives.runtime.callbacks import CallbackQueue, follow, queue_of
 from laconic.collectives.runtime.failure_diagnosis import broken_off
 from laconic.collectives.runtime.thread_state import as_here
+from laconic.collectives.runtime.torch_compat import untraced
 from laconic.errors import CollectiveTimeoutError
 
 __all__ = ["AfterWork", "BackgroundWork", "Ordered", "PeerWork", "RawWork", "WorkGroup", "after"]
@@ -49,6 +50,7 @@ class Ordered:
         return call
 
 
+@untraced
 class RawWork(dist.Work):
     """A collective of the backend, whose errors name the rank that was lost.
 
@@ -95,6 +97,7 @@ class RawWork(dist.Work):
         return follow(self._work.get_future(), queue_of(self._group), explain)
 
 
+@untraced
 class AfterWork(TensorsWork):
     """Another work, and a function to run once it is done, such as decoding what arrived.
 
@@ -152,6 +155,7 @@ def after(work: dist.Work, do: Callable[[], object], tensors: Sequence[Tensor]) 
     return work.then(do, tensors) if isinstance(work, BackgroundWork) else AfterWork(work, tensors, do)
 
 
+@untraced
 class PeerWork(TensorsWork):
     """A send or receive of the backend, whose error becomes one that names the peer.
 
@@ -202,6 +206,7 @@ class PeerWork(TensorsWork):
     _source_rank = source_rank
 
 
+@untraced
 class WorkGroup(TensorsWork):
     """Several works as one."""
 

@@ -43,7 +43,7 @@ from laconic.collectives.runtime.group_facts import (
 from laconic.collectives.runtime.group_failures import raise_if_failed
 from laconic.collectives.runtime.late_checks import LateCheck, left_on, make_checks
 from laconic.collectives.runtime.thread_state import as_here
-from laconic.collectives.runtime.torch_compat import in_background
+from laconic.collectives.runtime.torch_compat import in_background, untraced
 from laconic.errors import CollectiveTimeoutError
 
 __all__ = [
@@ -119,6 +119,7 @@ def run_in_background(job: Job[T], groups: Groups, device: torch.device, written
 _NO_TIMEOUT = timedelta()
 
 
+@untraced
 class TensorsWork(dist.Work):
     """A work whose result is a list of tensors."""
 
@@ -135,6 +136,7 @@ class TensorsWork(dist.Work):
         self.wait()
 
 
+@untraced
 class BackgroundWork(TensorsWork):
     """A collective in the background, with the interface that torch's C++ and Python expect."""
 

@@ -9,17 +9,19 @@ all-to-all handles one peer after the other and uses a full-duplex link for 55 %
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _dynamo
 from torch.utils._pytree import tree_map
 
 from laconic.collectives.runtime.group_facts import goes_through_host, timeout_of
@@ -38,7 +40,11 @@ __all__ = [
     "pass_around",
     "reduce_scatter",
     "sent_in_background_nbytes",
+    "untraced",
 ]
+
+
+_eval_frame: Any = getattr(_dynamo, "eval_frame", None)  # private: a torch that has moved it traces as before
 
 
 def _named(new: str, old: str) -> Callable[..., Any]:
@@ -58,6 +64,25 @@ def method_of(group: dist.ProcessGroup, new: str, old: str) -> Callable[..., dis
     """Look up a method of process groups that torch 2.13 renamed."""
     found: Callable[..., dist.Work] = getattr(group, name_of(new, old))
     return found
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def untraced(cls: _Class) -> _Class:
+    """Decorate a class whose methods C++ calls, as those of process groups and works: Dynamo compiles none of them.
+
+    A compiled function that calls a collective which Dynamo cannot trace calls it from Python, as DDP's forward does
+    with buffers, and Dynamo would look at each frame that this opens. `torch.compiler.disable` would import Dynamo, a
+    second, and stand in front of every call.
+    """
+    set_strategy = getattr(_eval_frame, "set_code_exec_strategy", None)
+    if set_strategy is not None:
+        skip = _eval_frame._FrameAction.SKIP
+        for function in vars(cls).values():
+            if inspect.isfunction(function):
+                set_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+    return cls
 
 
 class Started(Protocol):
