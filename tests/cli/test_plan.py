@@ -299,3 +299,9 @@ def test_what_says_the_depth_does_not_go_with_largest(
 ) -> None:
     assert main(["plan", *_SIZES, "--largest", *flags]) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["0", "64"])
+def test_sizes_beside_a_directory_are_refused(model: str, size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", model, "--hidden-size", size]) == 2
+    assert "--hidden-size is given beside" in capsys.readouterr().err

@@ -98,6 +98,9 @@ def test_a_plan_brings_the_settings_it_was_made_for(tmp_path: Path) -> None:
     assert (config.optimizer.kind, config.gradients.bits) == ("adamw8bit", 8)
     of_folder = config_of("--plan", str(tmp_path / "plan.json"), "--init", "m").model
     assert (of_folder.path, of_folder.num_key_value_heads) == ("m", None)  # whose config.json has the sizes
+    save_config(of_folder_run := config_of("--init", "m", "--steps", "3"), tmp_path / "config.toml")
+    again = config_of("--resume", "--run-dir", str(tmp_path), "--plan", str(tmp_path / "plan.json"))
+    assert (again.model, again.nproc) == (of_folder_run.model, 4)
     shared = replace(layout, expert_parallel=2)
     Plan(Job(traced, batch, shared, settings), {}, {}, "exact").save(tmp_path / "plan.json")
     with pytest.raises(PlanError, match="expert_parallel is 2 in the plan, but laconic train carries out no plan"):

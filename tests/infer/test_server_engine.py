@@ -116,6 +116,18 @@ def test_what_a_template_passes_over_is_refused(role: str, tools: list[dict[str,
     assert ours.decode(ours.encode_chat([messages[0], messages[2]])) == "toolsSbrief"
 
 
+@pytest.mark.parametrize("shown", ["function.name", "function.arguments"])
+def test_a_call_of_a_tool_is_shown_by_its_name_or_its_arguments(shown: str) -> None:
+    """Some templates print identifiers, as functions.f:0, in place of names."""
+    template = (
+        "{% for m in messages %}{% for call in m.tool_calls or [] %}{{ call." + shown + " }}{% endfor %}{% endfor %}"
+    )
+    ours = HuggingFaceTokenizer(bytewise(template))
+    call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    text = ours.decode(ours.encode_chat([{"role": "assistant", "content": "", "tool_calls": [call]}]))
+    assert text == call["function"][shown.partition(".")[2]]  # type: ignore[index]
+
+
 def test_models_of_bytes_and_models_without_a_tokenizer(tmp_path: Path) -> None:
     tokenizer = load_text_tokenizer(make("llama", tmp_path, vocab_size=257))
     assert isinstance(tokenizer, ByteTokenizer)

@@ -237,6 +237,31 @@ def test_copies_update_in_step_and_the_optimizer_can_go() -> None:
     assert not isinstance(model[1].weight.grad, UsedGradient)
 
 
+def test_frozen_parameters_are_left_and_updated_in_step_once_they_are_trained() -> None:
+    usual, model = make_model(), make_model()
+    for one in (usual, model):
+        one[1].requires_grad_(False)
+    exact, optimizer = AdamW8bit(usual.parameters(), lr=1e-2), in_backward(model)
+    train(usual, exact)
+    train(model, optimizer)
+    for one, its in ((usual, exact), (model, optimizer)):
+        one[1].requires_grad_(True)
+        train(one, its)
+    assert same(usual, model)
+
+
+@pytest.mark.parametrize("move", [nn.Module.bfloat16, lambda model: model.to("meta")], ids=["dtype", "device"])
+def test_a_model_can_move_before_its_gradients_are_let_go_of(move: Callable[[nn.Module], nn.Module]) -> None:
+    model = make_model()
+    optimizer = in_backward(model)
+    backward(model)
+    move(model)
+    for parameter in model.parameters():
+        assert isinstance(parameter.grad, UsedGradient)
+        assert (parameter.grad.dtype, parameter.grad.device) == (parameter.dtype, parameter.device)
+    optimizer.zero_grad()
+
+
 def test_it_is_called_once_and_takes_no_factor() -> None:
     optimizer = in_backward(make_model())
     with pytest.raises(ConfigError, match="was called before"):

@@ -180,7 +180,7 @@ def _largest(options: argparse.Namespace, choices: Callable[[Job], Chosen], budg
 
 def _check_sizes(options: argparse.Namespace) -> None:
     """Refuse sizes beside a directory, and too few without one."""
-    given = [name for name in _ALL_SIZES if getattr(options, name) not in (None, False)]
+    given = [name for name in _ALL_SIZES if (size := getattr(options, name)) is not None and size is not False]
     if options.model is not None and given:
         raise PlanError(
             f"{_flags(given)} is given beside {options.model!r}, whose configuration has the sizes; leave one out"

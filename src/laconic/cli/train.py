@@ -111,7 +111,7 @@ def resolve(args: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
         from laconic.train.config.plan import load_plan, plan_settings  # late: few runs have one
 
         planned = plan_settings(load_plan(plan))
-        if asked.get("model", {}).get("path") is not None:
+        if functools.reduce(merge, [*layers, asked])["model"]["path"] is not None:
             del planned["model"]  # sizes; that the directory's model is the planned one is checked when it is there
         layers.append(planned)
     values = functools.reduce(merge, [*layers, asked])

@@ -80,7 +80,7 @@ class Sampling:
         if unknown := sorted(set(self.rules) - PROCESSORS - WARPERS):
             known = ", ".join(sorted(PROCESSORS | WARPERS))
             raise ConfigError(f"rules holds {', '.join(unknown)}, but rules for logits are {known}")
-        if (least := self.rules.get("min_new_tokens")) and least > self.max_new_tokens:
+        if isinstance(least := self.rules.get("min_new_tokens"), int) and least > self.max_new_tokens:
             raise ConfigError(
                 f"min_new_tokens is {least}, but max_new_tokens is {self.max_new_tokens}; give at most that"
             )

@@ -8,7 +8,8 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -185,7 +186,7 @@ class HuggingFaceTokenizer:
                 marked["content"] = mark
             if calls := message.get("tool_calls"):
                 marks[mark := f"laconiccall{place}mark"] = f"tool_calls of messages.{place}; leave them out"
-                marked["tool_calls"] = [{**call, "function": {**call["function"], "name": mark}} for call in calls]
+                marked["tool_calls"] = [{**call, "function": _marked(call["function"], mark)} for call in calls]
             marked_messages.append(marked)
         for place, tool in enumerate(tools):
             marks[mark := f"laconictool{place}mark"] = f"tools.{place}; leave it out"
@@ -299,7 +300,16 @@ class ByteTokenizer:
         return [self.token_bytes(token) for token in range(257)], frozenset({256})
 
 
-def _variables_of(template: str) -> set[str]:
+def _marked(function: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    """Return a call's function with a mark in its name and arguments: some templates show one of both."""
+    arguments: Any = {mark: mark}
+    if isinstance(function.get("arguments"), str):
+        arguments = json.dumps(arguments)
+    return {**function, "name": mark, "arguments": arguments}
+
+
+@lru_cache(maxsize=8)
+def _variables_of(template: str) -> Set[str]:
     """Return the variables that a chat template reads and does not set before."""
     from jinja2 import Environment, TemplateError, meta
 

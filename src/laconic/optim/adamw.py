@@ -64,6 +64,7 @@ class AdamW8bit(torch.optim.Optimizer):
     """
 
     bits: int = 8
+    _updates_in_backward = False
 
     def __init__(
         self,
@@ -85,7 +86,6 @@ class AdamW8bit(torch.optim.Optimizer):
         if bits not in MOMENT_BLOCK_SIZES or isinstance(bits, bool | float):
             raise ConfigError(f"bits is {bits!r}, but it must be {' or '.join(map(str, MOMENT_BLOCK_SIZES))}")
         self.bits = bits
-        self._updates_in_backward = False
         if foreach and fused:
             raise ConfigError("foreach and fused are both True, but they exclude each other; set one of them")
         refused = {"amsgrad": amsgrad, "capturable": capturable, "differentiable": differentiable}
@@ -128,21 +128,24 @@ class AdamW8bit(torch.optim.Optimizer):
         `step()` updates what still has a gradient, and `zero_grad()` allows the next backward. Weights have the bits of
         updates after backward. Learning rates and all other options are those at the time of backward.
 
-        What needs all gradients before the update is refused when it reads one: accumulation over several backwards,
-        clipping, GradScaler, DistributedDataParallel's reduction. A gradient in codes (`compress_gradients`) is refused
-        in backward. Copies of the optimizer, by copy or pickle, update in `step()`.
+        What needs all gradients before the update is refused when it reads one, after the updates of that backward:
+        accumulation over several backwards, clipping, GradScaler, DistributedDataParallel's reduction, units of FSDP2
+        that run twice before backward. A gradient in codes (`compress_gradients`) is refused in backward. Copies of the
+        optimizer, by copy or pickle, update in `step()`; so do parameters that are frozen now and trained later.
 
         Raises:
             ConfigError: it was called before.
         """
         if self._updates_in_backward:
             raise ConfigError("update_in_backward() was called before, and must be called once only")
-        self._updates_in_backward = True
         for number in range(len(self.param_groups)):
             self._hook_on(number)
+        self._updates_in_backward = True
 
     def _hook_on(self, number: int) -> None:
         for index, parameter in enumerate(self.param_groups[number]["params"]):
+            if not parameter.requires_grad:  # torch refuses hooks on these
+                continue
             call_with_gradients(parameter, partial(AdamW8bit._update_one, number=number, index=index), self)
 
     @torch.no_grad()
@@ -151,6 +154,7 @@ class AdamW8bit(torch.optim.Optimizer):
         group = self.param_groups[number] if number < len(self.param_groups) else {"params": []}
         if index >= len(group["params"]) or group["params"][index] is not parameter:
             return
+        _check_not_captured()
         _check_options(group)
         update = self._update_of(group, index)
         if update is None:
@@ -161,6 +165,9 @@ class AdamW8bit(torch.optim.Optimizer):
                 "update_in_backward() has updates made in backward; leave one of both out"
             )
         self._apply([(group, [update])], None)
+        gradient = local_part(update.gradient)
+        if gradient.is_cuda:  # FSDP2 allocates it on one stream and may run hooks on another
+            gradient.record_stream(torch.cuda.current_stream(gradient.device))
         parameter.grad = UsedGradient(parameter)
 
     @property
@@ -459,8 +466,9 @@ def _check_not_captured() -> None:
         return
     if torch.cuda.is_current_stream_capturing():
         raise ConfigError(
-            "AdamW8bit.step() is called while a CUDA graph is captured, whose replays would all repeat the number of"
-            " this step and its lr; capture forward and backward only, and call step() after each replay"
+            "AdamW8bit updates while a CUDA graph is captured, whose replays would all repeat the number of this step"
+            " and its lr; capture forward and backward only, without update_in_backward(), and call step() after each"
+            " replay"
         )
 
 

@@ -25,10 +25,12 @@ class UsedGradient(Tensor):
     """In place of a gradient whose update is made. It can be let go of; any other use raises."""
 
     @staticmethod
-    def __new__(cls, parameter: Tensor) -> UsedGradient:
-        """Of the parameter's shape, dtype, strides and device."""
+    def __new__(
+        cls, like: Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> UsedGradient:
+        """Of the shape and strides of `like`, and of its dtype and device where none is given."""
         made: UsedGradient = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.size(), strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+            cls, like.size(), strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device
         )
         torch._C._set_throw_on_mutable_data_ptr(made)
         return made
@@ -45,8 +47,9 @@ class UsedGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function is _aten.detach.default:
-            return cls(args[0])
+        if function in (_aten.detach.default, _aten._to_copy.default):  # Module.to moves gradients, too
+            wanted = {name: value for name in ("dtype", "device") if (value := (kwargs or {}).get(name)) is not None}
+            return cls(args[0], **wanted)
         shape = next(tuple(x.shape) for x in tree_iter((args, kwargs)) if isinstance(x, UsedGradient))
         raise TrainingError(
             f"{function.name()} reads or adds to a gradient of shape {shape} that backward has used for its update "

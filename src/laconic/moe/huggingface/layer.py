@@ -11,6 +11,7 @@ itself is no module of the model: `laconic.moe.moe_layers` lists it.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -97,7 +98,7 @@ class ExpertsLayer(MoELayer):
         self._mean_under_ddp = None if self._own_replicas is None else ExpertMean(self._own_replicas)
         self._without_graph: list[bool] = []
         self._ran_again = False
-        self._checked_ddp: int | None = None
+        self._checked_ddp: weakref.ref[DistributedDataParallel] | None = None
         self._compared = not gate.check_weights
         """Whether an MP group's tokens have been compared; never those of a forward without values (`check_logits`)."""
 
@@ -149,7 +150,8 @@ class ExpertsLayer(MoELayer):
         """
         self._note_ddp()
         if self.num_mp > 1 and not (self._compared or torch.compiler.is_compiling()):
-            self._compare_tokens(x)
+            with torch._C.DisableTorchFunction():  # the second run of a region that runs again does not compare
+                self._compare_tokens(x)
         self.is_running = True
         self.meanwhile = None if self.shared_call is None else self.shared_call.window(x)
         try:
@@ -167,6 +169,10 @@ class ExpertsLayer(MoELayer):
         mean = super().mean_of_forward()
         averages = self.ran_under_ddp and self.averages_under_ddp and torch.is_grad_enabled()
         return self._mean_under_ddp if mean is None and averages else mean
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the host that was checked, of which a copy has another one."""
+        return {**super().__getstate__(), "_checked_ddp": None}
 
     def _check_left_out(self, ddp: DistributedDataParallel) -> None:
         """Refuse a DDP that was made before `parallelize`, see laconic.moe.huggingface.wrapping, or is over too few.
@@ -188,7 +194,7 @@ class ExpertsLayer(MoELayer):
                 f" {sorted(left)} have other tokens, so that gradients would be no means over all; give it"
                 " process_group=grid.dp, or none"
             )
-        self._checked_ddp = id(ddp)
+        self._checked_ddp = weakref.ref(ddp)
 
     def _compare_tokens(self, x: Tensor) -> None:
         """Compare a sample of the tokens of an MP group, once: they have to be the same, but for rounding.
@@ -221,7 +227,7 @@ class ExpertsLayer(MoELayer):
         if torch._C._current_graph_task_id() == -1:
             ddp = DistributedDataParallel._get_active_ddp_module()
             of_ddp = ddp is not None
-            if ddp is not None and id(ddp) != self._checked_ddp:
+            if ddp is not None and (self._checked_ddp is None or self._checked_ddp() is not ddp):
                 self._check_left_out(ddp)
             if torch.is_grad_enabled():
                 self.ran_under_ddp = of_ddp

@@ -108,8 +108,9 @@ def refuse_unused(section: object, names: Iterable[str], rule: str) -> None:
     for name in names or fields:
         described = fields[name]
         made = described.default_factory
-        if getattr(section, name) != (described.default if made is dataclasses.MISSING else made()):
-            refuse(section, name, rule)
+        usual = described.default if made is dataclasses.MISSING else made()
+        if getattr(section, name) != usual:
+            refuse(section, name, f"{rule}; its default is {usual!r}")
 
 
 def check_table(table: object, name: str) -> None:
