@@ -54,7 +54,11 @@ def test_gradients_are_those_of_torch_whatever_view_is_saved(use: str, layout: s
             z = USES[use](y, w)
         first = torch.autograd.grad(z.square().sum(), (x, w), create_graph=True)
         found.append([z, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), (x, w))])
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *(tensors[:3] for tensors in found)))
+    # Twice differentiated, what is kept is multiplied in a layout of its own, and some processors add in another order.
+    rounding = 0.0 if layout == "contiguous" else 1e-6
+    for ours, exact in zip(found[1][3:], found[0][3:], strict=True):
+        torch.testing.assert_close(ours, exact, rtol=rounding, atol=rounding * float(exact.abs().max()))
 
 
 @pytest.mark.parametrize("pruned", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -195,7 +196,9 @@ def test_the_command_line_prints_lines_and_bytes(capfd: pytest.CaptureFixture[st
     assert sorted(out.splitlines()) == sorted(
         line for rank in range(4) for line in (f"[rank {rank}] I am {rank} of 4", f"[rank {rank}] oh")
     )
-    assert "between the first two nodes gets 4" in err  # 47.8 Mbit/s of 50
+    found = re.search(r"between the first two nodes gets ([0-9.]+) Mbit/s", err)
+    assert found is not None, err
+    assert 5 < float(found[1]) <= 50  # 47.8 on a quiet machine
     for name in ("host 0", "host 3", "node 1"):
         assert f"\n  {name}  sent " in err
 
