@@ -15,6 +15,7 @@ import argparse
 import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     write, began = _Report(chosen.out).write, time.monotonic()
     if not chosen.smoke:
         print(_announced(chosen.name), file=sys.stderr, flush=True)
-    head = report_head(chosen.name, f"python -m benchmarks.run {' '.join(arguments)}") + "\n"
+    head = report_head(chosen.name, f"python -m benchmarks.run {shlex.join(arguments)}") + "\n"
     for threads in chosen.threads:
         # What comes last counts.
         part = [sys.executable, "-m", "benchmarks.run", *arguments, "--threads", str(threads), "--part"]
