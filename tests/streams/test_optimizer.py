@@ -70,10 +70,34 @@ def test_a_step_that_a_graph_would_repeat_is_refused_and_changes_nothing() -> No
         optimizer = AdamW8bit(layers.parameters())
         with (
             capture(),
-            pytest.raises(ConfigError, match=r"AdamW8bit\.step\(\) is called while a CUDA graph is captured"),
+            pytest.raises(ConfigError, match="AdamW8bit updates while a CUDA graph is captured"),
         ):
             optimizer.step(closure=lambda: pytest.fail("the closure ran"))
         assert not optimizer.state
         assert all(torch.equal(p, old) for p, old in zip(layers.parameters(), before, strict=True))
         optimizer.step()
         assert not torch.equal(next(layers.parameters()), before[0])
+
+
+def test_updates_in_backward_wait_for_nothing_and_a_graph_would_repeat_them() -> None:
+    ends = []
+    for in_backward in (True, False):
+        torch.manual_seed(0)
+        with cuda() as device:
+            layers = on_device(model())
+            optimizer = AdamW8bit(layers.parameters())
+            if in_backward:
+                optimizer.update_in_backward()
+            with counted_waits(device) as waits:
+                for _ in range(3):
+                    loss_of(layers, torch.randn(4, 256, device=CUDA)).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert not waits
+            if in_backward:
+                with capture(), pytest.raises(ConfigError, match="AdamW8bit updates while a CUDA graph is captured"):
+                    loss_of(layers, torch.randn(4, 256, device=CUDA)).backward()
+            else:
+                loss_of(layers, torch.randn(4, 256, device=CUDA)).backward()
+            ends.append([p.detach().cpu() for p in layers.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
