@@ -281,7 +281,7 @@ def _run(name: str, sizes: dict[str, int], memory_nbytes: int | None, threads: i
     where = "making the model"
     torch.set_default_dtype(torch.bfloat16)
     try:
-        how = {key: value for key, value in sizes.items() if key != "hidden_size"}
+        how = {key: value for key, value in sizes.items() if key != "hidden_size"} | {"use_cache": False}
         model = causal_model("llama", sizes["hidden_size"], vocab_size=VOCAB, **how)
         made = sum(p.numel() for p in model.parameters())
         training = built(contender, model.train(), ids, 1e-4)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import BertConfig, BertForMaskedLM
 
 import laconic
 from laconic.activations import ActivationPlan, SavedTensorTracker, Site, find_sites, saved_nbytes_per_token, uniform
@@ -354,3 +355,16 @@ def test_addresses_of_replaced_buffers_are_not_taken_for_buffers(mode: str | Non
         exact = 16 * (64 * 64 * 4 + 4)
         assert tracker.nbytes == exact if mode is None else tracker.nbytes < exact / 6
         del out
+
+
+def test_a_cache_that_a_training_forward_fills_is_named_with_its_remedy() -> None:
+    """Beside codes, keys and values of all layers would stay in bf16 until the forward ends."""
+    model = make_model("llama")
+    line = "set model.config.use_cache = False"
+    for fills in (True, False):
+        model.config.use_cache = fills
+        assert (line in str(laconic.compress_activations(model))) == fills
+        assert (model(input_ids=make_ids()).past_key_values is not None) == fills
+        laconic.decompress_activations(model)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    assert line not in str(laconic.compress_activations(BertForMaskedLM(BertConfig(vocab_size=50, **sizes))))

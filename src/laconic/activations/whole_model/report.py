@@ -177,6 +177,7 @@ class Report:
         packed_bits: the width at which hooks pack what no site covers; None without hooks.
         loss_owner: name of the module whose loss `loss="chunked"` would compute, "" for the model itself; None if that
             does not know its loss, or computes it.
+        fills_cache: whether a training forward fills a cache of keys and values, unless a call says use_cache=False.
     """
 
     mode: str
@@ -188,6 +189,7 @@ class Report:
     unmeasured: str | None = None
     packed_bits: int | None = None
     loss_owner: str | None = None
+    fills_cache: bool = False
 
     def measured(self, before: Measurement | None, after: Measurement | None, unmeasured: str | None = None) -> Report:
         """The same conversion with other measured forwards."""
@@ -322,6 +324,11 @@ class Report:
                 lines.append(self.warning)
             elif self._remedy_of_loss is not None:
                 lines.append(self._remedy_of_loss)
+        if self.fills_cache:
+            lines.append(
+                "config.use_cache is on: a training forward holds the keys and values of all layers until it ends; set "
+                "model.config.use_cache = False"
+            )
         return "\n".join(lines)
 
 
@@ -581,8 +588,24 @@ def make_report(
     ]
     rows += [SiteReport(name, "layer", (), *_described(format), None) for name, format in layers.items()]
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
-    report = Report(mode, dtype, tuple(rows), kinds=kinds, packed_bits=packed_bits, loss_owner=loss_owner)
+    report = Report(
+        mode,
+        dtype,
+        tuple(rows),
+        kinds=kinds,
+        packed_bits=packed_bits,
+        loss_owner=loss_owner,
+        fills_cache=_fills_cache(model),
+    )
     return report.measured(before, after, unmeasured)
+
+
+def _fills_cache(model: nn.Module) -> bool:
+    """Whether a Hugging Face model makes a cache of keys and values in a forward that is not told otherwise."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    return getattr(config, "use_cache", False) is True and hasattr(model, "generate")
 
 
 def _described(choice: Choice, site: Site | None = None) -> tuple[int, str]:
