@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -147,3 +148,18 @@ class Gated(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         return y
+
+
+def alive_gradients(model: nn.Module) -> list[int]:
+    """How many of the gradients so far are alive when each arrives; hooks that are registered later come after it."""
+    arrived: list[weakref.ref[Tensor]] = []
+    counts: list[int] = []
+
+    def count(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        arrived.append(weakref.ref(parameter.grad))
+        counts.append(sum(reference() is not None for reference in arrived))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(count)
+    return counts

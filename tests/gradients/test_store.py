@@ -26,7 +26,7 @@ from laconic.formats import CodedGradient, QuantizedGradient, quantized_gradient
 from laconic.gradients import CompressedGradients, compress_gradients
 from laconic.gradients.buckets import Buckets
 from laconic.gradients.store import _gradient_like
-from tests.activations.models import loss_of, make_ids, make_model
+from tests.activations.models import alive_gradients, loss_of, make_ids, make_model
 
 BITS = (8, 12)
 STEP = {8: 1 / 254, 12: 1 / 254 / 14}
@@ -110,18 +110,7 @@ def test_micro_batches_add_up(bits: int) -> None:
 
 def test_every_gradient_is_freed_before_the_next_one_is_there() -> None:
     model = make_model("llama")
-    alive: list[weakref.ref[Tensor]] = []
-    most = 0
-
-    def count(parameter: Tensor) -> None:
-        # This hook was registered first, so it sees the gradient before the store does.
-        nonlocal most
-        assert parameter.grad is not None
-        alive.append(weakref.ref(parameter.grad))
-        most = max(most, sum(reference() is not None for reference in alive))
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(count)
+    counts = alive_gradients(model)
     gradients = compress_gradients(model)
     gc.collect()
     gc.disable()
@@ -129,8 +118,8 @@ def test_every_gradient_is_freed_before_the_next_one_is_there() -> None:
         loss_of(model, make_ids()).backward()
     finally:
         gc.enable()
-    assert len(alive) == len(list(model.parameters())) == len(gradients.gradients())
-    assert most == 1
+    assert len(counts) == len(list(model.parameters())) == len(gradients.gradients())
+    assert max(counts) == 1
     assert all(isinstance(parameter.grad, CodedGradient) for parameter in model.parameters())
 
 

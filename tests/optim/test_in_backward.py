@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import laconic
 from laconic.errors import ConfigError, TrainingError
 from laconic.optim import AdamW4bit, AdamW8bit
 from laconic.optim.in_backward import UsedGradient
-from tests.activations.models import loss_of, make_ids
+from tests.activations.models import alive_gradients, loss_of, make_ids
 from tests.activations.models import make_model as make_llama
 
 WORDS = 300
@@ -87,20 +87,10 @@ def test_weights_and_moments_have_the_bits_of_updates_after_backward(kind: type[
 
 def test_one_gradient_is_alive_at_a_time() -> None:
     model = make_model()
-    alive: list[weakref.ref[Tensor]] = []
-    most = 0
-
-    def note(parameter: Tensor) -> None:
-        nonlocal most
-        assert parameter.grad is not None
-        alive.append(weakref.ref(parameter.grad))
-        most = max(most, sum(ref() is not None for ref in alive))
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(note)
+    counts = alive_gradients(model)
     optimizer = in_backward(model)
     backward(model)
-    assert (len(alive), most) == (7, 1)
+    assert (len(counts), max(counts)) == (7, 1)
     assert all(isinstance(parameter.grad, UsedGradient) for parameter in model.parameters())
     optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in model.parameters())

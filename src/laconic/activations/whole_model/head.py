@@ -36,6 +36,7 @@ from laconic.activations.recognize.sites import Site
 from laconic.activations.recognize.trial import usual_numbers
 from laconic.activations.whole_model.causal_loss import loss_functions
 from laconic.activations.whole_model.loss import LossSpec, VocabularyShard, check_range, divisor_of, tiled_loss
+from laconic.activations.whole_model.report import text_config
 from laconic.errors import DataError, ModelError
 from laconic.formats import BlockFormat
 from laconic.formats.shards import local_part
@@ -349,7 +350,7 @@ def _attribute(module: nn.Module, name: str) -> Any:
 def _factors_of(module: nn.Module) -> dict[str, float | None]:
     """Numbers of the model and of its configuration by which it may scale or cap logits."""
     found: dict[str, float | None] = {}
-    for owner in (module, _text_config(module)):
+    for owner in (module, text_config(module)):
         for name, value in vars(owner).items() if owner is not None else ():
             if ("logit" in name or "multiplier" in name) and (value is None or type(value) in (int, float)):
                 found[f"{type(owner).__name__}.{name}"] = value
@@ -372,11 +373,6 @@ def _hook_on_logits(module: nn.Module, projection: str) -> str | None:
                 if not f"{home}.".startswith(_HOSTS):
                     return f"{child} has a hook of {home}"
     return None
-
-
-def _text_config(module: nn.Module) -> Any:
-    config = _attribute(module, "config")
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _with_plain_logits(result: Any) -> Any:
@@ -483,7 +479,7 @@ class _PassesOn(nn.Module):
 
 def _head_of(module: nn.Module, projection: str) -> CausalHead:
     """What happens between the projection and the loss, found by running the forward on made-up logits."""
-    config = _text_config(module)
+    config = text_config(module)
     scales = [1.0, getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)]
     scales += [None if not scale else 1.0 / scale for scale in scales[1:]]
     caps = [None, getattr(config, "final_logit_softcapping", None)]

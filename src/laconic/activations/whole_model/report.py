@@ -42,6 +42,7 @@ __all__ = [
     "measure",
     "saved_nbytes_per_token",
     "tensors_in",
+    "text_config",
 ]
 
 SAVINGS_LOGGER = "laconic.savings"
@@ -602,10 +603,13 @@ def make_report(
 
 def _fills_cache(model: nn.Module) -> bool:
     """Whether a Hugging Face model makes a cache of keys and values in a forward that is not told otherwise."""
+    return getattr(text_config(model), "use_cache", False) is True and hasattr(model, "generate")
+
+
+def text_config(model: nn.Module) -> Any:
+    """The configuration of a Hugging Face model, or of its part that takes text; None of other models."""
     config: Any = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
-    return getattr(config, "use_cache", False) is True and hasattr(model, "generate")
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _described(choice: Choice, site: Site | None = None) -> tuple[int, str]:

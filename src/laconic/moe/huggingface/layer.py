@@ -208,7 +208,7 @@ class ExpertsLayer(MoELayer):
         mine[0], mine[1 : 1 + len(sample)] = x.numel(), sample
         found = [torch.empty_like(mine) for _ in range(self.num_mp)]
         dist.all_gather(found, mine, group=self.grid.mp)
-        sizes, values = torch.stack(found)[:, 0], torch.stack(found)[:, 1:]
+        sizes, values = torch.stack(found).split([1, _SAMPLE], dim=1)
         far = (values - values[0]).norm(dim=1) > 0.1 * values[0].norm()  # never with NaN
         if bool((sizes != sizes[0]).any() | far.any()):
             raise ConfigError(
