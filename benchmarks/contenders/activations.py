@@ -15,7 +15,7 @@ import laconic
 from benchmarks.contenders.training import EXACT, Change, Contender, Training
 from benchmarks.kit.recompute import keeping_products
 
-__all__ = ["batch_in_halves", "checkpointed", "compiled", "compressed", "contenders"]
+__all__ = ["batch_in_halves", "checkpointed", "compiled", "compiled_layers", "compressed", "contenders"]
 
 
 def compressed(**how: Any) -> Change:
@@ -64,6 +64,16 @@ def compiled(budget: float) -> Change:
 
     def change(training: Training, ids: Tensor) -> None:
         training.model.compile(backend=_backend(budget))
+
+    return change
+
+
+def compiled_layers() -> Change:
+    """`layer.compile()` for each decoder layer, as docs/activations.md has it."""
+
+    def change(training: Training, ids: Tensor) -> None:
+        for layer in training.model.model.layers:
+            layer.compile()
 
     return change
 
@@ -126,5 +136,6 @@ def contenders() -> list[Contender]:
             Contender("torch.compile, memory budget 0.5", [compiled(0.5)], compiled=True),
             Contender("torch.compile, memory budget 0.25", [compiled(0.25)], compiled=True),
             Contender("torch.compile, laconic, 4 bits", [compressed(bits=4), compiled(1.0)], compiled=True),
+            Contender("layers compiled, laconic, 4 bits", [compressed(bits=4), compiled_layers()], compiled=True),
         ]
     return rows

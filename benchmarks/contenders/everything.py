@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.contenders.activations import checkpointed, compiled, compressed
+from benchmarks.contenders.activations import checkpointed, compiled, compiled_layers, compressed
 from benchmarks.contenders.losses import torch_chunked
 from benchmarks.contenders.optimizers import adamw8bit, coded_gradients, peer_adamw
 from benchmarks.contenders.training import EXACT, Contender
@@ -33,4 +33,6 @@ def contenders() -> list[Contender]:
                   [compiled(0.5), peer_adamw("torchao.optim", "AdamWFp8")], package="torchao", compiled=True),
         Contender("torch.compile, laconic, everything on",
                   [ours, compiled(1.0), adamw8bit(), coded_gradients(8)], own_weights=True, compiled=True),
+        Contender("layers compiled, laconic, everything on",
+                  [ours, compiled_layers(), adamw8bit(), coded_gradients(8)], own_weights=True, compiled=True),
     ]  # fmt: skip

@@ -198,6 +198,49 @@ def test_no_tensor_is_larger_than_a_tile_or_the_inputs(reduction: Any, tile: int
     assert largest.numel <= max(120 * 4, tile)  # the weight's gradient; all logits would be 7,680
 
 
+@pytest.mark.parametrize(
+    ("dtype", "chunk_tokens", "of_weight", "in_forward"),
+    [
+        (torch.bfloat16, None, torch.bfloat16, False),  # four tiles, whose sum would be kept in fp32
+        (torch.bfloat16, 64, torch.bfloat16, True),
+        (torch.bfloat16, None, None, True),
+        (torch.float32, None, torch.float32, True),
+        (torch.bfloat16, None, torch.float32, True),  # under autocast
+    ],
+)
+def test_forward_keeps_nothing_larger_than_the_gradient_of_the_weight(
+    dtype: torch.dtype, chunk_tokens: int | None, of_weight: torch.dtype | None, in_forward: bool
+) -> None:
+    hidden, weight, _, labels = problem((64,), 120, 48, dtype)
+    weight = weight.detach().to(of_weight or dtype).requires_grad_(of_weight is not None)
+    seen: list[int] = []
+
+    class Wide(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and result.dtype == torch.float32:
+                seen.append(result.untyped_storage().nbytes())
+            return result
+
+    with Wide(), torch.autocast("cpu", dtype, enabled=weight.dtype != dtype):
+        value = linear_cross_entropy(hidden, weight, labels, chunk_tokens=chunk_tokens)
+    assert (value.grad_fn.made is not None) == in_forward  # type: ignore[union-attr]
+    assert max(seen) <= (weight.nbytes if weight.requires_grad else hidden.numel() * 4)
+    with Largest(120) as counter:
+        value.backward()
+    assert (counter.products == 0) == in_forward
+
+
+def test_a_sum_no_larger_than_a_tile_is_made_in_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_module, "TILES", {"cpu": (8, 480)})
+    hidden, weight, _, labels = problem((64,), 120, 4, torch.bfloat16)
+    value = linear_cross_entropy(hidden, weight, labels)
+    assert value.grad_fn.made is not None  # type: ignore[union-attr]
+    expected = torch.autograd.grad(plain_loss(hidden, weight, labels), (hidden, weight))
+    for mine, theirs in zip(torch.autograd.grad(value, (hidden, weight)), expected, strict=True):
+        assert relative_error(mine, theirs) < 1e-2
+
+
 def test_frozen_inputs_cost_no_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_module, "TILES", {"cpu": (64, 1 << 20)})
     hidden, weight, _, labels = problem((64,), 120, 4, torch.float32)

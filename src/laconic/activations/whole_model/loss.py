@@ -99,8 +99,9 @@ def linear_cross_entropy(
 
     On the CPU, with a sum or a mean, forward makes the gradients: it has the logits of 256 tokens at once (512 in 16
     bits; a million of a small vocabulary), and the gradients of hidden and weight exist from then on. Elsewhere (other
-    devices, fp16, reduction="none", `format`) backward makes them, and no tensor has more logits than a tile of `TILES`
-    (a million on the CPU), for one more matrix product.
+    devices, fp16, reduction="none", `format`, several such tiles for a large 16-bit weight that is trained) backward
+    makes them, and no tensor has more logits than a tile of `TILES` (a million on the CPU), for one more matrix
+    product.
 
     Products are made in the dtype of `hidden` (under autocast in autocast's) and everything behind them in fp32 (fp64
     for fp64), so the value differs from the plain one by the order of summation only; docs/activations.md has the
@@ -172,7 +173,8 @@ def tiled_loss(
     this rank's part of a sum.
 
     Forward makes the gradients if each token's loss has the same one, no rank waits for another's part of the
-    log-sum-exp, and a factor that only backward knows (that of a GradScaler) is not needed to keep them from underflow.
+    log-sum-exp, a factor that only backward knows (that of a GradScaler) is not needed to keep them from underflow, and
+    no sum in fp32 stands beside the gradient of a 16-bit weight.
     """
     if has_torch_function((hidden, weight)):  # an override of torch's functions gets this one as a whole
         overridden: tuple[Tensor, Tensor] = handle_torch_function(
@@ -191,6 +193,8 @@ def tiled_loss(
     rows = 0
     if has_graph and divisor is not None and format is None and shard is None and dtype != torch.float16 and ROWS[kind]:
         rows = max(1, min(chunk_tokens or max(ROWS[kind] // dtype.itemsize, numel // num_entries), num_tokens))
+        if rows < num_tokens and weight.requires_grad and weight.element_size() < 4 and weight.numel() > numel:
+            rows = 0  # tiles are added up in fp32, which is twice the gradient and would be held until backward
     tiles = _Tiles(num_tokens, num_entries, chunk, max(1, min(numel // chunk, num_entries)), rows, dtype)
     result: tuple[Tensor, Tensor] = _TiledLoss.apply(
         hidden, weight, bias, labels, spec, divisor, tiles, format if has_graph else None, shard
