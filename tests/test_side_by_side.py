@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks.contenders import everything, text
 from benchmarks.contenders.network import dequantized, quantized
 from benchmarks.contenders.picture import _apart
 from benchmarks.contenders.text import rate_at
@@ -62,6 +64,19 @@ def test_memory_of_a_step_has_state_and_gradients() -> None:
     assert row.saved_nbytes >= 32 * 64 * 256 * 4  # what tanh saves
     assert row.held_nbytes >= row.saved_nbytes - 32 * 64 * 8  # labels were there before
     assert row.total_nbytes >= row.state_nbytes + row.gradient_nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_of_the_readme_is_what_is_measured(dtype: torch.dtype) -> None:
+    readme = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
+    row = re.search(r"^\| \*\*laconic\*\* \| \*\*([0-9.]+)\*\*, .* \| \*\*([0-9.]+)\*\*, ", readme, re.MULTILINE)
+    assert row is not None
+    stated = float(row[1 if dtype == torch.float32 else 2])
+    chosen = [one for one in everything.contenders() if one.name in (EXACT, "laconic, everything on")]
+    model, ids = text.llama(512, 4, 32000), text.byte_pairs(4, 256, 32000)
+    exact, ours = measured(chosen, model.to(dtype), ids, rounds=1)
+    assert stated - 0.02 < ours.total_nbytes / exact.total_nbytes < stated + 0.01
 
 
 def test_bytes_of_nested_state_count_each_storage_once() -> None:
