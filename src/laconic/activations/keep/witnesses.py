@@ -238,7 +238,7 @@ def glances(tensors: Sequence[Tensor | None]) -> Glances:
     return tuple([None if x is None or not x.is_floating_point() else glance(x) for x in tensors])
 
 
-def check_unchanged(before: Glances, tensors: Sequence[Tensor | None]) -> None:
+def check_unchanged(before: Glances, tensors: Sequence[Tensor | None], what: str = "a parameter") -> None:
     """Check that parameters hold in backward what they held in forward. On CUDA devices that is found later.
 
     torch sees a change by its version counter, but not one through `.data`, NumPy or a kernel of one's own, nor another
@@ -247,6 +247,7 @@ def check_unchanged(before: Glances, tensors: Sequence[Tensor | None]) -> None:
     Args:
         before: their `glances` in forward.
         tensors: the parameters now.
+        what: they are, for the error.
 
     Raises:
         ModelError: one holds other values.
@@ -261,14 +262,14 @@ def check_unchanged(before: Glances, tensors: Sequence[Tensor | None]) -> None:
             continue
         if isinstance(values, Tensor) and isinstance(now, Tensor):
             if values.is_cuda:
-                _record(_Entry(_differs, (), (values, now), (_RUNNING.site,), "a parameter that was changed"))
+                _record(_Entry(_differs, (), (values, now), (_RUNNING.site,), f"{what} that was changed"))
                 continue
             is_same = values.dtype == now.dtype and torch.equal(_bits(values), _bits(now))
         else:
             is_same = _holds(x, values)
         if not is_same:
             raise ModelError(
-                f"a parameter {list(x.shape)} holds other values in backward than in forward, so the gradient would be "
+                f"{what} {list(x.shape)} holds other values in backward than in forward, so the gradient would be "
                 f"wrong; it was changed in place after the forward that saved it (also through .data, NumPy or a "
                 f"kernel of one's own), another tensor was put in its place, or hooks on saved tensors gave back "
                 f"others than they had got. Call backward before the change, or "

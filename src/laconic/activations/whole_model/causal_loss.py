@@ -1,9 +1,10 @@
-"""The loss of Hugging Face language models, with the same bits and two copies of the logits less at its peak.
+"""The loss of Hugging Face language models, with the same bits and without copies of the logits.
 
-From 16-bit logits, transformers' loss for causal language models makes an fp32 copy, and log-probabilities of that; its
-backward has the log-probabilities, their gradient and that of the copy at once, twelve bytes per logit. These are the
-largest tensors of a step once activations are packed. Here the same operations of torch run on some rows at a time, so
-what is there beside the logits are the log-probabilities, and in backward the gradient in the dtype of the logits.
+From 16-bit logits, transformers' loss for causal language models makes an fp32 copy, and log-probabilities of that,
+which it keeps; its backward has these, their gradient and that of the copy at once, twelve bytes per logit. These are
+the largest tensors of a step once activations are packed. Here the same operations of torch run on some rows at a time.
+Kept are the logits as they are, of which backward makes the same log-probabilities again; of fp32 logits these
+themselves, which are no larger.
 
 Rows are independent of each other in all of these operations, and what is added up over rows, the loss itself, is made
 in one call. A trial proves at the first use that transformers' function computes this, and again whenever a host has
@@ -26,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from laconic.activations.backward.derivatives import derivative, is_transformed
 from laconic.activations.forwards.replacement import ModelReplacement
+from laconic.activations.keep.witnesses import check_unchanged, glances
 from laconic.activations.recognize.trial import usual_numbers
 from laconic.ops.derivatives import connected, edge_of, gradients
 
@@ -77,41 +79,56 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, reduction: int, ignore_index: int) -> Tensor:
-        log_probabilities = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        aten, is_wide = torch.ops.aten, logits.dtype == torch.float32
+        shape = logits.shape if is_wide else (len(logits), 1)
+        log_probabilities = torch.empty(shape, dtype=torch.float32, device=logits.device)
         for rows in _tiles(logits):
-            torch.ops.aten._log_softmax.out(logits[rows].float(), 1, False, out=log_probabilities[rows])
-        found = torch.ops.aten.nll_loss_forward(log_probabilities, targets, None, reduction, ignore_index)
+            if is_wide:
+                aten._log_softmax.out(logits[rows], 1, False, out=log_probabilities[rows])
+            else:
+                part = aten._log_softmax(logits[rows].float(), 1, False)
+                of_targets, _ = aten.nll_loss_forward(part, targets[rows], None, 0, ignore_index)
+                torch.neg(of_targets.unsqueeze(1), out=log_probabilities[rows])
+        columns = targets if is_wide else torch.where(targets == ignore_index, _IGNORED, 0)
+        found = aten.nll_loss_forward(
+            log_probabilities, columns, None, reduction, ignore_index if is_wide else _IGNORED
+        )
         loss, total_weight = found
         ctx.dtype, ctx.reduction, ctx.ignore_index = logits.dtype, reduction, ignore_index
-        ctx.save_for_backward(edge_of(logits), log_probabilities, targets, total_weight)
+        ctx.seen = glances((logits,))
+        ctx.save_for_backward(edge_of(logits), log_probabilities if is_wide else logits, targets, total_weight)
         value: Tensor = loss
         return value
 
     @staticmethod
     @derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        edge, log_probabilities, targets, total_weight = ctx.saved_tensors
+        edge, kept, targets, total_weight = ctx.saved_tensors
+        is_wide = ctx.dtype == torch.float32
+        if not is_wide:
+            check_unchanged(ctx.seen, (kept,), "the logits")
         if torch.is_grad_enabled():
-            # They differ from the logits by a number per row, which the loss does not depend on.
+            # Log-probabilities differ from the logits by a number per row, which the loss does not depend on.
             formula = partial(
                 F.cross_entropy,
                 target=targets,
                 reduction="mean" if ctx.reduction == 1 else "sum",
                 ignore_index=ctx.ignore_index,
             )
-            (found,) = gradients(formula, (connected(log_probabilities, edge),), grad, (True,))
+            (found,) = gradients(formula, (connected(kept.float(), edge),), grad, (True,))
             return None if found is None else found.to(ctx.dtype), None, None, None
-        dlogits = torch.empty(log_probabilities.shape, dtype=ctx.dtype, device=log_probabilities.device)
-        for rows in _tiles(log_probabilities):
-            part, out = log_probabilities[rows], dlogits[rows]
+        dlogits = torch.empty(kept.shape, dtype=ctx.dtype, device=kept.device)
+        for rows in _tiles(kept):
+            out = dlogits[rows]
+            part = kept[rows] if is_wide else torch.ops.aten._log_softmax(kept[rows].float(), 1, False)
             of_loss = torch.ops.aten.nll_loss_backward(
                 grad, part, targets[rows], None, ctx.reduction, ctx.ignore_index, total_weight
             )
-            if out.dtype == torch.float32:
+            if is_wide:
                 torch.ops.aten._log_softmax_backward_data.out(of_loss, part, 1, torch.float32, out=out)
             else:
                 out.copy_(torch.ops.aten._log_softmax_backward_data(of_loss, part, 1, torch.float32))
-            del of_loss  # before the next tile's is made
+            del of_loss, part  # before the next tile's are made
         return dlogits, None, None, None
 
 
