@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shlex
 import signal
 from dataclasses import replace
@@ -138,8 +139,16 @@ def test_a_finished_run_has_nothing_to_resume_but_can_go_further(
     assert train_alone(resumed(config)) == 0
     assert "has done 6 of 6 steps" in capsys.readouterr().out
     assert exact_metrics(config.run_dir) == before
+    summary_file = Path(str(config.run_dir)) / "summary.json"
+    summary = json.loads(summary_file.read_text())
+    assert summary["earlier_peak_memory_nbytes"] is None
+    summary_file.write_text(json.dumps(summary | {"peak_memory_nbytes": 1 << 50}))  # another rank's
     assert train_alone(replace(resumed(config), steps=8)) == 0
-    assert "done: 8 of 8 steps, 2 of them since the run was resumed, in" in capsys.readouterr().out
+    summary = json.loads(summary_file.read_text())
+    assert summary["earlier_peak_memory_nbytes"] == 1 << 50
+    out = capsys.readouterr().out
+    assert "done: 8 of 8 steps, 2 of them since the run was resumed, in" in out
+    assert re.search(r"peak memory +\S+ .?B per process in this start, 1125\S* TB in earlier ones", out)
     assert sorted(losses(config.run_dir)) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
