@@ -65,7 +65,9 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path, capsys: pytest.Capt
     assert summary["saved_nbytes_per_token"] == training[-1]["saved_nbytes"] / tokens
     assert summary["saved_nbytes_per_token"] < summary["bf16_nbytes_per_token"]
     assert (summary["world_size"], summary["parallel"]) == (1, "ddp")
-    words = capsys.readouterr().out
+    words, said = capsys.readouterr()
+    assert re.search(r"^kept for backward per token \(float32\): [\d,]+ -> [\d,]+ bytes, [\d.]+x less$", said, re.M)
+    assert "use_cache" not in said  # the trainer's own forwards fill no cache
     for part in ("6 of 6 steps", "validation loss", "tokens/s", "bytes per token", "peak memory", str(run_dir)):
         assert part in words
     next_command = words.partition("next:\n")[2].splitlines()[0]
