@@ -5,7 +5,7 @@
 writes NAME.md, NAME.json (every step's loss and seconds) and NAME.png. A Qwen3-MoE and a Mixtral of 21 million
 parameters learn bytes of the Python standard library, on 4 processes in 2 nodes: fast inside, slow between. Every
 setting is a run of the trainer with the same weights, samples and order; the runs of a model and a link follow each
-other in the same processes.
+other in the same processes. About 12 minutes.
 """
 
 from __future__ import annotations
