@@ -13,6 +13,7 @@ import pytest
 from laconic.cli.main import main
 from laconic.cli.plan import _OF_TRAIN, make_parser
 from laconic.cli.train import make_parser as train_parser
+from laconic.cli.train import resolve
 from laconic.cost import Batch, Plan, TracedModel, load_plan
 from laconic.cost.hardware.compute import Sensitivity
 from laconic.cost.memory.saved_tensors import Precision
@@ -331,3 +332,13 @@ def test_flags_of_train_are_those_of_plan(tmp_path: Path, capsys: pytest.Capture
     known = {flag for action in make_parser().flags() for flag in action.option_strings}
     assert set(_OF_TRAIN.values()) <= known
     assert set(_OF_TRAIN) <= {flag for action in train_parser().flags() for flag in action.option_strings}
+
+
+@pytest.mark.parametrize("file", ["", "config.json"])
+def test_a_plan_carries_the_directory_that_it_is_for(tmp_path: Path, file: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": 64, "num_hidden_layers": 2}))
+    out = tmp_path / "plan.json"
+    assert main(["plan", str(tmp_path / file), "--sequence-length", "32", "--out", str(out)]) == 0
+    assert resolve(["--plan", str(out)])[0].model.path == str(tmp_path)
+    other = tmp_path / "other"
+    assert resolve(["--plan", str(out), "--init", str(other)])[0].model.path == str(other)

@@ -237,11 +237,13 @@ def _flags(names: Sequence[str]) -> str:
 
 
 def _source(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    """What is traced: a directory or a configuration; and the settings of a model that sizes describe."""
+    """What is traced: a directory or a configuration; and the fields of `[model]` with which it is trained."""
     if options.model is None:
         return _sized(options)
     if options.family is None:
-        return options.model, {}
+        path = Path(options.model).absolute()
+        directory = path.parent if path.name == "config.json" else path
+        return options.model, {"path": str(directory)} if directory.is_dir() else {}
     from laconic.train.memory.directory import config_as
 
     return config_as(options.model, options.family), {}
