@@ -298,11 +298,15 @@ def _kept_words(
 ) -> str:
     """What backward keeps beside exact training in the same precision: the figures of the run's first lines in fp32."""
     before, after = kept
-    name = "exact training"
+    name, included = "exact training", ""
     if config.precision != "fp32" or before is None or after is None:
         before, after = summary[f"bf16_nbytes_per_{unit}"], summary[f"saved_nbytes_per_{unit}"]
         name = "the unmodified model in bf16"
-    return f"{after:,.0f} bytes per {unit}; {name} keeps {before:,.0f}" + (f" ({before / after:.2f}x)" if after else "")
+        if config.precision == "bf16" and config.parallel == "ddp":  # FSDP2 gathers what the other has as parameters
+            included = ", autocast's bf16 weights included"
+    return f"{after:,.0f} bytes per {unit}{included}; {name} keeps {before:,.0f}" + (
+        f" ({before / after:.2f}x)" if after else ""
+    )
 
 
 def check_loggers(config: TrainConfig, world: World) -> None:
