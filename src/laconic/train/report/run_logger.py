@@ -304,9 +304,8 @@ def _kept_words(
         name = "the unmodified model in bf16"
         if config.precision == "bf16" and config.parallel == "ddp":  # FSDP2 gathers what the other has as parameters
             included = ", autocast's bf16 weights included"
-    return f"{after:,.0f} bytes per {unit}{included}; {name} keeps {before:,.0f}" + (
-        f" ({before / after:.2f}x)" if after else ""
-    )
+    times = f" ({before / after:.2f}x)" if after else ""
+    return f"{after:,.0f} bytes per {unit}{included}; {name} keeps {before:,.0f}{times}"
 
 
 def check_loggers(config: TrainConfig, world: World) -> None:
