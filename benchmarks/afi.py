@@ -6,7 +6,7 @@ writes NAME.json, one entry per training and appended after each, and from it NA
 again trains only what is missing, so a stop loses one training; `--most 2` trains two and leaves the others for later.
 All networks of a seed start from the same weights where they have the same parameters, see the same images in the same
 order and train as long. The images are those of Debian's package dataset-fashion-mnist; FASHION_MNIST names the folder
-of its files if that is another. About two minutes of one core for each seed and network.
+of its files if that is another. About a minute of one core for each seed and network.
 """
 
 from __future__ import annotations
@@ -190,6 +190,7 @@ def extend(path: Path, setup: Setup, seeds: int, most: int | None = None) -> lis
     done = {(each.network, each.seed, each.bits) for each in trainings}
     missing = [each for each in planned(seeds) if each not in done][:most]
     if missing:
+        print(f"{len(missing)} trainings to do, of about a minute of one core each", file=sys.stderr, flush=True)
         data = _data(setup)
         for network, seed, bits in missing:
             trainings.append(train(network, seed, bits, data, setup.epochs))

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import torch
 
 import laconic.train.steps as training
-from benchmarks.registry import SMOKE_ELEMENTS, Options, Table, benchmark, processor, report_head
+from benchmarks.registry import SMOKE_ELEMENTS, Options, Table, benchmark, how_long, processor, report_head, took
 from benchmarks.slow_links import as_rank, in_lab, networks, sent
 from laconic.cost.moe.shape import LayerShape
 from laconic.moe import Grid
@@ -280,14 +280,17 @@ def main() -> None:
         parser.exit(2, f"{reason}\n")
     rates = [bits_per_second_of(rate) for rate in chosen.rates]
     options = Options(1, SMOKE_ELEMENTS if chosen.smoke else 1 << 24, 1, rates=rates)
-    found = measure(options, chosen.models, chosen.settings)
     command = f"python -m benchmarks.moe_training {' '.join(sys.argv[1:])}"
+    if not chosen.smoke:
+        print(how_long("moe-training", command), file=sys.stderr, flush=True)
+    began = time.monotonic()
+    found = measure(options, chosen.models, chosen.settings)
     facts = {"command": command, "date": str(date.today()), "processor": processor(), "torch": str(torch.__version__)}
     chosen.out.with_suffix(".json").write_text(json.dumps({**facts, "results": found}, indent=1) + "\n")
     draw(found, chosen.out.with_suffix(".png"))
     tables = [table(one).render() for one in found]
     image = f"![losses and step times]({chosen.out.name}.png)\n"
-    text = "\n".join([report_head("moe-training", command), *tables, image])
+    text = "\n".join([report_head("moe-training", command), *tables, image, took(began) + "\n"])
     chosen.out.with_suffix(".md").write_text(text)
     print(text, end="")
 

@@ -142,12 +142,18 @@ def train(options: argparse.Namespace, name: str, seed: int) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-    print(f"{name} seed {seed}: validation loss {final_loss(directory):.4f}", flush=True)
+    loss, minutes = final_loss(directory), _minutes(directory)
+    print(f"{name} seed {seed}: validation loss {loss:.4f}, {minutes:.1f} minutes of steps", flush=True)
 
 
 def final_loss(directory: Path) -> float:
     """The last validation loss of a run, nats per byte."""
     return [row["validation_loss"] for row in read_metrics(directory) if "validation_loss" in row][-1]
+
+
+def _minutes(directory: Path) -> float:
+    """What the steps of a run took, over all of its starts."""
+    return sum(row.get("step_seconds", 0.0) for row in read_metrics(directory)) / 60
 
 
 def table(options: argparse.Namespace) -> str:
@@ -176,7 +182,10 @@ def table(options: argparse.Namespace) -> str:
         share = saved[name] / saved["exact"]
         lines.append(f"| {name} | {cells} | {mean(losses):.4f} | {difference:+.4f} | {error} | {share:.2f}x |")
     verdict = f"More than {BOUND} worse than exact on the mean: {', '.join(worse) if worse else 'none'}."
-    return "\n".join([*lines, "", verdict])
+    minutes = sum(_minutes(run_dir(options, name, seed)) for name in settings for seed in seeds)
+    return "\n".join(
+        [*lines, "", verdict, "", f"Steps of all runs took {minutes:.0f} minutes, one thread per process."]
+    )
 
 
 def _micro_batches(flags: list[str]) -> int:
@@ -235,8 +244,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, one thread each")
     options = parser.parse_args()
+    names = [(name, seed) for seed in range(options.seeds) for name in chosen(options)]
+    left = sum(not (run_dir(options, name, seed) / "summary.json").exists() for name, seed in names)
+    print(
+        f"{left} of {len(names)} runs are to do, of {SIZES[options.size].steps} steps each; each says how long it took",
+        flush=True,
+    )
     with ThreadPoolExecutor(options.jobs) as pool:
-        jobs = [pool.submit(train, options, name, seed) for seed in range(options.seeds) for name in chosen(options)]
+        jobs = [pool.submit(train, options, name, seed) for name, seed in names]
         for job in jobs:
             job.result()
     if options.out is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -21,9 +23,11 @@ __all__ = [
     "Text",
     "benchmark",
     "dtype_name",
+    "how_long",
     "kernels_note",
     "processor",
     "report_head",
+    "took",
 ]
 
 SMOKE_ELEMENTS = 1 << 12
@@ -147,6 +151,33 @@ def benchmark(name: str, *, cases: Iterable[str] = ()) -> Callable[[Benchmark], 
 def report_head(name: str, command: str) -> str:
     """What stands above the tables of a report: the command, the day, the processor."""
     return f"# Benchmark: {name}\n\n`{command}`\n\n{date.today()}, {processor()}, torch {torch.__version__}\n"
+
+
+def took(began: float) -> str:
+    """What a report ends with, and `how_long` reads, of a benchmark that began at `began` (time.monotonic)."""
+    return f"All of it took {(time.monotonic() - began) / 60:.1f} minutes."
+
+
+def how_long(name: str, command: str, reports: Path = Path(__file__).parent / "results") -> str:
+    """How long a benchmark took when a report was made: one of the same command, else another, with its command."""
+    found = []
+    for path in sorted(reports.glob("*.md"), reverse=True):
+        text = path.read_text(encoding="utf-8")
+        minutes = re.search(r"^All of it took (\d.*)\.$", text, re.MULTILINE)
+        if minutes and text.startswith(f"# Benchmark: {name}\n"):
+            made_by = re.search(r"^`(.*)`$", text, re.MULTILINE)
+            found.append((path.name, minutes[1], made_by[1] if made_by else "another command"))
+    if not found:
+        return f"no report of {name} says how long it takes; tables come as they are ready, and --smoke only tries it"
+    same = [one for one in found if _asked(one[2]) == _asked(command)]
+    report, minutes, made_by = (same or found)[0]
+    by = "" if same else f" by `{made_by}`"
+    return f"{name} took {minutes} when {report} was made{by}; tables come as they are ready"
+
+
+def _asked(command: str) -> str:
+    """A command without the file that it writes."""
+    return re.sub(r" --out \S+", "", command)
 
 
 def processor() -> str:

@@ -25,7 +25,17 @@ from pathlib import Path
 import torch
 
 from benchmarks.kit import timing
-from benchmarks.registry import BENCHMARKS, CASES, SMALL_ELEMENTS, SMOKE_ELEMENTS, Options, Table, report_head
+from benchmarks.registry import (
+    BENCHMARKS,
+    CASES,
+    SMALL_ELEMENTS,
+    SMOKE_ELEMENTS,
+    Options,
+    Table,
+    how_long,
+    report_head,
+    took,
+)
 from laconic.cost.sizes import parse_nbytes
 from netlab import bits_per_second_of
 
@@ -64,9 +74,10 @@ def main(arguments: Sequence[str]) -> int:
     if chosen.out is not None and not chosen.out.parent.is_dir():
         parser.error(f"--out is {chosen.out}, but the folder {chosen.out.parent} does not exist: make it first")
     write, began = _Report(chosen.out).write, time.monotonic()
+    command = f"python -m benchmarks.run {shlex.join(arguments)}"
     if not chosen.smoke:
-        print(_announced(chosen.name), file=sys.stderr, flush=True)
-    head = report_head(chosen.name, f"python -m benchmarks.run {shlex.join(arguments)}") + "\n"
+        print(how_long(chosen.name, command), file=sys.stderr, flush=True)
+    head = report_head(chosen.name, command) + "\n"
     for threads in chosen.threads:
         # What comes last counts.
         part = [sys.executable, "-m", "benchmarks.run", *arguments, "--threads", str(threads), "--part"]
@@ -83,18 +94,8 @@ def main(arguments: Sequence[str]) -> int:
         if process.returncode:
             return process.returncode
         head = "\n"
-    write(f"\nAll of it took {(time.monotonic() - began) / 60:.1f} minutes.\n")
+    write(f"\n{took(began)}\n")
     return 0
-
-
-def _announced(name: str, reports: Path = Path(__file__).parent / "results") -> str:
-    """How long a benchmark took when its newest report was made, as far as one says it."""
-    for path in sorted(reports.glob("*.md"), reverse=True):
-        said = path.read_text(encoding="utf-8")
-        found = re.search(r"^All of it took (\d.*)\.$", said, re.MULTILINE)
-        if found and said.startswith(f"# Benchmark: {name}\n"):
-            return f"{name} took {found[1]} when {path.name} was made; tables come as they are ready"
-    return f"no report of {name} says how long it takes; tables come as they are ready, and --smoke only tries it"
 
 
 class _Report:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import pytest
 
 from benchmarks.kit import timing
 from benchmarks.kit.timing import Timing, seconds_of
-from benchmarks.registry import Table
-from benchmarks.run import _announced, modules
+from benchmarks.registry import Table, how_long, took
+from benchmarks.run import modules
 
 
 def clock(case: Callable[[], object]) -> Callable[[], float]:
@@ -100,7 +101,18 @@ def test_every_benchmark_is_found_by_its_name() -> None:
 
 
 def test_a_benchmark_says_before_it_starts_how_long_it_took(tmp_path: Path) -> None:
-    assert "no report of moe-parm says" in _announced("moe-parm", tmp_path)
-    (tmp_path / "moe_parm_xeon.md").write_text("# Benchmark: moe-parm\n\nAll of it took 2.5 minutes.\n")
-    (tmp_path / "moe_parm_zoo.md").write_text("# Benchmark: moe-parm-zoo\n\nAll of it took 9.0 minutes.\n")
-    assert _announced("moe-parm", tmp_path).startswith("moe-parm took 2.5 minutes when moe_parm_xeon.md was made")
+    def report(file: str, name: str, rest: str, minutes: float) -> None:
+        command = f"python -m benchmarks.run {name}{rest} --out results/{file}"
+        text = f"# Benchmark: {name}\n\n`{command}`\n\n{took(time.monotonic() - 60 * minutes)}\n"
+        (tmp_path / file).write_text(text)
+
+    parm = "python -m benchmarks.run moe-parm"
+    assert "no report of moe-parm says" in how_long("moe-parm", parm, tmp_path)
+    report("moe_parm_xeon.md", "moe-parm", "", 2.5)
+    report("moe_parm_zoo.md", "moe-parm-zoo", "", 9.0)
+    whole = "moe-parm took 2.5 minutes when moe_parm_xeon.md was made; "
+    assert how_long("moe-parm", f"{parm} --out mine.md", tmp_path).startswith(whole)
+    report("moe_parm_zwei.md", "moe-parm", " --only S2", 0.5)  # the report of a part says nothing of the whole
+    assert how_long("moe-parm", parm, tmp_path).startswith(whole)
+    part = f"0.5 minutes when moe_parm_zwei.md was made by `{parm} --only S2 --out results/moe_parm_zwei.md`; "
+    assert part in how_long("moe-parm", f"{parm} --threads 2", tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 import pytest
 
 from laconic.cli.main import main
+from laconic.cli.plan import _OF_TRAIN, make_parser
+from laconic.cli.train import make_parser as train_parser
+from laconic.cli.train import resolve
 from laconic.cost import Batch, Plan, TracedModel, load_plan
 from laconic.cost.hardware.compute import Sensitivity
 from laconic.cost.memory.saved_tensors import Precision
@@ -131,6 +135,11 @@ def test_policies_are_kept_whether_they_fit_or_not(
         (["--memory", "9GB", "--attention", "nf4"], r"with the policy budget, which .* itself \(give --choices\)"),
         (["--policy", "agoq", "--choices", "8", "--time-weight", "2"], r"--choices and --time-weight are given, but"),
         (["--reserve", "0.2"], r"--reserve is given, but would have no effect without --memory"),
+        (
+            ["--batch-size", "6", "--dp", "4"],
+            r"--batch-size is 6, but it must be a multiple of 4: --dp 4 times --",
+        ),
+        (["--batch-size", "8", "--batch", "2"], r"--batch is 2 and --batch-size 8; give one of them"),
         (["--batches", "2"], r"--batches is given, but would have no effect without --calibrate"),
         (["--calibrate", "x", "--memory", "9GB"], r"--memory is given, .* with --calibrate, which measures and stops"),
         (["--micro-batches", "0"], r"micro_batches is 0, but it must be at least 1"),
@@ -305,3 +314,31 @@ def test_what_says_the_depth_does_not_go_with_largest(
 def test_sizes_beside_a_directory_are_refused(model: str, size: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", model, "--hidden-size", size]) == 2
     assert "--hidden-size is given beside" in capsys.readouterr().err
+
+
+def test_flags_of_train_are_those_of_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--hidden-size", "--intermediate-size", "--num-layers", "--num-heads")
+    model = [f"--model.{name}" for name in ("hidden-size", "intermediate-size")]
+    model += ["--model.num-hidden-layers", "--model.num-attention-heads"]
+    values = ("32", "64", "4", "2")
+    usual = ("--vocab-size", "257", "--sequence-length", "32", "--json")
+    plan = [*itertools.chain(*zip(sizes, values, strict=True)), "--micro-batches", "2", "--batch", "4", "--dp", "2"]
+    train = [*itertools.chain(*zip(model, values, strict=True)), "--accumulation=2", "--batch-size", "16", "--dp", "2"]
+    assert main(["plan", *plan, *usual, "--optimizer", "adamw8bit", "--gradients", "8", "--loss", "chunked"]) == 0
+    ours = capsys.readouterr().out
+    named = ["--optimizer.kind", "adamw8bit", "--gradients.bits=8", "--activations.loss", "chunked"]
+    assert main(["plan", *train, *usual, *named]) == 0
+    assert capsys.readouterr().out == ours
+    known = {flag for action in make_parser().flags() for flag in action.option_strings}
+    assert set(_OF_TRAIN.values()) <= known
+    assert set(_OF_TRAIN) <= {flag for action in train_parser().flags() for flag in action.option_strings}
+
+
+@pytest.mark.parametrize("file", ["", "config.json"])
+def test_a_plan_carries_the_directory_that_it_is_for(tmp_path: Path, file: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": 64, "num_hidden_layers": 2}))
+    out = tmp_path / "plan.json"
+    assert main(["plan", str(tmp_path / file), "--sequence-length", "32", "--out", str(out)]) == 0
+    assert resolve(["--plan", str(out)])[0].model.path == str(tmp_path)
+    other = tmp_path / "other"
+    assert resolve(["--plan", str(out), "--init", str(other)])[0].model.path == str(other)

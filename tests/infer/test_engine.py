@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -11,9 +12,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from laconic.cli.engine_flags import add_engine_flags, serve_if_not_first
 from laconic.cli.main import main
 from laconic.errors import CollectiveError, ConfigError, LaconicError, ModelError
 from laconic.infer import Engine, InferencePlan
@@ -332,15 +335,58 @@ def test_tokens_stay_however_many_workers(
 @pytest.mark.slow
 def test_dense_models_and_no_expert_workers_are_served_whole(model: Path, tmp_path: Path) -> None:
     dense = make("llama", tmp_path)
-    plan = InferencePlan(num_slices=2, shared_first=True)
-    with Engine(dense, attention=2, experts=2, plan=plan, payload="int8", threads=1) as engine:
+    with Engine(dense, attention=2, plan=InferencePlan(num_micro_batches=2), payload="auto", threads=1) as engine:
         assert engine.generate(PROMPTS, NEW_TOKENS) == expected(dense)
         assert [worker.role for worker in engine.workers] == ["attention", "attention"]
         assert "without experts" in engine.notes[0]
-        assert "so payload = 'int8', num_slices = 2, shared_first = True have no effect" in engine.notes[1]
+    with Engine(dense, experts=0, threads=1) as engine:
+        assert [note.partition(":")[0] for note in engine.notes] == ["checked"]
     with Engine(model, experts=0, threads=1) as engine:
         assert engine.generate(PROMPTS, NEW_TOKENS) == expected(model)
         assert [note.partition(":")[0] for note in engine.notes] == ["checked"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"experts": 2}, "experts is 2"),
+        ({"experts": 1, "payload": "int8"}, "experts is 1, payload is 'int8'"),
+        ({"payload": "lossless"}, "payload is 'lossless'"),
+        (
+            {"expert_loads": "loads.json", "redundant_experts": 1},
+            "expert_loads is 'loads.json', redundant_experts is 1",
+        ),
+        ({"plan": InferencePlan(num_slices=2, shared_first=True)}, "num_slices is 2, shared_first is True"),
+        ({"plan": "auto"}, "plan is automatic"),
+    ],
+)
+def test_what_is_about_expert_workers_is_refused_without_experts(
+    model: Path, tmp_path: Path, arguments: dict[str, Any], named: str
+) -> None:
+    dense = make("llama", tmp_path)
+    with pytest.raises(
+        ConfigError, match=rf"^{named}, but llama has no experts .*\(it is dense\), so every .* leave it"
+    ):
+        Engine(dense, **arguments)
+    if arguments.keys() - {"experts", "plan"} or isinstance(arguments.get("plan"), InferencePlan):
+        given = {name: value for name, value in arguments.items() if name != "experts"}
+        with pytest.raises(ConfigError, match=r" with experts = 0, but only expert workers use it; give at least one"):
+            Engine(model, experts=0, **given)
+
+
+def test_a_rank_of_torchrun_has_the_default_number_of_workers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[bool] = []
+    monkeypatch.setattr("laconic.infer.serve_rank", lambda: served.append(True))
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser)
+    serve_if_not_first(parser.parse_args(["--model", str(model)]))
+    assert served == [True]
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 3, but 1 attention and 1 expert workers"):
+        serve_if_not_first(parser.parse_args(["--model", str(model)]))
 
 
 @pytest.mark.slow

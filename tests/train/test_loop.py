@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shlex
 import signal
 from dataclasses import replace
@@ -64,7 +65,9 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path, capsys: pytest.Capt
     assert summary["saved_nbytes_per_token"] == training[-1]["saved_nbytes"] / tokens
     assert summary["saved_nbytes_per_token"] < summary["bf16_nbytes_per_token"]
     assert (summary["world_size"], summary["parallel"]) == (1, "ddp")
-    words = capsys.readouterr().out
+    words, said = capsys.readouterr()
+    assert re.search(r"^kept for backward per token \(float32\): [\d,]+ -> [\d,]+ bytes, [\d.]+x less$", said, re.M)
+    assert "use_cache" not in said  # the trainer's own forwards fill no cache
     for part in ("6 of 6 steps", "validation loss", "tokens/s", "bytes per token", "peak memory", str(run_dir)):
         assert part in words
     next_command = words.partition("next:\n")[2].splitlines()[0]
@@ -138,8 +141,16 @@ def test_a_finished_run_has_nothing_to_resume_but_can_go_further(
     assert train_alone(resumed(config)) == 0
     assert "has done 6 of 6 steps" in capsys.readouterr().out
     assert exact_metrics(config.run_dir) == before
+    summary_file = Path(str(config.run_dir)) / "summary.json"
+    summary = json.loads(summary_file.read_text())
+    assert summary["earlier_peak_memory_nbytes"] is None
+    summary_file.write_text(json.dumps(summary | {"peak_memory_nbytes": 1 << 50}))  # another rank's
     assert train_alone(replace(resumed(config), steps=8)) == 0
-    assert "done: 8 of 8 steps, 2 of them since the run was resumed, in" in capsys.readouterr().out
+    summary = json.loads(summary_file.read_text())
+    assert summary["earlier_peak_memory_nbytes"] == 1 << 50
+    out = capsys.readouterr().out
+    assert "done: 8 of 8 steps, 2 of them since the run was resumed, in" in out
+    assert re.search(r"peak memory +\S+ .?B per process in this start, 1125\S* TB in earlier ones", out)
     assert sorted(losses(config.run_dir)) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 

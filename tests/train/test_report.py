@@ -57,6 +57,8 @@ def test_the_peak_of_memory_counts_every_start_and_what_came_after_the_last_step
     for of_last_start, shown in ((600_000_000, "600.00 MB"), (400_000_000, "500.00 MB")):
         (run_dir / "summary.json").write_text(json.dumps(summary | {"peak_memory_nbytes": of_last_start}))
         assert cells([run_dir])["peak memory of a process"][0][0] == shown
+    (run_dir / "summary.json").write_text(json.dumps(summary | {"earlier_peak_memory_nbytes": 700_000_000}))
+    assert cells([run_dir])["peak memory of a process"][0][0] == "700.00 MB"
 
 
 def test_losses_after_other_numbers_of_steps_are_compared_at_the_last_common_step(tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ def add_engine_flags(parser: argparse.ArgumentParser, **defaults: str) -> None:
         "--experts",
         type=int,
         metavar="N",
-        help="expert workers; 0 serves the whole model (default: 1; --plan auto may do without)",
+        help="expert workers; 0 serves the whole model (default: 1, 0 for a model without experts; --plan auto may do"
+        " without)",
     )
     workers.add_argument("--dtype", default="auto", help="float32, bfloat16, float16, or auto (the checkpoint's)")
     workers.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of all workers (default: cpu)")
@@ -105,7 +106,8 @@ def serve_if_not_first(options: argparse.Namespace) -> None:
     from laconic.infer.split import Split
 
     # Rank 0 refuses the same; no rank then waits for another.
-    check_world(info, serving_split(Path(options.model), Split(options.attention, options.experts)))
+    wanted = Split(options.attention, 1 if options.experts is None else options.experts)
+    check_world(info, serving_split(Path(options.model), wanted))
     serve_rank()
 
 
@@ -148,6 +150,9 @@ def _plan(options: argparse.Namespace) -> InferencePlan | AutoPlan:
         "order": options.order,
         "slicing": options.slicing,
     }
+    for flag, value in ("micro-batches", options.micro_batches), ("slices", options.slices):
+        if value is not None and value < 1:
+            raise ConfigError(f"--{flag} is {value}, but it must be at least 1")
     fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     expected = {name: getattr(options, f"expect_{name}") for name in _EXPECTED}
     if options.plan is None:

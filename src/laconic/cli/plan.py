@@ -35,6 +35,27 @@ _TRACED_LAYERS = 12
 """Of the model whose layers --largest counts; kinds of layers alternate with at most so many."""
 _OF_CALIBRATION = {"--calibrate", "--data", "--tokenizer", "--batches", "--batch", "--sequence-length", "--json"}
 """Flags that --calibrate reads."""
+_OF_TRAIN = {
+    "--accumulation": "--micro-batches",
+    "--activations.attention": "--attention",
+    "--activations.loss": "--loss",
+    "--data.paths": "--data",
+    "--data.tokenizer": "--tokenizer",
+    "--gradients.bits": "--gradients",
+    "--model.family": "--family",
+    "--model.hidden-size": "--hidden-size",
+    "--model.intermediate-size": "--intermediate-size",
+    "--model.num-attention-heads": "--num-heads",
+    "--model.num-hidden-layers": "--num-layers",
+    "--model.num-key-value-heads": "--num-kv-heads",
+    "--optimizer.kind": "--optimizer",
+    "--pipeline.micro-batches": "--micro-batches",
+    "--pipeline.schedule": "--schedule",
+    "--pipeline.split": "--split",
+    "--pipeline.stages": "--stages",
+    "--pipeline.virtual-stages": "--virtual-stages",
+}
+"""Flags of `laconic train`, which mean the same here."""
 _MOST = 10**9
 """Largest integer that the planner accepts: its arithmetic and its solver use 64-bit floats."""
 
@@ -42,7 +63,8 @@ _MOST = 10**9
 def run(args: Sequence[str]) -> int:
     """Run `laconic plan` with `args`; return 0 if the run fits (or no budget was given), 1 if it does not."""
     parser = make_parser()
-    options = parser.parse_args(args)
+    # Of train's --init DIR the directory is left, which is an argument here.
+    options = parser.parse_args([_own_name(one) for one in args if one not in ("--init", "--model.path")])
     if options.calibrate is not None:
         known = {flag for action in parser.flags() for flag in action.option_strings}
         parser.refuse(known - _OF_CALIBRATION, "with --calibrate, which measures and stops")
@@ -92,6 +114,26 @@ def run(args: Sequence[str]) -> int:
     return 0 if budget is None or chosen.prediction.peak_nbytes <= budget else 1
 
 
+def _own_name(argument: str) -> str:
+    flag, equals, value = argument.partition("=")
+    return _OF_TRAIN.get(flag.replace("_", "-"), flag) + equals + value
+
+
+def _sequences(options: argparse.Namespace, micro_batches: int) -> int:
+    """Sequences of a micro-batch."""
+    if options.batch_size is None:
+        return 1 if options.batch is None else int(options.batch)
+    if options.batch is not None:
+        raise PlanError(f"--batch is {options.batch} and --batch-size {options.batch_size}; give one of them")
+    parts = options.dp * micro_batches
+    if options.batch_size % parts:
+        raise PlanError(
+            f"--batch-size is {options.batch_size}, but it must be a multiple of {parts}: --dp {options.dp} times"
+            f" --micro-batches {micro_batches}"
+        )
+    return int(options.batch_size) // parts
+
+
 def _length(options: argparse.Namespace) -> int:
     """Tokens of a sample."""
     return _USUAL_LENGTH if options.sequence_length is None else int(options.sequence_length)
@@ -122,7 +164,7 @@ def _job(options: argparse.Namespace) -> Job:
     for flag, value in of_stages:
         if options.stages == 1 and value not in (None, 1):
             raise PlanError(f"--{flag} is {value!r}, but it must be left out with one stage; give --stages")
-    batch = Batch(options.batch, _length(options))
+    batch = Batch(_sequences(options, micro_batches), _length(options))
     _check_sizes(options)
     what = options.model or f"a {options.family or 'llama'} of these sizes"
     with json_only(options.json), working(f"tracing a step of {what} without numbers"):
@@ -195,11 +237,13 @@ def _flags(names: Sequence[str]) -> str:
 
 
 def _source(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    """What is traced: a directory or a configuration; and the settings of a model that sizes describe."""
+    """What is traced: a directory or a configuration; and the fields of `[model]` with which it is trained."""
     if options.model is None:
         return _sized(options)
     if options.family is None:
-        return options.model, {}
+        path = Path(options.model).absolute()
+        directory = path.parent if path.name == "config.json" else path
+        return options.model, {"path": str(directory)} if directory.is_dir() else {}
     from laconic.train.memory.directory import config_as
 
     return config_as(options.model, options.family), {}
@@ -267,7 +311,7 @@ def _calibrate(options: argparse.Namespace) -> int:
             options.model,
             options.data or (),
             options.tokenizer,
-            sequences=options.batch,
+            sequences=_sequences(options, 1),
             sequence_length=_length(options),
             num_batches=options.batches,
         )
@@ -293,7 +337,8 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="laconic plan",
         description="Predict the bytes of every rank of a training run by kind, say whether it fits, and choose what "
-        "each site keeps for backward under the budget. No weights and no memory are needed, for any number of ranks.",
+        "each site keeps for backward under the budget. No weights and no memory are needed, for any number of ranks. "
+        "Flags of laconic train are taken, too: --optimizer.kind for --optimizer.",
     )
     parser.add_argument("model", nargs="?", help="directory with a config.json, or that file; or give sizes")
     add = parser.add_argument_group("model by sizes").add_argument
@@ -306,9 +351,11 @@ def make_parser() -> Parser:
     add(
         "--batch",
         type=integer,
-        default=1,
         metavar="N",
-        help="sequences per micro-batch (default: %(default)s)",
+        help="sequences per micro-batch (default: 1)",
+    )
+    add(
+        "--batch-size", type=integer, metavar="N", help="sequences of a step, as laconic train has it; not with --batch"
     )
     add("--micro-batches", type=integer, metavar="N", help="per step and pipeline (default: twice the stages)")
     add("--precision", default="bf16", help="fp32, bf16 (autocast over fp32 parameters) or bf16-pure")

@@ -37,7 +37,6 @@ from laconic.infer.recording import Recording, RunRecorder, check_trace_file, ch
 from laconic.infer.sampling import Sampling
 from laconic.infer.serving_plan import plan_serving
 from laconic.infer.settings import WorkerSettings
-from laconic.infer.split import Split
 from laconic.infer.token_engine import TokenListener
 from laconic.infer.transformers_seam import CacheLimits, check_transformers, check_weights, read_config
 from laconic.infer.watch import progress_limit
@@ -65,7 +64,8 @@ class Engine:
         model_dir: directory with config.json and safetensors files.
         attention: number of workers that hold everything but the experts; requests are divided between them.
         experts: number of workers that hold the experts, each some of every layer's. 0 serves whole models. None is
-            1; an automatic plan may then also make all workers serve whole models.
+            1, or 0 for a model without experts; an automatic plan may then also make all workers serve whole models.
+            What is about expert workers (also payload, expert_loads, slices of a plan) is refused without any.
         plan: micro-batches, slices and order; None is one micro-batch in one slice. "auto" or an AutoPlan chooses them
             once, before workers start.
         rates: for "auto": file of `laconic profile --infer`; None takes its default path.
@@ -96,7 +96,7 @@ class Engine:
             (4.25 bits). Tokens are then those of the model with its experts rounded so.
 
     Attributes:
-        split: the workers there are. A model without experts has no expert workers, whatever was asked for.
+        split: the workers there are. A model without experts has no expert workers.
         plan: the plan that runs.
         choice: what an automatic plan chose, and why; None without.
         notes: what was chosen, and what differs from what was asked for, sentences for the user.
@@ -141,6 +141,13 @@ class Engine:
             _check_known_of_device(name, each, plan, trace)
         check_expert_format(expert_format)
         CacheLimits(cache_tokens, batch_tokens)
+        of_experts = {
+            "expert_format": (expert_format, "exact"),
+            "expert_device": (expert_device, None),
+            "payload": (payload, "auto" if payload == "auto" else "raw"),
+            "expert_loads": (None if expert_loads is None else str(expert_loads), None),
+            "redundant_experts": (redundant_experts, 0),
+        }
         self._pid = os.getpid()
         directory, limits = Path(model_dir), EngineLimits(cache_tokens, batch_tokens)
         serving = plan_serving(
@@ -152,11 +159,9 @@ class Engine:
             limits,
             dtype,
             trace is not None,
-            expert_format,
-            expert_device,
+            {name: value for name, (value, usual) in of_experts.items() if value != usual},
         )
         self.split, self.plan, self.choice, self.notes = serving.split, serving.plan, serving.choice, serving.notes
-        self.notes += _unused(self.split, plan, payload)
         self._loads_path = None if expert_loads is None else Path(expert_loads)
         check_expert_placement(self._loads_path, redundant_experts)
         held: list[list[list[int]]] | None = None
@@ -413,19 +418,6 @@ class Engine:
             return False
         self._workers.send(rank, {"do": "cancel", "name": generation._name})
         return True
-
-
-def _unused(split: Split, plan: object, payload: str) -> tuple[str, ...]:
-    """Return a sentence about what was asked for and has no effect, as no row travels."""
-    given = {"payload": (payload, "raw")}
-    if isinstance(plan, InferencePlan):
-        names = ("num_slices", "slicing", "order", "shared_first")
-        given |= {name: (getattr(plan, name), getattr(InferencePlan(), name)) for name in names}
-    unused = [f"{name} = {value!r}" for name, (value, usual) in given.items() if value != usual]
-    if split.experts or not unused:
-        return ()
-    verb = "has" if len(unused) == 1 else "have"
-    return (f"every worker holds whole models, so {', '.join(unused)} {verb} no effect",)
 
 
 def _end_forgotten(workers: WorkerSet, pid: int) -> None:

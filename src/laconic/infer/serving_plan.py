@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -50,46 +51,53 @@ def plan_serving(
     limits: EngineLimits,
     dtype: str,
     traced: bool,
-    expert_format: str = "exact",
-    expert_device: str | None = None,
+    asked: Mapping[str, object],
 ) -> ServingPlan:
     """Return what an engine with these arguments runs; see Engine.
 
     Args:
         model_dir: of the engine.
         attention, experts: workers that are asked for.
-        plan, rates, dtype, expert_format, expert_device: of the engine.
+        plan, rates, dtype: of the engine.
         limits: of each micro-batch.
         traced: whether the run is to be traced, for which it needs expert workers.
+        asked: arguments of the engine about expert workers that are not at their defaults.
 
     Raises:
         ConfigError, ModelError, PlanError: see Engine.
     """
     automatic = _automatic(plan, rates, experts)
-    asked = "" if expert_device is None else f"expert_device is {expert_device!r}"
-    asked = asked if expert_format == "exact" else f"expert_format is {expert_format!r}"
-    if asked and experts == 0:
+    asked = {**asked, **_of_slices(plan)}
+    said = ", ".join(f"{name} is {value!r}" for name, value in asked.items())
+    if said and experts == 0:
         raise ConfigError(
-            f"{asked} with experts = 0, but only expert workers have one; give at least one, or leave it out"
+            f"{said} with experts = 0, but only expert workers use it; give at least one, or leave it out"
         )
     config = read_config(model_dir)
     wanted = Split(attention, 1 if experts is None else experts)
     split = serving_split(model_dir, wanted)
     model, blocks = find_experts(config)
-    if asked and not split.experts:
-        why = "; ".join(unknown_experts(model)[:1]) or "it is dense"
-        raise ConfigError(
-            f"{asked}, but {config.model_type} has no experts that an expert worker could hold ({why}); leave it out"
-        )
+    if not split.experts:
+        if experts:
+            said = ", ".join([f"experts is {experts}", *([said] if said else [])])
+        elif automatic is not None:
+            said = said or "plan is automatic"
+        if said:
+            why = "; ".join(unknown_experts(model)[:1]) or "it is dense"
+            raise ConfigError(
+                f"{said}, but {config.model_type} has no experts that an expert worker could hold ({why}), so every"
+                " attention worker holds all of it; leave it out"
+            )
     notes: tuple[str, ...] = ()
-    if split != wanted:
+    if split != wanted and experts is None:
         notes += (
             f"{model_dir.name} is a {config.model_type} model without experts that could be elsewhere, so every"
             " attention worker holds all of it",
         )
     choice = None
     if automatic is not None and split.experts:
-        may_unsplit = experts is None and not traced and not asked
+        may_unsplit = experts is None and not traced and not asked.keys() & {"expert_format", "expert_device"}
+        expert_format = str(asked.get("expert_format", "exact"))
         choice = automatic.choose(
             model_dir, split, limits, dtype=dtype, may_unsplit=may_unsplit, expert_format=expert_format
         )
@@ -97,6 +105,8 @@ def plan_serving(
         logging.getLogger("laconic").info("plan auto: %s", choice)
         if choice.split is None:
             split = Split(split.num_workers, 0)
+            if "payload" in asked:
+                notes += (f"every worker holds whole models, so payload = {asked['payload']!r} has no effect",)
         plan = choice.plan
     runs, changed = _runnable(plan if isinstance(plan, InferencePlan) else InferencePlan(), split)
     vocabulary, positions = config.get_text_config().vocab_size, num_positions(config)
@@ -141,6 +151,15 @@ def _automatic(
     if experts == 0:
         raise ConfigError("plan is automatic with experts = 0, which leaves nothing to choose; leave out one of them")
     return automatic
+
+
+def _of_slices(plan: InferencePlan | AutoPlan | str | None) -> dict[str, object]:
+    """What a given plan asks for beside micro-batches, which is about rows that travel to expert workers."""
+    if not isinstance(plan, InferencePlan):
+        return {}
+    names = ("num_slices", "slicing", "order", "shared_first")
+    given = {name: (getattr(plan, name), getattr(InferencePlan(), name)) for name in names}
+    return {name: value for name, (value, usual) in given.items() if value != usual}
 
 
 def _runnable(plan: InferencePlan, split: Split) -> tuple[InferencePlan, tuple[str, ...]]:

@@ -293,6 +293,18 @@ class Report:
             ],
         }
 
+    @property
+    def summary(self) -> str:
+        """What is kept for backward in all; a second line says what to do where that is not much less."""
+        before, after = self.before_nbytes_per_token, self.after_nbytes_per_token
+        if before is None or after is None:
+            return f"bytes unknown: {self.unmeasured}"
+        saved = f"{before / after:.2f}x less" if after else "nothing is kept"
+        dtype = str(self.dtype).removeprefix("torch.")
+        kept = f"kept for backward per token ({dtype}): {before:,.0f} -> {after:,.0f} bytes, {saved}"
+        advice = self.warning or self._remedy_of_loss
+        return kept if advice is None else f"{kept}\n{advice}"
+
     def __str__(self) -> str:
         def number(value: float | None) -> str:
             return "-" if value is None else f"{value:,.0f}"
@@ -313,18 +325,7 @@ class Report:
                     number(row.after_nbytes_per_token),
                 )
             )
-        lines = [columns(header, table, left=range(4))]
-        before, after = self.before_nbytes_per_token, self.after_nbytes_per_token
-        if before is None or after is None:
-            lines.append(f"bytes unknown: {self.unmeasured}")
-        else:
-            saved = f"{before / after:.2f}x less" if after else "nothing is kept"
-            dtype = str(self.dtype).removeprefix("torch.")
-            lines.append(f"kept for backward per token ({dtype}): {before:,.0f} -> {after:,.0f} bytes, {saved}")
-            if self.warning is not None:
-                lines.append(self.warning)
-            elif self._remedy_of_loss is not None:
-                lines.append(self._remedy_of_loss)
+        lines = [columns(header, table, left=range(4)), self.summary]
         if self.fills_cache:
             lines.append(
                 "config.use_cache is on: a training forward holds the keys and values of all layers until it ends; set "

@@ -86,7 +86,7 @@ class TracedModel:
         buffers_nbytes: of the model.
         workspace: by point.
         is_stack: the layers are one list of alike layers, which may run again and can be cut into stages.
-        settings: fields of `[model]` that make the model, empty if a directory does.
+        settings: fields of `[model]` that make the model: sizes, or the path of its directory; empty if neither does.
         shares: layers have convolutions or batch norms, which keep tensors together with their neighbours, and exactly
             until both are packed; so only one choice for all of them can be predicted.
     """

@@ -44,7 +44,7 @@ def plan_settings(plan: Plan) -> dict[str, Any]:
         raise PlanError("gradient_bits is 16 in the plan, but laconic train keeps gradients in 32, 12 or 8")
     pipelined = layout.stages > 1
     return {
-        "model": dict(shape.settings),  # empty if it is of a directory, which whoever trains it names
+        "model": dict(shape.settings),
         "sequence_length": batch.sequence_length,
         "batch_size": batch.sequences * layout.data_parallel * layout.micro_batches,
         "accumulation": 1 if pipelined else layout.micro_batches,

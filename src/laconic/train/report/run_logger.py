@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import math
 import shlex
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -167,7 +169,8 @@ class RunLogger:
         """The contents of summary.json; all processes call it together.
 
         Seconds, speed, memory and bytes are those of the steps after `first_step`. The speed is that of the median
-        step, so that neither the measuring first step nor a pause counts. Memory is that of the process that took most.
+        step, so that neither the measuring first step nor a pause counts. Memory is that of the process that took most;
+        `earlier_peak_memory_nbytes` is that of the starts before, as their summaries or (of rank 0) their rows tell.
         """
         config, unit = self._config, trainer.unit
         # A copy of the model is as many processes as there are stages.
@@ -180,9 +183,12 @@ class RunLogger:
         audits = self._world.gather((audit.snapshot() - self._audit_before).to_dict())
         coded = sum(map(audit.Snapshot.from_dict, audits), audit.Snapshot(()))
         best: float | None = None
+        earlier: int | None = None
         if self._metrics is not None:
-            losses = [row["validation_loss"] for row in read_metrics(self._run_dir) if "validation_loss" in row]
+            rows = read_metrics(self._run_dir)
+            losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
             best = min((loss for loss in losses if math.isfinite(loss)), default=None)
+            earlier = self._earlier_peak_nbytes(rows)
         return {
             "metrics_version": METRICS_VERSION,
             "steps": done,
@@ -193,6 +199,7 @@ class RunLogger:
             **({"validation_accuracy": self._last.get("validation_accuracy")} if trainer.classifies else {}),
             f"{unit}s_per_second": statistics.median(self._speeds),
             "peak_memory_nbytes": peak_nbytes,
+            "earlier_peak_memory_nbytes": earlier,
             f"saved_nbytes_per_{unit}": saved_nbytes / saved_units,
             f"bf16_nbytes_per_{unit}": bf16_nbytes_per_unit,
             "wire_nbytes_per_step": sent,
@@ -206,6 +213,20 @@ class RunLogger:
             "seconds": seconds,
             "memory": None if self._memory is None else self._memory.to_dict(),
         }
+
+    def _earlier_peak_nbytes(self, rows: Sequence[Mapping[str, Any]]) -> int | None:
+        """Most memory that a process held in earlier starts of the run; None in its first."""
+        if not self._first_step:
+            return None
+        with contextlib.suppress(OSError, ValueError, TypeError):  # a summary that is missing or damaged
+            rows = [*rows, {"step": 0, **json.loads((self._run_dir / "summary.json").read_text(encoding="utf-8"))}]
+        found = [
+            row.get(name)
+            for row in rows
+            for name in ("peak_memory_nbytes", "earlier_peak_memory_nbytes")
+            if row["step"] <= self._first_step
+        ]
+        return max((nbytes for nbytes in found if isinstance(nbytes, int)), default=None)
 
     def __enter__(self) -> RunLogger:
         return self
@@ -250,7 +271,7 @@ def closing_words(
     lines += [
         f"  speed              {summary[f'{unit}s_per_second']:,.0f} {unit}s/s ({processes}, {config.precision})",
         f"  kept for backward  {_kept_words(summary, config, unit, kept)}",
-        f"  peak memory        {format_nbytes(summary['peak_memory_nbytes'])} per process",
+        f"  peak memory        {_peak_words(summary)}",
         *_wire_words(summary),
         *(f"  restart            {restart['reason']}" for restart in summary.get("restarts", ())),
         f"  run directory      {run_dir}",
@@ -266,16 +287,25 @@ def closing_words(
     return "\n".join(lines)
 
 
+def _peak_words(summary: Mapping[str, Any]) -> str:
+    earlier = summary["earlier_peak_memory_nbytes"]
+    before = "" if earlier is None else f" in this start, {format_nbytes(earlier)} in earlier ones"
+    return f"{format_nbytes(summary['peak_memory_nbytes'])} per process{before}"
+
+
 def _kept_words(
     summary: Mapping[str, Any], config: TrainConfig, unit: str, kept: tuple[float | None, float | None]
 ) -> str:
     """What backward keeps beside exact training in the same precision: the figures of the run's first lines in fp32."""
     before, after = kept
-    name = "exact training"
+    name, included = "exact training", ""
     if config.precision != "fp32" or before is None or after is None:
         before, after = summary[f"bf16_nbytes_per_{unit}"], summary[f"saved_nbytes_per_{unit}"]
         name = "the unmodified model in bf16"
-    return f"{after:,.0f} bytes per {unit}; {name} keeps {before:,.0f}" + (f" ({before / after:.2f}x)" if after else "")
+        if config.precision == "bf16" and config.parallel == "ddp":  # FSDP2 gathers what the other has as parameters
+            included = ", autocast's bf16 weights included"
+    times = f" ({before / after:.2f}x)" if after else ""
+    return f"{after:,.0f} bytes per {unit}{included}; {name} keeps {before:,.0f}{times}"
 
 
 def check_loggers(config: TrainConfig, world: World) -> None:

@@ -157,10 +157,10 @@ class Run:
 
     @property
     def peak_memory_nbytes(self) -> float | None:
-        """Most memory a process held: rank 0 after any step, any process of the last start until its end."""
-        values = [value for _, value in self.series("peak_memory_nbytes")]
-        of_all = _number(self.summary, "peak_memory_nbytes")
-        return max(values if of_all is None else [*values, of_all], default=None)
+        """Most memory a process held in any start; of one that was killed (no summary), rank 0 after a step."""
+        names = ("peak_memory_nbytes", "earlier_peak_memory_nbytes")
+        of_all = [nbytes for name in names if (nbytes := _number(self.summary, name)) is not None]
+        return max([*of_all, *(value for _, value in self.series("peak_memory_nbytes"))], default=None)
 
     @property
     def wire_nbytes(self) -> float | None:
