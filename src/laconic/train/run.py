@@ -200,7 +200,8 @@ def _train(run: _Run, stop: StopRequest, begin_step: Callable[[int], None]) -> i
     with RunLogger(config, world, run_dir, first_step) as run_logger, stop.on_signals(run_logger.message):
         stop.armed = True
         steps.trainer.rebuild_ddp_buckets()
-        run_logger.message(str(run.converted.report).splitlines()[-1].replace("per token", f"per {run.task.unit}"))
+        for line in run.converted.report.conclusions:
+            run_logger.message(line.replace("per token", f"per {run.task.unit}"))
         steps.begin(run_logger)
         if first_step:
             run_logger.message(f"resumed after step {first_step}")

@@ -293,6 +293,28 @@ class Report:
             ],
         }
 
+    @property
+    def conclusions(self) -> list[str]:
+        """What stands below the table of sites: bytes per token before and after, and what would keep fewer."""
+        lines = []
+        before, after = self.before_nbytes_per_token, self.after_nbytes_per_token
+        if before is None or after is None:
+            lines.append(f"bytes unknown: {self.unmeasured}")
+        else:
+            saved = f"{before / after:.2f}x less" if after else "nothing is kept"
+            dtype = str(self.dtype).removeprefix("torch.")
+            lines.append(f"kept for backward per token ({dtype}): {before:,.0f} -> {after:,.0f} bytes, {saved}")
+            if self.warning is not None:
+                lines.append(self.warning)
+            elif self._remedy_of_loss is not None:
+                lines.append(self._remedy_of_loss)
+        if self.fills_cache:
+            lines.append(
+                "config.use_cache is on: a training forward holds the keys and values of all layers until it ends; set "
+                "model.config.use_cache = False"
+            )
+        return lines
+
     def __str__(self) -> str:
         def number(value: float | None) -> str:
             return "-" if value is None else f"{value:,.0f}"
@@ -313,24 +335,7 @@ class Report:
                     number(row.after_nbytes_per_token),
                 )
             )
-        lines = [columns(header, table, left=range(4))]
-        before, after = self.before_nbytes_per_token, self.after_nbytes_per_token
-        if before is None or after is None:
-            lines.append(f"bytes unknown: {self.unmeasured}")
-        else:
-            saved = f"{before / after:.2f}x less" if after else "nothing is kept"
-            dtype = str(self.dtype).removeprefix("torch.")
-            lines.append(f"kept for backward per token ({dtype}): {before:,.0f} -> {after:,.0f} bytes, {saved}")
-            if self.warning is not None:
-                lines.append(self.warning)
-            elif self._remedy_of_loss is not None:
-                lines.append(self._remedy_of_loss)
-        if self.fills_cache:
-            lines.append(
-                "config.use_cache is on: a training forward holds the keys and values of all layers until it ends; set "
-                "model.config.use_cache = False"
-            )
-        return "\n".join(lines)
+        return "\n".join([columns(header, table, left=range(4)), *self.conclusions])
 
 
 class _Measuring(threading.local):
