@@ -182,7 +182,7 @@ def _bad_input_is_refused() -> None:
     load = torch.arange(layer.gate.num_experts, 0, -1) ** 3
     (copied,) = copy_hot_experts([layer], grid, 1, loads=[load])
     assert copied.copies
-    with pytest.raises(ConfigError, match="layer has copies of experts, which run whole .* or call autotune before"):
+    with pytest.raises(ConfigError, match=r"layer has copies of experts, which run whole .* or call autotune before"):
         autotune(layer, grid, x)
     assert layer.schedule is None
     copy_hot_experts([layer], grid, 0)
