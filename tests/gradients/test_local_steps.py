@@ -371,18 +371,28 @@ def other_points(rank: int) -> Found:
     return {"weights": error_of(alone), "state": error_of(of_another_run)}
 
 
-def idle(rank: int) -> list[str]:
-    """Rank 1 trains a copy of the model that local steps know."""
+def warned(rank: int, wrap: Callable[[nn.Module], nn.Module], batches_of: int) -> list[str]:
+    """What four steps warn of, where local steps have the inner model, and batches are those of a rank."""
     model = Net()
     local = LocalSteps(model, every=2)
-    mine = copy.deepcopy(model) if rank else model
-    optimizer = torch.optim.SGD(mine.parameters(), LR)
+    trained = wrap(model)
+    optimizer = torch.optim.SGD(trained.parameters(), LR)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(4):
-            inner_step(mine, optimizer, rank, step)
+            inner_step(trained, optimizer, batches_of, step)
             local.step()
     return [str(one.message) for one in caught]
+
+
+def idle(rank: int) -> Found:
+    """Rank 1 trains a copy of the model that local steps know; then all ranks train alike."""
+    return {
+        "copy": warned(rank, copy.deepcopy if rank else nn.Sequential, rank),
+        "batches": warned(rank, nn.Sequential, 0),
+        "wrapped": warned(rank, DistributedDataParallel, rank),
+        "apart": warned(rank, nn.Sequential, rank),
+    }
 
 
 def scenarios(folder: str) -> dict[str, tuple[Callable[..., object], tuple[Any, ...]]]:
@@ -610,10 +620,18 @@ def test_common_points_that_differ_are_refused_on_all_ranks(found: list[Found]) 
 
 def test_a_rank_whose_parameters_stand_still_is_named(found: list[Found]) -> None:
     for one in found:
-        assert [text.partition(":")[0] for text in one["idle"]] == [
+        assert [text.partition(":")[0] for text in one["idle"]["copy"]] == [
             f"no parameter of rank 1 has changed since the last synchronization, after {steps} steps"
             for steps in (2, 4)
         ]
+        assert not one["idle"]["apart"]
+
+
+def test_ranks_that_make_the_same_progress_are_told(found: list[Found]) -> None:
+    for one in found:
+        for case in ("batches", "wrapped"):
+            texts = one["idle"][case]
+            assert [text.partition(" since")[0] for text in texts] == ["all ranks have made the very same progress"] * 2
 
 
 def test_states_that_do_not_fit_are_refused(found: list[Found]) -> None:

@@ -27,8 +27,9 @@ class Pending:
     began: int
     merge_at: int
     reports: Work[Tensor] | None
-    """int64 [W, 6]: first parameter that is not finite, or -1; steps; fragment; whether other parameters have taken the
-    place of those of the start; whether values have changed; checksum. None once checked."""
+    """int64 [W, 7]: first parameter that is not finite, or -1; steps; fragment; whether other parameters have taken the
+    place of those of the start; whether values have changed; checksums of the difference and of what is common. None
+    once checked."""
     average: Work[Tensor]
     """Of the differences, fp32 flat."""
     start: dict[str, Tensor]

@@ -157,7 +157,8 @@ class LocalSteps:
             ConfigError: ranks have not made equally many steps, or have not the same common point.
 
         Warns:
-            UserWarning: the parameters of a rank have not changed at all since the last synchronization.
+            UserWarning: the parameters of a rank have not changed at all since the last synchronization, or those of
+                all ranks alike.
         """
         self._check_own("step()")
         self.steps += 1
@@ -333,7 +334,8 @@ class LocalSteps:
         finite = norms.isfinite()
         first_bad = torch.where(finite.all(), -1, finite.int().argmin())
         counts = map(first_bad.new_tensor, (self.steps, number, int(change is not None)))
-        said = torch.stack([first_bad, *counts, norms.any().long(), fragment.checksum()])
+        progress = difference.view(torch.int32).sum()
+        said = torch.stack([first_bad, *counts, norms.any().long(), progress, fragment.checksum()])
         reports = said.new_empty(self.group.size(), said.numel())
         in_background = delay > 0
         work = api.all_gather(reports, said, self.group, codec=Raw(), async_op=in_background)
@@ -390,7 +392,7 @@ class LocalSteps:
                 "LocalSteps once the model is complete and its weights are loaded"
             )
         ranks = ranks_of(self.group)
-        for rank, (first_bad, steps, number, changed, _, checksum) in zip(ranks, reports, strict=True):
+        for rank, (first_bad, steps, number, changed, _, _, checksum) in zip(ranks, reports, strict=True):
             if changed:
                 raise ConfigError(f"the parameters of rank {rank} are others than when LocalSteps was made; see there")
             if [steps, number] != reports[0][1:3]:
@@ -411,11 +413,19 @@ class LocalSteps:
                     f"steps: that rank has diverged, and an average with it would be lost; lower the inner learning "
                     "rate and go on from the last checkpoint"
                 )
-        if idle := [str(rank) for rank, report in zip(ranks, reports, strict=True) if not report[4]]:
+        idle = [str(rank) for rank, report in zip(ranks, reports, strict=True) if not report[4]]
+        if idle:
             warnings.warn(
                 f"no parameter of rank {', '.join(idle)} has changed since the last synchronization, after {self.steps}"
                 " steps: each step was left out, or what is trained is not the model that LocalSteps was given but a"
                 " copy of it",
+                stacklevel=4,
+            )
+        elif len({report[5] for report in reports}) == 1:
+            warnings.warn(
+                f"all ranks have made the very same progress since the last synchronization, after {self.steps} steps:"
+                " they get the same batches, or their gradients are averaged in every step, as by"
+                " DistributedDataParallel; give each rank its own batches, and leave the wrapper out",
                 stacklevel=4,
             )
 
