@@ -621,8 +621,7 @@ def test_common_points_that_differ_are_refused_on_all_ranks(found: list[Found]) 
 def test_a_rank_whose_parameters_stand_still_is_named(found: list[Found]) -> None:
     for one in found:
         assert [text.partition(":")[0] for text in one["idle"]["copy"]] == [
-            f"no parameter of rank 1 has changed since the last synchronization, after {steps} steps"
-            for steps in (2, 4)
+            f"no parameter of rank 1 has changed since LocalSteps was made, {steps} steps ago" for steps in (2, 4)
         ]
         assert not one["idle"]["apart"]
 

@@ -119,6 +119,8 @@ class LocalSteps:
         self._codec: Codec = Raw() if self._format is None else Blockwise(self._format)
         self._feedback = error_feedback and self._format is not None
         self._is_at_common_point = False
+        self._still = {*ranks_of(found)}
+        """Ranks whose parameters have not changed yet."""
         parameters = trainable(model)
         self._kinds = {name: kind_of(parameter) for name, parameter in parameters.items()}
         settings: dict[str, object] = {
@@ -157,8 +159,8 @@ class LocalSteps:
             ConfigError: ranks have not made equally many steps, or have not the same common point.
 
         Warns:
-            UserWarning: the parameters of a rank have not changed at all since the last synchronization, or those of
-                all ranks alike.
+            UserWarning: the parameters of a rank have not changed at all since the start, or those of all ranks alike
+                since the last synchronization.
         """
         self._check_own("step()")
         self.steps += 1
@@ -413,15 +415,15 @@ class LocalSteps:
                     f"steps: that rank has diverged, and an average with it would be lost; lower the inner learning "
                     "rate and go on from the last checkpoint"
                 )
-        idle = [str(rank) for rank, report in zip(ranks, reports, strict=True) if not report[4]]
-        if idle:
+        self._still -= {rank for rank, report in zip(ranks, reports, strict=True) if report[4]}
+        if self._still:
             warnings.warn(
-                f"no parameter of rank {', '.join(idle)} has changed since the last synchronization, after {self.steps}"
-                " steps: each step was left out, or what is trained is not the model that LocalSteps was given but a"
-                " copy of it",
+                f"no parameter of rank {', '.join(map(str, sorted(self._still)))} has changed since LocalSteps was"
+                f" made, {self.steps} steps ago: each step was left out, or what is trained is a copy of the model that"
+                " LocalSteps was given",
                 stacklevel=4,
             )
-        elif len({report[5] for report in reports}) == 1:
+        elif len({report[5] for report in reports}) == 1 and any(report[4] for report in reports):
             warnings.warn(
                 f"all ranks have made the very same progress since the last synchronization, after {self.steps} steps:"
                 " they get the same batches, or their gradients are averaged in every step, as by"
