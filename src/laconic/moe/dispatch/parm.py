@@ -95,9 +95,9 @@ class _OneGroupOfTokens:
         some = torch.linspace(0, max(0, len(values) - 1), _NUM_COMPARED, dtype=torch.float64).long()
         mine = values[some.to(x.device)].double() if len(values) else x.new_zeros(_NUM_COMPARED, dtype=torch.float64)
         mine = torch.cat((mine.new_tensor([len(x)]), mine))
-        most = torch.stack((mine, -mine))
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=mp)
-        most, least = most[0].tolist(), (-most[1]).tolist()
+        bounds = torch.stack((mine, -mine))
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=mp)
+        most, least = bounds[0].tolist(), (-bounds[1]).tolist()
         if most[0] != least[0]:
             found = f"from {least[0]:.0f} to {most[0]:.0f} tokens"
         else:
