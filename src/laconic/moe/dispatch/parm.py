@@ -90,9 +90,8 @@ class _OneGroupOfTokens:
         mp = self.grid.mp
         if self._is_checked or mp.size() == 1:
             return
-        self._is_checked = True
         values = x.detach().reshape(-1)
-        some = torch.linspace(0, max(0, len(values) - 1), _NUM_COMPARED, dtype=torch.float64).long()
+        some = torch.linspace(0, max(0, len(values) - 1), _NUM_COMPARED, dtype=torch.float64, device="cpu").long()
         mine = values[some.to(x.device)].double() if len(values) else x.new_zeros(_NUM_COMPARED, dtype=torch.float64)
         mine = torch.cat((mine.new_tensor([len(x)]), mine))
         bounds = torch.stack((mine, -mine))
@@ -104,6 +103,7 @@ class _OneGroupOfTokens:
             # Other processors may round otherwise.
             apart = max(high - low for high, low in zip(most[1:], least[1:], strict=True))
             if not apart > 0.1 * max(map(abs, most[1:] + least[1:])):
+                self._is_checked = True
                 return
             found = "other tokens"
         raise RoutingError(
