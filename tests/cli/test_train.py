@@ -117,6 +117,18 @@ def test_resume_starts_from_the_saved_config(flag: str, tmp_path: Path) -> None:
     assert (config.seed, config.steps, config.resume, config.run_dir) == (4, 20, True, str(tmp_path))
 
 
+def test_a_recipe_that_the_resumed_run_does_not_follow_is_refused(tmp_path: Path) -> None:
+    save_config(config_of("--recipe", "agoq"), tmp_path / "config.toml")
+    resume = ("--resume", "--run-dir", str(tmp_path))
+    assert config_of(*resume, "--recipe", "agoq") == config_of(*resume)
+    with pytest.raises(ConfigError, match=r"recipe is 'exact', which sets activations.bits to 16, but .* has 4"):
+        config_of(*resume, "--recipe", "exact")
+    save_config(config_of("--recipe", "agoq", "--gradients.bits", "12"), tmp_path / "config.toml")
+    with pytest.raises(ConfigError, match=r"sets gradients.bits to 8, but .* has 12; .* or give --gradients.bits"):
+        config_of(*resume, "--recipe", "agoq")
+    assert config_of(*resume, "--recipe", "agoq", "--gradients.bits", "12").gradients.bits == 12
+
+
 def test_resume_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="resume needs run_dir"):
         config_of("--resume")

@@ -194,6 +194,10 @@ def test_one_process_is_refused(tmp_path: Path) -> None:
         ({"pipeline.stages": 2}, "pipeline.stages is 2, but it must be 1 with local_steps = 3"),
         ({"moe.expert_parallel": 1}, "moe.expert_parallel is 1, but it must be left out with local_steps = 3"),
         (
+            {"zip": "on"},
+            "zip is 'on', but it must be auto or off with local_steps = 3: differences travel as",
+        ),
+        (
             {"gradients.reduce": "q8"},
             "gradients.reduce is 'q8', but it must be native or left out with local_steps = 3",
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -350,6 +351,50 @@ def misfit(rank: int) -> Found:
     }
 
 
+def other_points(rank: int) -> Found:
+    """Rank 1 starts from other weights, or from a state of another run."""
+
+    def alone() -> None:
+        local = LocalSteps(Net(rank), every=2, broadcast=False)
+        local.step()
+        local.step()
+
+    def of_another_run() -> None:
+        _, local = trained(rank, 4, every=2)
+        state = local.state_dict()
+        state["momentum"]["last.bias"] += rank
+        _, other = trained(rank, 4, every=2)
+        other.load_state_dict(state)
+        other.step()
+        other.step()
+
+    return {"weights": error_of(alone), "state": error_of(of_another_run)}
+
+
+def warned(rank: int, wrap: Callable[[nn.Module], nn.Module], batches_of: int) -> list[str]:
+    """What four steps warn of, where local steps have the inner model, and batches are those of a rank."""
+    model = Net()
+    local = LocalSteps(model, every=2)
+    trained = wrap(model)
+    optimizer = torch.optim.SGD(trained.parameters(), LR)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            inner_step(trained, optimizer, batches_of, step)
+            local.step()
+    return [str(one.message) for one in caught]
+
+
+def idle(rank: int) -> Found:
+    """Rank 1 trains a copy of the model that local steps know; then all ranks train alike."""
+    return {
+        "copy": warned(rank, copy.deepcopy if rank else nn.Sequential, rank),
+        "batches": warned(rank, nn.Sequential, 0),
+        "wrapped": warned(rank, DistributedDataParallel, rank),
+        "apart": warned(rank, nn.Sequential, rank),
+    }
+
+
 def scenarios(folder: str) -> dict[str, tuple[Callable[..., object], tuple[Any, ...]]]:
     grid = [(bits, *way) for bits in (32, 8, 4) for way in ((1, 0), (2, 0), (1, 3), (2, 1))]
     return {
@@ -374,6 +419,8 @@ def scenarios(folder: str) -> dict[str, tuple[Callable[..., object], tuple[Any, 
         "changed": (changed, (0,)),
         "changed late": (changed, (1,)),
         "uneven": (uneven, ()),
+        "other points": (other_points, ()),
+        "idle": (idle, ()),
         "diverged late": (diverged, (1,)),
     }
 
@@ -563,6 +610,27 @@ def test_ranks_that_made_other_numbers_of_steps_are_told(found: list[Found]) -> 
         assert one["uneven"].startswith(
             "ConfigError: rank 1 has made 2 steps and synchronizes fragment 0, but rank 0 has"
         )
+
+
+def test_common_points_that_differ_are_refused_on_all_ranks(found: list[Found]) -> None:
+    for one in found:
+        for case in ("weights", "state"):
+            assert one["other points"][case].startswith("ConfigError: the common point of rank 1 is not that of rank 0")
+
+
+def test_a_rank_whose_parameters_stand_still_is_named(found: list[Found]) -> None:
+    for one in found:
+        assert [text.partition(":")[0] for text in one["idle"]["copy"]] == [
+            f"no parameter of rank 1 has changed since LocalSteps was made, {steps} steps ago" for steps in (2, 4)
+        ]
+        assert not one["idle"]["apart"]
+
+
+def test_ranks_that_make_the_same_progress_are_told(found: list[Found]) -> None:
+    for one in found:
+        for case in ("batches", "wrapped"):
+            texts = one["idle"][case]
+            assert [text.partition(" since")[0] for text in texts] == ["all ranks have made the very same progress"] * 2
 
 
 def test_states_that_do_not_fit_are_refused(found: list[Found]) -> None:

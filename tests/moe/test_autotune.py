@@ -32,6 +32,7 @@ from laconic.moe import (
     expert_shard,
     make_dispatcher,
 )
+from laconic.moe.placement.copies import copy_hot_experts
 from laconic.moe.placement.routing_record import record_of
 from laconic.moe.tuning import autotune as autotune_module
 from laconic.moe.tuning.autotune import Autotuned, Measured
@@ -177,6 +178,14 @@ def _bad_input_is_refused() -> None:
         autotune(layer, None, x)
     with pytest.raises(ConfigError, match="example is None"):
         autotune(layer, grid)
+    layer(x)
+    load = torch.arange(layer.gate.num_experts, 0, -1) ** 3
+    (copied,) = copy_hot_experts([layer], grid, 1, loads=[load])
+    assert copied.copies
+    with pytest.raises(ConfigError, match=r"layer has copies of experts, which run whole .* or call autotune before"):
+        autotune(layer, grid, x)
+    assert layer.schedule is None
+    copy_hot_experts([layer], grid, 0)
 
 
 @pytest.mark.ci

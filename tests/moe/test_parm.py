@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives import Lossless, Raw
-from laconic.errors import ConfigError
+from laconic.errors import ConfigError, RoutingError
 from laconic.moe import (
     Dispatcher,
     ExpertRows,
@@ -67,6 +67,21 @@ def ranks_without_tokens_or_rows_take_part(mp: int, ep: int, esp: int) -> None:
         whole = make_whole(grid, num_tokens=num_tokens)
         for path, backward in PATHS:
             assert_same_as_whole(grid, whole, spread_over(grid, whole, of_path(grid, path, backward)))
+
+
+def ranks_of_an_mp_group_with_other_tokens_are_refused() -> None:
+    """They would get each other's outputs, or break the collective where numbers of tokens differ."""
+    grid = Grid(2, 2)
+    whole = make_whole(grid)
+    mine = torch.randn(5, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for path, backward in PATHS:
+        for x, found in ((mine, "other tokens"), (mine[: 3 + 2 * dist.get_rank()], "from 3 to 5 tokens")):
+            layer = spread_over(grid, whole, of_path(grid, path, backward))
+            for _ in range(2):
+                with pytest.raises(RoutingError, match=rf"the ranks \(0, 1\) of an MP group have {found}, but"):
+                    layer(x)
+            with pytest.raises(RoutingError, match=f"have {found}, but"):
+                spread_over(grid, whole, of_path(grid, path, backward))(x, routing=whole.gate(x))
 
 
 def experts_see_each_row_once_per_shard() -> None:
@@ -223,6 +238,7 @@ TWO: list[Scenario] = [
     partial(every_path_equals_the_whole, 1, 2, 1, "gpt"),
     partial(every_path_equals_the_whole, 2, 1, 1),
     partial(ranks_without_tokens_or_rows_take_part, 2, 2, 1),
+    ranks_of_an_mp_group_with_other_tokens_are_refused,
     experts_see_each_row_once_per_shard,
     partial(steps_do_not_change_a_bit, 2, 2, 1),
     dropped_tokens_are_those_of_the_whole,

@@ -202,6 +202,30 @@ def gradients_travel_in_buckets() -> None:
             assert torch.equal(found[kind][name], value), name
 
 
+def gradients_around_the_model_are_named() -> None:
+    """A head beside a part of a model: nobody reduces its gradients but the user."""
+    grid = Grid(ep=2)
+
+    def stepped() -> tuple[nn.Module, nn.Sequential, nn.Module]:
+        body, head = spread(grid), nn.Linear(1, 3, dtype=torch.float64)
+        whole = nn.Sequential(nn.ModuleDict({"body": body, "head": head}))
+        head(body(batches(2)[0][dist.get_rank()])).sin().sum().backward()
+        return whole, body, head
+
+    whole, body, head = stepped()
+    with pytest.warns(UserWarning, match=r"^head.weight, head.bias are trained outside of the Sequential"):
+        reduce_gradients(body, grid, codec=Raw())
+    body.zero_grad()
+    reduce_gradients(body, grid, codec=Raw())  # once is enough
+    whole, body, head = stepped()
+    reduce_gradients(whole, grid, codec=Raw())
+    whole, body, head = stepped()
+    for parameter in head.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+    reduce_gradients(body, grid, codec=Raw())
+
+
 def refused_gradients() -> None:
     grid = Grid(1, 1, 1)
     model = make_model()
@@ -225,6 +249,7 @@ TWO = [
     wrappers_that_take_experts_for_copies_are_refused,
     gradients_travel_in_buckets,
     refused_gradients,
+    gradients_around_the_model_are_named,
 ]
 FOUR = trained((1, 2, 1, "joint"), (2, 2, 1, "s2"), (2, 2, 2, "s1"), (2, 1, 2, "baseline"), (2, 2, 1, "sharded"))
 

@@ -845,6 +845,45 @@ def test_hyperparameters_out_of_range_are_refused(options: dict[str, Any], messa
         AdamW8bit([parameter(2, 2)], **options)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("betas", (0.9, 1.5), r"betas\[1\] is 1.5, but it must be at least 0 and below 1"),
+        ("betas", 0.9, "betas is 0.9, but it must be two numbers"),
+        ("eps", -1.0, "eps is -1.0, but it must be finite and at least 0"),
+        ("weight_decay", float("nan"), "weight_decay is nan, but it must be finite and at least 0"),
+        ("weight_decay", -0.1, "weight_decay is -0.1, but it must be finite and at least 0"),
+        ("lr", torch.tensor([0.1, 0.2]), r"lr is a tensor of shape \(2,\), but it must have one element"),
+        ("lr", float("-inf"), "lr is -inf, but it must be finite"),
+        ("lr", None, "lr is None, but it must be a number"),
+    ],
+)
+def test_options_that_leave_their_range_later_are_refused(bits: int, option: str, value: Any, message: str) -> None:
+    first, second = parameter(64, 64), parameter(64, 64)
+    optimizer = AdamW8bit([{"params": [first]}, {"params": [second]}], bits=bits)
+    for p in (first, second):
+        p.grad = torch.ones_like(p)
+    before = first.detach().clone()
+    optimizer.param_groups[1][option] = value
+    with pytest.raises(ConfigError, match=message):
+        optimizer.step()
+    assert torch.equal(first, before)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("shape", "later"), [((64, 128), (128, 64)), ((64, 128), (32, 128)), ((10, 5), (5, 10))])
+def test_parameters_that_changed_their_shape_are_refused(
+    bits: int, shape: tuple[int, ...], later: tuple[int, ...]
+) -> None:
+    p, optimizer = stepped(shape, bits=bits)
+    p.grad, p.data = None, torch.ones(later)
+    p.grad = torch.ones(later)
+    with pytest.raises(FormatError, match=r"parameter 0 of group 0 has shape .* but its moments are of another shape"):
+        optimizer.step()
+    assert torch.equal(p, torch.ones(later))
+
+
 # --- torch's own hyperparameters ---
 
 

@@ -286,6 +286,14 @@ def test_broken_rule_names_field_value_and_rule(values: dict[str, Any], message:
             "moe.dispatcher is 'hierarchical', but it must be left out without moe.exp",
         ),
         ({"moe.expert_parallel": 2, "moe.depth": 2}, "moe.depth is 2, but it must come with"),
+        (
+            {"moe.expert_parallel": 1, "moe.dispatch_codec": "int8"},
+            "moe.dispatch_codec is 'int8', but it must be left out with moe.expert_parallel = 1: no rows travel",
+        ),
+        (
+            {"moe.expert_parallel": 1, "moe.dispatcher": "auto"},
+            "moe.dispatcher is 'auto', but it must be left out with moe.expert_parallel = 1",
+        ),
         ({"moe.expert_parallel": 2, "moe.capacity_factor": 0.0}, "moe.capacity_factor is 0.0, but it must be above 0"),
         (
             {"moe.expert_parallel": 2, "moe.swap_pairs": 2},

@@ -82,6 +82,18 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path, capsys: pytest.Capt
     assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["latest", "step-00000006"]
 
 
+def test_the_log_says_what_is_kept_and_that_warm_up_outlasts_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        train_alone(tiny_config(tmp_path, "run", {"optimizer.warmup_steps": 8, "optimizer.learning_rate": 1e-3})) == 0
+    )
+    log = capsys.readouterr().err
+    assert "kept for backward per token" in log
+    assert "config.use_cache is on" not in log  # every forward of the trainer says use_cache=False
+    assert "ends within its 8 steps of warm-up, at 0.00075 instead of 0.001; lower optimizer.warmup_steps" in log
+
+
 def test_memory_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train_alone(tiny_config(tmp_path, "run", {"model.family": "gpt2"})) == 0
     memory = json.loads((tmp_path / "run" / "summary.json").read_text())["memory"]

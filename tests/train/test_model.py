@@ -57,6 +57,22 @@ def test_extra_fields_reach_the_family() -> None:
     assert (model.config.attention_dropout, model.config.rms_norm_eps) == (0.25, 1e-3)
 
 
+@pytest.mark.parametrize(
+    ("family", "name", "size"),
+    [
+        ("llama", "hidden_size", "hidden_size"),
+        ("llama", "num_key_value_heads", "num_key_value_heads"),
+        ("llama", "tie_word_embeddings", "tie_word_embeddings"),
+        ("gpt2", "n_embd", "hidden_size"),
+        ("gpt2", "n_inner", "intermediate_size"),
+        ("opt", "ffn_dim", "intermediate_size"),
+    ],
+)
+def test_extra_fields_that_are_other_sizes_than_the_sections_are_refused(family: str, name: str, size: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model.extra.{name} is 3, but model.{size} makes it \w+; set only that"):
+        build(family=family, extra={name: 3})
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text"])
 def test_the_base_of_rotary_positions_is_taken_as_it_was_ever_called(family: str) -> None:
     """The example of docs/training.md; transformers keeps it in rope_parameters now."""

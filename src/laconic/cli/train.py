@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from laconic.cli.arguments import Parser
 from laconic.cli.flags import flags_parser, parse_flags
 from laconic.cli.output import json_only
 from laconic.errors import ConfigError
-from laconic.train.config.dotted_names import nested_settings
+from laconic.train.config.dotted_names import flat_settings, nested_settings
 from laconic.train.config.recipes import RECIPES, recipe
 from laconic.train.config.schema import TrainConfig
 from laconic.train.config.settings import Setting
@@ -85,6 +85,9 @@ def resolve(args: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
 
     Layers, weakest first: defaults; the --recipe; with --resume, the config.toml saved in the run directory; what the
     --plan was made for; the --config file; flags. `--help` prints, with the resolved values as defaults, and exits 0.
+
+    Raises:
+        ConfigError: also for a --recipe that the resumed run does not follow: it decides nothing there.
     """
     given = parse_flags(TrainConfig, args, _OWN_FLAGS, _PROG)
     own = {one: given.pop(one) for one in ("help", *(flag.name for flag in _OWN_FLAGS)) if one in given}
@@ -94,8 +97,9 @@ def resolve(args: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
     from_file = {} if path is None else read_toml(path)
     asked = merge(from_file, nested_settings(given))
     layers = [dataclasses.asdict(TrainConfig())]
-    if "recipe" in own:
-        layers.append(recipe(own["recipe"]))
+    named = recipe(own["recipe"]) if "recipe" in own else {}
+    if not asked.get("resume"):  # a saved run has no line for a field that is not set, which a recipe must not fill
+        layers.append(named)
     if asked.get("resume"):
         run_dir = asked.get("run_dir")
         if run_dir is None:
@@ -115,7 +119,26 @@ def resolve(args: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
             del planned["model"]  # sizes; that the directory's model is the planned one is checked when it is there
         layers.append(planned)
     values = functools.reduce(merge, [*layers, asked])
+    if asked.get("resume"):
+        _check_recipe(own.get("recipe"), named, asked, values)
     if own.get("help"):
         flags_parser(TrainConfig, values, _OWN_FLAGS, _PROG).print_help()
         raise SystemExit(0)
     return build_config(values, path), own
+
+
+def _check_recipe(
+    name: str | None, named: Mapping[str, Any], asked: Mapping[str, Any], values: Mapping[str, Any]
+) -> None:
+    """Check that a run that is resumed with `values` follows its recipe, but for what file and flags have `asked`.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    given, resolved = flat_settings(asked), flat_settings(values)
+    for field, value in flat_settings(named).items():
+        if field not in given and resolved[field] != value:
+            raise ConfigError(
+                f"recipe is {name!r}, which sets {field} to {value!r}, but the run to resume has {resolved[field]!r}; "
+                f"leave the recipe out, or give --{field.replace('_', '-')}"
+            )

@@ -27,7 +27,8 @@ class Pending:
     began: int
     merge_at: int
     reports: Work[Tensor] | None
-    """int64 [W, 4]: first parameter that is not finite, or -1; steps; fragment; whether parameters have changed. None
+    """int64 [W, 7]: first parameter that is not finite, or -1; steps; fragment; whether other parameters have taken the
+    place of those of the start; whether values have changed; checksums of the difference and of what is common. None
     once checked."""
     average: Work[Tensor]
     """Of the differences, fp32 flat."""
@@ -55,6 +56,10 @@ class Fragment:
     def is_due(self, step: int, every: int) -> bool:
         """Whether it is synchronized when `step` steps are done."""
         return step > 0 and (step - self.offset) % every == 0
+
+    def checksum(self) -> Tensor:
+        """An int64 of the bits of common point and momentum, which are the same on all ranks."""
+        return self.common.view(torch.int32).sum() + 3 * self.momentum.view(torch.int32).sum()
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The parts of a flat tensor by name, in the shapes of the parameters."""

@@ -12,6 +12,7 @@ and the outer update uses no operation that a processor may fuse, so the common 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -118,6 +119,8 @@ class LocalSteps:
         self._codec: Codec = Raw() if self._format is None else Blockwise(self._format)
         self._feedback = error_feedback and self._format is not None
         self._is_at_common_point = False
+        self._still = {*ranks_of(found)}
+        """Ranks whose parameters have not changed yet."""
         parameters = trainable(model)
         self._kinds = {name: kind_of(parameter) for name, parameter in parameters.items()}
         settings: dict[str, object] = {
@@ -153,7 +156,11 @@ class LocalSteps:
                 naming that one. Or the parameters are at the common point (`at_common_point`).
             ModelError: this rank's parameters are other ones than at the start, or were loaded since, or their
                 gradients are averaged by now; ConfigError on the other ranks.
-            ConfigError: ranks have not made equally many steps.
+            ConfigError: ranks have not made equally many steps, or have not the same common point.
+
+        Warns:
+            UserWarning: the parameters of a rank have not changed at all since the start, or those of all ranks alike
+                since the last synchronization.
         """
         self._check_own("step()")
         self.steps += 1
@@ -325,9 +332,12 @@ class LocalSteps:
                 # From the point as this rank's dtype has it: what that rounds away is no progress of the rank.
                 views[name].copy_(common.to(found[name].dtype)).sub_(found[name])
         filled = [x if x.numel() else x.new_zeros(1) for x in views.values()]
-        finite = torch.stack(torch._foreach_norm(filled, float("inf"))).isfinite()
+        norms = torch.stack(torch._foreach_norm(filled, float("inf")))
+        finite = norms.isfinite()
         first_bad = torch.where(finite.all(), -1, finite.int().argmin())
-        said = torch.stack([first_bad, *map(first_bad.new_tensor, (self.steps, number, int(change is not None)))])
+        counts = map(first_bad.new_tensor, (self.steps, number, int(change is not None)))
+        progress = difference.view(torch.int32).sum()
+        said = torch.stack([first_bad, *counts, norms.any().long(), progress, fragment.checksum()])
         reports = said.new_empty(self.group.size(), said.numel())
         in_background = delay > 0
         work = api.all_gather(reports, said, self.group, codec=Raw(), async_op=in_background)
@@ -384,7 +394,7 @@ class LocalSteps:
                 "LocalSteps once the model is complete and its weights are loaded"
             )
         ranks = ranks_of(self.group)
-        for rank, (first_bad, steps, number, changed) in zip(ranks, reports, strict=True):
+        for rank, (first_bad, steps, number, changed, _, _, checksum) in zip(ranks, reports, strict=True):
             if changed:
                 raise ConfigError(f"the parameters of rank {rank} are others than when LocalSteps was made; see there")
             if [steps, number] != reports[0][1:3]:
@@ -393,6 +403,11 @@ class LocalSteps:
                     f"made {reports[0][1]} and synchronizes fragment {reports[0][2]}; call step() and finish() equally "
                     "often on all ranks, also for a step that was left out"
                 )
+            if checksum != reports[0][-1]:
+                raise ConfigError(
+                    f"the common point of rank {rank} is not that of rank {ranks[0]}, so ranks would stay apart for"
+                    " ever; start with broadcast=True, or load states of one and the same checkpoint on all ranks"
+                )
             if first_bad >= 0:
                 name = list(self._fragments[number].shapes)[first_bad]
                 raise TrainingError(
@@ -400,6 +415,21 @@ class LocalSteps:
                     f"steps: that rank has diverged, and an average with it would be lost; lower the inner learning "
                     "rate and go on from the last checkpoint"
                 )
+        self._still -= {rank for rank, report in zip(ranks, reports, strict=True) if report[4]}
+        if self._still:
+            warnings.warn(
+                f"no parameter of rank {', '.join(map(str, sorted(self._still)))} has changed since LocalSteps was"
+                f" made, {self.steps} steps ago: each step was left out, or what is trained is a copy of the model that"
+                " LocalSteps was given",
+                stacklevel=4,
+            )
+        elif len({report[5] for report in reports}) == 1 and any(report[4] for report in reports):
+            warnings.warn(
+                f"all ranks have made the very same progress since the last synchronization, after {self.steps} steps:"
+                " they get the same batches, or their gradients are averaged in every step, as by"
+                " DistributedDataParallel; give each rank its own batches, and leave the wrapper out",
+                stacklevel=4,
+            )
 
     def _average_statistics(self) -> None:
         statistics = {name: x for name, x in self._statistics().items() if x.is_floating_point()}

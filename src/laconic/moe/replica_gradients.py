@@ -7,13 +7,16 @@ N_DP, not by N_EDP.
 
 from __future__ import annotations
 
+import gc
 import math
 import warnings
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -34,6 +37,8 @@ BUCKET_NBYTES = 25 << 20
 """Bytes of gradients in one message, as in DDP."""
 _reduced: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Gradients of experts, with their version when they had been reduced."""
+_looked_around: WeakSet[nn.Module] = WeakSet()
+"""Models of which the first call of `reduce_gradients` has looked at what is around them."""
 
 
 def fully_shard_layers(
@@ -129,6 +134,9 @@ def reduce_gradients(
     With several micro-batches call it after the last backward: a second call divides experts' gradients once more, and
     warns where it sees that.
 
+    Gradients of parameters around `model`, as those of a head in a module that holds both, are not reduced here; the
+    first call warns where processes have different ones. Pass the whole model, or average them before.
+
     Gradients of one dtype and device are sent in buckets of about `bucket_nbytes` bytes, in the order of the model's
     parameters, so each rank sends the same ones; a bucket is a copy. Gradients that a rank does not have count as zero
     where another may have one.
@@ -147,6 +155,9 @@ def reduce_gradients(
             " parallelize returns, or by laconic.moe.fully_shard_layers(model, grid)"
         )
     of_experts = {id(p) for layer in _layers(model) for p in layer.experts.parameters()}
+    if grid.layout.dp > 1 and model not in _looked_around:
+        _looked_around.add(model)
+        _warn_of_others(model, grid)
     held: dict[tuple[bool, torch.dtype, torch.device], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -183,6 +194,58 @@ def reduce_gradients(
                 gradient.copy_(part.view(gradient.shape))
     for grad in grads_of_experts:
         _reduced[grad] = grad._version
+
+
+def _warn_of_others(model: nn.Module, grid: Grid) -> None:
+    """Warn of gradients around a model that differ between the ranks of dp, where nobody has reduced them."""
+    others = _gradients_around(model)
+    total = sum(gradient.detach().sum(dtype=torch.float64).item() for gradient in others.values())
+    facts = torch.tensor([total, -total], dtype=torch.float64, device=next(iter(model.parameters())).device)
+    dist.all_reduce(facts, dist.ReduceOp.MAX, group=grid.dp)
+    if others and facts.sum() > 0:  # the largest of the ranks and the smallest; not if they are NaN
+        first = ", ".join([*others][:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+        warnings.warn(
+            f"{first} are trained outside of the {type(model).__name__} whose gradients are reduced, and each process"
+            " has other gradients of them, so these weights will drift apart; pass the whole model to parallelize, or"
+            " average those gradients over the processes before reduce_gradients",
+            stacklevel=4,
+        )
+
+
+def _gradients_around(model: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients in modules that hold a model, by name, but for those of other models with MoELayers."""
+    within, found = {id(p) for p in model.parameters()}, dict[str, Tensor]()
+    inner, holders = [model], _holders(model)
+    while holders:
+        for holder in holders:
+            own = [(name, p) for name, p in holder.named_parameters(recurse=False)]
+            for name, child in holder.named_children():
+                if not any(child is one for one in inner) and not moe_layers(child):
+                    own += child.named_parameters(name)
+            for name, p in own:
+                if id(p) not in within and isinstance(p.grad, Tensor) and not isinstance(p.grad, DTensor):
+                    within.add(id(p))
+                    found[name] = p.grad
+        inner, holders = holders, [one for holder in holders for one in _holders(holder)]
+    return found
+
+
+def _holders(module: nn.Module) -> list[nn.Module]:
+    """Return the modules that a module is a child of; they are not known to it, but to Python's collector."""
+    found = []
+    for children in gc.get_referrers(module):
+        if not isinstance(children, dict) or not all(_is_child(one) for one in children.values()):
+            continue
+        for owner in gc.get_referrers(children):
+            if isinstance(owner, dict) and owner.get("_modules") is children:  # the attributes of one
+                found += [one for one in gc.get_referrers(owner) if _is_child(one) and vars(one) is owner]
+            elif _is_child(owner) and owner._modules is children:
+                found.append(owner)
+    return found
+
+
+def _is_child(value: object) -> bool:
+    return value is None or issubclass(type(value), nn.Module)
 
 
 def _holds_reduced(gradient: Tensor) -> bool:

@@ -23,7 +23,7 @@ from laconic.formats.shards import local_part
 from laconic.ops import DTYPES, adamw8bit_multi_
 from laconic.ops.declarations.adamw import share_memory
 from laconic.optim.in_backward import UsedGradient, call_with_gradients
-from laconic.optim.moments import check_state, is_coded, new_state, parameter_name
+from laconic.optim.moments import check_fits, check_state, is_coded, new_state, parameter_name
 from laconic.options import MOMENT_BLOCK_SIZES
 
 __all__ = ["OPTIMIZER_CLASSES", "AdamW4bit", "AdamW8bit"]
@@ -196,8 +196,8 @@ class AdamW8bit(torch.optim.Optimizer):
         Raises:
             FormatError: a gradient cannot be used; nothing has changed then.
             TrainingError: a gradient in codes has not been reduced yet.
-            ConfigError: a CUDA graph is captured; lr is not finite; `gradient_factor` is given to an optimizer that
-                updates in backward.
+            ConfigError: a CUDA graph is captured; an option of a group has left its range; `gradient_factor` is given
+                to an optimizer that updates in backward.
         """
         _check_not_captured()
         loss = None
@@ -291,6 +291,8 @@ class AdamW8bit(torch.optim.Optimizer):
         name = parameter_name(self, group, index)
         if parameter.dtype not in DTYPES:
             raise FormatError(f"{name} is {parameter.dtype}, but it must be float32, bfloat16 or float16")
+        if state := self.state.get(parameter):
+            check_fits(name, parameter, state, self.bits)
         if coded is None:
             _check_dense(name, parameter, dense)
         else:
@@ -430,17 +432,17 @@ def _check_dense(name: str, parameter: Tensor, gradient: Tensor) -> None:
         )
 
 
-def _check_group(group: Mapping[str, Any]) -> None:
+def _check_group(group: Mapping[str, Any], lowest_lr: float = 0.0) -> None:
     betas = group["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ConfigError(f"betas is {betas!r}, but it must be two numbers")
-    for field, value, below in (
-        ("lr", group["lr"], math.inf),
-        ("betas[0]", betas[0], 1.0),
-        ("betas[1]", betas[1], 1.0),
-        ("eps", group["eps"], math.inf),
-        ("weight_decay", group["weight_decay"], math.inf),
-        ("min_8bit_numel", group["min_8bit_numel"], math.inf),
+    for field, value, low, below in (
+        ("lr", group["lr"], lowest_lr, math.inf),
+        ("betas[0]", betas[0], 0.0, 1.0),
+        ("betas[1]", betas[1], 0.0, 1.0),
+        ("eps", group["eps"], 0.0, math.inf),
+        ("weight_decay", group["weight_decay"], 0.0, math.inf),
+        ("min_8bit_numel", group["min_8bit_numel"], 0.0, math.inf),
     ):
         number = value
         if isinstance(value, Tensor):
@@ -449,16 +451,15 @@ def _check_group(group: Mapping[str, Any]) -> None:
             number = value.item()
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise ConfigError(f"{field} is {value!r}, but it must be a number")
-        if not 0 <= number < below:
-            rule = "finite and at least 0" if below == math.inf else "at least 0 and below 1"
-            raise ConfigError(f"{field} is {number}, but it must be {rule}")
+        if not (math.isfinite(number) and low <= number < below):
+            at_least = "finite" if low < 0 else "finite and at least 0"
+            raise ConfigError(f"{field} is {number}, but it must be {at_least if below == math.inf else _BETWEEN}")
 
 
 def _check_options(group: Mapping[str, Any]) -> None:
-    """Check in each step what schedulers and hosts write to a group."""
+    """Check in each step what schedulers and hosts write to a group; a rate may pass 0, as with torch's optimizers."""
     _check_refused(group)
-    if not math.isfinite(group["lr"]):
-        raise ConfigError(f"lr is {group['lr']}, but it must be finite")
+    _check_group(group, lowest_lr=-math.inf)
 
 
 def _check_not_captured() -> None:
@@ -472,6 +473,7 @@ def _check_not_captured() -> None:
         )
 
 
+_BETWEEN = "at least 0 and below 1"
 _REFUSED = {
     "amsgrad": "AdamW8bit keeps no maximum of second moments; leave it out, or use torch.optim.AdamW",
     "capturable": "AdamW8bit reads the number of the step on the host, which a CUDA graph cannot capture; leave it out",

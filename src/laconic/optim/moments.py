@@ -27,6 +27,7 @@ from laconic.ops.dynamic_map import BLOCK_SIZES, zero_code
 
 __all__ = [
     "MOMENTS",
+    "check_fits",
     "check_state",
     "dequantize_moment",
     "has_own_blocks",
@@ -127,6 +128,22 @@ def dequantize_moment(codes: Tensor, scales: Tensor, *, signed: bool, shape: tor
     bits = 8 if codes.shape == shape else 4
     codes = codes.reshape(rows, length) if bits == 8 else codes
     return dequantize_dynamic(codes, scales, signed=signed, bits=bits, length=length).view(shape)
+
+
+def check_fits(name: str, parameter: Tensor, state: Mapping[str, Any], bits: int) -> None:
+    """Check that a parameter still has the shape that its state was made for.
+
+    Raises:
+        FormatError: it has not; the message calls the parameter `name`.
+    """
+    found, wanted = state["exp_avg_codes" if is_coded(state) else "exp_avg"].shape, parameter.shape
+    if is_coded(state) and bits == 4:  # in codes of 4 bits a row has another length
+        found, wanted = found[:1], torch.Size(rows_of(parameter.shape)[:1])
+    if found != wanted:
+        raise FormatError(
+            f"{name} has shape {tuple(parameter.shape)}, but its moments are of another shape; make a new optimizer, or"
+            " delete its state, when a parameter changes its shape"
+        )
 
 
 def check_state(name: str, parameter: Tensor, state: Mapping[str, Any], min_8bit_numel: int, bits: int) -> None:

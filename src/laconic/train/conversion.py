@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch._dynamo
@@ -63,6 +63,7 @@ def convert_model(
     experts = spread_experts(model, config, world)
     kept = _kept(config) if plan is None else {"plan": activation_plan(plan)}
     report = laconic.compress_activations(model, **kept, **task.activation_options(model))
+    report = replace(report, fills_cache=False)  # every forward of the trainer says use_cache=False
     if experts is not None:
         experts.tune(lambda: _first_loss(model, task, config, world, parallel_state))
     if config.compile:

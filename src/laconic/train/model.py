@@ -204,11 +204,24 @@ def _family_fields(
             f"model.{absent[0]} cannot be set for family {family!r}, whose transformers config has no such field; "
             "write a config.json and give its directory as model.path"
         )
+    _check_sizes_once(config, fields, feed_forward, type(defaults).attribute_map)
     if "head_dim" in known and "qk_rope_head_dim" not in known:
         # Some families fix it (Gemma2 at 256, Qwen3 at 128) whatever the width is. With latent attention it follows.
         fields["head_dim"] = config.hidden_size // config.num_attention_heads
     # The families' own special tokens belong to their own tokenizers and may lie beyond this vocabulary.
     return fields | {"bos_token_id": None, "eos_token_id": eos_token_id, "pad_token_id": None}
+
+
+def _check_sizes_once(
+    config: ModelConfig, fields: Mapping[str, Any], feed_forward: str | None, aliases: Mapping[str, str]
+) -> None:
+    """Refuse a field of `model.extra`, by any of its names, that is another size than `[model]` says."""
+    names = {family: usual for usual, family in aliases.items()} | {str(feed_forward): "intermediate_size"}
+    for name, value in config.extra.items():
+        size = names.get(name, name)
+        given = fields.get(str(feed_forward) if size == "intermediate_size" else size)
+        if hasattr(config, size) and value != given:
+            raise ConfigError(f"model.extra.{name} is {value!r}, but model.{size} makes it {given!r}; set only that")
 
 
 def _check_family(hf_config: Any, config: ModelConfig) -> None:

@@ -21,6 +21,7 @@ from laconic.train.distributed.parallel_state import ParallelState
 from laconic.train.distributed.replica_votes import ReplicaVotes
 from laconic.train.distributed.world import World
 from laconic.train.gradients import make_gradients
+from laconic.train.lr_schedule import learning_rate
 from laconic.train.memory.forecast import Forecast
 from laconic.train.moe import migration
 from laconic.train.moe.router_balance import Routers
@@ -200,6 +201,12 @@ def make_steps(
         pipeline = Pipeline(config, world, parallel_state, plain, task.chunked_loss)
     wrapped = wrap_model(plain, config, world, parallel_state, spread) if pipeline is None else pipeline.parts
     messages = [] if converted.router_message is None else [converted.router_message]
+    if config.optimizer.warmup_steps > config.steps:
+        reached = learning_rate(config.optimizer, config.steps - 1, config.steps)
+        messages.append(
+            f"learning rate: the run ends within its {config.optimizer.warmup_steps} steps of warm-up, at "
+            f"{reached:.3g} instead of {config.optimizer.peak_learning_rate:.3g}; lower optimizer.warmup_steps"
+        )
     comm_state = None
     bare = config.moe.overlap_grad_reduce and config.parallel == "ddp"  # its gradients choose their codec themselves
     local = None

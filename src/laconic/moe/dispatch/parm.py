@@ -38,7 +38,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from laconic.collectives.codec import Codec, Raw
-from laconic.errors import ConfigError
+from laconic.collectives.runtime.group_facts import ranks_of
+from laconic.errors import ConfigError, RoutingError
 from laconic.moe.dispatch.base import (
     Buffers,
     Dispatcher,
@@ -70,9 +71,48 @@ __all__ = ["BaselineDispatcher", "Gathered", "Path", "S1Dispatcher", "S2Dispatch
 
 Path = Literal["joint", "sharded", "baseline", "s1", "s2"]
 Gathered = Literal["tokens", "rows"]
+_NUM_COMPARED = 16
+"""Values of the first forward's tokens that the ranks of an MP group compare."""
 
 
-class BaselineDispatcher(StagedDispatcher):
+class _OneGroupOfTokens:
+    """Looks, in a dispatcher's first forward, whether the ranks of its MP group have the same tokens."""
+
+    grid: Grid
+    _is_checked = False
+
+    def _check_alike(self, x: Tensor) -> None:
+        """Compare some values of tokens x [n, M] over the MP group; the same error on all its ranks.
+
+        Raises:
+            RoutingError: ranks have other tokens, or other numbers of them.
+        """
+        mp = self.grid.mp
+        if self._is_checked or mp.size() == 1:
+            return
+        values = x.detach().reshape(-1)
+        some = torch.linspace(0, max(0, len(values) - 1), _NUM_COMPARED, dtype=torch.float64, device="cpu").long()
+        mine = values[some.to(x.device)].double() if len(values) else x.new_zeros(_NUM_COMPARED, dtype=torch.float64)
+        mine = torch.cat((mine.new_tensor([len(x)]), mine))
+        bounds = torch.stack((mine, -mine))
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=mp)
+        most, least = bounds[0].tolist(), (-bounds[1]).tolist()
+        if most[0] != least[0]:
+            found = f"from {least[0]:.0f} to {most[0]:.0f} tokens"
+        else:
+            # Other processors may round otherwise.
+            apart = max(high - low for high, low in zip(most[1:], least[1:], strict=True))
+            if not apart > 0.1 * max(map(abs, most[1:] + least[1:])):
+                self._is_checked = True
+                return
+            found = "other tokens"
+        raise RoutingError(
+            f"the ranks {ranks_of(mp)} of an MP group have {found}, but {type(self).__name__} shares one and the same"
+            " tokens among them; give all of them the same, or make the Grid without mp where each rank has its own"
+        )
+
+
+class BaselineDispatcher(_OneGroupOfTokens, StagedDispatcher):
     """DeepSpeed-MoE's schedule, for comparison: MP is not paused, so everything is done N_MP times."""
 
     def __init__(self, grid: Grid, *, codec: Codec | str = "auto") -> None:
@@ -88,12 +128,14 @@ class BaselineDispatcher(StagedDispatcher):
 
     def route(self, gate: Gate, x: Tensor) -> RoutedShare:
         """See `SharesTokens.route`: tokens of the whole ESP group."""
+        self._check_alike(x)
         sizes = gathered_counts(torch.tensor([len(x)], device=x.device), self.grid.esp).flatten().tolist()
         everybody = self._gathered(x, sizes, self.codec)
         return RoutedShare(everybody, gate(everybody), sizes)
 
     def share(self, x: Tensor, routing: Routing) -> RoutedShare:
         """See `SharesTokens.share`: tokens of the whole ESP group, with their routings."""
+        self._check_alike(x)
         numbers = torch.tensor([len(x), len(routing)], device=x.device)
         sizes, entries = gathered_counts(numbers, self.grid.esp).T.tolist()
         first = sum(sizes[: self.grid.esp.rank()])
@@ -148,7 +190,7 @@ class _BaselineTransport(FlatTransport):
         return all_reduce(rows, self._grid.esp, codec=self._codec)
 
 
-class S1Dispatcher:
+class S1Dispatcher(_OneGroupOfTokens):
     """Pauses MP before the gate: each MP rank sends its share of the tokens by `inner`; outputs are gathered.
 
     The gate's losses are the mean over MP ranks, weighted by tokens; its parameters' gradients are added up.
@@ -176,6 +218,7 @@ class S1Dispatcher:
         mp, num_tokens = self.grid.mp, len(x)
         part, sizes = 1 / mp.size(), split_sizes(num_tokens, mp.size())
         if not self.sequence_parallel:
+            self._check_alike(x)
             x = split(x, mp, sizes=sizes, codec=self.codec)
             part = len(x) / num_tokens if num_tokens else part
         routing = replicated_call(gate, x, mp, codec=self.codec)
@@ -193,6 +236,7 @@ class S1Dispatcher:
         sizes = split_sizes(len(x), mp.size())
         if self.sequence_parallel or mp.size() == 1:
             return RoutedShare(x, routing, sizes)
+        self._check_alike(x)
         entries = _entries(routing, sizes)
         weights = split(routing.weights, mp, sizes=entries, codec=Raw())
         own = replace(_part(routing, sizes, entries, mp.rank()), weights=weights, num_dropped=routing.num_dropped)
@@ -210,7 +254,7 @@ class S1Dispatcher:
         return gather(out, self.grid.mp, sizes=share.sizes, codec=self.codec)
 
 
-class S2Dispatcher(StagedDispatcher):
+class S2Dispatcher(_OneGroupOfTokens, StagedDispatcher):
     """Pauses MP after the gate: every MP rank decides for all tokens and sends its share of rows to the experts.
 
     Args:
@@ -273,6 +317,7 @@ class _S2Plan(RowsPlan):
 
     def begin(self, x: Tensor) -> Buffers:
         """See `ExchangePlan.begin`."""
+        self._dispatcher._check_alike(x)
         if self._dispatcher.backward == "rows":
             return super().begin(x)
         own = split(x, self._mp, sizes=self._sizes, codec=self._dispatcher.codec)

@@ -108,7 +108,7 @@ class Parallelized:
         """Make gradients those of the mean of all processes' losses, after backward; see laconic.moe.reduce_gradients.
 
         For a model without FSDP2 and DDP. All processes call it, once a step. Without a grid it does nothing. Modules
-        around the model that `parallelize` was given (a head, say) are not reduced here.
+        around the model that `parallelize` was given (a head, say) are not reduced here; the first call warns of them.
 
         Raises:
             ConfigError: the last forward was DDP's, in whose backward gradients have become the mean already, or a part

@@ -344,7 +344,7 @@ def autotune(
             what is kept there of layers of this shape, on this cluster, by this version.
 
     Raises:
-        ConfigError: there are no layers, no grid or no example, or a layer cannot be priced.
+        ConfigError: there are no layers, no grid or no example, or a layer has copies of experts or cannot be priced.
     """
     grid = mesh if mesh is not None or not isinstance(model, Parallelized) else model.grid
     module = model.model if isinstance(model, Parallelized) else model
@@ -358,6 +358,12 @@ def autotune(
         raise ConfigError("mesh is None, but ways differ only between processes; pass the Grid of the layers")
     if example is None:
         raise ConfigError("example is None, but sizes and routing are seen in a forward; pass an input or a function")
+    copied = [name for name, layer in layers.items() if getattr(layer.placement, "copies", None) is not None]
+    if copied:
+        raise ConfigError(
+            f"{copied[0]} has copies of experts, which run whole by the dispatcher that they were made with; drop them"
+            " by copy_hot_experts(layers, grid, 0), or call autotune before them"
+        )
     grid = Grid.from_mesh(grid) if isinstance(grid, DeviceMesh) else grid
     if not any(codec.name == "raw" for codec in codecs):
         codecs = (Raw(), *codecs)

@@ -411,6 +411,9 @@ class MoEConfig:
         if self.swap_every and (self.expert_parallel == 1 or self.dispatcher == "flat"):
             unless = "moe.expert_parallel is above 1 and moe.dispatcher = hierarchical or auto"
             refuse(self, "swap_every", f"be 0 unless {unless}: rows are counted by level")
+        if self.expert_parallel == 1:
+            of_rows = ("dispatcher", "depth", "dispatch_codec")
+            refuse_unused(self, of_rows, "be left out with moe.expert_parallel = 1: no rows travel between processes")
 
 
 @section("checkpoint.")
@@ -565,6 +568,8 @@ class TrainConfig:
             refuse(self, "moe.expert_parallel", f"be left out {alone}")
         if self.gradients.reduce == "q8":
             refuse(self, "gradients.reduce", f"be native or left out with local_steps = {steps}: none is averaged")
+        if self.zip == "on":
+            refuse(self, "zip", f"be auto or off with local_steps = {steps}: differences travel as outer.bits says")
         if self.plan is not None:
             refuse(self, "plan", f"be left out with local_steps = {steps}, whose common point it does not count")
         if outer.fragments > steps:
