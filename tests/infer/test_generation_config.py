@@ -31,13 +31,11 @@ from laconic.infer.generation_config import (
 from laconic.infer.logits_rules import make_rules
 from laconic.infer.sampling import Sampling, sample
 from laconic.infer.transformers_seam import CacheLimits, Finished, Requests, load_attention_model, read_config
-from tests.infer.models import PROMPTS as EVERY_PROMPT
-from tests.infer.models import VOCABULARY, make
+from tests.infer.models import PROMPTS, VOCABULARY, make
 from tests.patience import patient
 
 EOS = 7
 NEW_TOKENS = 10
-PROMPTS = EVERY_PROMPT[:4]
 NOTHING = {"pad_token_id": 0, "eos_token_id": EOS}
 PROCESSED: dict[str, Callable[[random.Random], Any]] = {
     "bad_words_ids": lambda at: [[at.randrange(8, VOCABULARY)], [at.randrange(VOCABULARY), at.randrange(VOCABULARY)]],
