@@ -55,9 +55,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files whose tests are all slow are not even imported by the default run, unless they are named."""
-    if config.option.markexpr == "not slow" and collection_path.suffix == ".py":
-        return is_all_slow(collection_path) or None
+    """Files of which the default run, or CI of the slow suite, takes nothing are not even imported, unless named."""
+    if collection_path.suffix == ".py":
+        if config.option.markexpr == "not slow":
+            return is_all_slow(collection_path) or None
+        if config.option.markexpr == "slow" and config.getoption("one_of_each"):
+            return not may_be_one_of_each(collection_path, config.rootpath) or None
     return None
 
 
@@ -72,21 +75,32 @@ def is_all_slow(file: Path) -> bool:
     return bool(blocks) and all(re.search(r"^@pytest\.mark\.(slow|ci)$", block, re.MULTILINE) for block in blocks)
 
 
+def may_be_one_of_each(file: Path, root: Path) -> bool:
+    """Whether `one_of_each` may keep slow tests of a file: by what marks them there, or the fixture `family`."""
+    in_rooms = file.relative_to(root).as_posix().startswith(_ROOMS)
+    marks = r"slow|\bci\b|\b(grid|few|family)\b" if in_rooms else r"\bci\b"
+    return re.search(marks, file.read_text(encoding="utf-8")) is not None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that share an expensive fixture, or the machine's network, run in the same worker of pytest-xdist."""
-    kept = one_of_each(items) if config.getoption("one_of_each") else set(items)
+    marked = {item for item in items if any(map(item.get_closest_marker, ("slow", "ci")))}
+    in_ci = one_of_each(items)
+    for file in {item.path for item in in_ci & marked}:
+        assert may_be_one_of_each(file, config.rootpath), f"CI of the slow suite leaves out {file}"
+    kept = in_ci if config.getoption("one_of_each") else set(items)
     if config.getoption("shard"):
         kept &= in_shard(items, config.getoption("shard"))
     if config.option.markexpr == "not slow":  # before others go through thousands of items that do not run
-        kept = {item for item in kept if not any(map(item.get_closest_marker, ("slow", "ci")))}
+        kept -= marked
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
     for item in items:
         if item.get_closest_marker("ci") is not None:
             item.add_marker(pytest.mark.slow)
-    for file in {item.path for item in items if item.get_closest_marker("slow") is None}:
+    for file in {item.path for item in items if item not in marked}:
         assert not is_all_slow(file), f"the default run leaves out {file}, which has tests that are not slow"
     groups = {}
     for item in items:

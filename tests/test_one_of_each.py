@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import in_shard, is_all_slow, one_of_each
+from tests.conftest import in_shard, is_all_slow, may_be_one_of_each, one_of_each
 from tests.distributed.processes import ROOT
 
 
@@ -91,6 +91,24 @@ def test_files_with_a_quick_test_are_imported_by_the_default_run(text: str, all_
     file = tmp_path / "test_x.py"
     file.write_text(text)
     assert is_all_slow(file) == all_slow
+
+
+@pytest.mark.parametrize(
+    ("room", "text", "is_imported"),
+    [
+        ("moe", "@pytest.mark.slow\n", True),
+        ("moe", "@pytest.mark.parametrize('x', grid([1, 2], [3]))\n", True),
+        ("activations", "def test_a(family: str) -> None:\n", True),
+        ("moe", "def test_a() -> None:\n", False),
+        ("infer", "@pytest.mark.slow\n", False),
+        ("infer", "@pytest.mark.ci\n", True),
+    ],
+)
+def test_files_without_slow_tests_are_left_out_by_ci(room: str, text: str, is_imported: bool, tmp_path: Path) -> None:
+    file = tmp_path / "tests" / room / "test_x.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    assert may_be_one_of_each(file, tmp_path) == is_imported
 
 
 @pytest.fixture

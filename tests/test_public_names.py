@@ -7,7 +7,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import GenericAlias, SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from laconic.errors import LaconicError
 MADE_UP = "no_such_argument"
 
 
+@cache
 def _callables() -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
     for package in make_api.PACKAGES:
@@ -31,7 +32,6 @@ def _callables() -> dict[str, Callable[..., Any]]:
     return found
 
 
-CALLABLES = _callables()
 _GATE = {"num_experts": 4, "model_dim": 8}
 
 
@@ -86,7 +86,7 @@ def _refuses(name: str, value: Callable[..., Any], arguments: dict[str, Any]) ->
 
 def test_arguments_that_do_not_exist_are_refused(tmp_path: Path) -> None:
     silent = {}
-    for name, value in CALLABLES.items():
+    for name, value in _callables().items():
         message = _refuses(name, value, ARGUMENTS.get(name, lambda _: {})(tmp_path))
         if getattr(value, "_is_protocol", False) or "takes no arguments" in message or "takes exactly one" in message:
             continue  # whatever it is given, it cannot be made
@@ -97,8 +97,8 @@ def test_arguments_that_do_not_exist_are_refused(tmp_path: Path) -> None:
 
 def test_the_walk_meets_what_hands_keywords_on() -> None:
     """Otherwise a missing argument would be all that they refuse."""
-    assert len(CALLABLES) > 200
-    handing = {name for name, value in CALLABLES.items() if _hands_on(value)}
+    assert len(_callables()) > 200
+    handing = {name for name, value in _callables().items() if _hands_on(value)}
     assert set(ARGUMENTS) <= handing
 
 

@@ -122,7 +122,7 @@ def test_small_caches_batches_and_models_are_checked_too(
         ("gemma2", {"head_dim": 8, "attn_logit_softcapping": 1.0}),
     ],
 )
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ROUGHEST)
 def test_a_family_that_does_not_reach_the_cache_is_refused_by_name(
     models: Callable[..., Path], family: str, changes: dict[str, Any], dtype: torch.dtype
 ) -> None:

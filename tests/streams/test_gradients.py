@@ -46,7 +46,7 @@ def test_a_store_reduces_clips_and_steps(bits: int, is_prompt: bool) -> None:
             gradients.clip_(0.1)
             optimizer.step()
             gradients.zero_()
-    device.check(100)
+    device.check()
 
 
 class Bucket:
@@ -82,7 +82,7 @@ def test_ddp_reduces_buckets(error_feedback: bool, is_prompt: bool) -> None:
                     parameter.data.sub_(gradient, alpha=0.1)
                 bucket.buffer().zero_()
             futures.clear()
-    device.check(100)
+    device.check()
 
 
 # --- streams of the user's ---

@@ -109,7 +109,7 @@ def test_a_layer_in_chunks(forward: int, backward: int) -> None:
             x = rows(step).requires_grad_()
             layer(x).pow(2).mean().backward()
             stepped(layer)
-    device.check(75)
+    device.check()
 
 
 def test_a_layer_in_chunks_with_gradients_in_its_slot() -> None:
@@ -123,7 +123,7 @@ def test_a_layer_in_chunks_with_gradients_in_its_slot() -> None:
             model(rows(step).requires_grad_()).pow(2).mean().backward()
             gradients.finish()
             stepped(model)
-    device.check(75)
+    device.check()
 
 
 @pytest.mark.ci
@@ -139,4 +139,4 @@ def test_gradients_that_a_plan_leaves_for_the_end() -> None:
             model(rows(step).requires_grad_()).pow(2).mean().backward()
             gradients.finish()
             stepped(model)
-    device.check(75)
+    device.check()

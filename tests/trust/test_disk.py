@@ -18,7 +18,7 @@ from laconic.train.signals import StopRequest
 from tests.train.runs import ALONE, exact_metrics, tiny_config
 
 RUNS: dict[str, dict[str, Any]] = {"plain": {}, "zipped": {"checkpoint.zip": True, "optimizer.kind": "adamw8bit"}}
-NUM_FLIPS = 40
+NUM_FLIPS = 20
 
 
 @pytest.fixture(scope="module")
