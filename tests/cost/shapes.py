@@ -144,6 +144,8 @@ def traced_llama(
     chunked = loss == "chunked"
     # In chunks the loss keeps what the projection reads, a log-sum-exp for each token, and labels.
     behind = 0 if chunked else rows * hidden * element + 2 * hidden * sizes.vocab_size * autocast
+    # Where everything is exact the loss keeps log-probabilities in fp32, else what has the dtype of the logits.
+    behind += 0 if chunked else rows * sizes.vocab_size * (4 - element)
     kept = rows * (hidden * element + 12) + 8 if chunked else 0
     head = Unit(
         "model.norm",
@@ -178,7 +180,7 @@ def traced_llama(
         last_tensors=((hidden, 1), matrix),
         tied_tensor=matrix if sizes.tied else None,
         first_nbytes=8 * rows,
-        last_nbytes=0 if chunked else rows * (4 * sizes.vocab_size + 8) + 4,
+        last_nbytes=0 if chunked else rows * (element * sizes.vocab_size + 8) + 4,
         layer_input=(rows, hidden),
         buffers_nbytes=4 * sizes.head_dim,
         workspace={point: Workspace(2 * wide, 3 * wide) for point in POINTS},

@@ -90,7 +90,7 @@ class Settings:
         precision: "fp32", "bf16" (autocast over fp32 parameters) or "bf16-pure".
         optimizer: AdamW with fp32 states ("adamw"), 8-bit ("adamw8bit") or 4-bit ones ("adamw4bit").
         gradient_bits: 32, 16, 12 or 8.
-        loss: "exact" keeps the log-probabilities, "chunked" does not.
+        loss: "exact" keeps the log-probabilities, or 16-bit logits where anything is packed; "chunked" keeps neither.
         device: "cuda" or "cpu", which has no other memory to offload to.
     """
 

@@ -49,7 +49,8 @@ class PeakPoint:
         """Bytes of workspace for these choices."""
         total = self.workspace_nbytes
         units = [unit for stage in stages for unit in stage.units() if unit.layer not in recomputed]
-        inner = {choices.get(unit.name, EXACT) for unit in units if unit.rebuilds}
+        # A unit without rows has nothing of its own to rebuild, whatever is chosen for it.
+        inner = {choices.get(unit.name, EXACT) for unit in units if unit.rebuilds and unit.rows}
         if inner - {EXACT}:
             total += self.packed_nbytes
         if any(choice.offload or choice.recompute for choice in inner):
