@@ -975,6 +975,20 @@ def test_what_is_written_to_groups_later_is_checked_before_anything_moves() -> N
     assert not torch.equal(p, before)
 
 
+@pytest.mark.parametrize("lr", [-1e-3, torch.tensor(-1e-3)])
+def test_a_rate_below_0_that_a_step_takes_is_saved_and_loaded(lr: float | Tensor) -> None:
+    p, optimizer = stepped((64, 64))
+    optimizer.param_groups[0]["lr"] = lr
+    optimizer.step()
+    q = nn.Parameter(p.detach().clone())
+    again = AdamW8bit([q])
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    q.grad = p.grad
+    for one in (optimizer, again):
+        one.step()
+    assert torch.equal(p, q)
+
+
 @pytest.mark.parametrize("bad", [None, {}, {"state": {}}, {"state": [], "param_groups": []}, [1]], ids=str)
 def test_what_is_no_state_dict_is_refused(bad: Any) -> None:
     with pytest.raises(FormatError, match=r"the state dict is|state is a list"):

@@ -194,7 +194,8 @@ class AdamW8bit(torch.optim.Optimizer):
                 of clipping; the gradients themselves stay as they are, and the host does not wait for its value.
 
         Raises:
-            FormatError: a gradient cannot be used; nothing has changed then.
+            FormatError: a gradient cannot be used, or a parameter has another shape than its moments; nothing has
+                changed then.
             TrainingError: a gradient in codes has not been reduced yet.
             ConfigError: a CUDA graph is captured; an option of a group has left its range; `gradient_factor` is given
                 to an optimizer that updates in backward.
@@ -251,7 +252,7 @@ class AdamW8bit(torch.optim.Optimizer):
             loaded = converted(self, matched_by_name(self, loaded))
             for group, saved in zip(self.param_groups, loaded["param_groups"], strict=False):
                 _check_refused(saved, FormatError)
-                _check_group({**self.defaults, **saved})
+                _check_group({**self.defaults, **saved}, lowest_lr=-math.inf)  # as in a step
                 for index, (parameter, key) in enumerate(zip(group["params"], saved["params"], strict=False)):
                     state = loaded["state"].get(key)
                     if state:
