@@ -138,6 +138,8 @@ class AdamW8bit(torch.optim.Optimizer):
         """
         if self._updates_in_backward:
             raise ConfigError("update_in_backward() was called before, and must be called once only")
+        self._checked: dict[int, int] = {}
+        """By the number of a group, the backward that has checked its options."""
         for number in range(len(self.param_groups)):
             self._hook_on(number)
         self._updates_in_backward = True
@@ -155,7 +157,10 @@ class AdamW8bit(torch.optim.Optimizer):
         if index >= len(group["params"]) or group["params"][index] is not parameter:
             return
         _check_not_captured()
-        _check_options(group)
+        backward = torch._C._current_graph_task_id()
+        if backward == -1 or self._checked.get(number) != backward:  # an option may be a tensor, to wait for
+            _check_options(group)
+            self._checked[number] = backward
         update = self._update_of(group, index)
         if update is None:
             return

@@ -169,10 +169,8 @@ def check_state(name: str, parameter: Tensor, state: Mapping[str, Any], min_8bit
     for key, value in state.items():
         if key == "step":
             continue
-        shape, dtype = (
-            tuple(_shape_kept(parameter, key, bits)),
-            torch.uint8 if key.endswith("_codes") else torch.float32,
-        )
+        shape = tuple(_shape_kept(parameter, key, bits))
+        dtype = torch.uint8 if key.endswith("_codes") else torch.float32
         if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
             found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise FormatError(f"{key} of {name} is {found}, but it must be {dtype} {shape}")
