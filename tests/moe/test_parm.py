@@ -84,6 +84,21 @@ def ranks_of_an_mp_group_with_other_tokens_are_refused() -> None:
                 spread_over(grid, whole, of_path(grid, path, backward))(x, routing=whole.gate(x))
 
 
+def one_of_two_mp_groups_with_other_tokens_is_named_on_all_ranks() -> None:
+    """The other MP group would wait in the exchange."""
+    for esp in (1, 2):
+        grid = Grid(2, 4 // esp, esp)
+        whole = make_whole(grid)
+        seed = max(1, dist.get_rank())
+        mine = torch.randn(5, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        for path, backward in PATHS:
+            for x, found in ((mine, "other tokens"), (mine[: 2 + seed], "from 4 to 5 tokens")):
+                layer = spread_over(grid, whole, of_path(grid, path, backward))
+                with pytest.raises(RoutingError, match=rf"the ranks \(2, 3\) of an MP group have {found}, but"):
+                    layer(x)
+                assert_same_as_whole(grid, whole, layer)
+
+
 def experts_see_each_row_once_per_shard() -> None:
     """What Parm saves: with MP paused, N_MP times fewer rows pass the experts than in the baseline."""
     grid = Grid(2, dist.get_world_size() // 2, 2)
@@ -255,6 +270,7 @@ FOUR: list[Scenario] = [
     partial(every_path_equals_the_whole, 2, 2, 2, "gpt", 3),  # 2 experts and 1
     partial(every_path_equals_the_whole, 2, 4, 1, "gated", 5),  # 2, 2, 1 and none
     partial(steps_do_not_change_a_bit, 2, 2, 2),
+    one_of_two_mp_groups_with_other_tokens_is_named_on_all_ranks,
 ]
 MORE_OF_FOUR: list[Scenario] = [
     partial(every_path_equals_the_whole, 4, 1, 4),

@@ -20,7 +20,15 @@ from laconic.collectives import Raw, api
 from laconic.errors import ConfigError, ModelError
 from laconic.formats import QuantizedGradient, set_quantized_gradient
 from laconic.gradients import compress_gradients
-from laconic.moe import GatedExperts, HierarchicalDispatcher, MoELayer, Schedule, SoftmaxGate, moe_layers
+from laconic.moe import (
+    GatedExperts,
+    HierarchicalDispatcher,
+    MoELayer,
+    Schedule,
+    SoftmaxGate,
+    moe_layers,
+    replica_gradients,
+)
 from laconic.moe.dispatch.parm import make_dispatcher
 from laconic.moe.experts.shard import expert_shard
 from laconic.moe.parallel.grid import Grid
@@ -226,15 +234,32 @@ def gradients_around_the_model_are_named() -> None:
     reduce_gradients(body, grid, codec=Raw())
 
 
+def a_look_around_the_model_ends_whatever_is_there() -> None:
+    """A module that its own child holds, a look that fails on one rank, a model without parameters."""
+    grid = Grid(ep=2)
+    body, head, notes = spread(grid), nn.Linear(1, 3, dtype=torch.float64), nn.Module()
+    notes.around = whole = nn.ModuleDict({"body": body, "head": head, "notes": notes})
+    head(body(batches(2)[0][dist.get_rank()])).sin().sum().backward()
+    assert {*replica_gradients._gradients_around(body)} == {"head.weight", "head.bias"}
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank():
+            patch.setattr(replica_gradients, "_holders", lambda module: whole[module])
+        reduce_gradients(body, grid, codec=Raw())  # the other rank knows of no other gradients
+    replica_gradients._warn_of_others(nn.Identity(), grid)
+
+
 def refused_gradients() -> None:
-    grid = Grid(1, 1, 1)
-    model = make_model()
+    grid = Grid(1, 2, 1)
+    model = spread(grid)
     with pytest.raises(ConfigError, match="bucket_nbytes is 0, but it must be positive"):
         reduce_gradients(model, grid, bucket_nbytes=0)
-    parameter = next(model.parameters())
+    *_, parameter = model.parameters()
     set_quantized_gradient(parameter, QuantizedGradient.zeros(parameter.shape, 8))
-    with pytest.raises(ModelError, match=r"is in codes, .* call remove\(\) of what"):
-        reduce_gradients(model, grid)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replica_gradients, "_warn_of_others", lambda *_: pytest.fail("nothing is sent then"))
+        with pytest.raises(ModelError, match=r"is in codes, .* call remove\(\) of what"):
+            reduce_gradients(model, grid)
+    assert all(p.grad is None for p in model.parameters() if p is not parameter)
 
 
 def trained(*layouts: tuple[int, int, int, str]) -> list[Scenario]:
@@ -250,6 +275,7 @@ TWO = [
     gradients_travel_in_buckets,
     refused_gradients,
     gradients_around_the_model_are_named,
+    a_look_around_the_model_ends_whatever_is_there,
 ]
 FOUR = trained((1, 2, 1, "joint"), (2, 2, 1, "s2"), (2, 2, 2, "s1"), (2, 1, 2, "baseline"), (2, 2, 1, "sharded"))
 

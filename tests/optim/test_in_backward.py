@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import laconic
 from laconic.errors import ConfigError, TrainingError
-from laconic.optim import AdamW4bit, AdamW8bit
+from laconic.optim import AdamW4bit, AdamW8bit, adamw
 from laconic.optim.in_backward import UsedGradient
 from tests.activations.models import alive_gradients, loss_of, make_ids
 from tests.activations.models import make_model as make_llama
@@ -267,3 +267,19 @@ def test_options_that_are_written_later_are_checked_before_an_update() -> None:
     with pytest.raises(ConfigError, match="lr is nan"):
         backward(model)
     assert same(model, make_model())
+
+
+def test_options_are_checked_once_per_group_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, checked = make_model(), list[int]()
+    groups = [{"params": model[:3].parameters()}, {"params": model[3:5].parameters()}]
+    optimizer = AdamW8bit(groups)
+    optimizer.update_in_backward()
+    plain = adamw._check_options
+    monkeypatch.setattr(adamw, "_check_options", lambda group: (checked.append(len(group["params"])), plain(group)))
+    for number in (1, 2):
+        backward(model, number)
+        assert sorted(checked) == sorted([3, 4] * number)
+        optimizer.zero_grad()
+    optimizer.param_groups[1]["eps"] = -1.0
+    with pytest.raises(ConfigError, match=r"eps is -1\.0"):
+        backward(model, 3)

@@ -119,8 +119,6 @@ class LocalSteps:
         self._codec: Codec = Raw() if self._format is None else Blockwise(self._format)
         self._feedback = error_feedback and self._format is not None
         self._is_at_common_point = False
-        self._still = {*ranks_of(found)}
-        """Ranks whose parameters have not changed yet."""
         parameters = trainable(model)
         self._kinds = {name: kind_of(parameter) for name, parameter in parameters.items()}
         settings: dict[str, object] = {
@@ -139,6 +137,7 @@ class LocalSteps:
                 Fragment(part, every * (number + 1) // num_fragments, world * MAX_BLOCK_SIZE, self._feedback)
                 for number, part in enumerate(cut(parameters, num_fragments))
             ]
+        self._forget_changes()
         self._loads = WatchedLoads(model)
 
     # --- steps ---
@@ -159,8 +158,8 @@ class LocalSteps:
             ConfigError: ranks have not made equally many steps, or have not the same common point.
 
         Warns:
-            UserWarning: the parameters of a rank have not changed at all since the start, or those of all ranks alike
-                since the last synchronization.
+            UserWarning: the parameters of a rank have not changed at all, once each was synchronized after the start or
+                a load; or those of all ranks have changed alike since the last synchronization.
         """
         self._check_own("step()")
         self.steps += 1
@@ -297,6 +296,7 @@ class LocalSteps:
                 tensor.copy_(state[part][name])
         self._loads.forget()
         self.steps = int(state["steps"])
+        self._forget_changes()
         for number, fragment in enumerate(self._fragments):
             began = self.steps - (self.steps - fragment.offset) % self.every
             # Saved with more fragments, some of its parameters may have met later than others.
@@ -415,21 +415,33 @@ class LocalSteps:
                     f"steps: that rank has diverged, and an average with it would be lost; lower the inner learning "
                     "rate and go on from the last checkpoint"
                 )
-        self._still -= {rank for rank, report in zip(ranks, reports, strict=True) if report[4]}
-        if self._still:
+        if pending.began > self._first:
+            self._still -= {rank for rank, report in zip(ranks, reports, strict=True) if report[4]}
+            self._unseen.discard(pending.number)
+        if self._still and not self._unseen:
             warnings.warn(
-                f"no parameter of rank {', '.join(map(str, sorted(self._still)))} has changed since LocalSteps was"
-                f" made, {self.steps} steps ago: each step was left out, or what is trained is a copy of the model that"
-                " LocalSteps was given",
-                stacklevel=4,
+                f"no parameter of rank {', '.join(map(str, sorted(self._still)))} had changed when it was synchronized,"
+                f" in {pending.began - self._first} steps: each step was left out, or what is trained is a copy of the"
+                " model that LocalSteps was given",
+                stacklevel=5,  # the caller of a method that torch.no_grad wraps
             )
-        elif len({report[5] for report in reports}) == 1 and any(report[4] for report in reports):
+            self._still.clear()
+        # The same text each time, which Python's filter shows once.
+        if len({report[5] for report in reports}) == 1 and any(report[4] for report in reports):
             warnings.warn(
-                f"all ranks have made the very same progress since the last synchronization, after {self.steps} steps:"
-                " they get the same batches, or their gradients are averaged in every step, as by"
-                " DistributedDataParallel; give each rank its own batches, and leave the wrapper out",
-                stacklevel=4,
+                "all ranks have made the very same progress since the last synchronization: they get the same batches,"
+                " or their gradients are averaged in every step, as by DistributedDataParallel; give each rank its own"
+                " batches, and leave the wrapper out",
+                stacklevel=5,
             )
+
+    def _forget_changes(self) -> None:
+        """Look anew for ranks whose parameters do not change, from this step on."""
+        self._first = self.steps
+        self._still = {*ranks_of(self.group)}
+        """Ranks of which no fragment has changed yet."""
+        self._unseen = {*range(len(self._fragments))}
+        """Fragments that were not synchronized yet after a step."""
 
     def _average_statistics(self) -> None:
         statistics = {name: x for name, x in self._statistics().items() if x.is_floating_point()}

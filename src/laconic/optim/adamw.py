@@ -138,6 +138,8 @@ class AdamW8bit(torch.optim.Optimizer):
         """
         if self._updates_in_backward:
             raise ConfigError("update_in_backward() was called before, and must be called once only")
+        self._checked: dict[int, int] = {}
+        """By the number of a group, the backward that has checked its options."""
         for number in range(len(self.param_groups)):
             self._hook_on(number)
         self._updates_in_backward = True
@@ -155,7 +157,10 @@ class AdamW8bit(torch.optim.Optimizer):
         if index >= len(group["params"]) or group["params"][index] is not parameter:
             return
         _check_not_captured()
-        _check_options(group)
+        backward = torch._C._current_graph_task_id()
+        if backward == -1 or self._checked.get(number) != backward:  # an option may be a tensor, to wait for
+            _check_options(group)
+            self._checked[number] = backward
         update = self._update_of(group, index)
         if update is None:
             return
@@ -194,7 +199,8 @@ class AdamW8bit(torch.optim.Optimizer):
                 of clipping; the gradients themselves stay as they are, and the host does not wait for its value.
 
         Raises:
-            FormatError: a gradient cannot be used; nothing has changed then.
+            FormatError: a gradient cannot be used, or a parameter has another shape than its moments; nothing has
+                changed then.
             TrainingError: a gradient in codes has not been reduced yet.
             ConfigError: a CUDA graph is captured; an option of a group has left its range; `gradient_factor` is given
                 to an optimizer that updates in backward.
@@ -251,7 +257,7 @@ class AdamW8bit(torch.optim.Optimizer):
             loaded = converted(self, matched_by_name(self, loaded))
             for group, saved in zip(self.param_groups, loaded["param_groups"], strict=False):
                 _check_refused(saved, FormatError)
-                _check_group({**self.defaults, **saved})
+                _check_group({**self.defaults, **saved}, lowest_lr=-math.inf)  # as in a step
                 for index, (parameter, key) in enumerate(zip(group["params"], saved["params"], strict=False)):
                     state = loaded["state"].get(key)
                     if state:

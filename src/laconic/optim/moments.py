@@ -136,13 +136,13 @@ def check_fits(name: str, parameter: Tensor, state: Mapping[str, Any], bits: int
     Raises:
         FormatError: it has not; the message calls the parameter `name`.
     """
-    found, wanted = state["exp_avg_codes" if is_coded(state) else "exp_avg"].shape, parameter.shape
-    if is_coded(state) and bits == 4:  # in codes of 4 bits a row has another length
-        found, wanted = found[:1], torch.Size(rows_of(parameter.shape)[:1])
+    key = "exp_avg_codes" if is_coded(state) else "exp_avg"
+    found, wanted = state[key].shape, _shape_kept(parameter, key, bits)
     if found != wanted:
         raise FormatError(
-            f"{name} has shape {tuple(parameter.shape)}, but its moments are of another shape; make a new optimizer, or"
-            " delete its state, when a parameter changes its shape"
+            f"{name} has shape {tuple(parameter.shape)}, but its moments are of another shape: {key} is {tuple(found)}"
+            f" instead of {tuple(wanted)}; make a new optimizer, or delete its state, when a parameter changes its"
+            " shape"
         )
 
 
@@ -166,15 +166,11 @@ def check_state(name: str, parameter: Tensor, state: Mapping[str, Any], min_8bit
             " torch.optim.AdamW with laconic.optim.from_adamw_state, or set min_8bit_numel above"
             f" {parameter.numel()} to go on in fp32"
         )
-    rows = rows_of(parameter.shape)[0]
     for key, value in state.items():
         if key == "step":
             continue
-        shape, dtype = tuple(parameter.shape), torch.uint8 if key.endswith("_codes") else torch.float32
-        if key.endswith("_scales"):
-            shape = (rows, sum(_parts_by(parameter, BLOCK_SIZES[bits])))
-        elif bits == 4 and key.endswith("_codes"):
-            shape = (rows, sum(_parts_by(parameter, 2)))
+        shape = tuple(_shape_kept(parameter, key, bits))
+        dtype = torch.uint8 if key.endswith("_codes") else torch.float32
         if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
             found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise FormatError(f"{key} of {name} is {found}, but it must be {dtype} {shape}")
@@ -185,6 +181,18 @@ def check_state(name: str, parameter: Tensor, state: Mapping[str, Any], min_8bit
                 f" {kinds[isinstance(parameter, DTensor)]}; load it with"
                 " torch.distributed.checkpoint.state_dict.set_state_dict"
             )
+
+
+def _shape_kept(parameter: Tensor, key: str, bits: int) -> torch.Size:
+    """The shape of one tensor of a parameter's state."""
+    if key.endswith("_scales"):
+        return _shape_by(parameter, BLOCK_SIZES[bits])
+    return _shape_by(parameter, 2) if bits == 4 and key.endswith("_codes") else parameter.shape
+
+
+def _shape_by(parameter: Tensor, size: int) -> torch.Size:
+    """Rows, and blocks or bytes of `size` elements in one."""
+    return torch.Size((rows_of(parameter.shape)[0], sum(_parts_by(parameter, size))))
 
 
 def _parts_by(parameter: Tensor, size: int) -> list[int]:
@@ -251,12 +259,9 @@ def _placed_like(parameter: Tensor, codes: Tensor, scales: Tensor, bits: int) ->
             " larger min_8bit_numel to keep its moments in fp32"
         )
     by_row = tuple(placements)
-
-    def shape_by(size: int) -> torch.Size:
-        return torch.Size((rows_of(parameter.shape)[0], sum(_parts_by(parameter, size))))
-
-    coded = (parameter.shape, parameter.placements) if bits == 8 else (shape_by(2), by_row)
-    return _distributed(parameter, codes, *coded), _distributed(parameter, scales, shape_by(BLOCK_SIZES[bits]), by_row)
+    coded = (parameter.shape, parameter.placements) if bits == 8 else (_shape_by(parameter, 2), by_row)
+    blocks = _shape_by(parameter, BLOCK_SIZES[bits])
+    return _distributed(parameter, codes, *coded), _distributed(parameter, scales, blocks, by_row)
 
 
 def placed_like(parameter: Tensor, moment: Tensor) -> Tensor:

@@ -82,10 +82,11 @@ class _OneGroupOfTokens:
     _is_checked = False
 
     def _check_alike(self, x: Tensor) -> None:
-        """Compare some values of tokens x [n, M] over the MP group; the same error on all its ranks.
+        """Compare some values of tokens x [n, M] over the MP group.
 
         Raises:
-            RoutingError: ranks have other tokens, or other numbers of them.
+            RoutingError: ranks have other tokens, or other numbers of them; the same on all ranks that hold the
+                experts, which would wait for those.
         """
         mp = self.grid.mp
         if self._is_checked or mp.size() == 1:
@@ -97,19 +98,19 @@ class _OneGroupOfTokens:
         bounds = torch.stack((mine, -mine))
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group=mp)
         most, least = bounds[0].tolist(), (-bounds[1]).tolist()
-        if most[0] != least[0]:
-            found = f"from {least[0]:.0f} to {most[0]:.0f} tokens"
-        else:
-            # Other processors may round otherwise.
-            apart = max(high - low for high, low in zip(most[1:], least[1:], strict=True))
-            if not apart > 0.1 * max(map(abs, most[1:] + least[1:])):
-                self._is_checked = True
-                return
-            found = "other tokens"
-        raise RoutingError(
-            f"the ranks {ranks_of(mp)} of an MP group have {found}, but {type(self).__name__} shares one and the same"
-            " tokens among them; give all of them the same, or make the Grid without mp where each rank has its own"
-        )
+        # Other processors may round otherwise.
+        apart = max(high - low for high, low in zip(most[1:], least[1:], strict=True))
+        differ = apart > 0.1 * max(map(abs, most[1:] + least[1:]))
+        said = torch.tensor([least[0], most[0], differ, *ranks_of(mp)], dtype=torch.int64, device=x.device)
+        for low, high, others, *ranks in gathered_counts(said, self.grid.joint).tolist():
+            if low != high or others:
+                found = f"from {low} to {high} tokens" if low != high else "other tokens"
+                raise RoutingError(
+                    f"the ranks {(*ranks,)} of an MP group have {found}, but {type(self).__name__} shares one and the"
+                    " same tokens among them; give all of them the same, or make the Grid without mp where each rank"
+                    " has its own"
+                )
+        self._is_checked = True
 
 
 class BaselineDispatcher(_OneGroupOfTokens, StagedDispatcher):
