@@ -146,7 +146,7 @@ def traced_llama(
     behind = 0 if chunked else rows * hidden * element + 2 * hidden * sizes.vocab_size * autocast
     # Where everything is exact the loss keeps log-probabilities in fp32, else what has the dtype of the logits.
     behind += 0 if chunked else rows * sizes.vocab_size * (4 - element)
-    kept = rows * (hidden * element + 12) + 8 if chunked else 0
+    kept = rows * (hidden * element + 12) if chunked else 0
     head = Unit(
         "model.norm",
         "head",
