@@ -198,8 +198,8 @@ def test_hooks_around_see_what_is_kept() -> None:
     ("change", "error"),
     [
         (lambda logits: logits.mul_(2), "modified by an inplace operation"),
-        (lambda logits: logits.data.zero_(), "the logits .* holds other values in backward"),
-        (lambda logits: logits.detach().view(torch.int16).numpy().fill(0), "the logits .* holds other values"),
+        (lambda logits: logits.data.zero_(), "a tensor of logits .* holds other values in backward"),
+        (lambda logits: logits.detach().view(torch.int16).numpy().fill(0), "a tensor of logits .* holds other values"),
     ],
 )
 def test_logits_that_are_changed_before_backward_are_refused(dtype: torch.dtype, change: Any, error: str) -> None:

@@ -80,7 +80,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, reduction: int, ignore_index: int) -> Tensor:
         aten, is_wide = torch.ops.aten, logits.dtype == torch.float32
-        shape = logits.shape if is_wide else (len(logits), 1)
+        shape = logits.shape if is_wide else (len(logits), 1)  # all of them, or those of the targets
         log_probabilities = torch.empty(shape, dtype=torch.float32, device=logits.device)
         for rows in _tiles(logits):
             if is_wide:
@@ -89,13 +89,14 @@ class _CrossEntropy(torch.autograd.Function):
                 part = aten._log_softmax(logits[rows].float(), 1, False)
                 of_targets, _ = aten.nll_loss_forward(part, targets[rows], None, 0, ignore_index)
                 torch.neg(of_targets.unsqueeze(1), out=log_probabilities[rows])
-        columns = targets if is_wide else torch.where(targets == ignore_index, _IGNORED, 0)
-        found = aten.nll_loss_forward(
-            log_probabilities, columns, None, reduction, ignore_index if is_wide else _IGNORED
-        )
+        # `ignore_index` may be 0, which is the one column here.
+        columns, ignored = (targets, ignore_index)
+        if not is_wide:
+            columns, ignored = torch.where(targets == ignore_index, _IGNORED, 0), _IGNORED
+        found = aten.nll_loss_forward(log_probabilities, columns, None, reduction, ignored)
         loss, total_weight = found
         ctx.dtype, ctx.reduction, ctx.ignore_index = logits.dtype, reduction, ignore_index
-        ctx.seen = glances((logits,))
+        ctx.seen = () if is_wide else glances((logits,))
         ctx.save_for_backward(edge_of(logits), log_probabilities if is_wide else logits, targets, total_weight)
         value: Tensor = loss
         return value
@@ -106,7 +107,7 @@ class _CrossEntropy(torch.autograd.Function):
         edge, kept, targets, total_weight = ctx.saved_tensors
         is_wide = ctx.dtype == torch.float32
         if not is_wide:
-            check_unchanged(ctx.seen, (kept,), "the logits")
+            check_unchanged(ctx.seen, (kept,), "a tensor of logits")
         if torch.is_grad_enabled():
             # Log-probabilities differ from the logits by a number per row, which the loss does not depend on.
             formula = partial(
