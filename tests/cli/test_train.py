@@ -138,7 +138,7 @@ def test_a_run_of_recipe_and_plan_is_resumed_by_the_same_command(tmp_path: Path)
     save_config(begun := config_of(*command), tmp_path / "config.toml")
     assert begun.activations.loss == "exact"  # by the plan, above the recipe
     assert config_of(*command, "--resume") == replace(begun, resume=True)
-    with pytest.raises(ConfigError, match="recipe is 'exact', which sets activations.bits to 16"):
+    with pytest.raises(ConfigError, match=r"recipe is 'exact', which sets activations\.bits to 16"):
         config_of(*command, "--resume", "--recipe", "exact")
 
 
