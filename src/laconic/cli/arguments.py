@@ -110,7 +110,7 @@ class Parser(argparse.ArgumentParser):
         return [_spelled(one).partition("=")[0] for one in before if one.startswith("--")]
 
     def _parse_optional(self, arg_string: str) -> Any:
-        return super()._parse_optional(_spelled(arg_string))  # type: ignore[misc]
+        return super()._parse_optional(_spelled(arg_string))
 
     @staticmethod
     def _example(action: argparse.Action) -> str:

@@ -90,8 +90,7 @@ def plan_serving(
     split = serving_split(model_dir, attention, experts)
     model, blocks = find_experts(config)
     if not split.experts:
-        needless = {"experts": experts} if experts else {}
-        needless |= asked if automatic is None else {**asked, "plan": "auto"}
+        needless = {**({"experts": experts} if experts else {}), **asked, **({"plan": "auto"} if automatic else {})}
         if needless:
             said, it = _in_words(needless)
             why = "; ".join(unknown_experts(model)[:1]) or "it is dense"
