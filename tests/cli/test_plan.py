@@ -344,7 +344,7 @@ def test_a_directory_is_given_as_to_train(model: str, flag: str, capsys: pytest.
     assert capsys.readouterr().out == ours
     for both in (["other", *given], [*given, "other"], [*given, "--init", "other"]):
         assert main(["plan", *both]) == 2
-        assert re.search("the model is '.*' and '.*'; give one of them", capsys.readouterr().err)
+        assert re.search(r"(the model is '.*' and '.*'|are the same flag); give one of them", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -353,6 +353,7 @@ def test_a_directory_is_given_as_to_train(model: str, flag: str, capsys: pytest.
         (["--init"], "--init needs a value, e.g. --init DIR"),
         (["--out", "--init"], "--out needs a value, e.g. --out FILE"),
         (["--model.num_hidden_layers"], "--model.num-hidden-layers needs a value"),
+        (["x", "--accumulation=2", "--micro_batches", "4"], "--accumulation and --micro-batches are given, which are"),
         (["x", "--data.paths", "y"], "--data.paths is given, but would have no effect without --calibrate"),
         (["x", "--calibrate", "y", "--optimizer.kind", "adamw"], "--optimizer.kind is given, but would have no effect"),
     ],

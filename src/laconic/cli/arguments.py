@@ -31,12 +31,18 @@ class Parser(argparse.ArgumentParser):
         """Parse `args`; `--help` prints and exits with 0.
 
         Raises:
-            ConfigError: a flag is unknown or lacks its value, a value is wrong, or an argument is missing or too many.
+            ConfigError: a flag is unknown, lacks its value or is given by two names, a value is wrong, or an argument
+                is missing or too many.
         """
         self._given = list(args)
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             raise ConfigError(self._unknown(unknown[0]))
+        names: dict[argparse.Action, str] = {}
+        for one in self._flags_given():
+            action = self._option_string_actions.get(one)
+            if action is not None and (other := names.setdefault(action, one)) != one:
+                raise ConfigError(f"{other} and {one} are given, which are the same flag; give one of them")
         return options
 
     def refuse(self, flags: Iterable[str], why: str) -> None:
