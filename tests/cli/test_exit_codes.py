@@ -45,7 +45,7 @@ READS = {
     "run": ["script"],
     "advise": ["target"],
     "compare": ["run_dirs"],
-    "plan": ["model", "--calibration"],
+    "plan": ["model", "--init", "--calibration"],
     "infer": ["--routing", "--rates"],
     "explain": ["--record"],
     "export": ["run_dir"],
@@ -117,13 +117,13 @@ def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def given(command: str, argument: str, path: str) -> list[str]:
     """A command whose argument is a path, and which has all else that it needs."""
     rest = list(NEEDED.get(command, []))
+    if command == "plan" and argument in ("model", "--init"):  # without sizes
+        return [command, *(["--init"] if argument == "--init" else []), path]
     if argument.startswith("--"):
         if argument in rest:
             at = rest.index(argument)
             rest = rest[:at] + rest[at + 2 :]
         return [command, *SECOND_WORD.get(command, []), *rest, argument, path]
-    if command == "plan":
-        return [command, path]
     return [command, *SECOND_WORD.get(command, []), path, *rest[1:]]
 
 
@@ -145,5 +145,5 @@ def test_a_file_that_is_not_there_ends_with_2_and_one_line(
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_path_of_a_command_is_known_here(command: str) -> None:
     actions = parser_of(command)._actions
-    named = {a.option_strings[-1] if a.option_strings else a.dest for a in actions if str(a.metavar) in PATH_METAVARS}
+    named = {[*a.option_strings, a.dest][0] for a in actions if str(a.metavar) in PATH_METAVARS}
     assert named <= {*READS.get(command, []), *OTHERS.get(command, [])}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from laconic.cli.main import main
-from laconic.cli.plan import _OF_TRAIN, make_parser
+from laconic.cli.plan import make_parser
 from laconic.cli.train import make_parser as train_parser
 from laconic.cli.train import resolve
 from laconic.cost import Batch, Plan, TracedModel, load_plan
@@ -329,9 +329,40 @@ def test_flags_of_train_are_those_of_plan(tmp_path: Path, capsys: pytest.Capture
     named = ["--optimizer.kind", "adamw8bit", "--gradients.bits=8", "--activations.loss", "chunked"]
     assert main(["plan", *train, *usual, *named]) == 0
     assert capsys.readouterr().out == ours
-    known = {flag for action in make_parser().flags() for flag in action.option_strings}
-    assert set(_OF_TRAIN.values()) <= known
-    assert set(_OF_TRAIN) <= {flag for action in train_parser().flags() for flag in action.option_strings}
+    assert main(["plan", *(flag.replace("-", "_").replace("__", "--", 1) for flag in train), *usual, *named]) == 0
+    assert capsys.readouterr().out == ours
+    known = {flag for action in make_parser().flags() for flag in action.option_strings if "." in flag}
+    assert known <= {flag for action in train_parser().flags() for flag in action.option_strings}
+
+
+@pytest.mark.parametrize("flag", ["--init", "--model.path", "--init=", "--model.path="])
+def test_a_directory_is_given_as_to_train(model: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [flag + model] if flag.endswith("=") else [flag, model]
+    assert main(["plan", model, "--json"]) == 0
+    ours = capsys.readouterr().out
+    assert main(["plan", *given, "--json"]) == 0
+    assert capsys.readouterr().out == ours
+    for both in (["other", *given], [*given, "other"], [*given, "--init", "other"]):
+        assert main(["plan", *both]) == 2
+        assert re.search(r"(the model is '.*' and '.*'|are the same flag); give one of them", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--init"], "--init needs a value, e.g. --init DIR"),
+        (["--out", "--init"], "--out needs a value, e.g. --out FILE"),
+        (["--model.num_hidden_layers"], "--model.num-hidden-layers needs a value"),
+        (["x", "--accumulation=2", "--micro_batches", "4"], "--accumulation and --micro-batches are given, which are"),
+        (["x", "--data.paths", "y"], "--data.paths is given, but would have no effect without --calibrate"),
+        (["x", "--calibrate", "y", "--optimizer.kind", "adamw"], "--optimizer.kind is given, but would have no effect"),
+    ],
+)
+def test_flags_of_train_are_refused_by_their_names(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *arguments]) == 2
+    assert f"laconic: error: {message}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("file", ["", "config.json"])

@@ -82,14 +82,18 @@ def test_file_and_flags_override_the_recipe(tmp_path: Path) -> None:
         config_of("--recipe", "all")
 
 
-def test_a_plan_brings_the_settings_it_was_made_for(tmp_path: Path) -> None:
+def planned(layout: Layout, settings: Settings) -> Plan:
+    """The plan of a small Llama."""
     batch, sizes = Batch(2, 32), Sizes(64, 128, 4, 4, 2, 257, True, 16)
     model = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    traced = replace(traced_llama(sizes, batch, precision_of(settings, layout)), settings=model)
+    return Plan(Job(traced, batch, layout, settings), {}, {}, "exact")
+
+
+def test_a_plan_brings_the_settings_it_was_made_for(tmp_path: Path) -> None:
     layout = Layout(data_parallel=2, sharded=True, stages=2, micro_batches=4)
     settings = Settings(optimizer="adamw8bit", gradient_bits=8)
-    traced = replace(traced_llama(sizes, batch, precision_of(settings, layout)), settings=model)
-    plan = Plan(Job(traced, batch, layout, settings), {}, {}, "exact")
-    plan.save(tmp_path / "plan.json")
+    planned(layout, settings).save(tmp_path / "plan.json")
     config = config_of("--plan", str(tmp_path / "plan.json"), "--steps", "7")
     assert (config.plan, config.steps) == (str(tmp_path / "plan.json"), 7)
     assert (config.model.num_hidden_layers, config.model.num_key_value_heads) == (4, 2)
@@ -101,8 +105,7 @@ def test_a_plan_brings_the_settings_it_was_made_for(tmp_path: Path) -> None:
     save_config(of_folder_run := config_of("--init", "m", "--steps", "3"), tmp_path / "config.toml")
     again = config_of("--resume", "--run-dir", str(tmp_path), "--plan", str(tmp_path / "plan.json"))
     assert (again.model, again.nproc) == (of_folder_run.model, 4)
-    shared = replace(layout, expert_parallel=2)
-    Plan(Job(traced, batch, shared, settings), {}, {}, "exact").save(tmp_path / "plan.json")
+    planned(replace(layout, expert_parallel=2), settings).save(tmp_path / "plan.json")
     with pytest.raises(PlanError, match="expert_parallel is 2 in the plan, but laconic train carries out no plan"):
         config_of("--plan", str(tmp_path / "plan.json"))
 
@@ -127,6 +130,16 @@ def test_a_recipe_that_the_resumed_run_does_not_follow_is_refused(tmp_path: Path
     with pytest.raises(ConfigError, match=r"sets gradients.bits to 8, but .* has 12; .* or give --gradients.bits"):
         config_of(*resume, "--recipe", "agoq")
     assert config_of(*resume, "--recipe", "agoq", "--gradients.bits", "12").gradients.bits == 12
+
+
+def test_a_run_of_recipe_and_plan_is_resumed_by_the_same_command(tmp_path: Path) -> None:
+    planned(Layout(), Settings(optimizer="adamw8bit", gradient_bits=8)).save(tmp_path / "plan.json")
+    command = ("--recipe", "agoq", "--plan", str(tmp_path / "plan.json"), "--run-dir", str(tmp_path))
+    save_config(begun := config_of(*command), tmp_path / "config.toml")
+    assert begun.activations.loss == "exact"  # by the plan, above the recipe
+    assert config_of(*command, "--resume") == replace(begun, resume=True)
+    with pytest.raises(ConfigError, match=r"recipe is 'exact', which sets activations\.bits to 16"):
+        config_of(*command, "--resume", "--recipe", "exact")
 
 
 def test_resume_without_a_run_is_refused(tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ import pytest
 from laconic.cli.engine_flags import add_engine_flags, start_engine
 from laconic.cli.main import main
 from laconic.cost.comm.rates import Line
-from laconic.cost.infer.engine_plan import Demand
+from laconic.cost.infer.engine_plan import Demand, EngineLimits
 from laconic.cost.infer.rates import LinkPair
 from laconic.errors import ConfigError, PlanError, ScheduleError
 from laconic.infer import AutoPlan, Engine, InferencePlan
+from laconic.infer.serving_plan import plan_serving
 from laconic.infer.split import Split
 from tests.cost.infer_models import RATES
 from tests.infer.models import NEW_TOKENS, PROMPTS, expected, generated, make
@@ -47,6 +48,29 @@ def test_slow_links_make_it_serve_whole_models(model: Path, slow: Path, caplog: 
         assert engine.notes[:-1] == (f"plan auto: {engine.choice}",)
         assert [record.message for record in caplog.records] == [f"plan auto: {engine.choice}"]
         assert engine.generate(PROMPTS, NEW_TOKENS) == expected(model)
+
+
+@pytest.mark.parametrize(
+    ("asked", "workers"),
+    [
+        ({"payload": "lossless"}, Split(2, 0)),  # which a note says
+        ({"expert_format": "int8"}, Split(1, 1)),
+        ({"expert_device": "cpu"}, Split(1, 1)),
+        ({"expert_loads": "loads.json"}, Split(1, 1)),
+        ({"redundant_experts": 1}, Split(1, 1)),
+    ],
+)
+def test_what_needs_expert_workers_keeps_them(
+    model: Path, slow: Path, asked: dict[str, object], workers: Split
+) -> None:
+    limits = EngineLimits(4096, 256)
+    serving = plan_serving(model, 1, None, "auto", slow, limits, "auto", traced=False, of_experts=asked)
+    assert serving.split == workers
+    assert [note for note in serving.notes if "payload" in note] == [
+        f"every worker holds whole models, so {name} = {value!r} has no effect"
+        for name, value in asked.items()
+        if name == "payload"
+    ]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -356,22 +357,34 @@ def test_dense_models_and_no_expert_workers_are_served_whole(model: Path, tmp_pa
             {"expert_loads": "loads.json", "redundant_experts": 1},
             "expert_loads is 'loads.json', redundant_experts is 1",
         ),
-        ({"plan": InferencePlan(num_slices=2, shared_first=True)}, "num_slices is 2, shared_first is True"),
-        ({"plan": "auto"}, "plan is automatic"),
+        ({"plan": InferencePlan(num_slices=2, shared_first=True)}, "num_slices (--slices) is 2, shared_first is True"),
+        ({"plan": "auto"}, "plan is 'auto'"),
+        ({"plan": "auto", "experts": 1}, "experts is 1, plan is 'auto'"),
     ],
 )
-def test_what_is_about_expert_workers_is_refused_without_experts(
-    model: Path, tmp_path: Path, arguments: dict[str, Any], named: str
+def test_what_needs_expert_workers_is_refused_for_a_dense_model(
+    tmp_path: Path, arguments: dict[str, Any], named: str
 ) -> None:
-    dense = make("llama", tmp_path)
-    with pytest.raises(
-        ConfigError, match=rf"^{named}, but llama has no experts .*\(it is dense\), so every .* leave it"
-    ):
-        Engine(dense, **arguments)
-    if arguments.keys() - {"experts", "plan"} or isinstance(arguments.get("plan"), InferencePlan):
-        given = {name: value for name, value in arguments.items() if name != "experts"}
-        with pytest.raises(ConfigError, match=r" with experts = 0, but only expert workers use it; give at least one"):
-            Engine(model, experts=0, **given)
+    it = "them" if ", " in named else "it"
+    why = rf"but llama has no experts .*\(it is dense\), so every .*; leave {it} out"
+    with pytest.raises(ConfigError, match=f"^{re.escape(named)}, {why}"):
+        Engine(make("llama", tmp_path), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named", "it"),
+    [
+        ({"payload": "lossless"}, "payload is 'lossless'", "it"),
+        ({"expert_loads": "loads.json", "expert_device": "cpu"}, "expert_device is 'cpu', expert_loads is", "them"),
+        ({"plan": InferencePlan(order="greedy")}, "order is 'greedy'", "it"),
+    ],
+)
+def test_what_needs_expert_workers_is_refused_with_none(
+    model: Path, arguments: dict[str, Any], named: str, it: str
+) -> None:
+    why = f"with experts = 0, but only expert workers use {it}; give at least one, or leave {it} out"
+    with pytest.raises(ConfigError, match=f"^{named}.* {why}"):
+        Engine(model, experts=0, **arguments)
 
 
 def test_a_rank_of_torchrun_has_the_default_number_of_workers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -529,7 +529,9 @@ class Device(TorchDispatchMode):
         super().__exit__(*error)
 
     def check(self, orders: int = 40, seed: int = 0) -> None:
-        """Run the recorded work in `orders` orders that its events allow; the sixth finds any race planted so far.
+        """Run the recorded work in `orders` orders that its events allow.
+
+        The default number finds every race that test_device.py plants.
 
         Raises:
             RaceError: an operation gave other bits than in the program's order, or memory holds others at the end.

@@ -31,12 +31,18 @@ class Parser(argparse.ArgumentParser):
         """Parse `args`; `--help` prints and exits with 0.
 
         Raises:
-            ConfigError: a flag is unknown or lacks its value, a value is wrong, or an argument is missing or too many.
+            ConfigError: a flag is unknown, lacks its value or is given by two names, a value is wrong, or an argument
+                is missing or too many.
         """
         self._given = list(args)
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             raise ConfigError(self._unknown(unknown[0]))
+        names: dict[argparse.Action, str] = {}
+        for one in self._flags_given():
+            action = self._option_string_actions.get(one)
+            if action is not None and (other := names.setdefault(action, one)) != one:
+                raise ConfigError(f"{other} and {one} are given, which are the same flag; give one of them")
         return options
 
     def refuse(self, flags: Iterable[str], why: str) -> None:
@@ -49,7 +55,8 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: one of them was given.
         """
-        unused = dict.fromkeys(flag for flag in self._flags_given() if flag in {*flags})
+        refused = {self._option_string_actions[flag] for flag in flags}
+        unused = dict.fromkeys(one for one in self._flags_given() if self._option_string_actions.get(one) in refused)
         if unused:
             verb, it = ("are", "them") if len(unused) > 1 else ("is", "it")
             raise ConfigError(f"{' and '.join(unused)} {verb} given, but would have no effect {why}; leave {it} out")
@@ -78,7 +85,8 @@ class Parser(argparse.ArgumentParser):
         found = re.fullmatch(r"argument (\S+(?:/\S+)*): (.*)", message, re.DOTALL)
         if found is None:
             return message
-        name, problem = found[1].split("/")[-1], found[2]
+        names, problem = found[1].split("/"), found[2]
+        name = next((one for one in names if one in self._flags_given()), names[-1])
         action = next((one for one in self._actions if argparse._get_action_name(one) == found[1]), None)
         if unknown and action is not None and not action.option_strings:  # its value was taken for an argument
             return self._unknown(unknown[0])
@@ -105,7 +113,10 @@ class Parser(argparse.ArgumentParser):
 
     def _flags_given(self) -> list[str]:
         before = self._given[: self._given.index("--")] if "--" in self._given else self._given
-        return [one.partition("=")[0] for one in before if one.startswith("--")]
+        return [_spelled(one).partition("=")[0] for one in before if one.startswith("--")]
+
+    def _parse_optional(self, arg_string: str) -> Any:
+        return super()._parse_optional(_spelled(arg_string))
 
     @staticmethod
     def _example(action: argparse.Action) -> str:
@@ -127,6 +138,12 @@ def flag_hint(name: str, known: Iterable[str], tables: Iterable[str] = ()) -> st
 def add_json(parser: argparse.ArgumentParser, text: str = "print the result as one JSON document") -> None:
     """Add the flag --json to `parser`."""
     parser.add_argument("--json", action="store_true", help=text)
+
+
+def _spelled(argument: str) -> str:
+    """A flag with hyphens for underscores, as `laconic train` takes both; its value and other arguments as they are."""
+    flag, equals, value = argument.partition("=")
+    return flag.replace("_", "-") + equals + value if flag.startswith("--") else argument
 
 
 def _metavar(action: argparse.Action) -> str:

@@ -103,11 +103,9 @@ def serve_if_not_first(options: argparse.Namespace) -> None:
     from laconic.infer import serve_rank
     from laconic.infer.control import check_world
     from laconic.infer.serving_plan import serving_split
-    from laconic.infer.split import Split
 
     # Rank 0 refuses the same; no rank then waits for another.
-    wanted = Split(options.attention, 1 if options.experts is None else options.experts)
-    check_world(info, serving_split(Path(options.model), wanted))
+    check_world(info, serving_split(Path(options.model), options.attention, options.experts))
     serve_rank()
 
 

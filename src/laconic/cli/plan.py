@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,29 +34,25 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _USUAL_LENGTH = 4096
 _TRACED_LAYERS = 12
 """Of the model whose layers --largest counts; kinds of layers alternate with at most so many."""
-_OF_CALIBRATION = {"--calibrate", "--data", "--tokenizer", "--batches", "--batch", "--sequence-length", "--json"}
+_OF_CALIBRATION = {
+    "--calibrate",
+    "--data",
+    "--tokenizer",
+    "--batches",
+    "--batch",
+    "--sequence-length",
+    "--json",
+    "--init",
+}
 """Flags that --calibrate reads."""
 _OF_TRAIN = {
-    "--accumulation": "--micro-batches",
-    "--activations.attention": "--attention",
-    "--activations.loss": "--loss",
-    "--data.paths": "--data",
-    "--data.tokenizer": "--tokenizer",
-    "--gradients.bits": "--gradients",
-    "--model.family": "--family",
-    "--model.hidden-size": "--hidden-size",
-    "--model.intermediate-size": "--intermediate-size",
-    "--model.num-attention-heads": "--num-heads",
-    "--model.num-hidden-layers": "--num-layers",
-    "--model.num-key-value-heads": "--num-kv-heads",
-    "--optimizer.kind": "--optimizer",
-    "--pipeline.micro-batches": "--micro-batches",
-    "--pipeline.schedule": "--schedule",
-    "--pipeline.split": "--split",
-    "--pipeline.stages": "--stages",
-    "--pipeline.virtual-stages": "--virtual-stages",
+    "hidden_size": "--model.hidden-size",
+    "intermediate_size": "--model.intermediate-size",
+    "num_layers": "--model.num-hidden-layers",
+    "num_heads": "--model.num-attention-heads",
+    "num_kv_heads": "--model.num-key-value-heads",
 }
-"""Flags of `laconic train`, which mean the same here."""
+"""What `laconic train` calls sizes."""
 _MOST = 10**9
 """Largest integer that the planner accepts: its arithmetic and its solver use 64-bit floats."""
 
@@ -63,11 +60,12 @@ _MOST = 10**9
 def run(args: Sequence[str]) -> int:
     """Run `laconic plan` with `args`; return 0 if the run fits (or no budget was given), 1 if it does not."""
     parser = make_parser()
-    # Of train's --init DIR the directory is left, which is an argument here.
-    options = parser.parse_args([_own_name(one) for one in args if one not in ("--init", "--model.path")])
+    options = parser.parse_args(args)
     if options.calibrate is not None:
-        known = {flag for action in parser.flags() for flag in action.option_strings}
-        parser.refuse(known - _OF_CALIBRATION, "with --calibrate, which measures and stops")
+        unused = [
+            action.option_strings for action in parser.flags() if _OF_CALIBRATION.isdisjoint(action.option_strings)
+        ]
+        parser.refuse(chain(*unused), "with --calibrate, which measures and stops")
         return _calibrate(options)
     parser.refuse(["--data", "--tokenizer", "--batches"], "without --calibrate")
     if not 0 <= options.reserve < 1:
@@ -112,11 +110,6 @@ def run(args: Sequence[str]) -> int:
             if path is not None:
                 print(f"wrote {path}")
     return 0 if budget is None or chosen.prediction.peak_nbytes <= budget else 1
-
-
-def _own_name(argument: str) -> str:
-    flag, equals, value = argument.partition("=")
-    return _OF_TRAIN.get(flag.replace("_", "-"), flag) + equals + value
 
 
 def _sequences(options: argparse.Namespace, micro_batches: int) -> int:
@@ -332,19 +325,39 @@ def integer(text: str) -> int:
     return int(text)
 
 
+class _Model(argparse.Action):
+    """Keeps the model's directory, which an argument or a flag gives."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, flag: str | None = None) -> None:
+        if (before := getattr(namespace, self.dest, None)) not in (None, values):
+            raise PlanError(f"the model is {before!r} and {values!r}; give one of them")
+        setattr(namespace, self.dest, values)
+
+
 def make_parser() -> Parser:
     """Make the parser of the command's arguments."""
     parser = Parser(
         prog="laconic plan",
         description="Predict the bytes of every rank of a training run by kind, say whether it fits, and choose what "
         "each site keeps for backward under the budget. No weights and no memory are needed, for any number of ranks. "
-        "Flags of laconic train are taken, too: --optimizer.kind for --optimizer.",
+        "Sizes, batch, pipeline, loss and optimizer go by their flags of laconic train, too: --optimizer.kind for "
+        "--optimizer.",
     )
-    parser.add_argument("model", nargs="?", help="directory with a config.json, or that file; or give sizes")
+    add = parser.add_argument
+    add(
+        "model",
+        nargs="?",
+        default=argparse.SUPPRESS,
+        action=_Model,
+        help="directory with a config.json, or that file; or give sizes",
+    )
+    add("--init", "--model.path", dest="model", metavar="DIR", action=_Model, help="the same, as laconic train has it")
     add = parser.add_argument_group("model by sizes").add_argument
-    add("--family", help="whose layers these are, for sizes or an unknown model_type (default: llama)")
+    add(
+        "--family", "--model.family", help="whose layers these are, for sizes or an unknown model_type (default: llama)"
+    )
     for name in _ALL_SIZES[:-1]:
-        add("--" + name.replace("_", "-"), type=integer, metavar="N")
+        add(*filter(None, ("--" + name.replace("_", "-"), _OF_TRAIN.get(name))), type=integer, metavar="N")
     add("--tied", action="store_true", help="embedding and output projection share their matrix")
     add = parser.add_argument_group("run").add_argument
     add("--sequence-length", type=integer, metavar="N", help=f"tokens of a sample (default: {_USUAL_LENGTH})")
@@ -357,19 +370,40 @@ def make_parser() -> Parser:
     add(
         "--batch-size", type=integer, metavar="N", help="sequences of a step, as laconic train has it; not with --batch"
     )
-    add("--micro-batches", type=integer, metavar="N", help="per step and pipeline (default: twice the stages)")
+    add(
+        "--micro-batches",
+        "--accumulation",
+        "--pipeline.micro-batches",
+        type=integer,
+        metavar="N",
+        help="per step and pipeline (default: twice the stages)",
+    )
     add("--precision", default="bf16", help="fp32, bf16 (autocast over fp32 parameters) or bf16-pure")
     add("--image-size", type=integer, metavar="N", help="pixels of a side (default: the configuration's, or 224)")
-    add("--optimizer", default="adamw", help=f"adamw, {' or '.join(OPTIMIZERS)}")
-    add("--gradients", type=integer, default=32, metavar="BITS", help="32, 16, 12 or 8")
-    add("--loss", default="exact", help="exact or chunked")
+    add("--optimizer", "--optimizer.kind", default="adamw", help=f"adamw, {' or '.join(OPTIMIZERS)}")
+    add("--gradients", "--gradients.bits", type=integer, default=32, metavar="BITS", help="32, 16, 12 or 8")
+    add("--loss", "--activations.loss", default="exact", help="exact or chunked")
     add = parser.add_argument_group("layout").add_argument
     add("--dp", type=integer, default=1, metavar="N", help="data-parallel processes of a stage")
     add("--fsdp", action="store_true", help="shard over them (FSDP2) instead of copying (DDP)")
-    add("--stages", type=integer, default=1, metavar="N", help="pipeline stages")
-    add("--virtual-stages", type=integer, default=1, metavar="N", help="chunks of layers per stage")
-    add("--schedule", choices=list(SCHEDULES), help="default: 1f1b, or interleaved-1f1b with virtual stages")
-    add("--split", type=integer, nargs="+", metavar="N", help="layers per chunk (default: balanced)")
+    add("--stages", "--pipeline.stages", type=integer, default=1, metavar="N", help="pipeline stages")
+    add(
+        "--virtual-stages",
+        "--pipeline.virtual-stages",
+        type=integer,
+        default=1,
+        metavar="N",
+        help="chunks of layers per stage",
+    )
+    add(
+        "--schedule",
+        "--pipeline.schedule",
+        choices=list(SCHEDULES),
+        help="default: 1f1b, or interleaved-1f1b with virtual stages",
+    )
+    add(
+        "--split", "--pipeline.split", type=integer, nargs="+", metavar="N", help="layers per chunk (default: balanced)"
+    )
     add("--ep", type=integer, default=1, metavar="N", help="processes of --dp that share the experts of a layer")
     add("--tp", type=integer, default=1, metavar="N", help="tensor parallel with sequence parallelism; estimates only")
     add = parser.add_argument_group("choosing").add_argument
@@ -382,7 +416,7 @@ def make_parser() -> Parser:
         help="who chooses (default: budget with --memory, else exact)",
     )
     add("--choices", nargs="+", default=list(CHOICES), choices=ALL_CHOICES, help="what the budget policy may choose")
-    add("--attention", default="exact", help="for the other policies: exact, int8, nf4")
+    add("--attention", "--activations.attention", default="exact", help="for the other policies: exact, int8, nf4")
     add("--calibration", metavar="FILE", help="sensitivities written by --calibrate instead of the shipped ones")
     add("--hardware", default="h100", help="for the time that choices cost: h100, a100, a6000, xeon-core")
     add(
@@ -397,7 +431,13 @@ def make_parser() -> Parser:
     add_json(parser, "print the plan as one JSON document instead of tables")
     add = parser.add_argument_group("calibration").add_argument
     add("--calibrate", metavar="FILE", help="measure the model's sensitivities, write them to FILE and stop")
-    add("--data", nargs="+", metavar="PATH", help="text to measure on (default: the Python standard library)")
-    add("--tokenizer", help="tokenizer.json (default: the one in the model directory, else bytes)")
+    add(
+        "--data",
+        "--data.paths",
+        nargs="+",
+        metavar="PATH",
+        help="text to measure on (default: the Python standard library)",
+    )
+    add("--tokenizer", "--data.tokenizer", help="tokenizer.json (default: the one in the model directory, else bytes)")
     add("--batches", type=integer, default=4, metavar="N", help="batches to measure on (default: %(default)s)")
     return parser

@@ -111,6 +111,7 @@ def resolve(args: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
                 "before it wrote one is started again without --resume"
             )
         layers.append(read_toml(saved))
+    above = asked  # layers above the recipe
     if (plan := asked.get("plan")) is not None:
         from laconic.train.config.plan import load_plan, plan_settings  # late: few runs have one
 
@@ -118,9 +119,10 @@ def resolve(args: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
         if functools.reduce(merge, [*layers, asked])["model"]["path"] is not None:
             del planned["model"]  # sizes; that the directory's model is the planned one is checked when it is there
         layers.append(planned)
+        above = merge(planned, asked)
     values = functools.reduce(merge, [*layers, asked])
     if asked.get("resume"):
-        _check_recipe(own.get("recipe"), named, asked, values)
+        _check_recipe(own.get("recipe"), named, above, values)
     if own.get("help"):
         flags_parser(TrainConfig, values, _OWN_FLAGS, _PROG).print_help()
         raise SystemExit(0)
@@ -128,14 +130,14 @@ def resolve(args: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
 
 
 def _check_recipe(
-    name: str | None, named: Mapping[str, Any], asked: Mapping[str, Any], values: Mapping[str, Any]
+    name: str | None, named: Mapping[str, Any], above: Mapping[str, Any], values: Mapping[str, Any]
 ) -> None:
-    """Check that a run that is resumed with `values` follows its recipe, but for what file and flags have `asked`.
+    """Check that a run that is resumed with `values` follows its recipe, but for what layers above it say.
 
     Raises:
         ConfigError: it does not.
     """
-    given, resolved = flat_settings(asked), flat_settings(values)
+    given, resolved = flat_settings(above), flat_settings(values)
     for field, value in flat_settings(named).items():
         if field not in given and resolved[field] != value:
             raise ConfigError(

@@ -64,10 +64,11 @@ class Engine:
         model_dir: directory with config.json and safetensors files.
         attention: number of workers that hold everything but the experts; requests are divided between them.
         experts: number of workers that hold the experts, each some of every layer's. 0 serves whole models. None is
-            1, or 0 for a model without experts; an automatic plan may then also make all workers serve whole models.
-            What is about expert workers (also payload, expert_loads, slices of a plan) is refused without any.
+            1, or 0 for a model without experts; an automatic plan may then also make all workers serve whole models,
+            unless another argument needs expert workers. Arguments that need them (payload, expert_loads, slices of a
+            plan, ...) are refused where there are none.
         plan: micro-batches, slices and order; None is one micro-batch in one slice. "auto" or an AutoPlan chooses them
-            once, before workers start.
+            once, before workers start; both are refused for a model without experts, which leaves nothing to choose.
         rates: for "auto": file of `laconic profile --infer`; None takes its default path.
         dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's.
         cache_tokens: tokens, of prompts and answers, in the cache of each micro-batch.
@@ -142,11 +143,11 @@ class Engine:
         check_expert_format(expert_format)
         CacheLimits(cache_tokens, batch_tokens)
         of_experts = {
-            "expert_format": (expert_format, "exact"),
-            "expert_device": (expert_device, None),
-            "payload": (payload, "auto" if payload == "auto" else "raw"),
-            "expert_loads": (None if expert_loads is None else str(expert_loads), None),
-            "redundant_experts": (redundant_experts, 0),
+            "expert_format": expert_format,
+            "expert_device": expert_device,
+            "payload": payload,
+            "expert_loads": None if expert_loads is None else str(expert_loads),
+            "redundant_experts": redundant_experts,
         }
         self._pid = os.getpid()
         directory, limits = Path(model_dir), EngineLimits(cache_tokens, batch_tokens)
@@ -159,7 +160,7 @@ class Engine:
             limits,
             dtype,
             trace is not None,
-            {name: value for name, (value, usual) in of_experts.items() if value != usual},
+            of_experts,
         )
         self.split, self.plan, self.choice, self.notes = serving.split, serving.plan, serving.choice, serving.notes
         self._loads_path = None if expert_loads is None else Path(expert_loads)

@@ -18,6 +18,18 @@ from laconic.schedule.inference import InferencePlan, Order
 
 __all__ = ["ServingPlan", "plan_serving", "serving_split"]
 
+_OF_SLICES = ("num_slices", "slicing", "order", "shared_first")
+"""What a plan says about rows that travel to expert workers."""
+_USUAL: Mapping[str, tuple[object, ...]] = {
+    "expert_format": ("exact",),
+    "expert_device": (None,),
+    "payload": ("raw", "auto"),
+    "expert_loads": (None,),
+    "redundant_experts": (0,),
+    **{name: (getattr(InferencePlan(), name),) for name in _OF_SLICES},
+}
+"""Values with which these ask for nothing that needs expert workers."""
+
 
 @dataclass(frozen=True)
 class ServingPlan:
@@ -51,7 +63,7 @@ def plan_serving(
     limits: EngineLimits,
     dtype: str,
     traced: bool,
-    asked: Mapping[str, object],
+    of_experts: Mapping[str, object],
 ) -> ServingPlan:
     """Return what an engine with these arguments runs; see Engine.
 
@@ -61,42 +73,40 @@ def plan_serving(
         plan, rates, dtype: of the engine.
         limits: of each micro-batch.
         traced: whether the run is to be traced, for which it needs expert workers.
-        asked: arguments of the engine about expert workers that are not at their defaults.
+        of_experts: arguments of the engine that only expert workers use, by name.
 
     Raises:
         ConfigError, ModelError, PlanError: see Engine.
     """
     automatic = _automatic(plan, rates, experts)
-    asked = {**asked, **_of_slices(plan)}
-    said = ", ".join(f"{name} is {value!r}" for name, value in asked.items())
-    if said and experts == 0:
+    of_slices = {name: getattr(plan, name) for name in _OF_SLICES} if isinstance(plan, InferencePlan) else {}
+    asked = {name: value for name, value in {**of_experts, **of_slices}.items() if value not in _USUAL[name]}
+    if asked and experts == 0:
+        said, it = _in_words(asked)
         raise ConfigError(
-            f"{said} with experts = 0, but only expert workers use it; give at least one, or leave it out"
+            f"{said} with experts = 0, but only expert workers use {it}; give at least one, or leave {it} out"
         )
     config = read_config(model_dir)
-    wanted = Split(attention, 1 if experts is None else experts)
-    split = serving_split(model_dir, wanted)
+    split = serving_split(model_dir, attention, experts)
     model, blocks = find_experts(config)
     if not split.experts:
-        if experts:
-            said = ", ".join([f"experts is {experts}", *([said] if said else [])])
-        elif automatic is not None:
-            said = said or "plan is automatic"
-        if said:
+        needless = {**({"experts": experts} if experts else {}), **asked, **({"plan": "auto"} if automatic else {})}
+        if needless:
+            said, it = _in_words(needless)
             why = "; ".join(unknown_experts(model)[:1]) or "it is dense"
             raise ConfigError(
                 f"{said}, but {config.model_type} has no experts that an expert worker could hold ({why}), so every"
-                " attention worker holds all of it; leave it out"
+                f" attention worker holds all of it; leave {it} out"
             )
     notes: tuple[str, ...] = ()
-    if split != wanted and experts is None:
+    if not split.experts and experts is None:
         notes += (
             f"{model_dir.name} is a {config.model_type} model without experts that could be elsewhere, so every"
             " attention worker holds all of it",
         )
     choice = None
     if automatic is not None and split.experts:
-        may_unsplit = experts is None and not traced and not asked.keys() & {"expert_format", "expert_device"}
+        may_unsplit = experts is None and not traced and not asked.keys() - {"payload"}
         expert_format = str(asked.get("expert_format", "exact"))
         choice = automatic.choose(
             model_dir, split, limits, dtype=dtype, may_unsplit=may_unsplit, expert_format=expert_format
@@ -114,13 +124,14 @@ def plan_serving(
     return ServingPlan(split, runs, choice, notes + changed, vocabulary, positions, num_experts)
 
 
-def serving_split(model_dir: Path, wanted: Split) -> Split:
-    """Return the workers that will serve a model: a dense one has no expert workers.
+def serving_split(model_dir: Path, attention: int, experts: int | None) -> Split:
+    """Return the workers that will serve a model: a dense one has no expert workers, another one if `experts` is None.
 
     Raises:
         ConfigError: there are more expert workers than experts.
         ModelError: the directory holds no model that can be served.
     """
+    wanted = Split(attention, 1 if experts is None else experts)
     _, blocks = find_experts(read_config(model_dir))
     if not blocks:
         return Split(wanted.attention, 0)
@@ -153,13 +164,11 @@ def _automatic(
     return automatic
 
 
-def _of_slices(plan: InferencePlan | AutoPlan | str | None) -> dict[str, object]:
-    """What a given plan asks for beside micro-batches, which is about rows that travel to expert workers."""
-    if not isinstance(plan, InferencePlan):
-        return {}
-    names = ("num_slices", "slicing", "order", "shared_first")
-    given = {name: (getattr(plan, name), getattr(InferencePlan(), name)) for name in names}
-    return {name: value for name, (value, usual) in given.items() if value != usual}
+def _in_words(asked: Mapping[str, object]) -> tuple[str, str]:
+    """What is asked for, with values, and the pronoun of all of it."""
+    flags = {"num_slices": " (--slices)"}  # the others are those of their flags
+    said = ", ".join(f"{name}{flags.get(name, '')} is {value!r}" for name, value in asked.items())
+    return said, "it" if len(asked) == 1 else "them"
 
 
 def _runnable(plan: InferencePlan, split: Split) -> tuple[InferencePlan, tuple[str, ...]]:

@@ -54,7 +54,7 @@ def difference(op: str, implementation: Implementation, arguments: Arguments, de
 
 
 def _on_cpu() -> AbstractContextManager[object]:
-    """New tensors lie on the CPU, whatever the caller's default device is; the mode would double a check's time."""
+    """New tensors lie on the CPU, whatever the caller's default device is; not by a mode in vain, which costs time."""
     cpu = torch.device("cpu")
     return nullcontext() if torch.get_default_device() == cpu else cpu
 

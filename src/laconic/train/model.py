@@ -181,6 +181,7 @@ def _family_fields(
     if "rope_parameters" in known:
         known |= set(_ROPE)
     check_extra(config, known)
+    feed_forward = next((name for name in _FEED_FORWARD_NAMES if name in known), "intermediate_size")
     fields: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": config.hidden_size,
@@ -188,13 +189,9 @@ def _family_fields(
         "num_attention_heads": config.num_attention_heads,
         "max_position_embeddings": max_sequence_length,
         "tie_word_embeddings": config.tie_word_embeddings,
+        feed_forward: config.intermediate_size,
     }
     absent = [name for name in fields if name not in known]
-    feed_forward = next((name for name in _FEED_FORWARD_NAMES if name in known), None)
-    if feed_forward is None:
-        absent.append("intermediate_size")
-    else:
-        fields[feed_forward] = config.intermediate_size
     if "num_key_value_heads" in known:
         fields["num_key_value_heads"] = config.num_key_value_heads or config.num_attention_heads
     elif config.num_key_value_heads not in (None, config.num_attention_heads):
@@ -213,13 +210,13 @@ def _family_fields(
 
 
 def _check_sizes_once(
-    config: ModelConfig, fields: Mapping[str, Any], feed_forward: str | None, aliases: Mapping[str, str]
+    config: ModelConfig, fields: Mapping[str, Any], feed_forward: str, aliases: Mapping[str, str]
 ) -> None:
     """Refuse a field of `model.extra`, by any of its names, that is another size than `[model]` says."""
-    names = {family: usual for usual, family in aliases.items()} | {str(feed_forward): "intermediate_size"}
+    names = {family: usual for usual, family in aliases.items()} | {feed_forward: "intermediate_size"}
     for name, value in config.extra.items():
         size = names.get(name, name)
-        given = fields.get(str(feed_forward) if size == "intermediate_size" else size)
+        given = fields.get(feed_forward if size == "intermediate_size" else size)
         if hasattr(config, size) and value != given:
             raise ConfigError(f"model.extra.{name} is {value!r}, but model.{size} makes it {given!r}; set only that")
 

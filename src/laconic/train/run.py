@@ -200,8 +200,11 @@ def _train(run: _Run, stop: StopRequest, begin_step: Callable[[int], None]) -> i
     with RunLogger(config, world, run_dir, first_step) as run_logger, stop.on_signals(run_logger.message):
         stop.armed = True
         steps.trainer.rebuild_ddp_buckets()
-        for line in run.converted.report.summary.splitlines():
-            run_logger.message(line.replace("per token", f"per {run.task.unit}"))
+        report, unit = run.converted.report, run.task.unit
+        run_logger.message(report.kept(unit))
+        advice = report.loss_advice("--activations.loss chunked", unit)
+        if advice is not None and report.warning is None:  # which the conversion has logged
+            run_logger.message(advice)
         steps.begin(run_logger)
         if first_step:
             run_logger.message(f"resumed after step {first_step}")

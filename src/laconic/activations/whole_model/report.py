@@ -244,7 +244,7 @@ class Report:
             return None
         largest = "; ".join(map(str, self.after.largest))
         remedy = "mode='combined' also packs what no site covers" if self.mode == "sites" else "they are kept exactly"
-        remedy = self._remedy_of_loss or remedy
+        remedy = self.loss_advice() or remedy
         return f"less than {_LEAST_FACTOR:.0f}x is saved; most is kept of {largest}; {remedy}"
 
     @property
@@ -254,13 +254,12 @@ class Report:
             return 0.0
         return self.after.by_module.get(self.loss_owner, 0) / self.after.tokens
 
-    @property
-    def _remedy_of_loss(self) -> str | None:
-        """What to say if a quarter of what is kept, or more, belongs to a loss that need not keep it."""
+    def loss_advice(self, setting: str = 'loss="chunked"', unit: str = "token") -> str | None:
+        """Return what `setting` would save if that is more than a quarter of what is kept, else None."""
         nbytes, after = self.loss_nbytes_per_token, self.after_nbytes_per_token or 0.0
         if nbytes <= after / 4:
             return None
-        return f'loss="chunked" would not keep the {nbytes:,.0f} bytes a token of the loss'
+        return f"{setting} would not keep the {nbytes:,.0f} bytes a {unit} of the loss"
 
     @property
     def left_exact(self) -> tuple[str, ...]:
@@ -293,17 +292,14 @@ class Report:
             ],
         }
 
-    @property
-    def summary(self) -> str:
-        """What is kept for backward in all; a second line says what to do where that is not much less."""
+    def kept(self, unit: str = "token") -> str:
+        """Return one line: what is kept for backward in all; what the trainer's task counts is called `unit`."""
         before, after = self.before_nbytes_per_token, self.after_nbytes_per_token
         if before is None or after is None:
             return f"bytes unknown: {self.unmeasured}"
         saved = f"{before / after:.2f}x less" if after else "nothing is kept"
         dtype = str(self.dtype).removeprefix("torch.")
-        kept = f"kept for backward per token ({dtype}): {before:,.0f} -> {after:,.0f} bytes, {saved}"
-        advice = self.warning or self._remedy_of_loss
-        return kept if advice is None else f"{kept}\n{advice}"
+        return f"kept for backward per {unit} ({dtype}): {before:,.0f} -> {after:,.0f} bytes, {saved}"
 
     def __str__(self) -> str:
         def number(value: float | None) -> str:
@@ -325,7 +321,9 @@ class Report:
                     number(row.after_nbytes_per_token),
                 )
             )
-        lines = [columns(header, table, left=range(4)), self.summary]
+        lines = [columns(header, table, left=range(4)), self.kept()]
+        if (advice := self.warning or self.loss_advice()) is not None:
+            lines.append(advice)
         if self.fills_cache:
             lines.append(
                 "config.use_cache is on: a training forward holds the keys and values of all layers until it ends; set "

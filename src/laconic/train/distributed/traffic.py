@@ -47,7 +47,7 @@ class WireCounter(TorchDispatchMode):
 
     def __enter__(self) -> WireCounter:
         self._background_nbytes = sent_in_background_nbytes()
-        if self._world_size > 1:  # else nothing is sent, and a look at each operation doubles a small step's time
+        if self._world_size > 1:  # else nothing is sent, and seeing each operation costs a small step much
             super().__enter__()
         return self
 
