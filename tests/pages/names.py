@@ -119,6 +119,7 @@ def _gradients(block: str, until_the_end: ExitStack) -> Names:
     import laconic
 
     model, group = llama(), joined()
+    torch.manual_seed(group.rank())  # each rank has batches of its own
     names = {
         "model": model,
         "group": group,
