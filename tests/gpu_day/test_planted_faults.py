@@ -141,14 +141,14 @@ def test_a_call_that_is_cut_off_leaves_its_tables_and_a_second_one_goes_on(
 ) -> None:
     program = DRIVER.format(root=str(ROOT), good=GOOD, folder=str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL) as process:
-        journal = tmp_path / "report" / "gpu_day.jsonl"
+        page = tmp_path / "report" / "gpu_day.md"  # written after the journal
         for _ in range(int(patient(400))):
-            if journal.exists() and "begun" in journal.read_text():
+            if page.exists() and "### begun" in page.read_text():
                 break
             time.sleep(0.05)
         process.send_signal(number)
         assert process.wait(patient(20)) == (-9 if number == signal.SIGKILL else 128 + number)
-    left = (tmp_path / "report" / "gpu_day.md").read_text()
+    left = page.read_text()
     assert_ends(int(left.partition("### begun ")[2].split()[0]))
     assert "### good" in left
     assert "cut off: the call ended while it ran" in left
