@@ -80,24 +80,20 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, reduction: int, ignore_index: int) -> Tensor:
         aten, is_wide = torch.ops.aten, logits.dtype == torch.float32
-        shape = logits.shape if is_wide else (len(logits), 1)  # all of them, or those of the targets
-        log_probabilities = torch.empty(shape, dtype=torch.float32, device=logits.device)
+        kept = torch.empty_like(logits, memory_format=torch.contiguous_format) if is_wide else logits
+        of_targets = torch.empty((len(logits), 1), dtype=torch.float32, device=logits.device)
         for rows in _tiles(logits):
             if is_wide:
-                aten._log_softmax.out(logits[rows], 1, False, out=log_probabilities[rows])
+                part = aten._log_softmax.out(logits[rows], 1, False, out=kept[rows])
             else:
                 part = aten._log_softmax(logits[rows].float(), 1, False)
-                of_targets, _ = aten.nll_loss_forward(part, targets[rows], None, 0, ignore_index)
-                torch.neg(of_targets.unsqueeze(1), out=log_probabilities[rows])
-        # `ignore_index` may be 0, which is the one column here.
-        columns, ignored = (targets, ignore_index)
-        if not is_wide:
-            columns, ignored = torch.where(targets == ignore_index, _IGNORED, 0), _IGNORED
-        found = aten.nll_loss_forward(log_probabilities, columns, None, reduction, ignored)
-        loss, total_weight = found
+            losses, _ = aten.nll_loss_forward(part, targets[rows], None, 0, ignore_index)
+            torch.neg(losses.unsqueeze(1), out=of_targets[rows])
+        columns = torch.where(targets == ignore_index, _IGNORED, 0)  # there is one
+        loss, total_weight = aten.nll_loss_forward(of_targets, columns, None, reduction, _IGNORED)
         ctx.dtype, ctx.reduction, ctx.ignore_index = logits.dtype, reduction, ignore_index
         ctx.seen = () if is_wide else glances((logits,))
-        ctx.save_for_backward(edge_of(logits), log_probabilities if is_wide else logits, targets, total_weight)
+        ctx.save_for_backward(edge_of(logits), kept, targets, total_weight)
         value: Tensor = loss
         return value
 
