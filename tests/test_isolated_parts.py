@@ -13,6 +13,7 @@ from benchmarks import run
 from benchmarks.kit.isolated_parts import run_parts
 
 
+@pytest.mark.ci
 def test_parts_that_fail_crash_or_hang_cost_their_own_table_only() -> None:
     python = [sys.executable, "-S", "-c"]
     commands = {

@@ -55,6 +55,7 @@ def test_a_contender_that_fails_or_is_missing_is_a_row_that_says_why() -> None:
     assert rows["for GPUs"].failure.startswith("needs a GPU (")
 
 
+@pytest.mark.ci
 def test_memory_of_a_step_has_state_and_gradients() -> None:
     model = _Model()
     weights = sum(parameter.nbytes for parameter in model.parameters())

@@ -30,6 +30,7 @@ def target(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.ci
 def test_a_function_of_a_file(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", f"{target}:with_loss", "--rounds", "1", "--plot", str(target.with_suffix(".svg"))]) == 0
     out = capsys.readouterr().out

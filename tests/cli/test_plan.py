@@ -316,6 +316,7 @@ def test_sizes_beside_a_directory_are_refused(model: str, size: str, capsys: pyt
     assert "--hidden-size is given beside" in capsys.readouterr().err
 
 
+@pytest.mark.ci
 def test_flags_of_train_are_those_of_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--hidden-size", "--intermediate-size", "--num-layers", "--num-heads")
     model = [f"--model.{name}" for name in ("hidden-size", "intermediate-size")]

@@ -67,6 +67,7 @@ def test_bytes_are_a_bar_on_a_terminal_and_lines_in_a_pipe() -> None:
     assert lines[-1] == "laconic: zip: 4.00 KB of 4.00 KB (100%)"
 
 
+@pytest.mark.ci
 def test_work_of_unknown_length_shows_what_is_done_and_for_how_long() -> None:
     pytest.importorskip("tqdm")
     bar = on_terminal(QUICK + WORKING)

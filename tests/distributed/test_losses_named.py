@@ -164,6 +164,7 @@ def waits(rank: int, world: int, folder: str) -> None:
     leave(0)
 
 
+@pytest.mark.ci
 def test_a_wait_that_is_too_short_is_an_error_of_the_same_kind(tmp_path: Path) -> None:
     run_ranks(waits, (2, str(tmp_path)), 2)
 

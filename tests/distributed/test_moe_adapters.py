@@ -209,6 +209,7 @@ def what_would_be_wrong_is_refused() -> None:
     assert len(str(caught.value)) < 300
 
 
+@pytest.mark.ci
 def test_adapters_on_a_pair_are_those_of_one_process(tmp_path: Path) -> None:
     same = partial(outputs_and_gradients_are_those_of_one_process, {"ep": 2})
     run_world([same, a_rank_without_rows_takes_part, what_would_be_wrong_is_refused], 2, tmp_path)

@@ -460,6 +460,7 @@ def test_families_that_nobody_built_for_keep_all_bits(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.ci
 def test_shared_experts_run_while_rows_travel_and_bits_stay(tmp_path: Path) -> None:
     quick = [shared_experts_run_while_rows_travel, bits_stay, own_layers_overlap_theirs, gradients_of_gradients_travel]
     run_world(quick, 2, tmp_path)

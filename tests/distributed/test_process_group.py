@@ -104,6 +104,7 @@ def compiled_around(rank: int, folder: str) -> None:
     leave(0)
 
 
+@pytest.mark.ci
 def test_collectives_that_compiled_code_leaves_to_python_compute_the_same_bits(tmp_path: Path) -> None:
     run_ranks(compiled_around, (str(tmp_path),), 2)
 

@@ -399,5 +399,6 @@ def lost_before(rank: int, folder: str) -> None:
     leave(0)
 
 
+@pytest.mark.ci
 def test_a_rank_that_is_lost_before_the_first_coded_collective_is_named_at_once(tmp_path: Path) -> None:
     run_ranks(lost_before, (str(tmp_path),), 3)

@@ -135,7 +135,7 @@ def damaged(rank: int, world: int) -> None:
     transport.Wire.send = send  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [pytest.param(3, marks=pytest.mark.ci), pytest.param(4, marks=pytest.mark.slow)])
 def test_sums_around_a_ring_have_the_documented_bits_on_every_rank(world: int, tmp_path: Path) -> None:
     run_ranks(sums, (world, str(tmp_path)), world)
 
@@ -190,6 +190,7 @@ def survivor(rank: int, world: int, folder: str) -> None:
             return
 
 
+@pytest.mark.ci
 def test_a_rank_that_dies_amid_a_ring_is_named_by_all(tmp_path: Path) -> None:
     world = 3
     processes = start_ranks(survivor, (world, str(tmp_path)), world)

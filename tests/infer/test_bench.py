@@ -124,6 +124,7 @@ def _starter(
     return start
 
 
+@pytest.mark.ci
 def test_plans_are_compared_in_turns(tmp_path: Path) -> None:
     log: list[str] = []
     start = _starter(lambda plan: 0.02 if plan.kind == "naive" or plan.plan.num_micro_batches == 1 else 0.001, log)

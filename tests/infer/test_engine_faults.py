@@ -129,6 +129,7 @@ def test_a_worker_that_ends_because_its_peers_have_is_not_the_one_that_is_named(
                 request.result(patient(10))
 
 
+@pytest.mark.ci
 def test_a_micro_batch_that_hangs_beside_one_that_works_is_given_up(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ from laconic.infer.generation_config import (
 from laconic.infer.logits_rules import make_rules
 from laconic.infer.sampling import Sampling, sample
 from laconic.infer.transformers_seam import CacheLimits, Finished, Requests, load_attention_model, read_config
+from tests.grid import few
 from tests.infer.models import PROMPTS, VOCABULARY, make
 from tests.patience import patient
 
@@ -127,7 +128,7 @@ def without(original: Any) -> Callable[[bool], tuple[dict[str, Any], list[list[i
     return tokens
 
 
-@pytest.mark.parametrize("name", sorted(PROCESSED))
+@pytest.mark.parametrize("name", few(sorted(PROCESSED), 4, pytest.mark.ci))
 def test_each_rule_is_honoured(original: Any, served: Any, without: Any, name: str) -> None:
     others, plain = without(name.startswith("min_"))
     may_change_nothing = name in ("remove_invalid_values", "renormalize_logits")
@@ -140,12 +141,15 @@ def test_each_rule_is_honoured(original: Any, served: Any, without: Any, name: s
     assert served(config, Sampling(max_new_tokens=NEW_TOKENS)) == expected
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 60))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.ci if n < 4 else pytest.mark.slow) for n in range(1, 60))]
+)
 def test_rules_together_give_the_tokens_of_generate(original: Any, served: Any, seed: int) -> None:
     config = some(PROCESSED, seed)
     assert served(config, Sampling(max_new_tokens=NEW_TOKENS)) == generated(original, config), config
 
 
+@pytest.mark.ci
 def test_a_requests_own_rules_go_before_the_models(original: Any, served: Any) -> None:
     config = {"repetition_penalty": 3.0, "suppress_tokens": [*range(40)], "sequence_bias": [[[50], 3.0]]}
     own = Sampling(max_new_tokens=NEW_TOKENS, rules={"repetition_penalty": 1.0, "suppress_tokens": None})
@@ -180,6 +184,7 @@ def test_draws_are_from_the_distribution_of_generate(original: Any, seed: int) -
         rules.take(token, position)
 
 
+@pytest.mark.ci
 def test_what_ends_a_request(original: Any, served: Any) -> None:
     ends = {"sequence_bias": [[[EOS], 9.0]]}
     expected = generated(original, ends)

@@ -25,6 +25,7 @@ from laconic.infer.split import Split
 from laconic.infer.transformers_seam import CacheLimits, load_attention_model
 from laconic.infer.transformers_seam.sampler import Sampler
 from laconic.schedule.inference import InferencePlan
+from tests.grid import few
 from tests.infer.inside import Inside
 from tests.infer.models import make
 
@@ -87,10 +88,10 @@ def test_a_model_that_is_served_right_is_taken_in_one_line(
     ("positions", "cache_tokens", "batch_tokens"),
     [
         (5, 16, 256),
-        (20, 48, 5),
-        (20, 16, 1),
-        (4096, 4096, 24),
-        *(pytest.param(*sizes, marks=pytest.mark.ci) for sizes in ((5, 4096, 24), (4096, 16, 1), (4096, 48, 5))),
+        *(
+            pytest.param(*sizes, marks=pytest.mark.ci)
+            for sizes in ((20, 48, 5), (20, 16, 1), (4096, 4096, 24), (5, 4096, 24), (4096, 16, 1), (4096, 48, 5))
+        ),
     ],
 )
 def test_small_caches_batches_and_models_are_checked_too(
@@ -104,23 +105,27 @@ def test_small_caches_batches_and_models_are_checked_too(
     assert max(len(trial.inputs) for trial in trials) <= min(cache_tokens, positions)
 
 
+UNREACHED: list[tuple[str, dict[str, Any]]] = [
+    ("gptj", _OWN_HEADS | {"rotary_dim": 4}),
+    ("codegen", _OWN_HEADS | {"rotary_dim": 4}),
+    (
+        "gpt_neo",
+        _OWN_HEADS
+        | {"attention_types": [[["global", "local"], 1]], "num_hidden_layers": 2, "max_position_embeddings": 64},
+    ),
+    ("xglm", _OWN_HEADS | {"ffn_dim": 32}),
+    ("mpt", _OWN_HEADS),
+    ("diffllama", {}),
+    ("bloom", _OWN_HEADS),
+    ("gemma2", {"head_dim": 8, "attn_logit_softcapping": 1.0}),
+]
+"""Families whose attention reads no cache of the engine's, and changes to their small models."""
+
+
 @attention_fills_the_cache
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [
-        ("gptj", _OWN_HEADS | {"rotary_dim": 4}),
-        ("codegen", _OWN_HEADS | {"rotary_dim": 4}),
-        (
-            "gpt_neo",
-            _OWN_HEADS
-            | {"attention_types": [[["global", "local"], 1]], "num_hidden_layers": 2, "max_position_embeddings": 64},
-        ),
-        ("xglm", _OWN_HEADS | {"ffn_dim": 32}),
-        ("mpt", _OWN_HEADS),
-        ("diffllama", {}),
-        ("bloom", _OWN_HEADS),
-        ("gemma2", {"head_dim": 8, "attn_logit_softcapping": 1.0}),
-    ],
+    few([pytest.param(*case) for case in UNREACHED], 2, pytest.mark.ci),
 )
 @pytest.mark.parametrize("dtype", ROUGHEST)
 def test_a_family_that_does_not_reach_the_cache_is_refused_by_name(
@@ -220,7 +225,7 @@ FAULTS: list[Callable[[dict[str, Any]], None]] = [
 
 
 @pytest.mark.parametrize("dtype", ROUGHEST)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", few(FAULTS, 3, pytest.mark.ci))
 def test_a_fault_in_what_the_model_is_given_is_noticed(
     models: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -260,7 +265,7 @@ def _other_heads(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwa
 
 
 @attention_fills_the_cache
-@pytest.mark.parametrize("attend", [_unscaled, _uncached, _other_heads])
+@pytest.mark.parametrize("attend", few([_unscaled, _uncached, _other_heads], 1, pytest.mark.ci))
 @pytest.mark.parametrize("dtype", ROUGHEST)
 def test_a_fault_of_the_paged_attention_is_noticed(
     models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, attend: Callable[..., Any], dtype: torch.dtype
@@ -311,8 +316,8 @@ def _places_moved(sent: list[Any]) -> list[Any]:
     return [(link, rows, places.roll(1)) for link, rows, places in sent]
 
 
-@pytest.mark.parametrize("slicing", ["tokens", "experts"])
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3"])
+@pytest.mark.parametrize("slicing", ["tokens", pytest.param("experts", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("family", few(["mixtral", "qwen2_moe", "deepseek_v3"], 2, pytest.mark.ci))
 def test_a_split_model_is_checked_through_its_workers(models: Callable[..., Path], family: str, slicing: Any) -> None:
     plan = InferencePlan(num_micro_batches=2, num_slices=2, slicing=slicing)
     assert Inside(models(family), 2, plan).check().startswith(f"checked: {family}")

@@ -720,6 +720,7 @@ def test_shutdown_lets_requests_end(engine: FakeEngine) -> None:
     assert found == [text_of("one", seed=1, max_new_tokens=300)]
 
 
+@pytest.mark.ci
 def test_200_requests_at_random_times_get_their_own_answers(engine: FakeEngine, url: str) -> None:
     times = random.Random(5)
 

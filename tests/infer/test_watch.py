@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 
 from laconic.infer.attention_worker import AttentionWorker
@@ -52,6 +53,7 @@ def test_only_a_worker_with_requests_and_without_progress_is_ended() -> None:
     assert watch.verdict(busy) is None
 
 
+@pytest.mark.ci
 def test_a_worker_says_how_long_its_slowest_micro_batch_has_stalled(tmp_path: Path) -> None:
     hold, counts, ended = threading.Event(), Counter[str](), set[str]()
 

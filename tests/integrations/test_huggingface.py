@@ -266,7 +266,7 @@ def test_a_trainer_that_makes_its_own_optimizer_is_converted_or_refused(tmp_path
     "changes",
     [
         {"bf16": True},
-        {"gradient_checkpointing": True},
+        pytest.param({"gradient_checkpointing": True}, marks=pytest.mark.ci),
         pytest.param({"label_smoothing_factor": 0.1}, marks=pytest.mark.ci),
         pytest.param({"optim": "adamw_torch_fused", "weight_decay": 0.1}, marks=pytest.mark.ci),
         *(

@@ -48,7 +48,9 @@ def assert_rate(expected: float, lab: Lab, num_bytes: int, sender: int = 1) -> N
 
 
 # A fast link needs processors of its own: with two busy trainings beside, 427 of 500 Mbit/s were the most in 40 s.
-@pytest.mark.parametrize("rate", [5e7, 2e8, pytest.param(5e8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "rate", [pytest.param(5e7, marks=pytest.mark.ci), 2e8, pytest.param(5e8, marks=pytest.mark.slow)]
+)
 def test_a_transfer_gets_the_rate_of_the_link(rate: float, make_lab: MakeLab) -> None:
     lab = make_lab(2, rate)
     num_bytes = int(rate / 8 * 0.5)
@@ -188,6 +190,7 @@ def test_the_next_lab_removes_what_a_killed_one_left(other_lab: tuple[subprocess
     _wait(lambda: not is_alive(program))
 
 
+@pytest.mark.ci
 @needs_lab
 def test_the_command_line_prints_lines_and_bytes(capfd: pytest.CaptureFixture[str]) -> None:
     command = ["--hosts", "4", "--nodes", "2", "--rate", "50mbit", "--node-rate", "1gbit", "--calibrate", "--"]
@@ -205,7 +208,12 @@ def test_the_command_line_prints_lines_and_bytes(capfd: pytest.CaptureFixture[st
 
 @needs_lab
 @pytest.mark.parametrize(
-    ("script", "code"), [("exit $RANK", 1), ("[ $RANK = 1 ] && kill -9 $$; exit 0", 137), ("sleep 600", 124)]
+    ("script", "code"),
+    [
+        ("exit $RANK", 1),
+        ("[ $RANK = 1 ] && kill -9 $$; exit 0", 137),
+        pytest.param("sleep 600", 124, marks=pytest.mark.ci),
+    ],
 )
 def test_the_command_line_ends_as_its_command_does(script: str, code: int) -> None:
     assert main(["--timeout-seconds", "2", "--", "sh", "-c", script]) == code

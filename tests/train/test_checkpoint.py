@@ -499,8 +499,7 @@ def _interrupt_every_call(rank: int, how: str, scenario: str, folder: Path) -> N
 @pytest.mark.parametrize(
     ("how", "scenario"),
     [
-        ("die", "again"),
-        pytest.param("fail", "new", marks=pytest.mark.ci),
+        *(pytest.param(*c, marks=pytest.mark.ci) for c in (("die", "again"), ("fail", "new"))),
         *(pytest.param(*c, marks=pytest.mark.slow) for c in (("die", "new"), ("fail", "again"))),
     ],
 )

@@ -54,6 +54,7 @@ def test_a_run_that_fails_is_a_failed_run(tmp_path: Path, wandb_offline: Any) ->
     assert {name for name in found.rows[0] if name[0] != "_"} == {"loss"}
 
 
+@pytest.mark.ci
 def test_starts_within_one_second_do_not_write_over_each_other(tmp_path: Path, wandb_offline: Any) -> None:
     for step in (1, 2, 3):
         with MetricsWriter(tmp_path, wandb={}) as writer:
@@ -78,6 +79,7 @@ def test_the_environment_names_project_and_run(
     assert [each.id for each in offline_runs(tmp_path) + offline_runs(tmp_path / "other")] == ["chosen", "chosen"]
 
 
+@pytest.mark.ci
 def test_training_goes_on_where_wandbs_process_dies(
     tmp_path: Path, wandb_offline: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
