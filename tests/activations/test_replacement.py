@@ -619,6 +619,38 @@ def test_a_copy_of_attributes_computes_with_its_own_weights(
     assert tracked[1] < tracked[0]  # the model itself still saves little
 
 
+@pytest.mark.parametrize("holds", ["as a part", "out of sight", "and has a forward"])
+@pytest.mark.parametrize("mode", ["sites", "hooks", "combined"])
+def test_a_wrapper_may_take_the_forward_of_the_model_that_it_holds(
+    mode: Any, holds: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.held = [model] if holds == "out of sight" else model
+            self.forward = model.forward
+
+    class Other(Wrapper):
+        def forward(self, x: Tensor) -> Tensor:
+            raise AssertionError("an attribute goes before it")
+
+    torch.manual_seed(0)
+    x, plain = torch.randn(16, 64), Noisy()
+    model = copy.deepcopy(plain)
+    laconic.compress_activations(model, bits=8, mode=mode, example_inputs={"x": x})
+    found = []
+    for each in (plain, model):
+        wrapper = (Other if holds == "and has a forward" else Wrapper)(each)
+        wrapper(x), torch.manual_seed(1)
+        with SavedTensorTracker(wrapper) as tracker:
+            y = wrapper(x)
+        found.append((y, tracker.nbytes, torch.autograd.grad(y.square().sum(), list(each.parameters()))))
+    assert torch.equal(found[1][0], found[0][0])
+    assert found[1][1] < found[0][1]
+    assert all(relative_error(a, b) < 0.05 for a, b in zip(found[1][2], found[0][2], strict=True))
+    assert "copying its attributes" not in caplog.text
+
+
 def test_a_shallow_copy_of_a_language_model_shares_its_layers() -> None:
     model, ids = _compressed("llama"), make_ids()
     twin = copy.copy(model)

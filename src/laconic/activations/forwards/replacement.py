@@ -263,13 +263,20 @@ class ModelReplacement(Replacement, RootForward):
         if not torch.compiler.is_compiling():
             # `self` of the frame that calls this: the module, or a copy that shares the dictionary's values.
             caller = sys._getframe(1).f_locals.get("self")
-            if caller is not self.module and isinstance(caller, nn.Module) and vars(caller).get("forward") is self:
+            is_stored = (
+                caller is not self.module and isinstance(caller, nn.Module) and vars(caller).get("forward") is self
+            )
+            if is_stored and not self._is_lent_to(caller):
                 _exactly(caller)
                 return caller.forward(*args, **kwargs)
         # Here and not in `run`, which may be one that torch.export cannot enter.
         if not self.enabled or is_exporting():
             return self.original(*args, **kwargs)
         return self.run_root(self.run, args, kwargs)
+
+    def _is_lent_to(self, caller: nn.Module) -> bool:
+        """Whether this is the forward of what `caller` wraps, and it no copy: PEFT's adaption prompts do so."""
+        return type(caller).forward is nn.Module.forward or any(part is self.module for part in caller.modules())
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The forward while it is enabled."""
