@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import laconic
 from laconic.errors import ConfigError, TrainingError
@@ -274,8 +275,8 @@ def test_options_are_checked_once_per_group_and_backward(monkeypatch: pytest.Mon
     groups = [{"params": model[:3].parameters()}, {"params": model[3:5].parameters()}]
     optimizer = AdamW8bit(groups)
     optimizer.update_in_backward()
-    plain = adamw._check_options
-    monkeypatch.setattr(adamw, "_check_options", lambda group: (checked.append(len(group["params"])), plain(group)))
+    plain = adamw._read_options
+    monkeypatch.setattr(adamw, "_read_options", lambda group: (checked.append(len(group["params"])), plain(group))[1])
     for number in (1, 2):
         backward(model, number)
         assert sorted(checked) == sorted([3, 4] * number)
@@ -283,3 +284,32 @@ def test_options_are_checked_once_per_group_and_backward(monkeypatch: pytest.Mon
     optimizer.param_groups[1]["eps"] = -1.0
     with pytest.raises(ConfigError, match=r"eps is -1\.0"):
         backward(model, 3)
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host reads a tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self._tensor = tensor
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default and args[0] is self._tensor
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("updates_in_backward", [True, False])
+def test_a_rate_that_is_a_tensor_is_read_once_per_step_and_group(updates_in_backward: bool) -> None:
+    models, rate = [make_model(), make_model()], torch.tensor(1e-2)
+    usual, optimizer = (AdamW8bit(one.parameters(), lr=lr) for one, lr in zip(models, (rate.item(), rate), strict=True))
+    if updates_in_backward:
+        optimizer.update_in_backward()
+    for number in (1, 2):
+        for one, its in zip(models, (usual, optimizer), strict=True):
+            with Reads(rate) as reads:
+                backward(one, number)
+                its.step()
+            assert reads.count == (its is optimizer)
+            its.zero_grad()
+    assert same(*models)

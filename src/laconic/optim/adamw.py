@@ -138,8 +138,8 @@ class AdamW8bit(torch.optim.Optimizer):
         """
         if self._updates_in_backward:
             raise ConfigError("update_in_backward() was called before, and must be called once only")
-        self._checked: dict[int, int] = {}
-        """By the number of a group, the backward that has checked its options."""
+        self._read: dict[int, tuple[int, dict[str, Any]]] = {}
+        """By the number of a group, the backward that has read its options, and what it read."""
         for number in range(len(self.param_groups)):
             self._hook_on(number)
         self._updates_in_backward = True
@@ -158,9 +158,8 @@ class AdamW8bit(torch.optim.Optimizer):
             return
         _check_not_captured()
         backward = torch._C._current_graph_task_id()
-        if backward == -1 or self._checked.get(number) != backward:  # an option may be a tensor, to wait for
-            _check_options(group)
-            self._checked[number] = backward
+        if backward == -1 or self._read.get(number, (-1,))[0] != backward:  # an option may be a tensor, to wait for
+            self._read[number] = backward, _read_options(group)
         update = self._update_of(group, index)
         if update is None:
             return
@@ -169,7 +168,7 @@ class AdamW8bit(torch.optim.Optimizer):
                 f"the gradient of {update.name} is in codes, which are reduced after backward, but "
                 "update_in_backward() has updates made in backward; leave one of both out"
             )
-        self._apply([(group, [update])], None)
+        self._apply([(self._read[number][1], [update])], None)
         gradient = local_part(update.gradient)
         if gradient.is_cuda:  # FSDP2 allocates it on one stream and may run hooks on another
             gradient.record_stream(torch.cuda.current_stream(gradient.device))
@@ -218,13 +217,14 @@ class AdamW8bit(torch.optim.Optimizer):
             )
         if isinstance(gradient_factor, DTensor):
             gradient_factor = gradient_factor.full_tensor()
-        for group in self.param_groups:
-            _check_options(group)
-        work = [(group, list(self._updates(group))) for group in self.param_groups]
+        found = [(group, list(self._updates(group))) for group in self.param_groups]
+        # Backward has read the options of a group that it has updated.
+        work = [(_read_options(one), updates) for one, updates in found if updates or not self._updates_in_backward]
         self._apply(work, gradient_factor)
         return loss
 
     def _apply(self, work: list[tuple[dict[str, Any], list[_Update]]], gradient_factor: Tensor | None) -> None:
+        """Make updates with the options of their groups, as `_read_options` gives them."""
         for group, updates in work:
             for update in updates:
                 if not self.state[update.parameter]:
@@ -347,9 +347,9 @@ class AdamW8bit(torch.optim.Optimizer):
             [gradient.residual_codes for gradient in quantized if gradient.residual_codes is not None],
             [gradient.residual_scales for gradient in quantized if gradient.residual_scales is not None],
             gradient_factor=None if factor is None else _on(values[0].device, factor),
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             step=int(states[0]["step"].item()) + 1,
@@ -386,9 +386,9 @@ class AdamW8bit(torch.optim.Optimizer):
             [],
             [state["step"] for state in states],
             amsgrad=False,
-            beta1=float(beta1),
-            beta2=float(beta2),
-            lr=float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=group["maximize"],
@@ -462,10 +462,22 @@ def _check_group(group: Mapping[str, Any], lowest_lr: float = 0.0) -> None:
             raise ConfigError(f"{field} is {number}, but it must be {at_least if below == math.inf else _BETWEEN}")
 
 
-def _check_options(group: Mapping[str, Any]) -> None:
-    """Check in each step what schedulers and hosts write to a group; a rate may pass 0, as with torch's optimizers."""
+def _read_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group with its options as floats, checked in each step, as schedulers and hosts write to them.
+
+    A rate may pass 0, as with torch's optimizers. A tensor is read here and nowhere else, as the host may wait for it.
+    """
     _check_refused(group)
-    _check_group(group, lowest_lr=-math.inf)
+    read = {**group, **{name: _number(group[name]) for name in ("lr", "eps", "weight_decay", "min_8bit_numel")}}
+    if isinstance(group["betas"], tuple | list):
+        read["betas"] = tuple(map(_number, group["betas"]))
+    _check_group(read, lowest_lr=-math.inf)
+    return read
+
+
+def _number(value: Any) -> Any:
+    """The number in a tensor of one element; anything else as it is."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _check_not_captured() -> None:
