@@ -19,8 +19,9 @@ from laconic.cost.hardware.compute import Sensitivity
 from laconic.cost.memory.saved_tensors import Precision
 from laconic.cost.sizes import format_nbytes, parse_nbytes
 from laconic.errors import PlanError
-from laconic.train.config.plan import plan_settings
+from laconic.train.config.plan import check_plan, plan_settings
 from laconic.train.config.toml import load_config
+from laconic.train.distributed.parallel_state import ParallelState
 from laconic.train.model import build_model
 from tests.activations.models import make_model
 from tests.cost.shapes import shape_of, traced_llama
@@ -245,6 +246,7 @@ _TRIED = {
     [
         [],
         ["--optimizer", "adamw8bit", "--sequence-length", "512"],
+        ["--optimizer", "adamw8bit", "--sequence-length", "512", "--update-in-backward"],
         ["--optimizer", "adamw8bit", "--gradients", "8", "--sequence-length", "128", "--policy", "uniform4"],
         ["--dp", "8", "--fsdp", "--policy", "uniform4", "--sequence-length", "8192"],
         ["--dp", "8", "--fsdp", "--policy", "uniform4", "--loss", "chunked", "--sequence-length", "128"],
@@ -334,6 +336,52 @@ def test_flags_of_train_are_those_of_plan(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().out == ours
     known = {flag for action in make_parser().flags() for flag in action.option_strings if "." in flag}
     assert known <= {flag for action in train_parser().flags() for flag in action.option_strings}
+
+
+def test_updates_in_backward_are_planned_and_carried_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = [*_SIZES, "--num-layers", "2", "--optimizer", "adamw8bit", "--hardware", "xeon-core", "--precision", "fp32"]
+    plans = []
+    for flags in ([], ["--update-in-backward"], ["--optimizer.update-in-backward"]):
+        out = tmp_path / f"{len(plans)}.json"
+        assert main(["plan", *sizes, *flags, "--out", str(out)]) == 0
+        plans.append(load_plan(out))
+    assert "32-bit gradients used in backward" in capsys.readouterr().out
+    after, during, again = plans
+    assert during == again
+    assert "update_in_backward" not in after.to_dict()["settings"]  # as before there was such a field
+    assert during.prediction.ranks[0].gradients_nbytes == 0 < after.prediction.ranks[0].gradients_nbytes
+    settings = plan_settings(during)
+    config = load_config(None, settings)
+    assert (config.optimizer.update_in_backward, config.optimizer.clip_norm) == (True, 0.0)
+    made = build_model(config.model, 257, 32, 0, eos_token_id=256)
+    one = {**settings, "nproc": 1}
+    check_plan(during, load_config(None, one), ParallelState(), made.config, False)
+    with pytest.raises(
+        PlanError, match=r"is for optimizer\.update_in_backward = False, but this run has True"
+    ):
+        check_plan(after, load_config(None, one), ParallelState(), made.config, False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (
+            ["--optimizer", "adamw"],
+            "optimizer is 'adamw', but it must be adamw8bit or adamw4bit with",
+        ),
+        (["--gradients", "8"], "gradient_bits is 8, but it must be 32 or 16 with update_in_backward"),
+        (["--micro-batches", "2"], "micro_batches is 2, but it must be 1 with update_in_backward"),
+        (["--stages", "2", "--micro-batches", "1", "--schedule", "gpipe"], "stages is 2, but it must be 1 with"),
+        (["--dp", "2"], "data_parallel is 2, but it must be 1 with update_in_backward: DDP averages whole gradients"),
+    ],
+    ids=lambda flags: " ".join(flags) if isinstance(flags, list) else "",
+)
+def test_what_needs_all_gradients_is_not_planned_with_updates_in_backward(
+    flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = [*_SIZES, "--num-layers", "2", "--optimizer", "adamw8bit", "--update-in-backward"]
+    assert main(["plan", *sizes, *flags]) == 2
+    assert complaint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--init", "--model.path", "--init=", "--model.path="])

@@ -36,6 +36,7 @@ from laconic.formats.shards import is_deepspeeds, sharded_like
 from laconic.gradients import CompressedGradients
 from laconic.gradients.turns import owner_of
 from laconic.optim import AdamW8bit
+from laconic.optim.in_backward import UsedGradient
 from laconic.output_lines import say
 
 __all__ = ["audit_first_call", "audit_now", "say_left_out"]
@@ -182,6 +183,13 @@ class _FirstStep:
             unseen = "all, as no training call of the model was seen before its optimizer's first step"
             say_left_out(f"{unseen}; call laconic.audit(model, batch) before it")
         elif isinstance(optimizer, AdamW8bit):
+            used = [parameter for parameter in parameters if isinstance(parameter.grad, UsedGradient)]
+            if used:
+                say_left_out(
+                    f"updates of {len(used)} parameters, as update_in_backward() made them before step(); call "
+                    "laconic.audit(model, batch, optimizer=optimizer) before the first backward"
+                )
+            parameters = [parameter for parameter in parameters if parameter not in set(used)]
             gradients = {}
             for parameter in parameters:
                 coded = quantized_gradient(parameter)

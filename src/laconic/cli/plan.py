@@ -152,6 +152,7 @@ def _job(options: argparse.Namespace) -> Job:
         gradient_bits=options.gradients,
         loss=options.loss,
         device="cpu" if options.hardware == "xeon-core" else "cuda",
+        update_in_backward=options.update_in_backward,
     )
     of_stages = (("schedule", options.schedule), ("virtual-stages", options.virtual_stages), ("split", options.split))
     for flag, value in of_stages:
@@ -381,6 +382,12 @@ def make_parser() -> Parser:
     add("--precision", default="bf16", help="fp32, bf16 (autocast over fp32 parameters) or bf16-pure")
     add("--image-size", type=integer, metavar="N", help="pixels of a side (default: the configuration's, or 224)")
     add("--optimizer", "--optimizer.kind", default="adamw", help=f"adamw, {' or '.join(OPTIMIZERS)}")
+    add(
+        "--update-in-backward",
+        "--optimizer.update-in-backward",
+        action="store_true",
+        help="the optimizer uses each gradient in backward, so that they are never there together",
+    )
     add("--gradients", "--gradients.bits", type=integer, default=32, metavar="BITS", help="32, 16, 12 or 8")
     add("--loss", "--activations.loss", default="exact", help="exact or chunked")
     add = parser.add_argument_group("layout").add_argument

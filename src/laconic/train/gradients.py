@@ -3,6 +3,7 @@
 All kinds have the same methods, so the loop is the same for all:
 
 - `PlainGradients`: `parameter.grad`; DDP or FSDP2 has reduced them when the last backward ends.
+- `PassingGradients`: the same, measured and gone in backward, whose end they do not reach.
 - `ExpertParallelGradients`: the same with expert parallelism: gradients of experts are averaged over other groups.
 - `OverlappedGradients`: those again, the dense ones averaged while backward of expert layers leaves links idle.
 - `StoredGradients`: 8 or 12 bits per element (laconic.gradients.compress_gradients), folded in after each backward and
@@ -46,6 +47,7 @@ from laconic.train.distributed.parallel_state import ParallelState
 __all__ = [
     "ExpertParallelGradients",
     "Gradients",
+    "PassingGradients",
     "make_gradients",
 ]
 
@@ -143,6 +145,42 @@ class PlainGradients(Gradients):
     def clear(self) -> None:
         """Set `parameter.grad` to None."""
         self._model.zero_grad(set_to_none=True)
+
+
+class PassingGradients(PlainGradients):
+    """Gradients that an optimizer uses in backward, each as soon as it is whole.
+
+    Make it before the optimizer's `update_in_backward`, whose hooks come after these.
+
+    Args:
+        model: plain, or wrapped in FSDP2.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.are_used = True
+        """Whether the next backward updates; else it drops gradients, and nothing changes."""
+        self._norms: dict[nn.Parameter, Tensor] = {}
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    @torch.no_grad()
+    def _arrived(self, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        self._norms[parameter] = torch.linalg.vector_norm(parameter.grad)
+        if not self.are_used:
+            parameter.grad = None
+
+    def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """2-norm of the gradients that have passed."""
+        norms = [self._norms[parameter] for parameter in parameters if parameter in self._norms]
+        return full_value(torch.linalg.vector_norm(torch.stack(norms)))
+
+    def clear(self) -> None:
+        """Forget the norms, and let go of what stands in the place of gradients."""
+        super().clear()
+        self._norms.clear()
 
 
 class ExpertParallelGradients(PlainGradients):
@@ -330,6 +368,8 @@ def make_gradients(
         model: as in `PlainGradients`, except that with 8 or 12 bits it is not wrapped in DDP.
         experts: of the model, if it has expert parallelism.
     """
+    if config.optimizer.update_in_backward:
+        return PassingGradients(model)
     grid = None if experts is None else experts.grid
     if config.gradients.bits == 32:
         if experts is None or grid is None:

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.activations import SavedTensorTracker, seed_rounding
 from laconic.auditing import AuditReport, audit_loss, first_rows
 from laconic.collectives import audit
-from laconic.errors import AuditError
+from laconic.errors import AuditError, TrainingError
 from laconic.gradients import LocalSteps
 from laconic.optim import OPTIMIZER_CLASSES
 from laconic.train.config.schema import OptimizerConfig, TrainConfig
@@ -37,7 +37,7 @@ from laconic.train.distributed.parallel_state import ParallelState
 from laconic.train.distributed.running_statistics import RunningStatistics
 from laconic.train.distributed.traffic import WireCounter
 from laconic.train.distributed.world import World
-from laconic.train.gradients import ExpertParallelGradients, Gradients
+from laconic.train.gradients import ExpertParallelGradients, Gradients, PassingGradients
 from laconic.train.lr_schedule import learning_rate
 from laconic.train.moe.router_balance import Routers
 from laconic.train.pipeline import Pipeline
@@ -187,6 +187,10 @@ class Trainer:
         """Run optimizer step `step` (0-based). All processes call it together; a stop requested of one stops all.
 
         `record`: note in `passes` when the stages of a pipeline work.
+
+        Raises:
+            AuditError: in the first step, gradients of experts are not averaged as they should be.
+            TrainingError: a gradient that backward has used for its update is not finite.
         """
         config, world = self._config, self._world
         rate = learning_rate(config.optimizer, step, config.steps)
@@ -234,6 +238,12 @@ class Trainer:
             norm = torch.tensor(math.sqrt(squares[0]), dtype=torch.float32, device=world.device)
 
         skipped = num_bad > 0
+        if skipped and isinstance(self._gradients, PassingGradients) and self._gradients.are_used:
+            raise TrainingError(
+                f"a gradient of step {step + 1} is not finite, and has updated its parameter in backward "
+                "(optimizer.update_in_backward); continue from the last checkpoint with --resume and "
+                "--no-optimizer.update-in-backward, which leaves such a step out, or a lower optimizer.learning_rate"
+            )
         if skipped:
             self._statistics.restore(statistics)
         else:
@@ -290,6 +300,8 @@ class Trainer:
                 last = micro == config.micro_batches - 1
                 with gradients.last_backward() if last else gradients.earlier_backward():
                     loss, whole = self._training_loss(samples)
+                    if isinstance(gradients, PassingGradients):  # after backward it is too late to leave updates out
+                        gradients.are_used = not self._world.sum((~whole.detach().isfinite()).float()).item()
                     (whole / config.micro_batches).backward()
                 total += loss.detach().double() / config.micro_batches
         audits, self._audits_reduction = self._audits_reduction, False
@@ -417,4 +429,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     }
     if config.kind == "adamw":
         return torch.optim.AdamW(**options, fused=True)
-    return OPTIMIZER_CLASSES[config.kind](**options)
+    made = OPTIMIZER_CLASSES[config.kind](**options)
+    if config.update_in_backward:
+        made.update_in_backward()
+    return made

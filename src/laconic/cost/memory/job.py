@@ -92,6 +92,7 @@ class Settings:
         gradient_bits: 32, 16, 12 or 8.
         loss: "exact" keeps the log-probabilities, or 16-bit logits where anything is packed; "chunked" keeps neither.
         device: "cuda" or "cpu", which has no other memory to offload to.
+        update_in_backward: an 8- or 4-bit AdamW uses each gradient in backward, so that they are never there together.
     """
 
     precision: Literal["fp32", "bf16", "bf16-pure"] = "bf16"
@@ -99,6 +100,7 @@ class Settings:
     gradient_bits: int = 32
     loss: Literal["exact", "chunked"] = "exact"
     device: Literal["cuda", "cpu"] = "cuda"
+    update_in_backward: bool = False
 
     def __post_init__(self) -> None:
         rules: tuple[tuple[str, tuple[object, ...]], ...] = (
@@ -113,6 +115,16 @@ class Settings:
                 raise PlanError(
                     f"{name} is {getattr(self, name)!r}, but it must be one of {', '.join(map(str, allowed))}"
                 )
+        if self.update_in_backward and self.optimizer == "adamw":
+            raise PlanError(
+                f"optimizer is 'adamw', but it must be {' or '.join(OPTIMIZERS)} with update_in_backward, which "
+                "torch's lacks"
+            )
+        if self.update_in_backward and self.gradient_bits < 16:
+            raise PlanError(
+                f"gradient_bits is {self.gradient_bits}, but it must be 32 or 16 with update_in_backward: codes hold "
+                "all gradients until backward is over"
+            )
 
 
 def precision_of(settings: Settings, layout: Layout) -> Precision:
@@ -136,6 +148,8 @@ class Job:
         shape, layout, batch, precision = self.shape, self.layout, self.batch, self.precision
         if isinstance(shape, ModelSizes):
             return
+        if self.settings.update_in_backward:
+            _check_updates_in_backward(layout)
         for layer in range(shape.num_layers) if layout.expert_parallel > 1 else ():
             for count, _, _ in shape.experts_of(layer):
                 if count % layout.expert_parallel:
@@ -209,6 +223,18 @@ class Job:
             made.append(Stage(self, index, tuple(range(start, start + count)), index == 0, index == len(counts) - 1))
             start += count
         return made
+
+
+def _check_updates_in_backward(layout: Layout) -> None:
+    rules = (
+        ("micro_batches", layout.micro_batches == 1, "no gradient is left for the next one to add to"),
+        ("stages", layout.stages == 1, "gradients add up over the micro-batches of a pipeline"),
+        ("expert_parallel", layout.expert_parallel == 1, "experts' gradients are averaged after backward"),
+        ("data_parallel", layout.data_parallel == 1 or layout.sharded, "DDP averages whole gradients; shard them"),
+    )
+    for name, holds, why in rules:
+        if not holds:
+            raise PlanError(f"{name} is {getattr(layout, name)}, but it must be 1 with update_in_backward: {why}")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ def persistent_nbytes(job: Job, stages: list[Stage]) -> dict[str, int]:
         local_rows = -(-rows // (parts * layout.tensor_parallel))
         numel = local_rows * columns
         total["parameters"] += numel * element
-        total["gradients"] += gradient_nbytes(numel, settings.gradient_bits, element)
+        if not settings.update_in_backward:  # else the one that is there is workspace
+            total["gradients"] += gradient_nbytes(numel, settings.gradient_bits, element)
         if settings.optimizer in MOMENT_BITS and _has_coded_moments(rows, columns):
             total["optimizer"] += _coded_nbytes(local_rows, columns, MOMENT_BITS[settings.optimizer])
         else:

@@ -102,6 +102,9 @@ class Plan:
         layout = asdict(job.layout) | {"split": list(job.split), "world_size": job.layout.world_size}
         if job.layout.expert_parallel == 1:
             del layout["expert_parallel"]  # as in files from before there was such a field
+        settings = asdict(job.settings)
+        if not job.settings.update_in_backward:
+            del settings["update_in_backward"]  # likewise
         return {
             "format": _FORMAT,
             "version": _VERSION,
@@ -110,7 +113,7 @@ class Plan:
             "batch": asdict(job.batch),
             "schedule": [[str(action) for action in line] for line in job.layout.make_schedule().actions],
             "settings": {
-                **asdict(job.settings),
+                **settings,
                 "attention": self.attention,
                 "activations": self.activation_plan(),
             },
@@ -156,7 +159,8 @@ class Plan:
         try:
             given = {"expert_parallel": 1, **data["world"]}
             world = {field.name: given[field.name] for field in fields(Layout)}
-            settings = {field.name: data["settings"][field.name] for field in fields(Settings)}
+            given = {"update_in_backward": False, **data["settings"]}
+            settings = {field.name: given[field.name] for field in fields(Settings)}
             traced = "traced" in data["model"]
             plan = cls(
                 job=Job(

@@ -35,8 +35,8 @@ def _describe_job(job: Job) -> str:
             f"model     {model.describe()}; {_short(model.num_parameters)} parameters",
             f"world     {layout.world_size} process{'es' * (layout.world_size > 1)}: {world}",
             f"batch     {micro_batch}",
-            f"settings  {settings.precision}, {settings.optimizer}, {settings.gradient_bits}-bit gradients, "
-            f"{settings.loss} loss",
+            f"settings  {settings.precision}, {settings.optimizer}, {settings.gradient_bits}-bit gradients"
+            f"{' used in backward' * settings.update_in_backward}, {settings.loss} loss",
         ]
     )
 

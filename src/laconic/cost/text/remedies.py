@@ -29,7 +29,9 @@ def _remedy(term: str, job: Job, chosen: Chosen, buffers: str) -> str:
     if term == "optimizer" and settings.optimizer == "adamw":
         return "--optimizer adamw8bit"
     if term == "gradients" and settings.gradient_bits > 8:
-        return "--gradients 8"
+        alone = layout.micro_batches == layout.stages == layout.expert_parallel == 1
+        alone &= settings.optimizer != "adamw" and (layout.sharded or layout.data_parallel == 1)
+        return "--gradients 8" + ", or --update-in-backward" * alone
     if term in ("parameters", "gradients", "optimizer"):
         return f"{spread}, or more --stages"
     if term == "buffers" and buffers == "pipeline receive":

@@ -43,6 +43,7 @@ def plan_settings(plan: Plan) -> dict[str, Any]:
     if settings.gradient_bits == 16:
         raise PlanError("gradient_bits is 16 in the plan, but laconic train keeps gradients in 32, 12 or 8")
     pipelined = layout.stages > 1
+    in_backward = {"update_in_backward": True, "clip_norm": 0.0} if settings.update_in_backward else {}
     return {
         "model": dict(shape.settings),
         "sequence_length": batch.sequence_length,
@@ -60,7 +61,7 @@ def plan_settings(plan: Plan) -> dict[str, Any]:
         },
         "activations": {"loss": settings.loss},
         "gradients": {"bits": settings.gradient_bits},
-        "optimizer": {"kind": settings.optimizer},
+        "optimizer": {"kind": settings.optimizer, **in_backward},
     }
 
 
@@ -101,6 +102,7 @@ def check_plan(
         ("activations.loss", planned.loss, "chunked" if chunked_loss else "exact"),
         ("precision", planned.precision, config.precision),
         ("optimizer.kind", planned.optimizer, config.optimizer.kind),
+        ("optimizer.update_in_backward", planned.update_in_backward, config.optimizer.update_in_backward),
         ("gradients.bits", planned.gradient_bits, config.gradients.bits),
     ):
         if mine != theirs:

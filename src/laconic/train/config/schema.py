@@ -272,6 +272,18 @@ class OptimizerConfig:
     """Decoupled weight decay; not applied to vectors (norms, biases)."""
     clip_norm: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+    update_in_backward: StrictBool = False
+    """Update a parameter in backward, as soon as its gradient is whole, so that gradients are never there all at once.
+    Needs adamw8bit or adamw4bit, clip_norm = 0, one micro-batch, and one process or parallel = fsdp."""
+
+    def __post_init__(self) -> None:
+        if not self.update_in_backward:
+            return
+        if self.kind == "adamw":
+            refuse(self, "kind", "be adamw8bit or adamw4bit with optimizer.update_in_backward, which torch's lacks")
+        if self.clip_norm:
+            known = "the norm of all gradients is known after their updates"
+            refuse(self, "clip_norm", f"be 0 with optimizer.update_in_backward: {known}")
 
     @property
     def peak_learning_rate(self) -> float:
@@ -516,6 +528,8 @@ class TrainConfig:
             micro = f"pipeline.micro_batches ({self.micro_batches})"
             refuse(self, "accumulation", f"be 1 or {micro}, which it is another name for with a pipeline")
         self._check_local_steps()
+        if self.optimizer.update_in_backward:
+            self._check_updates_in_backward()
         if gradients.reduce == "native" and gradients.bits < 32 and self.parallel == "ddp" and not self.local_steps:
             held = f'parallel = "ddp" and gradients.bits = {gradients.bits}'
             refuse(self, "gradients.reduce", f"be q8 or left out with {held}: codes are reduced as they are")
@@ -576,6 +590,20 @@ class TrainConfig:
             refuse(self, "outer.fragments", f"be at most local_steps ({steps}): one is synchronized in a step")
         if outer.delay >= steps:
             refuse(self, "outer.delay", f"be below local_steps ({steps}): a fragment is merged before it is sent again")
+
+    def _check_updates_in_backward(self) -> None:
+        alone = "with optimizer.update_in_backward"
+        if self.pipeline.stages > 1:
+            refuse(self, "pipeline.stages", f"be 1 {alone}: gradients add up over the micro-batches of a pipeline")
+        if self.accumulation > 1:
+            refuse(self, "accumulation", f"be 1 {alone}: no gradient is left for the next micro-batch to add to")
+        if self.gradients.bits < 32:
+            refuse(self, "gradients.bits", f"be 32 {alone}: codes hold all gradients until backward is over")
+        if self.local_steps:
+            apart = "a process cannot leave out a step whose gradients are not finite any more"
+            refuse(self, "local_steps", f"be 0 {alone}: {apart}")
+        if self.moe.expert_parallel is not None:
+            refuse(self, "moe.expert_parallel", f"be left out {alone}: experts' gradients are averaged after backward")
 
     @property
     def micro_batches(self) -> int:

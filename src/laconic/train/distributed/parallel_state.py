@@ -75,6 +75,12 @@ def check_division(config: TrainConfig, num_processes: int) -> int:
             f"local_steps is {config.local_steps}, but there is 1 process, and differences are averaged over at least "
             "2; start more, or leave it out"
         )
+    if config.optimizer.update_in_backward and config.parallel == "ddp" and num_processes > 1:
+        raise ConfigError(
+            f"optimizer.update_in_backward is True, but it must be false with parallel = ddp on {num_processes} "
+            "processes: DDP averages gradients in buckets of many; shard them with parallel = fsdp, or start 1 process "
+            "(nproc = 1)"
+        )
     if num_processes % stages:
         raise ConfigError(
             f"pipeline.stages is {stages}, but it must divide the number of processes ({num_processes}); "

@@ -13,6 +13,7 @@ from laconic.cost import Prediction
 from laconic.cost.sizes import format_nbytes
 from laconic.formats import quantized_gradient
 from laconic.formats.shards import local_part
+from laconic.optim.in_backward import UsedGradient
 
 __all__ = ["MemoryCheck", "check_memory"]
 
@@ -92,7 +93,9 @@ def _gradient_nbytes(parameter: Tensor) -> int:
     quantized = quantized_gradient(parameter)
     if quantized is not None:
         return quantized.nbytes
-    return 0 if parameter.grad is None else local_part(parameter.grad).nbytes
+    if parameter.grad is None or isinstance(parameter.grad, UsedGradient):
+        return 0
+    return local_part(parameter.grad).nbytes
 
 
 def _state_tensors(state: Any) -> Iterator[Tensor]:
