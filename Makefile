@@ -17,6 +17,7 @@
 # make smoke   the wheels in dist/ on every version of Python that is here
 # make matrix  a part of the tests with other versions of Python, torch and transformers
 # make gpu     the first hour on a GPU: docs/benchmarks.md (ARGS="--wheels FOLDER --call 1", or --rehearse without a device)
+# make figures the tables that pages cite, again, and what moved: docs/benchmarks.md (ARGS="--only optim side-by-side", or --list)
 # make stranger  Getting started in a fresh environment, as a new user would meet it (ARGS=--examples: the examples, ten minutes)
 # ARGS="..." is handed on, e.g. make demo ARGS="--steps 50" or make test ARGS="-k nf4"
 
@@ -30,7 +31,7 @@ PARALLEL ?= -n 3 --dist loadgroup --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/kernels/*)
 
-.PHONY: demo test test-changed slow nightly hosts clients trust soak mutants load gpu check format wheels reproducible sbom audit smoke matrix stranger site clean
+.PHONY: demo test test-changed slow nightly hosts clients trust soak mutants load gpu figures check format wheels reproducible sbom audit smoke matrix stranger site clean
 
 demo: $(VENV)/.installed-all
 	$(BIN)/laconic train $(ARGS)
@@ -130,6 +131,9 @@ load: $(VENV)/.installed-dev
 # With the Python that has torch, not the environment of `make test`: the machine has no package index.
 gpu:
 	$(PYTHON) tools/gpu_day.py $(ARGS)
+
+figures: $(VENV)/.installed-all
+	$(BIN)/python tools/figures.py $(ARGS)
 
 # The tools have environments of their own, so that what they bring is neither audited nor listed.
 sbom: $(VENV)/.installed-all

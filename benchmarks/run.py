@@ -119,15 +119,23 @@ class _Report:
         self._held = ""
 
 
+def unknown_case(chosen: argparse.Namespace) -> str | None:
+    """What is wrong with --only; None if nothing is. Imports the benchmark."""
+    importlib.import_module(modules()[chosen.name])
+    cases = CASES[chosen.name]
+    unknown = [case for case in chosen.only if case not in cases]
+    if not unknown:
+        return None
+    known = f"its cases are {', '.join(map(repr, cases))}" if cases else "it always runs whole, leave --only out"
+    return f"--only {unknown[0]!r}: {chosen.name} has no such case; {known}"
+
+
 def _run_part(chosen: argparse.Namespace) -> None:
     """Print the tables for one number of threads, and how their times were taken."""
     (threads,) = chosen.threads
     torch.set_num_threads(threads)
-    importlib.import_module(modules()[chosen.name])
-    cases = CASES[chosen.name]
-    if unknown := [case for case in chosen.only if case not in cases]:
-        known = f"its cases are {', '.join(map(repr, cases))}" if cases else "it always runs whole, leave --only out"
-        sys.exit(f"--only {unknown[0]!r}: {chosen.name} has no such case; {known}")
+    if (refused := unknown_case(chosen)) is not None:
+        sys.exit(refused)
     elements, rounds = (SMOKE_ELEMENTS, 1) if chosen.smoke else (chosen.elements, chosen.rounds)
     if chosen.small:
         elements = min(elements, SMALL_ELEMENTS)

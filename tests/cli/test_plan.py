@@ -356,9 +356,7 @@ def test_updates_in_backward_are_planned_and_carried_out(tmp_path: Path, capsys:
     made = build_model(config.model, 257, 32, 0, eos_token_id=256)
     one = {**settings, "nproc": 1}
     check_plan(during, load_config(None, one), ParallelState(), made.config, False)
-    with pytest.raises(
-        PlanError, match=r"is for optimizer\.update_in_backward = False, but this run has True"
-    ):
+    with pytest.raises(PlanError, match=r"is for optimizer\.update_in_backward = False, but this run has True"):
         check_plan(after, load_config(None, one), ParallelState(), made.config, False)
 
 
