@@ -212,6 +212,27 @@ def test_a_state_that_is_loaded_goes_on_in_backward() -> None:
     assert same(usual, model)
 
 
+@pytest.mark.parametrize("updates_in_backward", [False, True])
+def test_a_second_optimizer_does_not_miss_its_updates_in_silence(updates_in_backward: bool) -> None:
+    model = make_model()
+    optimizer, other = in_backward(model), AdamW8bit(model.parameters())
+    if updates_in_backward:
+        other.update_in_backward()
+        with pytest.raises(TrainingError, match=r"another optimizer, .* has used the gradient of"):
+            backward(model)
+        return
+    backward(model)
+    with pytest.raises(TrainingError, match=r"another optimizer, .* has used the gradient of"):
+        other.step()
+    optimizer.zero_grad()
+    del optimizer
+    gc.collect()
+    before = model[1].weight.detach().clone()
+    backward(model)
+    other.step()
+    assert not torch.equal(model[1].weight, before)
+
+
 def test_copies_update_in_step_and_the_optimizer_can_go() -> None:
     model = make_model()
     optimizer = in_backward(model)

@@ -172,7 +172,7 @@ class AdamW8bit(torch.optim.Optimizer):
         gradient = local_part(update.gradient)
         if gradient.is_cuda:  # FSDP2 allocates it on one stream and may run hooks on another
             gradient.record_stream(torch.cuda.current_stream(gradient.device))
-        parameter.grad = UsedGradient(parameter)
+        parameter.grad = UsedGradient(parameter, by=self)
 
     @property
     def state_nbytes(self) -> int:
@@ -292,6 +292,12 @@ class AdamW8bit(torch.optim.Optimizer):
     def _update_of(self, group: Mapping[str, Any], index: int) -> _Update | None:
         parameter = group["params"][index]
         dense, coded = parameter.grad, coded_gradient(parameter)
+        if isinstance(dense, UsedGradient) and dense.by is not None and dense.by() is not self:
+            raise TrainingError(
+                f"another optimizer, whose update_in_backward() was called, has used the gradient of "
+                f"{parameter_name(self, group, index)} already; let that optimizer go, or give each parameters of its "
+                "own, and call zero_grad() before the next backward"
+            )
         if dense is None or isinstance(dense, UsedGradient):
             return None
         name = parameter_name(self, group, index)

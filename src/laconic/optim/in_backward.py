@@ -24,15 +24,24 @@ _aten = torch.ops.aten
 class UsedGradient(Tensor):
     """In place of a gradient whose update is made. It can be let go of; any other use raises."""
 
+    by: weakref.ref[Any] | None = None
+    """The optimizer that made the update; None in copies."""
+
     @staticmethod
     def __new__(
-        cls, like: Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None
+        cls,
+        like: Tensor,
+        *,
+        by: Any = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
     ) -> UsedGradient:
-        """Of the shape and strides of `like`, and of its dtype and device where none is given."""
+        """Of the shape and strides of `like`, and of its dtype and device where none is given; `by` made the update."""
         made: UsedGradient = torch.Tensor._make_wrapper_subclass(
             cls, like.size(), strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device
         )
         torch._C._set_throw_on_mutable_data_ptr(made)
+        made.by = None if by is None else weakref.ref(by)
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
