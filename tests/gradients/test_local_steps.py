@@ -180,6 +180,24 @@ def error_feedback(rank: int) -> Found:
     return moved
 
 
+def more_bits(rank: int) -> Found:
+    """What four bits have dropped goes along with the first difference in 32, and no other."""
+    way = torch.full((64,), 5e-3)
+    way[0] = 1.0
+    model = nn.ParameterDict({"x": nn.Parameter(torch.zeros(64))})
+    settings = {"every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
+    local = LocalSteps(model, bits=4, **settings)
+    for step in range(12):
+        if step == 10:
+            state = local.state_dict()
+            local = LocalSteps(model, bits=32, **settings)
+            local.load_state_dict(state)
+            before = model["x"].detach().clone()
+        model["x"].data += way
+        local.step()
+    return {"before": before, "after": model["x"].detach().clone(), "way": way, "left": local.state_dict()["error"]}
+
+
 def half(rank: int) -> Found:
     """A bf16 model whose updates are below its resolution: the fp32 common point keeps them."""
     model = nn.ParameterDict({"x": nn.Parameter(torch.ones(8, dtype=torch.bfloat16))})
@@ -421,6 +439,7 @@ def scenarios(folder: str) -> dict[str, tuple[Callable[..., object], tuple[Any, 
         **{f"followed {one}": (followed, one) for one in grid},
         **{f"went on {way}": (went_on, (folder, *way)) for way in ((1, 0), (2, 0), (2, 2))},
         "feedback": (error_feedback, ()),
+        "more bits": (more_bits, ()),
         "half": (half, ()),
         "statistics": (statistics, (nn.BatchNorm1d, 0)),
         "statistics late": (statistics, (nn.BatchNorm1d, 1)),
@@ -525,6 +544,14 @@ def test_what_rounding_drops_is_sent_later(found: list[Found]) -> None:
     moved = found[0]["feedback"]
     torch.testing.assert_close(moved[True][1:], torch.full((63,), 0.2), rtol=0, atol=0.1)
     assert moved[False][1:].abs().max() == 0  # 0.005 of the largest value is no level of four bits
+
+
+def test_what_rounding_has_dropped_is_not_lost_with_more_bits(found: list[Found]) -> None:
+    for one in found:
+        before, after, way, left = (one["more bits"][name] for name in ("before", "after", "way", "left"))
+        assert not torch.allclose(before, 10 * way, rtol=0.1)
+        torch.testing.assert_close(after, 12 * way)
+        assert not left
 
 
 def test_a_common_point_in_fp32_keeps_what_bf16_cannot_hold(found: list[Found]) -> None:

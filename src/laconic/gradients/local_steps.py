@@ -271,8 +271,9 @@ class LocalSteps:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken; the parameters become that rank's own.
 
-        "error" may be empty: nothing is added to the next difference then. The ranks' states may come from another
-        number of ranks, as long as "common", "momentum" and "average" are the same everywhere.
+        "error" may be empty: nothing is added to the next difference then. Otherwise it is added whatever the bits, but
+        for error_feedback=False, which forgets it. The ranks' states may come from another number of ranks, as long as
+        "common", "momentum" and "average" are the same everywhere.
 
         Raises:
             ConfigError: tensors are missing or have other shapes, or num_fragments or delay do not fit
@@ -303,6 +304,9 @@ class LocalSteps:
             met = {state.get("met", {}).get(name) for name in fragment.shapes}
             fragment.met = met.pop() if len(met) == 1 else None
             fragment.pending = None
+            if self._format is None:
+                has_error = any(name in state["error"] for name in fragment.shapes)
+                fragment.error = torch.zeros_like(fragment.common) if has_error else None
             if fragment.error is not None:
                 fragment.error.zero_()
                 for name, x in fragment.views(fragment.error).items():
@@ -345,11 +349,13 @@ class LocalSteps:
         if not in_background:
             self._check(pending, change)
         if fragment.error is not None:
-            assert self._format is not None
             difference.add_(fragment.error)
-            rounded = self._format.quantize(difference).dequantize()
-            torch.sub(difference, rounded, out=fragment.error).nan_to_num_(0.0, 0.0, 0.0)
-            difference = rounded
+            if self._format is None:  # of a state in fewer bits, sent with the first difference that is not rounded
+                fragment.error = None
+            else:
+                rounded = self._format.quantize(difference).dequantize()
+                torch.sub(difference, rounded, out=fragment.error).nan_to_num_(0.0, 0.0, 0.0)
+                difference = rounded
         pending.average = api.all_reduce(difference, self.group, op="avg", codec=self._codec, async_op=in_background)
         if change is not None:
             self._check(pending, change)
