@@ -19,6 +19,7 @@ from laconic.cost.planner.policy import by_bits
 from laconic.moe import Grid, Hook, MoELayer, RoutedTokens, Routing, parallelize
 from laconic.train.memory import step_peak
 from laconic.train.memory.trace import traced_job
+from laconic.train.model_split import mean_loss
 from tests.activations.models import MIXTURES, make_model
 from tests.grid import grid
 from tests.moe.worlds import run_world
@@ -51,6 +52,44 @@ def test_peak_is_near_the_allocators(sizes: str, precision: str, bits: int, atte
     # With bf16 and the chunked loss one processor's step takes half a megabyte (5.4 %) more than the others'.
     tolerance = 0.06 if (precision, loss) == ("bf16", "chunked") else 0.05
     assert during_step == pytest.approx(measured, rel=tolerance)
+
+
+@pytest.mark.parametrize("tokens", [(4, 160), (1, 48)], ids=["activations", "gradients"])  # which would be most
+@pytest.mark.parametrize(
+    ("sizes", "precision", "bits", "attention", "loss"), grid(list(SHAPES), ["fp32", "bf16"], KEPT, strength=1)
+)
+def test_peak_of_updates_in_backward_is_near_the_allocators(
+    sizes: str, precision: str, bits: int, attention: str, loss: str, tokens: tuple[int, int]
+) -> None:
+    model = make_model("llama", **SHAPES[sizes], tie_word_embeddings=sizes == "wide")
+    settings = Settings(
+        precision=precision,  # type: ignore[arg-type]
+        loss=loss,  # type: ignore[arg-type]
+        device="cpu",
+        optimizer="adamw8bit",
+        update_in_backward=True,
+    )
+    job = traced_job(
+        make_model("llama", **SHAPES[sizes], tie_word_embeddings=sizes == "wide"), Batch(*tokens), settings=settings
+    )
+    if bits < 16:
+        laconic.compress_activations(model, bits=bits, attention=attention, loss=loss)
+    optimizer, ids = laconic.AdamW8bit(model.parameters()), torch.randint(0, 97, tokens)
+    optimizer.update_in_backward()
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss_of_step = mean_loss(model, ids, loss == "chunked", input_ids=ids)
+        loss_of_step.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    measured = step_peak.peak_nbytes(step, ids.device)
+    rank = by_bits(job, [bits], EXACT if attention == "exact" else Choice(attention)).prediction.ranks[0]
+    assert rank.gradients_nbytes == rank.gradients_now_nbytes == 0
+    whole = measured + rank.parameters_nbytes + rank.optimizer_nbytes
+    assert rank.total_nbytes == pytest.approx(whole, rel=0.03)
 
 
 class Even(Hook):

@@ -30,6 +30,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "fp32": {"audit": True, "model.extra": {"attention_dropout": 0.3}},
     "bf16": {"precision": "bf16", "optimizer.kind": "adamw4bit", "activations.loss": "chunked"},
     "exact": {"activations.bits": 16, "model.tie_word_embeddings": False},
+    "mixture": {
+        **{"model.family": "mixtral", "activations.attention": "recompute"},
+        "model.extra": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02},
+    },
 }
 
 

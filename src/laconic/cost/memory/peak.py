@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from laconic.cost.memory.job import Job, Stage
-from laconic.cost.memory.persistent import expert_gradients_nbytes, persistent_nbytes
+from laconic.cost.memory.persistent import expert_gradients_nbytes, gradient_nbytes, persistent_nbytes
 from laconic.cost.memory.saved_tensors import EXACT, Choice
 
 __all__ = ["PeakPoint", "peak_points"]
@@ -77,11 +78,21 @@ def peak_points(job: Job, stages: Sequence[Stage]) -> list[PeakPoint]:
         start = 0
     elif layout.micro_batches == 1 and layout.expert_parallel > 1 and not layout.sharded:
         start -= expert_gradients_nbytes(job, list(stages))
-    head = model.embedding_parameters * job.precision.parameter_nbytes
+    element = job.precision.parameter_nbytes
+    head = model.embedding_parameters * element
+    # What is no gradient yet is workspace: the embedding's while it is made, and a tied head's, which waits for that.
+    last = 0
+    if start == 0 and job.settings.gradient_bits >= 16:
+        last = max(
+            (gradient_nbytes(prod(x), job.settings.gradient_bits, element) for x in model.first_tensors), default=0
+        )
+        if model.tied_tensor is not None and job.layout.num_chunks == 1:
+            head -= prod(model.tied_tensor) * element
     found = []
     for stage in stages:
         with_head = start or min(all_gradients, head if stage.is_last else 0)
-        for name, gradients in (("forward", start), ("loss", start), ("backward", with_head), ("end", all_gradients)):
+        end = max(0, all_gradients - last * stage.is_first)
+        for name, gradients in (("forward", start), ("loss", start), ("backward", with_head), ("end", end)):
             if (name == "loss" and not stage.is_last) or (name == "end" and start != 0 and not stage.is_first):
                 continue
             space, forward, loss = model.workspace[name], name == "forward", name == "loss"

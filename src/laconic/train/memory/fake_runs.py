@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -95,7 +95,9 @@ class FakeRuns:
         order: dict[str, None] = {}
         stack: list[str] = []
         grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        recorder = _Recorder(stack, [*model.parameters(), *model.buffers(), *grads])
+        times = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+        shared = {parameter.shape for parameter in model.parameters() if times[id(parameter)] > 1}
+        recorder = _Recorder(stack, [*model.parameters(), *model.buffers(), *grads], shared)
         ends = self._blocks or ("", "")
 
         def enter(module: nn.Module, args: Any) -> None:
@@ -140,11 +142,13 @@ class _Recorder(TorchDispatchMode):
     Args:
         stack: names of the modules that run, innermost last.
         others: whose storages do not count; they outlive the recorder.
+        shared: shapes of parameters that modules share.
     """
 
-    def __init__(self, stack: list[str], others: Iterable[Tensor]) -> None:
+    def __init__(self, stack: list[str], others: Iterable[Tensor], shared: Collection[torch.Size] = ()) -> None:
         super().__init__()
         self._stack = stack
+        self._shared = shared
         self._others = {tensor.untyped_storage()._cdata for tensor in others}
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._now, self._phase, self._draws = 0, PHASES[0], 0
@@ -169,17 +173,23 @@ class _Recorder(TorchDispatchMode):
         counter = _FLOPS.get(func) or flop_registry.get(func.overloadpacket)
         if counter is not None:
             self.flops[self._stack[-1] if self._stack else ""] += counter(*args, **kwargs, out_val=out)
+        # Autograd adds the second gradient of a shared parameter into the first, but not into views or fake tensors.
+        is_in_place = (
+            func is torch.ops.aten.add.Tensor
+            and [getattr(x, "shape", None) for x in args] in ([shape, shape] for shape in self._shared)
+            and not args[0]._is_view()
+        )
         for value in tree_leaves(out):
             if isinstance(value, Tensor):
-                self._note(value.untyped_storage())
+                self._note(value.untyped_storage(), 0 if is_in_place else value.untyped_storage().nbytes())
         return out
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
+    def _note(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         key = storage._cdata
         if key in self._alive or key in self._others:
             return
-        self._alive[key] = weakref.ref(storage, lambda _: self._forget(key)), storage.nbytes()
-        self._now += storage.nbytes()
+        self._alive[key] = weakref.ref(storage, lambda _: self._forget(key)), nbytes
+        self._now += nbytes
         self.peaks[self._phase] = max(self.peaks[self._phase], self._now)
 
     def _forget(self, key: int) -> None:
