@@ -386,7 +386,13 @@ def other_points(rank: int) -> Found:
         other.step()
         other.step()
 
-    return {"weights": error_of(alone), "state": error_of(of_another_run)}
+    def frozen() -> None:
+        frozen_but(model := Net(rank), "last.bias")
+        with torch.no_grad():
+            model.last.bias.zero_()
+        LocalSteps(model, every=2, broadcast=False)
+
+    return {"weights": error_of(alone), "state": error_of(of_another_run), "frozen": error_of(frozen)}
 
 
 def warned(rank: int, wrap: Callable[[nn.Module], nn.Module], batches_of: int) -> list[str]:
@@ -662,6 +668,7 @@ def test_common_points_that_differ_are_refused_on_all_ranks(found: list[Found]) 
     for one in found:
         for case in ("weights", "state"):
             assert one["other points"][case].startswith("ConfigError: the common point of rank 1 is not that of rank 0")
+        assert one["other points"]["frozen"].startswith("ConfigError: the hash of frozen parameter first.weight is ")
 
 
 def test_a_rank_whose_parameters_stand_still_is_named(found: list[Found]) -> None:

@@ -29,6 +29,7 @@ from laconic.collectives.runtime.background import done
 from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.errors import ConfigError, ModelError, TrainingError
 from laconic.formats import BlockFormat
+from laconic.formats.digest import digest
 from laconic.gradients.fragments import MAX_BLOCK_SIZE, Fragment, Pending, cut
 from laconic.gradients.local_checks import (
     WatchedLoads,
@@ -77,7 +78,8 @@ class LocalSteps:
         delay: steps that go on while a synchronization runs in the background; its result is merged after so many of
             them, and what they changed is kept on top of it. 0: a synchronization is awaited. Less than `every`.
         error_feedback: add what rounding has dropped to the next difference.
-        broadcast: start from the parameters and buffers of the group's first rank.
+        broadcast: start from the parameters and buffers of the group's first rank. Without it ranks have to hold the
+            same; frozen parameters are compared at once, trainable ones when they are first synchronized.
 
     Raises:
         ConfigError: an argument is out of its range, there is no group of two ranks, or ranks differ in settings or
@@ -129,6 +131,9 @@ class LocalSteps:
         }
         settings |= {"num_fragments": num_fragments, "delay": delay, "error_feedback": error_feedback}
         settings |= {f"parameter {name}": kind.split(" on ")[0] for name, kind in self._kinds.items()}
+        if not broadcast:  # trainable parameters are compared when they are synchronized, frozen ones never again
+            frozen = [(name, x) for name, x in model.named_parameters() if not x.requires_grad and not x.is_meta]
+            settings |= {f"the hash of frozen parameter {name}": int(digest(x)) for name, x in frozen}
         check_same_settings(settings, found)
         if broadcast:
             broadcast_state(model, found)
