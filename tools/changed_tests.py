@@ -23,7 +23,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"laconic": "src/laconic", "tests": "tests", "benchmarks": "benchmarks", "netlab": "netlab"}
 STARTERS = ("tests.distributed.processes", "tests.distributed.forked", "tests.conftest")
 """They start processes for tests of anything, and import for these what no test of theirs is about."""
-READERS = ("tests/pages/", "tests/test_docs.py", "tests/test_site.py", "tests/trust/test_reliability_page.py")
+READERS = (
+    "tests/pages/",
+    "tests/test_docs.py",
+    "tests/test_figures.py",
+    "tests/test_site.py",
+    "tests/trust/test_reliability_page.py",
+)
 """They read every page."""
 EVERYTHING = ["tests/"]
 
