@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import laconic
 from laconic.errors import ConfigError, FormatError
 from laconic.formats import QuantizedGradient, quantized_gradient, set_quantized_gradient
 from laconic.formats.gradient import GRADIENT_FORMAT, RESIDUAL_FORMAT
 from laconic.gradients import compress_gradients
 from laconic.ops import adamw8bit_
-from laconic.ops.adamw_scalars import largest_step
+from laconic.ops.adamw_scalars import largest_ratio, largest_step, widened
 from laconic.optim import AdamW4bit, AdamW8bit
 from laconic.optim.moments import _zero_moment, quantize_moment
 from tests.grid import grid
@@ -335,6 +336,81 @@ def test_moments_of_any_bytes_keep_to_the_bound(
     )
     bound = min(1e-2 * largest_step(*betas, step) * (1 + 2.0**-15), 3e38)
     assert ((p.double() - before).abs() <= bound + 2.0**-23 * (before.abs() + bound)).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    betas=st.lists(st.tuples(st.floats(0, 0.999), st.floats(0.001, 0.9999)), min_size=1, max_size=12),
+    growth=st.floats(0.05, 20),
+    seed=st.integers(0, 1 << 30),
+)
+def test_no_moments_of_changing_betas_are_beyond_their_bound(
+    betas: list[tuple[float, float]], growth: float, seed: int
+) -> None:
+    gradients = torch.randn(len(betas), 50, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    m, v, seen = torch.zeros(50, dtype=torch.float64), torch.zeros(50, dtype=torch.float64), None
+    for step, ((beta1, beta2), gradient) in enumerate(zip(betas, gradients, strict=True), start=1):
+        gradient = gradient.abs() * growth**step
+        m, v = beta1 * m + (1 - beta1) * gradient, beta2 * v + (1 - beta2) * gradient.square()
+        seen = widened(seen, beta1, beta2)
+        assert (m <= largest_ratio(seen, step) * v.sqrt() * (1 + 1e-12)).all()
+
+
+def _one_cycle(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """What OneCycleLR writes by default: beta1 falls from 0.95 to 0.85 and rises again."""
+    for group in optimizer.param_groups:
+        group["betas"] = (0.85 + 0.1 * abs(step - 10) / 10, 0.999)
+
+
+def _later_averages(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """beta2 falls, as where a run goes on with shorter averages."""
+    for group in optimizer.param_groups:
+        group["betas"] = (0.9, 0.999 if step < 5 else 0.95)
+
+
+def _longer_averages(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """beta2 = 1 - step**-0.8, as in PaLM."""
+    for group in optimizer.param_groups:
+        group["betas"] = (0.9, torch.tensor(1 - (step + 1) ** -0.8))
+
+
+@pytest.mark.parametrize("way", ["step", "backward", "saved", "saved by torch"])
+@pytest.mark.parametrize("schedule", [_one_cycle, _later_averages, _longer_averages])
+def test_betas_may_change_between_steps(schedule: Callable[[torch.optim.Optimizer, int], None], way: str) -> None:
+    ends = []
+    for kind in (AdamW8bit, torch.optim.AdamW):
+        p = parameter(32, 256)
+        start = p.detach().clone()
+        optimizer: Any = kind([p], lr=1e-2)
+        if way == "backward" and kind is AdamW8bit:
+            optimizer.update_in_backward()
+        generator = torch.Generator().manual_seed(1)
+        direction = torch.randn(32, 256, generator=generator)
+        for step in range(20):
+            if step == 5 and way.startswith("saved"):
+                by_torch = way == "saved by torch" and kind is AdamW8bit
+                state = laconic.optim.to_adamw_state(optimizer) if by_torch else optimizer.state_dict()
+                optimizer = kind([p], lr=1e-2)
+                optimizer.load_state_dict(state)
+            schedule(optimizer, step)
+            noise = torch.randn(32, 256, generator=generator)
+            (p * (direction + 0.1 * noise)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append((p.detach() - start).double())
+    assert (ends[0] - ends[1]).norm() < 0.04 * ends[1].norm()
+
+
+@pytest.mark.parametrize("seen", [(0.9, 0.9, 0.999), "0.9", (0.9, 0.9, 0.999, 1.0), (0.9, 0.9, 0.999, float("nan"))])
+def test_betas_of_steps_before_that_are_none_are_refused(seen: Any) -> None:
+    p = parameter(32, 256)
+    optimizer = AdamW8bit([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["param_groups"][0]["betas_seen"] = seen
+    with pytest.raises((ConfigError, FormatError), match=r"betas_seen is .* but it must be four numbers"):
+        optimizer.load_state_dict(state)
 
 
 def test_exact_adam_reaches_the_bound() -> None:

@@ -23,7 +23,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from laconic.errors import AuditError
 from laconic.formats.shards import local_part
-from laconic.ops.adamw_scalars import adamw_scalars
+from laconic.ops.adamw_scalars import adamw_scalars, largest_ratio, widened
 from laconic.ops.dynamic_map import BLOCK_SIZES, dynamic_map, has_signed_scale
 from laconic.optim import AdamW8bit
 from laconic.optim.moments import MOMENTS, dequantize_moment, is_coded, rows_of, state_bits
@@ -96,7 +96,8 @@ class _Exact:
         self._m = beta1 * self._m + (1 - beta1) * gradient
         self._v = beta2 * self._v + (1 - beta2) * gradient.square()
         if self._is_coded:  # rounded apart, they may have a ratio that those of no gradients have
-            limit = self._v.sqrt() * adamw_scalars(rate, beta1, beta2, eps, decay, step).ratio_max
+            ratio = largest_ratio(widened(group.get("betas_seen"), beta1, beta2), step)
+            limit = self._v.sqrt() * adamw_scalars(rate, beta1, beta2, eps, decay, step, ratio).ratio_max
             self._m = self._m.clamp(-limit, limit)
         root = (self._v / (1 - beta2**step)).sqrt() + eps
         return -rate * (decay * parameter + self._m / (1 - beta1**step) / root)

@@ -11,6 +11,9 @@ any gradients: C_1 = 1, with the default betas C_10 = 1.04, C_200 = 3.1 and C_t 
 ones need not, because rounding can make v small and leave m large; therefore m is limited to K_t sqrt(v) before it is
 used and stored. If the moments of one step are within K_t, those of the next are within K_t+1 (the recursion K_t+1**2 =
 r K_t**2 + K_1**2 is the same inequality), so the limit corrects rounding and never changes Adam.
+
+Betas may change between steps. With all of them in ranges, each step's recursion has r and K_1 no larger than those of
+the largest b1 and the smallest b2, and of the smallest b1 and the largest b2: K_t of these is a bound again.
 """
 
 from __future__ import annotations
@@ -20,7 +23,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["LARGEST_GRADIENT", "adamw_scalars", "largest_step"]
+__all__ = ["LARGEST_GRADIENT", "BetaRanges", "adamw_scalars", "largest_ratio", "largest_step", "widened"]
+
+BetaRanges = tuple[float, float, float, float]
+"""The smallest and the largest beta1, and the smallest and the largest beta2, of some steps."""
 
 LARGEST_GRADIENT = 2.0**62
 """A finite gradient counts as no larger than this: the square of a larger one overflows fp32 (beyond 2**64), and the
@@ -53,8 +59,18 @@ class AdamWScalars:
     """lr / (1 - beta1**step)."""
 
 
-def adamw_scalars(lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int) -> AdamWScalars:
-    """The scalars of step `step` (1 is the first)."""
+def adamw_scalars(
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    ratio: float | None = None,
+) -> AdamWScalars:
+    """The scalars of step `step` (1 is the first); `ratio` is K_t where steps before had other betas."""
+    if ratio is None:
+        ratio = largest_ratio((beta1, beta1, beta2, beta2), step)
     return AdamWScalars(
         *(
             float(np.float32(number))
@@ -63,7 +79,7 @@ def adamw_scalars(lr: float, beta1: float, beta2: float, eps: float, weight_deca
                 1.0 - beta1,
                 beta2,
                 1.0 - beta2,
-                min(_largest_ratio(beta1, beta2, step) * _MARGIN, _LARGEST),
+                min(ratio * _MARGIN, _LARGEST),
                 1.0 / math.sqrt(1.0 - beta2**step),
                 max(eps, _SMALLEST_EPS),
                 1.0 - lr * weight_decay,
@@ -73,14 +89,21 @@ def adamw_scalars(lr: float, beta1: float, beta2: float, eps: float, weight_deca
     )
 
 
-def _largest_ratio(beta1: float, beta2: float, step: int) -> float:
+def widened(ranges: BetaRanges | None, beta1: float, beta2: float) -> BetaRanges:
+    """Ranges that have the betas of one more step in them."""
+    low1, high1, low2, high2 = (beta1, beta1, beta2, beta2) if ranges is None else ranges
+    return min(low1, beta1), max(high1, beta1), min(low2, beta2), max(high2, beta2)
+
+
+def largest_ratio(ranges: BetaRanges, step: int) -> float:
     """K_t, the largest |m| / sqrt(v) after `step` steps of exact Adam; infinity where there is none (beta2 = 0)."""
-    first = (1.0 - beta1) / math.sqrt(1.0 - beta2)
-    if beta1 == 0.0 or step == 1:
+    low1, high1, low2, high2 = ranges
+    first = (1.0 - low1) / math.sqrt(1.0 - high2)
+    if high1 == 0.0 or step == 1:
         return first
-    if beta2 == 0.0:
+    if low2 == 0.0:
         return math.inf
-    log_r = 2.0 * math.log(beta1) - math.log(beta2)
+    log_r = 2.0 * math.log(high1) - math.log(low2)
     if log_r == 0.0:
         return first * math.sqrt(step)
     if log_r * step > 600.0:
@@ -90,4 +113,4 @@ def _largest_ratio(beta1: float, beta2: float, step: int) -> float:
 
 def largest_step(beta1: float, beta2: float, step: int) -> float:
     """C_t: step `step` moves no weight by more than lr times this, apart from weight decay."""
-    return _largest_ratio(beta1, beta2, step) * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
+    return largest_ratio((beta1, beta1, beta2, beta2), step) * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)

@@ -21,6 +21,7 @@ from laconic.formats import QuantizedGradient
 from laconic.formats.coded_gradient import coded_gradient
 from laconic.formats.shards import local_part
 from laconic.ops import DTYPES, adamw8bit_multi_
+from laconic.ops.adamw_scalars import largest_ratio, widened
 from laconic.ops.declarations.adamw import share_memory
 from laconic.optim.in_backward import UsedGradient, call_with_gradients
 from laconic.optim.moments import check_fits, check_state, is_coded, new_state, parameter_name
@@ -281,6 +282,8 @@ class AdamW8bit(torch.optim.Optimizer):
         for group in self.param_groups:
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
+            # Steps before have had the betas that were saved, whatever the host gives to those that come.
+            group.setdefault(_SEEN, widened(None, *map(_number, group["betas"])))
 
     def _updates(self, group: Mapping[str, Any]) -> Iterator[_Update]:
         """The parameters of a group that have a gradient, each checked."""
@@ -342,6 +345,7 @@ class AdamW8bit(torch.optim.Optimizer):
         else:
             gradients = [local_part(u.gradient).contiguous() for u in updates if isinstance(u.gradient, Tensor)]
         beta1, beta2 = group["betas"]
+        step = int(states[0]["step"].item()) + 1
         adamw8bit_multi_(
             values,
             _local_parts(states, "exp_avg_codes"),
@@ -358,9 +362,10 @@ class AdamW8bit(torch.optim.Optimizer):
             beta2=beta2,
             eps=group["eps"],
             weight_decay=group["weight_decay"],
-            step=int(states[0]["step"].item()) + 1,
+            step=step,
             maximize=group["maximize"],
             bits=self.bits,
+            ratio=largest_ratio(group[_SEEN], step),
         )
         torch._foreach_add_([state["step"] for state in states], 1)
         for parameter, value in zip(parameters, values, strict=True):
@@ -445,9 +450,15 @@ def _check_dense(name: str, parameter: Tensor, gradient: Tensor) -> None:
 
 
 def _check_group(group: Mapping[str, Any], lowest_lr: float = 0.0) -> None:
-    betas = group["betas"]
+    betas, seen = group["betas"], group.get(_SEEN)
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ConfigError(f"betas is {betas!r}, but it must be two numbers")
+    if seen is not None and not (
+        isinstance(seen, tuple | list)
+        and len(seen) == 4
+        and all(isinstance(beta, float | int) and 0 <= beta < 1 for beta in seen)
+    ):
+        raise ConfigError(f"{_SEEN} is {seen!r}, but it must be four numbers, each {_BETWEEN}")
     for field, value, low, below in (
         ("lr", group["lr"], lowest_lr, math.inf),
         ("betas[0]", betas[0], 0.0, 1.0),
@@ -468,7 +479,11 @@ def _check_group(group: Mapping[str, Any], lowest_lr: float = 0.0) -> None:
             raise ConfigError(f"{field} is {number}, but it must be {at_least if below == math.inf else _BETWEEN}")
 
 
-def _read_options(group: Mapping[str, Any]) -> dict[str, Any]:
+_SEEN = "betas_seen"
+"""What a group remembers of the betas of its steps: bounds of moments hold for all of them (adamw_scalars.py)."""
+
+
+def _read_options(group: dict[str, Any]) -> dict[str, Any]:
     """A group with its options as floats, checked in each step, as schedulers and hosts write to them.
 
     A rate may pass 0, as with torch's optimizers. A tensor is read here and nowhere else, as the host may wait for it.
@@ -478,6 +493,7 @@ def _read_options(group: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(group["betas"], tuple | list):
         read["betas"] = tuple(map(_number, group["betas"]))
     _check_group(read, lowest_lr=-math.inf)
+    group[_SEEN] = read[_SEEN] = widened(group.get(_SEEN), *read["betas"])
     return read
 
 

@@ -263,10 +263,7 @@ class ModelReplacement(Replacement, RootForward):
         if not torch.compiler.is_compiling():
             # `self` of the frame that calls this: the module, or a copy that shares the dictionary's values.
             caller = sys._getframe(1).f_locals.get("self")
-            is_stored = (
-                caller is not self.module and isinstance(caller, nn.Module) and vars(caller).get("forward") is self
-            )
-            if is_stored and not self._is_lent_to(caller):
+            if isinstance(caller, nn.Module) and self._is_copied_to(caller):
                 _exactly(caller)
                 return caller.forward(*args, **kwargs)
         # Here and not in `run`, which may be one that torch.export cannot enter.
@@ -274,9 +271,15 @@ class ModelReplacement(Replacement, RootForward):
             return self.original(*args, **kwargs)
         return self.run_root(self.run, args, kwargs)
 
-    def _is_lent_to(self, caller: nn.Module) -> bool:
-        """Whether this is the forward of what `caller` wraps, and it no copy: PEFT's adaption prompts do so."""
-        return type(caller).forward is nn.Module.forward or any(part is self.module for part in caller.modules())
+    def _is_copied_to(self, caller: nn.Module) -> bool:
+        """Whether a module that calls this as its own forward is a copy of the model, and does not wrap it.
+
+        PEFT's adaption prompts take the forward of the model that they hold.
+        """
+        if caller is self.module or vars(caller).get("forward") is not self:
+            return False
+        has_own = type(caller).forward is not nn.Module.forward
+        return has_own and all(part is not self.module for part in caller.modules())
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The forward while it is enabled."""

@@ -64,11 +64,13 @@ class AdamWStep:
     maximize: bool
     bits: int = 8
     """Of a code of a moment."""
+    ratio: float | None = None
+    """See adamw_scalars."""
 
     @property
     def scalars(self) -> AdamWScalars:
         """The numbers of this step, the same for all elements."""
-        return adamw_scalars(self.lr, self.beta1, self.beta2, self.eps, self.weight_decay, self.step)
+        return adamw_scalars(self.lr, self.beta1, self.beta2, self.eps, self.weight_decay, self.step, self.ratio)
 
 
 def checked_step(*arguments: Any) -> AdamWStep:
@@ -254,7 +256,8 @@ _adamw8bit_multi_ = declare(
     "adamw8bit_multi_(Tensor(a!)[] parameters, Tensor(b!)[] exp_avg_codes, Tensor(c!)[] exp_avg_scales,"
     " Tensor(d!)[] exp_avg_sq_codes, Tensor(e!)[] exp_avg_sq_scales, Tensor[] gradients, Tensor[] gradient_scales,"
     " Tensor[] residual_codes, Tensor[] residual_scales, Tensor? gradient_factor, float lr, float beta1, float beta2,"
-    " float eps, float weight_decay, int step, bool maximize, int bits=8) -> ()",
+    " float eps, float weight_decay, int step, bool maximize, int bits=8,"
+    " float? ratio=None) -> ()",
     fake=_check_step,
     example=_example,
     choices_of=_choices_of,
@@ -292,6 +295,7 @@ def adamw8bit_multi_(
     step: int,
     maximize: bool = False,
     bits: int = 8,
+    ratio: float | None = None,
 ) -> None:
     """`adamw8bit_` of many parameters with the same bits, on CUDA in one launch however many they are.
 
@@ -304,8 +308,8 @@ def adamw8bit_multi_(
         exp_avg_codes, exp_avg_scales, exp_avg_sq_codes, exp_avg_sq_scales: one for each parameter.
         gradients: one for each parameter, of one dtype, all dense or all codes.
         gradient_scales, residual_codes, residual_scales: one for each parameter; None if the gradients have none.
-        gradient_factor, lr, beta1, beta2, eps, weight_decay, step, maximize, bits: as in `adamw8bit_`, the same
-            for all.
+        gradient_factor, lr, beta1, beta2, eps, weight_decay, step, maximize, bits, ratio: as in `adamw8bit_`, the
+            same for all.
 
     Raises:
         FormatError: an argument is outside of these values; nothing has changed then.
@@ -330,6 +334,7 @@ def adamw8bit_multi_(
             step,
             maximize,
             bits,
+            ratio,
         )
 
 
@@ -347,7 +352,8 @@ _adamw8bit_ = declare(
     "adamw8bit_(Tensor(a!) parameter, Tensor(b!) exp_avg_codes, Tensor(c!) exp_avg_scales, Tensor(d!) exp_avg_sq_codes,"
     " Tensor(e!) exp_avg_sq_scales, Tensor gradient, Tensor? gradient_scales, Tensor? residual_codes,"
     " Tensor? residual_scales, Tensor? gradient_factor, float lr, float beta1, float beta2, float eps,"
-    " float weight_decay, int step, bool maximize, int bits=8) -> ()",
+    " float weight_decay, int step, bool maximize, int bits=8,"
+    " float? ratio=None) -> ()",
     fake=_check_arguments_of_one,
     composed=_by_lists,
 )
@@ -373,6 +379,7 @@ def adamw8bit_(
     step: int,
     maximize: bool = False,
     bits: int = 8,
+    ratio: float | None = None,
 ) -> None:
     """One step of AdamW with moments in 8 or 4 bits, in place, one pass over the data.
 
@@ -393,6 +400,7 @@ def adamw8bit_(
         lr, beta1, beta2, eps, weight_decay, maximize: as in torch.optim.AdamW. eps counts as at least 2**-126.
         step: number of this step, 1 for the first.
         bits: of a code of a moment, 8 or 4.
+        ratio: a bound on |m| / sqrt(v) of exact moments, where steps before had other betas (adamw_scalars.py).
 
     Raises:
         FormatError: an argument is outside of these values.
@@ -416,4 +424,5 @@ def adamw8bit_(
         step,
         maximize,
         bits,
+        ratio,
     )

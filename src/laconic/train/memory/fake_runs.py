@@ -176,7 +176,7 @@ class _Recorder(TorchDispatchMode):
         # Autograd adds the second gradient of a shared parameter into the first, but not into views or fake tensors.
         is_in_place = (
             func is torch.ops.aten.add.Tensor
-            and [getattr(x, "shape", None) for x in args] in ([shape, shape] for shape in self._shared)
+            and any([getattr(x, "shape", None) for x in args] == [shape, shape] for shape in self._shared)
             and not args[0]._is_view()
         )
         for value in tree_leaves(out):
