@@ -21,13 +21,14 @@ from laconic.errors import CollectiveError, ConfigError, FormatError
 from laconic.infer import AutoPlan, Engine, InferencePlan
 from laconic.infer.device import take_device
 from laconic.infer.group_link import GroupConnection, GroupExpertLink, LinkGroups, join_link
-from laconic.infer.links import serve
+from laconic.infer.links import TcpExpertLink, serve
 from laconic.infer.messages import Header, Rows, pack_rows
 from laconic.infer.payload import INT8, Coder
+from laconic.infer.remote_experts import RemoteExperts
 from laconic.train.launch.worker import leave
 from tests.distributed.processes import start_ranks
 from tests.infer.models import NEW_TOKENS, PROMPTS, expected, make
-from tests.infer.test_links import SECONDS, negated, rows_of
+from tests.infer.test_links import SECONDS, negated, pair, rows_of
 from tests.patience import patient
 
 CPU = torch.device("cpu")
@@ -92,7 +93,7 @@ def test_messages_of_megabytes_both_ways_at_once() -> None:
     link = GroupExpertLink(groups[0], 1, "expert worker 0")
     many = [
         Rows(0, 0, piece, torch.randn(2048, 512), torch.zeros(2048, 2, dtype=torch.int32), torch.ones(2048, 2))
-        for piece in range(12)  # more than are held
+        for piece in range(12)
     ]
     for rows in many:
         link.send(rows)
@@ -212,6 +213,42 @@ def test_the_others_are_served_when_an_attention_worker_is_gone() -> None:
     server.join(patient(10))
     assert not server.is_alive()
     assert raised == []
+
+
+@pytest.mark.parametrize("kind", ["tcp", "group"])
+def test_a_forward_does_not_take_the_answers_of_one_that_has_failed(kind: str) -> None:
+    """Of the same layer and as many rows: nothing but their values tells them apart."""
+
+    def slowly(rows: Rows) -> Tensor:
+        time.sleep(0.2)
+        return -rows.hidden
+
+    link: Any
+    if kind == "tcp":
+        mine, theirs = pair()
+        threading.Thread(target=serve, args=([theirs], slowly), daemon=True).start()
+        link = TcpExpertLink(mine, "expert worker 0")
+    else:
+        groups = join(2)
+        serving(groups[1], 1, slowly)
+        link = GroupExpertLink(groups[0], 1, "expert worker 0")
+    experts = RemoteExperts([link], [[[0]]], InferencePlan())
+
+    def forward(value: float, shared: Callable[[], None]) -> Tensor:
+        experts.begin_forward(2)
+        try:
+            choices = torch.zeros(2, 1, dtype=torch.int64)
+            return experts.run(0, torch.full((2, 4), value), choices, torch.ones(2, 1), shared)
+        finally:
+            experts.end_forward()
+
+    def fails() -> None:
+        raise MemoryError("no room for the shared experts")
+
+    with pytest.raises(MemoryError, match="no room"):
+        forward(1.0, fails)
+    assert torch.equal(forward(5.0, lambda: None), torch.full((2, 4), -5.0))
+    link.close()
 
 
 # --- engines ---

@@ -43,8 +43,9 @@ __all__ = ["GroupConnection", "GroupExpertLink", "LinkGroups", "join_link"]
 
 _HEADER, _ROWS, _SUMS = 1, 2, 3
 """Tags, by which gloo keeps messages apart; each kind arrives in the order in which it was sent."""
+_FAREWELL = timedelta(seconds=5)
 _HEADERS_HELD = 64
-_ANSWERS_HELD = 8
+"""On their way; where a GPU computes, the host is that far ahead of an expert worker's at most."""
 
 
 @dataclass(frozen=True)
@@ -108,23 +109,26 @@ class GroupExpertLink(WorkerLink):
     ) -> None:
         super().__init__(name, timeout_seconds, on_lost)
         self._groups, self._peer = groups, peer
-        self._headers = _Outbox(_HEADERS_HELD)
+        self._headers: deque[tuple[Any, Tensor]] = deque()
         self._pending: dict[tuple[int, int], tuple[Any, Tensor, Any, Tensor]] = {}
         """By micro-batch and slice: works and memory of the answer and of the rows."""
 
     def send(self, rows: Rows) -> None:
         """See ExpertLink."""
+        limit = timedelta(seconds=self._timeout_seconds)
         header, body = pack_rows(rows, Coder())
         front, answer = header.to_tensor(), torch.empty_like(rows.hidden, memory_format=torch.contiguous_format)
         with self._sending:
             self.check()
             try:
                 # In this order: NCCL makes a communicator at the first message, for which both ends wait.
-                self._headers.add(self._groups.headers.send([front], self._peer, _HEADER), front)
+                self._headers.append((self._groups.headers.send([front], self._peer, _HEADER), front))
+                if len(self._headers) > _HEADERS_HELD:
+                    self._headers.popleft()[0].wait(limit)
                 sent = self._groups.rows.send([body], self._peer, _ROWS)
                 coming = self._groups.sums.recv([_bytes(answer)], self._peer, _SUMS)
             except RuntimeError as error:
-                self._lose(_reason(error))
+                self._lose(self._reason(error))
                 self.check()
             self.a2e_traffic += header.traffic
             self._pending[rows.micro_batch, rows.slice] = coming, answer, sent, body
@@ -140,8 +144,7 @@ class GroupExpertLink(WorkerLink):
                 coming.wait()
             sent.wait()  # it has arrived
         except RuntimeError as error:
-            late = "Timed out" in str(error)
-            self._lose(f"it did not answer within {self._timeout_seconds:g} s" if late else _reason(error))
+            self._lose(self._reason(error))
             self.check()
         with self._changed:
             self.e2a_traffic += LinkTraffic(1, 0, answer.nbytes, answer.nbytes)
@@ -160,6 +163,10 @@ class GroupExpertLink(WorkerLink):
                 self._groups.headers.send([last], self._peer, _HEADER).wait(limit)
                 coming.wait(limit)
 
+    def _reason(self, error: RuntimeError) -> str:
+        late = "Timed out" in str(error)
+        return f"it did not answer within {self._timeout_seconds:g} s" if late else _reason(error)
+
 
 class GroupConnection:
     """The expert worker's end of a link to an attention worker; see MessageEnd.
@@ -175,7 +182,9 @@ class GroupConnection:
         self._arrivals = torch.cuda.Stream(groups.device) if groups.device.type == "cuda" else None
         self._coming: deque[tuple[Any, Tensor]] = deque()
         self._asked: deque[Header] = deque()
-        self._sent = _Outbox(_ANSWERS_HELD)
+        self._sent: dict[tuple[int, int], tuple[Any, Tensor]] = {}
+        """By micro-batch and slice: their last answer, which has arrived when the next rows of the same come."""
+        self._farewell: tuple[Any, Tensor] | None = None
 
     def receive(self) -> tuple[Header, Tensor]:
         """Wait for a header; the rows are there when it returns, or on a GPU behind `hand_over`.
@@ -229,7 +238,7 @@ class GroupConnection:
         if header.kind == STOP:
             front = header.to_tensor()
             with _as_connection_error():
-                self._sent.add(self._groups.headers.send([front], self._peer, _HEADER), front)
+                self._farewell = self._groups.headers.send([front], self._peer, _HEADER), front
             return
         asked, fields = self._asked.popleft(), ("layer", "micro_batch", "slice", "num_rows", "width", "dtype", "coding")
         wrong = [name for name in fields if getattr(header, name) != getattr(asked, name)]
@@ -240,31 +249,17 @@ class GroupConnection:
                 + "; over link = 'group' both must be alike"
             )
         assert body is not None
+        place = (header.micro_batch, header.slice)
         with _as_connection_error():
-            self._sent.add(self._groups.sums.send([body], self._peer, _SUMS), body)
+            if place in self._sent:
+                self._sent.pop(place)[0].wait()
+            self._sent[place] = self._groups.sums.send([body], self._peer, _SUMS), body
 
     def close(self) -> None:
-        """Wait until what was sent has left; groups end with the process."""
-        with contextlib.suppress(ConnectionError), _as_connection_error():
-            self._sent.wait(0)
-
-
-class _Outbox:
-    """Works and memory of messages on their way, of which the oldest are waited for."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._held: deque[tuple[Any, Tensor]] = deque()
-
-    def add(self, work: Any, message: Tensor) -> None:
-        """Hold a message that has just been sent."""
-        self._held.append((work, message))
-        self.wait(self._most)
-
-    def wait(self, most: int) -> None:
-        """Hold `most` messages at most."""
-        while len(self._held) > most:
-            self._held.popleft()[0].wait()
+        """Wait until the farewell has left; groups end with the process."""
+        if self._farewell is not None:
+            with contextlib.suppress(RuntimeError):
+                self._farewell[0].wait(_FAREWELL)
 
 
 @contextlib.contextmanager

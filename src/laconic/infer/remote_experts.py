@@ -6,6 +6,7 @@ experts and then gives its turn to another micro-batch (see compute_turns).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections import Counter
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from laconic.errors import CollectiveError
 from laconic.infer.compute_turns import ComputeTurns
 from laconic.infer.links import ExpertLink
 from laconic.infer.messages import Rows
@@ -132,12 +134,20 @@ class RemoteExperts:
         real = min(len(hidden), self._local.num_rows)
         # What is where messages leave already is not copied.
         here = [x[:real].to(self._device) for x in (hidden, experts, weights)]
-        sent = self._send(layer, *here, log)
-        if shared is not None:
-            if plan.order != "ASAS":
-                self._turns.give()
-                self._turns.take("shared")
-            _run_shared(shared, log)
+        sent: list[tuple[ExpertLink, Rows, Tensor]] = []
+        try:
+            self._send(layer, *here, log, sent)
+            if shared is not None:
+                if plan.order != "ASAS":
+                    self._turns.give()
+                    self._turns.take("shared")
+                _run_shared(shared, log)
+        except BaseException:
+            # The forward is tried again, and must not take these answers for its own.
+            with contextlib.suppress(CollectiveError):
+                for link, rows, _ in sent:
+                    link.receive(rows)
+            raise
 
         # The other micro-batches compute while this one waits. On a GPU it is the stream that waits, in its turn.
         answers: list[Tensor] = []
@@ -187,10 +197,15 @@ class RemoteExperts:
         return total.to(hidden.dtype).to(hidden.device)
 
     def _send(
-        self, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor, log: LayerLog | None
-    ) -> list[tuple[ExpertLink, Rows, Tensor]]:
-        """Send every slice to the workers it concerns; return link, rows and the rows' numbers [m] of each message."""
-        sent = []
+        self,
+        layer: int,
+        hidden: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        log: LayerLog | None,
+        sent: list[tuple[ExpertLink, Rows, Tensor]],
+    ) -> None:
+        """Send every slice to the workers it concerns; `sent` takes each message's link, rows and their numbers [m]."""
         layer_places = self._places[layer]
         num_experts = layer_places.num_experts
         experts = torch.where((experts < 0) | (experts > num_experts), num_experts, experts)  # no expert: sent nowhere
@@ -227,7 +242,6 @@ class RemoteExperts:
             log.attention_end_ns = log.attention_end_ns or log.sent_ns
             log.shared_start_ns = log.shared_start_ns or log.attention_end_ns
             log.shared_end_ns = log.shared_end_ns or log.attention_end_ns
-        return sent
 
 
 class _Places:
