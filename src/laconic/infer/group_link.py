@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 
 from laconic.errors import CollectiveError, FormatError
 from laconic.infer.connections import FOREVER, own_address
@@ -77,17 +78,18 @@ def join_link(store: Store, rank: int, size: int, device: torch.device, timeout_
     Raises:
         ConfigError: this machine has no address at which the others could reach it.
     """
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address())]
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=own_address())]
     options._timeout = FOREVER
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("link", store), rank, size, options)
+    headers = gloo(PrefixStore("link", store), rank, size, options)
     if device.type == "cpu":
-        return LinkGroups(gloo, gloo, gloo, device)
+        return LinkGroups(headers, headers, headers, device)
     nccl: Any = dist.ProcessGroupNCCL
     limit = nccl.Options()
     limit._timeout = timedelta(seconds=timeout_seconds)
-    rows, sums = (nccl(dist.PrefixStore(name, store), rank, size, limit) for name in ("link rows", "link sums"))
-    return LinkGroups(gloo, rows, sums, device)
+    rows, sums = (nccl(PrefixStore(name, store), rank, size, limit) for name in ("link rows", "link sums"))
+    return LinkGroups(headers, rows, sums, device)
 
 
 class GroupExpertLink(WorkerLink):

@@ -133,10 +133,10 @@ class RemoteExperts:
             shared = None
         real = min(len(hidden), self._local.num_rows)
         # What is where messages leave already is not copied.
-        here = [x[:real].to(self._device) for x in (hidden, experts, weights)]
+        here, choices, shares = (x[:real].to(self._device) for x in (hidden, experts, weights))
         sent: list[tuple[ExpertLink, Rows, Tensor]] = []
         try:
-            self._send(layer, *here, log, sent)
+            self._send(layer, here, choices, shares, log, sent)
             if shared is not None:
                 if plan.order != "ASAS":
                     self._turns.give()
