@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from laconic.infer.coded_experts import keep_experts
 from laconic.infer.expert_share import ExpertShare
 from laconic.infer.group_link import GroupConnection, GroupExpertLink, LinkGroups
 from laconic.infer.messages import Rows, pack_sums, unpack_rows
@@ -170,7 +171,7 @@ def grouped(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
     return out
 
 
-def over_groups(slicing: Any) -> tuple[RemoteExperts, list[OneThread]]:
+def over_groups(slicing: Any, expert_format: str = "exact") -> tuple[RemoteExperts, list[OneThread]]:
     split = Split(1, NUM_WORKERS)
     ranges = [split.expert_range(worker, NUM_EXPERTS) for worker in range(NUM_WORKERS)]
     links = []
@@ -179,7 +180,7 @@ def over_groups(slicing: Any) -> tuple[RemoteExperts, list[OneThread]]:
             name: torch.nn.Parameter(p[held.start : held.stop].clone().to(CUDA), requires_grad=False)
             for name, p in ORIGINAL.named_parameters()
         }
-        links.append(OneThread(ExpertShare([FusedExperts(ORIGINAL, part)])))
+        links.append(OneThread(ExpertShare([keep_experts(expert_format, "experts", FusedExperts(ORIGINAL, part))])))
     return RemoteExperts(links, [ranges], InferencePlan(num_slices=2, slicing=slicing), device=CUDA), links
 
 
@@ -212,3 +213,21 @@ def test_over_a_group_no_host_waits_for_a_message(slicing: str, lost: str | None
     else:
         with pytest.raises(RaceError):
             device.check(40)
+
+
+@pytest.mark.parametrize("expert_format", ["exact", "int8"])
+def test_over_a_group_the_plain_forward_of_the_loads_check_asks_for_each_expert(expert_format: str) -> None:
+    """With the numbers of rows that the host has counted; so do experts in codes, of whatever rows."""
+    torch.manual_seed(0)
+    hidden, (weights, index) = torch.randn(6, WIDTH), torch.rand(6, NUM_EXPERTS).topk(2)
+    expected = ORIGINAL(hidden, index, weights)
+    with cuda() as device, mock.patch.object(torch, "_grouped_mm", grouped):
+        experts, _ = over_groups("tokens", expert_format)
+        found = []
+        for num_rows in (None, 6):
+            experts.begin_forward(num_rows)
+            found.append(experts.run(0, hidden.to(CUDA), index.to(CUDA), weights.to(CUDA)).cpu())
+            experts.end_forward()
+    device.check(20)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(found[0], expected, rtol=0.0, atol=1e-4 if expert_format == "exact" else 1.0)

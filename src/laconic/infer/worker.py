@@ -111,7 +111,8 @@ def _work(settings: WorkerSettings, events: _Events, commands: IO[str]) -> None:
     # Under torchrun, whose store has an address, several machines have ranks.
     local_rank, num_local = settings.rank, settings.split.num_workers
     if settings.store.startswith("tcp://"):
-        local_rank, num_local = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        local_rank = int(os.environ["LOCAL_RANK"])
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", num_local))
     device = take_device(settings.device, local_rank, num_local if settings.link == "group" else 0)
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     role, number = settings.split.role(settings.rank)
