@@ -58,10 +58,8 @@ class Held:
             torch.float32,
             torch.device("cpu"),
             list,
-            cast(Any, None),
             lambda end: self.ended.update({end.name: end}),
             self._hear,
-            print,
             on_broken=self.broken.append,
         )
         self.requests = self.worker._requests[0]

@@ -57,9 +57,7 @@ def worker(
         cache_tokens=cache_tokens,
         batch_tokens=batch_tokens,
     )
-    return AttentionWorker(
-        settings, dtype, torch.device("cpu"), list, cast(Any, None), print, lambda tokens: None, print
-    )
+    return AttentionWorker(settings, dtype, torch.device("cpu"), list, print, lambda tokens: None)
 
 
 @pytest.fixture(scope="module")

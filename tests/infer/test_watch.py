@@ -69,9 +69,7 @@ def test_a_worker_says_how_long_its_slowest_micro_batch_has_stalled(tmp_path: Pa
 
     plan = InferencePlan(num_micro_batches=2)
     settings = WorkerSettings(0, str(make("llama", tmp_path)), "", Split(1, 0), plan, cache_tokens=512)
-    worker = AttentionWorker(
-        settings, torch.float32, torch.device("cpu"), list, cast(Any, None), on_finished, on_tokens, print
-    )
+    worker = AttentionWorker(settings, torch.float32, torch.device("cpu"), list, on_finished, on_tokens)
     assert worker.stalled_seconds == 0
     worker.add("hangs", [1, 2], Sampling(max_new_tokens=3))
     wait_until(lambda: counts["hangs"] == 1)

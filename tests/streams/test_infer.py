@@ -1,22 +1,29 @@
-"""What inference workers compute, attention's side and the experts': all on the stream of the caller."""
+"""What inference workers compute: over TCP on the stream of the caller, over NCCL on its own, and no host waits."""
 
 from __future__ import annotations
 
+from collections import deque
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from laconic.infer.coded_experts import keep_experts
 from laconic.infer.expert_share import ExpertShare
-from laconic.infer.messages import Rows
+from laconic.infer.group_link import GroupConnection, GroupExpertLink, LinkGroups
+from laconic.infer.messages import Rows, pack_sums, unpack_rows
+from laconic.infer.payload import Coder
 from laconic.infer.remote_experts import RemoteExperts
 from laconic.infer.split import Split
 from laconic.moe.huggingface.experts import FusedExperts
 from laconic.schedule.inference import InferencePlan
 from tests.infer.test_remote_experts import NUM_EXPERTS, ORIGINAL, WIDTH
-from tests.streams.cuda import CUDA, cuda
+from tests.streams.cuda import CUDA, counted_waits, cuda, lost_waits
 from tests.streams.device import RaceError
+from tests.streams.stream_group import StreamWork
 
 NUM_WORKERS = 2
 
@@ -83,3 +90,144 @@ def test_rows_go_to_expert_workers_and_back_on_one_stream(waits: bool) -> None:
     else:
         with pytest.raises(RaceError):
             device.check(40)
+
+
+# --- over a group ---
+
+
+class Host:
+    """Gloo's end of a group for messages of the host; what one end sends is there when the other asks."""
+
+    def __init__(self, here: deque[Tensor], there: deque[Tensor]) -> None:
+        self._here, self._there = here, there
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Host:
+        self._there.append(tensors[0].clone())
+        return self
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Host:
+        tensors[0].copy_(self._here.popleft())
+        return self
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        pass
+
+
+class Wire:
+    """One direction between two devices, as NCCL has it: at each end a stream, and no host waits for a message."""
+
+    def __init__(self) -> None:
+        self._streams = {"send": torch.cuda.Stream(), "recv": torch.cuda.Stream()}
+        self._posted: dict[str, deque[tuple[Tensor, Any, StreamWork]]] = {"send": deque(), "recv": deque()}
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> StreamWork:
+        return self._post("send", tensors[0])
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> StreamWork:
+        return self._post("recv", tensors[0])
+
+    def _post(self, end: str, x: Tensor) -> StreamWork:
+        stream, work = self._streams[end], StreamWork([x], [x])
+        stream.wait_stream(torch.cuda.current_stream())
+        self._posted[end].append((x, stream.record_event(), work))
+        if all(self._posted.values()):
+            (sent, ready, one), (received, _, other) = (posted.popleft() for posted in self._posted.values())
+            with torch.cuda.stream(self._streams["recv"]):
+                torch.cuda.current_stream().wait_event(ready)
+                assert sent.numel() == received.numel()
+                received.copy_(sent)
+                other.event = torch.cuda.current_stream().record_event()
+            self._streams["send"].wait_event(other.event)
+            one.event = self._streams["send"].record_event()
+        return work
+
+
+class OneThread(GroupExpertLink):
+    """A link whose expert worker, with a stream of its own, answers when the attention worker asks for that."""
+
+    def __init__(self, share: ExpertShare) -> None:
+        boxes: tuple[deque[Tensor], deque[Tensor]] = (deque(), deque())
+        rows, sums = Wire(), Wire()
+        super().__init__(LinkGroups(Host(*boxes), rows, sums, CUDA), 1, "expert worker")
+        self._end = GroupConnection(LinkGroups(Host(*boxes[::-1]), rows, sums, CUDA), 0)
+        self._share, self._stream, self.num_rows = share, torch.cuda.Stream(), 0
+
+    def receive(self, rows: Rows) -> Tensor:
+        with torch.cuda.stream(self._stream):
+            arrived = unpack_rows(*self._end.receive())
+            self._end.hand_over()
+            self._end.send(*pack_sums(arrived, self._share.run(arrived), Coder()))
+        self.num_rows += len(rows.hidden)
+        return super().receive(rows)
+
+
+def grouped(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
+    """torch._grouped_mm as on a GPU: what is behind the last group is never written."""
+    number = torch.arange(len(rows), device=rows.device)[:, None]
+    out = torch.full((len(rows), weights.shape[2]), torch.nan, device=rows.device)
+    for group in range(len(weights)):
+        begin = offs[group - 1] if group else 0
+        out = torch.where((number >= begin) & (number < offs[group]), rows @ weights[group], out)
+    return out
+
+
+def over_groups(slicing: Any, expert_format: str = "exact") -> tuple[RemoteExperts, list[OneThread]]:
+    split = Split(1, NUM_WORKERS)
+    ranges = [split.expert_range(worker, NUM_EXPERTS) for worker in range(NUM_WORKERS)]
+    links = []
+    for held in ranges:
+        part = {
+            name: torch.nn.Parameter(p[held.start : held.stop].clone().to(CUDA), requires_grad=False)
+            for name, p in ORIGINAL.named_parameters()
+        }
+        links.append(OneThread(ExpertShare([keep_experts(expert_format, "experts", FusedExperts(ORIGINAL, part))])))
+    return RemoteExperts(links, [ranges], InferencePlan(num_slices=2, slicing=slicing), device=CUDA), links
+
+
+@pytest.mark.parametrize("slicing", ["tokens", "experts"])
+@pytest.mark.parametrize("lost", [None, "hand_over", "receive"])
+def test_over_a_group_no_host_waits_for_a_message(slicing: str, lost: str | None) -> None:
+    expected = layers(remote(torch.device("cpu")), torch.device("cpu"))
+    torch.manual_seed(0)
+    hidden = torch.randn(6, WIDTH)
+    routes = [torch.rand(6, NUM_EXPERTS).topk(2) for _ in range(3)]
+    with cuda() as device, mock.patch.object(torch, "_grouped_mm", grouped):
+        experts, links = over_groups(slicing)
+        x, there = hidden.to(CUDA), [(index.to(CUDA), weights.to(CUDA)) for weights, index in routes]
+        torch.cuda.synchronize()
+        with counted_waits(device) as waits, lost_waits(*([lost] if lost else [])):
+            for index, weights in there:
+                experts.begin_forward(5)
+                x = x + experts.run(0, x * 0.5, index, weights)
+                experts.end_forward()
+        assert waits == []
+        found = x.cpu()
+        torch.cuda.synchronize()
+        loads = experts.loads
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    assert loads == [torch.bincount(torch.cat([index[:5].flatten() for _, index in routes]), minlength=5).tolist()]
+    # All rows travel, whoever they are meant for.
+    assert [link.num_rows for link in links] == [3 * 5 * (2 if slicing == "experts" else 1)] * 2
+    if lost is None:
+        device.check(40)
+    else:
+        with pytest.raises(RaceError):
+            device.check(40)
+
+
+@pytest.mark.parametrize("expert_format", ["exact", "int8"])
+def test_over_a_group_the_plain_forward_of_the_loads_check_asks_for_each_expert(expert_format: str) -> None:
+    """With the numbers of rows that the host has counted; so do experts in codes, of whatever rows."""
+    torch.manual_seed(0)
+    hidden, (weights, index) = torch.randn(6, WIDTH), torch.rand(6, NUM_EXPERTS).topk(2)
+    expected = ORIGINAL(hidden, index, weights)
+    with cuda() as device, mock.patch.object(torch, "_grouped_mm", grouped):
+        experts, _ = over_groups("tokens", expert_format)
+        found = []
+        for num_rows in (None, 6):
+            experts.begin_forward(num_rows)
+            found.append(experts.run(0, hidden.to(CUDA), index.to(CUDA), weights.to(CUDA)).cpu())
+            experts.end_forward()
+    device.check(20)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(found[0], expected, rtol=0.0, atol=1e-4 if expert_format == "exact" else 1.0)

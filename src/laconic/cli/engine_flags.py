@@ -50,6 +50,13 @@ def add_engine_flags(parser: argparse.ArgumentParser, **defaults: str) -> None:
         " or raw or lossless by measured rates (default: raw)",
     )
     workers.add_argument(
+        "--link",
+        choices=("tcp", "group"),
+        default="tcp",
+        help="how rows and sums travel: over connections of our own, or a process group of torch.distributed"
+        " (default: tcp)",
+    )
+    workers.add_argument(
         "--expert-format",
         choices=EXPERT_FORMATS,
         default="exact",
@@ -130,6 +137,7 @@ def start_engine(options: argparse.Namespace) -> Engine:
         trace=getattr(options, "trace", None),
         device=options.device,
         payload=options.payload,
+        link=options.link,
         launcher="torchrun" if "RANK" in os.environ else "engine",
         max_restarts=options.max_restarts,
         expert_loads=options.expert_loads,

@@ -47,6 +47,7 @@ class _EngineArguments(BaseModel):
     start_timeout_seconds: float | None = None
     device: str | None = None
     payload: str | None = None
+    link: str | None = None
     max_restarts: int | None = None
     expert_loads: str | None = None
     redundant_experts: int | None = None

@@ -5,18 +5,17 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from laconic.infer.connections import Connection
 from laconic.infer.grammars import grammar_tokenizer
-from laconic.infer.links import TcpExpertLink
+from laconic.infer.links import WorkerLink
 from laconic.infer.load_check import expected_logits, made_up_trials, recheck, try_engine
-from laconic.infer.payload import LinkTraffic, prepared_coder
+from laconic.infer.payload import LinkTraffic
 from laconic.infer.remote_experts import RemoteExperts, RemoteLayer
 from laconic.infer.shared_experts import overlap_shared, shared_experts
 from laconic.infer.tokenizer import load_text_tokenizer
@@ -31,8 +30,6 @@ from laconic.infer.transformers_seam import (
 )
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from laconic.infer.recorder import Recorder
     from laconic.infer.sampling import ChosenToken, Sampling
     from laconic.infer.settings import WorkerSettings
@@ -49,12 +46,11 @@ class AttentionWorker:
     Args:
         settings: of this worker.
         dtype: of the weights; None takes the checkpoint's.
-        device: on which the model computes; rows and sums travel from and to host memory.
-        meet: connects to the expert workers, once the model is loaded.
-        join_group: joins a process group of all workers; called if links have to be measured.
+        device: on which the model computes; rows and sums travel from and to host memory, or over link = "group" the
+            device's.
+        meet: connects to the expert workers, once the model is loaded; returns links in their order.
         on_finished: called, on any thread, for every request that ends; not for those that were cancelled.
         on_tokens: called, on any thread, once per forward, with each request's name and the token it is given.
-        on_lost: called, on any thread, when an expert worker is lost, with what became of it.
         recorder: of this worker.
         on_broken: called, on any thread, with why the engine here can serve nobody any more.
 
@@ -69,16 +65,14 @@ class AttentionWorker:
         settings: WorkerSettings,
         dtype: torch.dtype | None,
         device: torch.device,
-        meet: Callable[[], list[Connection]],
-        join_group: Callable[[], ProcessGroup],
+        meet: Callable[[], Sequence[WorkerLink]],
         on_finished: Callable[[Finished], None],
         on_tokens: Callable[[list[tuple[str, ChosenToken]]], None],
-        on_lost: Callable[[str], None],
         recorder: Recorder | None = None,
         on_broken: Callable[[str], None] = lambda why: None,
     ) -> None:
         split, plan, model_dir = settings.split, settings.plan, Path(settings.model_dir)
-        self._links: list[TcpExpertLink] = []
+        self._links: list[WorkerLink] = []
         self._experts: RemoteExperts | None = None
         self.notes: list[str] = []
         if split.experts == 0:
@@ -89,7 +83,8 @@ class AttentionWorker:
                 [settings.experts_of(layer, worker, block.num_experts) for worker in range(split.experts)]
                 for layer, block in enumerate(blocks.values())
             ]
-            experts = self._experts = RemoteExperts(self._links, held, plan, recorder)
+            travels_from = device if settings.link == "group" else torch.device("cpu")
+            experts = self._experts = RemoteExperts(self._links, held, plan, recorder, travels_from)
             model = load_attention_model(model_dir, dtype, lambda layer, _: RemoteLayer(experts, layer)).to(device)
             _, left = put_remote_experts(model, experts)
             if left:
@@ -97,12 +92,7 @@ class AttentionWorker:
                     f"shared experts of {', '.join(left[:3])}{' and others' * (len(left) > 3)} run where the model runs"
                     " them, not while rows are away"
                 )
-            connections = meet()
-            coder = prepared_coder(settings.payload, join_group)
-            self._links += [
-                TcpExpertLink(connection, f"expert worker {number}", settings.answer_timeout_seconds, on_lost, coder)
-                for number, connection in enumerate(connections)
-            ]
+            self._links += meet()
         limits = CacheLimits(settings.cache_tokens, settings.batch_tokens)
         coarse = split.experts > 0 and settings.payload == "int8"
         expected = self._expected = expected_logits(

@@ -1,4 +1,4 @@
-"""The device of a worker: the CPU, or one CUDA device of its machine. Messages are in host memory either way."""
+"""The device of a worker: the CPU, or one CUDA device of its machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_device(device: str, name: str = "device") -> None:
         )
 
 
-def take_device(device: str, local_rank: int) -> torch.device:
+def take_device(device: str, local_rank: int, num_alone: int = 0) -> torch.device:
     """Take a worker's device; workers of a machine take its CUDA devices in turn.
 
     This process sees no other CUDA device afterwards: threads of transformers' managers begin on the first one.
@@ -36,9 +36,10 @@ def take_device(device: str, local_rank: int) -> torch.device:
     Args:
         device: see DeviceKind.
         local_rank: number of the worker among those of this machine.
+        num_alone: workers of this machine that need a CUDA device each, as NCCL asks of those it joins.
 
     Raises:
-        ConfigError: there is no CUDA device here, or CUDA is in use by this process already.
+        ConfigError: there is no CUDA device here, or fewer than `num_alone`, or this process uses CUDA already.
     """
     if device == "cpu":
         return torch.device("cpu")
@@ -47,6 +48,11 @@ def take_device(device: str, local_rank: int) -> torch.device:
         raise ConfigError(
             f"device is 'cuda', but {socket.gethostname()} has no CUDA device that this torch ({torch.__version__}) can"
             " use; leave device out, or see `laconic doctor`"
+        )
+    if count < num_alone:
+        raise ConfigError(
+            f"link is 'group' with device = 'cuda', but {socket.gethostname()} has {count} CUDA devices for {num_alone}"
+            " workers, each of which needs its own; start fewer workers, or leave link out"
         )
     if torch.cuda.is_initialized():
         raise ConfigError(

@@ -32,6 +32,7 @@ from laconic.infer.expert_placement import check_expert_placement, place_experts
 from laconic.infer.generation_config import AnswerDefaults, check_generation_config, read_generation_config
 from laconic.infer.in_flight import Generation, InFlight, TakenRequest
 from laconic.infer.launch import Launcher, WorkerLauncher, torchrun_info
+from laconic.infer.links import LinkKind
 from laconic.infer.payload import LinkTraffic, PayloadCoding, check_payload
 from laconic.infer.recording import Recording, RunRecorder, check_trace_file, check_traceable
 from laconic.infer.sampling import Sampling
@@ -43,6 +44,7 @@ from laconic.infer.watch import progress_limit
 from laconic.infer.workers import WorkerReport, WorkerSet
 from laconic.options import ExpertFormat
 from laconic.schedule.inference import InferencePlan
+from laconic.shared_secret import read_secret
 
 __all__ = ["Engine", "Generation", "Recording", "WorkerReport"]
 
@@ -79,11 +81,14 @@ class Engine:
             OMP_NUM_THREADS.
         start_timeout_seconds: for all workers to load their weights and meet.
         device: "cpu", or "cuda": the workers of a machine take its CUDA devices in turn, and rows travel through host
-            memory. Automatic plans and traces know CPUs alone and are refused with it.
+            memory unless `link` is "group". Automatic plans and traces know CPUs alone and are refused with it.
         expert_device: of expert workers, "cpu" or "cuda"; None is `device`, which is that of attention workers then.
         payload: how hidden states and sums travel between workers: "raw", "lossless" (the same tokens), "int8" (other
             tokens: values are rounded, see laconic.infer.payload), or "auto": raw or lossless for each message, by
             measured rates of links and codec.
+        link: how they travel: "tcp" over connections of our own, "group" over process groups of torch.distributed: gloo
+            between CPUs, NCCL between CUDA devices, of which each worker needs one. The latter takes raw payloads
+            and devices of one kind; automatic plans and traces know "tcp" alone.
         launcher: "engine" starts the workers here. "torchrun" takes the ranks of torchrun as workers: this process is
             rank 0 and starts attention worker 0, each other rank calls `serve_rank`; one engine per launch.
         max_restarts: how often all workers are started again after one was lost. Requests in flight fail all the same.
@@ -134,6 +139,7 @@ class Engine:
         redundant_experts: int = 0,
         expert_format: ExpertFormat = "exact",
         expert_device: DeviceKind | None = None,
+        link: LinkKind = "tcp",
     ) -> None:
         check_transformers()
         _check_arguments(dtype, threads, answer_timeout_seconds, payload, launcher, max_restarts)
@@ -141,11 +147,15 @@ class Engine:
         for name, each in devices.items():
             _check_known_of_device(name, each, plan, trace)
         check_expert_format(expert_format)
+        self._link = link
+        _check_link(link, payload, device, expert_device or device)
+        _check_known_of_link(link, plan, trace)
         CacheLimits(cache_tokens, batch_tokens)
         of_experts = {
             "expert_format": expert_format,
             "expert_device": expert_device,
             "payload": payload,
+            "link": link,
             "expert_loads": None if expert_loads is None else str(expert_loads),
             "redundant_experts": redundant_experts,
         }
@@ -192,6 +202,7 @@ class Engine:
                 threads=threads,
                 device=device if self.split.role(rank)[0] == "attention" else expert_device or device,
                 payload=payload,
+                link=link,
                 expert_format=expert_format,
                 held=held,
             )
@@ -342,10 +353,12 @@ class Engine:
             recording.trace.save("run.json")
 
         Entering the block raises ConfigError if another recording of the engine is on, if its models are whole and
-        there is nothing to trace, or if they are on CUDA devices, and CollectiveError if a worker has been lost.
+        there is nothing to trace, or if they are on CUDA devices or linked by a group, and CollectiveError if a worker
+        has been lost.
         """
         for name, each in self._devices.items():
             _check_known_of_device(name, each, None, "a file")
+        _check_known_of_link(self._link, None, "a file")
         return Recording(self._recorder)
 
     def close(self) -> None:
@@ -467,6 +480,55 @@ def _check_known_of_device(
         raise ConfigError(
             f"trace is asked for with {name} = {device!r}, but it would time when work is given to the device, not when"
             f" it runs; use torch's profiler, or {name}='cpu'"
+        )
+
+
+def _check_link(link: str, payload: str, *devices: str) -> None:
+    """Check the argument `link` beside those that it cannot work with.
+
+    Raises:
+        ConfigError: there is no such link, or it cannot work so.
+    """
+    if link not in get_args(LinkKind):
+        raise ConfigError(f"link is {link!r}, but it must be one of {', '.join(get_args(LinkKind))}")
+    if link == "tcp":
+        return
+    why = "link is 'group', "
+    if payload != "raw":
+        raise ConfigError(
+            f"{why}whose messages have sizes that both ends know beforehand, but payload is {payload!r}; leave one of"
+            " them out"
+        )
+    if len(set(devices)) > 1:
+        raise ConfigError(
+            f"{why}which joins devices of one kind, but attention workers are on {devices[0]!r} and expert workers on"
+            f" {devices[1]!r}; leave link or expert_device out"
+        )
+    if read_secret() is not None:
+        raise ConfigError(
+            f"{why}but there is a shared secret, which torch's groups do not ask for; leave link out, or unset"
+            " LACONIC_SECRET and LACONIC_SECRET_FILE on a network of your own"
+        )
+
+
+def _check_known_of_link(
+    link: str, plan: InferencePlan | AutoPlan | str | None, trace: str | os.PathLike[str] | None
+) -> None:
+    """Refuse what knows TCP alone.
+
+    Raises:
+        ConfigError: another link with an automatic plan or a trace.
+    """
+    if link == "tcp":
+        return
+    if plan is not None and not isinstance(plan, InferencePlan):
+        raise ConfigError(
+            f"plan is automatic with link = {link!r}, but rates are those of link = 'tcp' (laconic profile --infer);"
+            " give an InferencePlan"
+        )
+    if trace is not None:
+        raise ConfigError(
+            f"trace is asked for with link = {link!r}, over which nothing notes when an answer comes; leave link out"
         )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from laconic.infer.coded_experts import CodedExperts
 from laconic.infer.messages import Rows
 from laconic.moe.experts.modules import Experts
+from laconic.moe.huggingface.experts import FusedExperts
 
 __all__ = ["ExpertShare"]
 
@@ -42,25 +43,37 @@ class ExpertShare:
         rounded once.
 
         Args:
-            rows: in host memory, as the result is; the experts may be on any device.
+            rows: in host memory, as the result is, and the experts on any device; or all of it on one CUDA device. No
+                host waits then, if experts are exact and without biases, and their products grouped: all choices are
+                sorted, those that are elsewhere behind the others, and masked.
         """
         # 1. One row per choice that is here, sorted by expert.
         (num_rows, top_k), width = rows.experts.shape, rows.hidden.shape[1]
         layer = self._layers[rows.layer]
         device = next(_tensors(layer)).device
         choices, hidden = rows.experts.to(device).flatten().long(), rows.hidden.to(device)
-        here = (choices >= 0).nonzero().squeeze(1)
-        numbers, order = choices[here].sort(stable=True)
-        places = here[order]
-        counts = torch.bincount(numbers, minlength=layer.num_experts)
+        is_masked = rows.hidden.is_cuda and isinstance(layer, FusedExperts) and layer.is_grouped(hidden)
+        if is_masked:
+            nobody = layer.num_experts
+            numbers, places = torch.where(choices < 0, nobody, choices).sort(stable=True)
+            counts = torch.zeros(nobody + 1, dtype=torch.int64, device=device)
+            counts = counts.index_add_(0, numbers, torch.ones_like(numbers))[:-1]
+        else:
+            here = (choices >= 0).nonzero().squeeze(1)
+            numbers, order = choices[here].sort(stable=True)
+            places = here[order]
+            counts = torch.bincount(numbers, minlength=layer.num_experts)
 
         # 2. The experts, and each output back at its choice's place.
         outputs = layer(hidden[places // top_k], counts)
         sum_dtype = torch.promote_types(outputs.dtype, torch.float32)
         terms = torch.zeros(num_rows * top_k, width, dtype=sum_dtype, device=device)
         weights = rows.weights.to(device).flatten()
-        terms[places] = outputs.to(sum_dtype) * weights[places, None].to(sum_dtype)
-        return terms.view(num_rows, top_k, width).sum(1).to(hidden.dtype).cpu()
+        weighted = outputs.to(sum_dtype) * weights[places, None].to(sum_dtype)
+        if is_masked:
+            weighted = weighted.masked_fill(numbers[:, None] == layer.num_experts, 0.0)
+        terms[places] = weighted
+        return terms.view(num_rows, top_k, width).sum(1).to(hidden.dtype).to(rows.hidden.device)
 
 
 def _tensors(layer: nn.Module) -> Iterator[Tensor]:

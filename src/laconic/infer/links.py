@@ -1,8 +1,8 @@
 """Links between one attention worker and one expert worker: rows go out, sums come back.
 
-A link has one thread for what arrives. An expert worker answers every message with one of the same layer, micro-batch
-and slice, in the order of arrival. A peer that ends breaks the connection; every waiting and later call of the link
-then raises CollectiveError at once.
+An expert worker answers every message with one of the same layer, micro-batch and slice, in the order of arrival. A
+peer that ends breaks the connection; every waiting and later call of the link then raises CollectiveError at once.
+Links here are over TCP and have one thread for what arrives; group_link.py has those over torch.distributed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -32,7 +32,10 @@ from laconic.infer.messages import (
 from laconic.infer.payload import Coder, LinkTraffic
 from laconic.infer.recorder import AnswerLog, Recorder, now_ns
 
-__all__ = ["ExpertLink", "TcpExpertLink", "LocalLink", "serve"]
+__all__ = ["ExpertLink", "LinkKind", "LocalLink", "MessageEnd", "TcpExpertLink", "WorkerLink", "serve"]
+
+LinkKind = Literal["tcp", "group"]
+"""How rows and sums travel: over connections of our own, or those of a process group of torch.distributed."""
 
 
 class ExpertLink(Protocol):
@@ -81,18 +84,88 @@ class LocalLink:
         return now_ns()
 
 
-class TcpExpertLink:
+class MessageEnd(Protocol):
+    """An expert worker's end of a link, for `serve`; a Connection is one."""
+
+    def receive(self) -> tuple[Header, Tensor]:
+        """Wait for a message; its body may be read behind `hand_over`."""
+        ...
+
+    def hand_over(self) -> None:
+        """Wait, on the thread that computes, for the body of the oldest message for which it has not been called."""
+        ...
+
+    def send(self, header: Header, body: Tensor | None = None) -> None:
+        """Send a message without waiting for it to leave."""
+        ...
+
+    def close(self) -> None:
+        """Send what is waiting, and close."""
+        ...
+
+
+class WorkerLink:
+    """What links to the process of an expert worker share: what has passed, and the end of it.
+
+    Args:
+        name: of the expert worker, for messages.
+        timeout_seconds: for an answer; an expert worker that takes longer is lost.
+        on_lost: called once, on any thread, with what became of the expert worker.
+
+    Attributes:
+        a2e_traffic, e2a_traffic: of rows that were sent and of sums that have come.
+    """
+
+    def __init__(self, name: str, timeout_seconds: float, on_lost: Callable[[str], None]) -> None:
+        self.a2e_traffic, self.e2a_traffic = LinkTraffic(), LinkTraffic()
+        self._name, self._timeout_seconds, self._on_lost = name, timeout_seconds, on_lost
+        self._sending = threading.Lock()
+        self._changed = threading.Condition()
+        self._lost: str | None = None
+        self._closed = threading.Event()
+
+    def send(self, rows: Rows) -> None:
+        """See ExpertLink."""
+        raise NotImplementedError
+
+    def receive(self, rows: Rows) -> Tensor:
+        """See ExpertLink."""
+        raise NotImplementedError
+
+    def arrived_ns(self, rows: Rows) -> int:
+        """See ExpertLink."""
+        raise NotImplementedError
+
+    def close(self, timeout_seconds: float = 5.0) -> None:
+        """Tell the expert worker that nothing more comes, and wait for its farewell."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise CollectiveError if the expert worker is lost."""
+        if self._lost is not None:
+            raise CollectiveError(self._lost)
+
+    def forget_traffic(self) -> None:
+        """Count from here."""
+        self.a2e_traffic, self.e2a_traffic = LinkTraffic(), LinkTraffic()
+
+    def _lose(self, reason: str) -> None:
+        with self._changed:
+            first = self._lost is None
+            self._lost = self._lost or f"{self._name} is lost: {reason}"
+            self._changed.notify_all()
+        self._closed.set()
+        if first:
+            self._on_lost(self._lost)
+
+
+class TcpExpertLink(WorkerLink):
     """The attention worker's end of a connection to an expert worker.
 
     Args:
         connection: to the expert worker.
-        name: of the expert worker, for messages.
-        timeout_seconds: for an answer; an expert worker that takes longer is lost.
-        on_lost: called once, on any thread, with what became of the expert worker.
+        name, timeout_seconds, on_lost: see WorkerLink.
         coder: of what is sent; None sends raw values. Answers may be in any coding.
-
-    Attributes:
-        a2e_traffic, e2a_traffic: of rows that were sent and of sums that have come.
     """
 
     def __init__(
@@ -103,16 +176,10 @@ class TcpExpertLink:
         on_lost: Callable[[str], None] = lambda why: None,
         coder: Coder | None = None,
     ) -> None:
-        self._coder = coder or Coder()
-        self.a2e_traffic, self.e2a_traffic = LinkTraffic(), LinkTraffic()
-        self._connection, self._name = connection, name
-        self._timeout_seconds, self._on_lost = timeout_seconds, on_lost
-        self._sending = threading.Lock()
-        self._changed = threading.Condition()
+        super().__init__(name, timeout_seconds, on_lost)
+        self._coder, self._connection = coder or Coder(), connection
         self._answers: dict[tuple[int, int], tuple[Header, Tensor]] = {}
         self._arrived_ns: dict[tuple[int, int], int] = {}
-        self._lost: str | None = None
-        self._closed = threading.Event()
         threading.Thread(target=self._receive_all, name=f"laconic-{name}", daemon=True).start()
 
     def send(self, rows: Rows) -> None:
@@ -150,12 +217,8 @@ class TcpExpertLink:
         """See ExpertLink."""
         return self._arrived_ns[rows.micro_batch, rows.slice]
 
-    def forget_traffic(self) -> None:
-        """Count from here."""
-        self.a2e_traffic, self.e2a_traffic = LinkTraffic(), LinkTraffic()
-
     def close(self, timeout_seconds: float = 5.0) -> None:
-        """Tell the expert worker that nothing more comes, and wait for its farewell."""
+        """See WorkerLink."""
         with self._sending:
             if self._lost is None:
                 with contextlib.suppress(ConnectionError):  # it has ended already
@@ -181,23 +244,9 @@ class TcpExpertLink:
         except Exception as error:
             self._lose(str(error))
 
-    def _lose(self, reason: str) -> None:
-        with self._changed:
-            first = self._lost is None
-            self._lost = self._lost or f"{self._name} is lost: {reason}"
-            self._changed.notify_all()
-        self._closed.set()
-        if first:
-            self._on_lost(self._lost)
-
-    def check(self) -> None:
-        """Raise CollectiveError if the expert worker is lost."""
-        if self._lost is not None:
-            raise CollectiveError(self._lost)
-
 
 def serve(
-    connections: Sequence[Connection],
+    connections: Sequence[MessageEnd],
     run: Callable[[Rows], Tensor],
     coder: Coder | None = None,
     recorder: Recorder | None = None,
@@ -241,10 +290,11 @@ def serve(
             open_links.discard(peer)
             continue
         log = recorder.log
-        start_ns = 0 if log is None else now_ns()
-        header, body = pack_sums(rows, run(rows), coder)
-        if log is not None:
-            log.add_answer(AnswerLog(peer, num_answered[peer], arrived_ns, start_ns, now_ns()))
-        num_answered[peer] += 1
         with contextlib.suppress(ConnectionError):  # the receiving thread reports the peer as gone
+            connections[peer].hand_over()
+            start_ns = 0 if log is None else now_ns()
+            header, body = pack_sums(rows, run(rows), coder)
+            if log is not None:
+                log.add_answer(AnswerLog(peer, num_answered[peer], arrived_ns, start_ns, now_ns()))
+            num_answered[peer] += 1
             connections[peer].send(header, body)

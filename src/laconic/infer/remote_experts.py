@@ -6,6 +6,7 @@ experts and then gives its turn to another micro-batch (see compute_turns).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections import Counter
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from laconic.errors import CollectiveError
 from laconic.infer.compute_turns import ComputeTurns
 from laconic.infer.links import ExpertLink
 from laconic.infer.messages import Rows
@@ -37,6 +39,8 @@ class RemoteExperts:
         plan: how a micro-batch is cut and in what order it computes. Its number of micro-batches is that of the threads
             that call.
         recorder: that is asked, at the begin of a pass, whether to record it; None records nothing.
+        device: from which rows leave and to which sums come. On a CUDA device no host looks at routes: all rows of a
+            slice go to every expert worker, with the choices that are there.
     """
 
     def __init__(
@@ -45,9 +49,12 @@ class RemoteExperts:
         held: Sequence[Sequence[Sequence[int]]],
         plan: InferencePlan,
         recorder: Recorder | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._links = links
-        self._places = [_Places(workers) for workers in held]
+        self._device = device or torch.device("cpu")
+        self._sends_all = self._device.type == "cuda"
+        self._places = [_Places(workers, self._device) for workers in held]
         self._plan = plan
         self._turns = ComputeTurns()
         self._local = threading.local()
@@ -125,26 +132,39 @@ class RemoteExperts:
             _run_shared(shared, log)
             shared = None
         real = min(len(hidden), self._local.num_rows)
-        # Messages are in host memory; what is there already is not copied.
-        sent = self._send(layer, hidden[:real].cpu(), experts[:real].cpu(), weights[:real].cpu(), log)
-        if shared is not None:
-            if plan.order != "ASAS":
-                self._turns.give()
-                self._turns.take("shared")
-            _run_shared(shared, log)
+        # What is where messages leave already is not copied.
+        here, choices, shares = (x[:real].to(self._device) for x in (hidden, experts, weights))
+        sent: list[tuple[ExpertLink, Rows, Tensor]] = []
+        try:
+            self._send(layer, here, choices, shares, log, sent)
+            if shared is not None:
+                if plan.order != "ASAS":
+                    self._turns.give()
+                    self._turns.take("shared")
+                _run_shared(shared, log)
+        except BaseException:
+            # The forward is tried again, and must not take these answers for its own.
+            with contextlib.suppress(CollectiveError):
+                for link, rows, _ in sent:
+                    link.receive(rows)
+            raise
 
-        # The other micro-batches compute while this one waits.
+        # The other micro-batches compute while this one waits. On a GPU it is the stream that waits, in its turn.
+        answers: list[Tensor] = []
         self._turns.give()
         try:
-            answers = [link.receive(rows) for link, rows, _ in sent]
+            if not self._sends_all:
+                answers += [link.receive(rows) for link, rows, _ in sent]
         finally:
             self._turns.take()
+        if self._sends_all:
+            answers += [link.receive(rows) for link, rows, _ in sent]
         if passed is not None and log is not None:
             passed.turn_ns = now_ns()
             passed.layers.append(log)
             for (link, rows, _), message in zip(sent, log.messages, strict=True):
                 message.arrived_ns = link.arrived_ns(rows)
-        total = torch.zeros(hidden.shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device="cpu")
+        total = torch.zeros(hidden.shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device=self._device)
         for (_, _, places), sums in zip(sent, answers, strict=True):
             total.index_add_(0, places, sums.to(total.dtype))
         return total.to(hidden.dtype).to(hidden.device)
@@ -155,21 +175,21 @@ class RemoteExperts:
         """Do what `run` does with one message for each expert, whose outputs are weighed and added here."""
         if shared is not None:
             shared()
-        here, choices, shares = hidden.cpu(), experts.cpu(), weights.float().cpu()
-        total = torch.zeros(here.shape, dtype=torch.promote_types(here.dtype, torch.float32), device="cpu")
+        here, choices, shares = (x.to(self._device) for x in (hidden, experts, weights.float()))
+        total = torch.zeros(here.shape, dtype=torch.promote_types(here.dtype, torch.float32), device=self._device)
         for worker, link in enumerate(self._links):
             for number, expert in enumerate(self._places[layer].held[worker]):
                 places, ranks = (choices == expert).nonzero(as_tuple=True)
                 if len(places) == 0 or self._places[layer].owners[0, expert] != worker:
                     continue
-                local = torch.full((len(places), 1), number, dtype=torch.int32, device="cpu")
+                local = torch.full((len(places), 1), number, dtype=torch.int32, device=self._device)
                 message = Rows(
                     layer,
                     self._plan.num_micro_batches,
                     0,
                     here[places],
                     local,
-                    torch.ones(len(places), 1, dtype=torch.float32, device="cpu"),
+                    torch.ones(len(places), 1, dtype=torch.float32, device=self._device),
                 )
                 link.send(message)
                 self._num_sent[worker] += 1
@@ -177,15 +197,20 @@ class RemoteExperts:
         return total.to(hidden.dtype).to(hidden.device)
 
     def _send(
-        self, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor, log: LayerLog | None
-    ) -> list[tuple[ExpertLink, Rows, Tensor]]:
-        """Send every slice to the workers it concerns; return link, rows and the rows' numbers [m] of each message."""
-        sent = []
+        self,
+        layer: int,
+        hidden: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        log: LayerLog | None,
+        sent: list[tuple[ExpertLink, Rows, Tensor]],
+    ) -> None:
+        """Send every slice to the workers it concerns; `sent` takes each message's link, rows and their numbers [m]."""
         layer_places = self._places[layer]
         num_experts = layer_places.num_experts
         experts = torch.where((experts < 0) | (experts > num_experts), num_experts, experts)  # no expert: sent nowhere
         owners = layer_places.owners_of(hidden, experts)
-        layer_places.loads += torch.bincount(experts.flatten(), minlength=num_experts + 1)[:-1]
+        layer_places.count(experts)
         for number in range(self._plan.num_slices):
             for worker, link in enumerate(self._links):
                 rows = range(len(hidden))
@@ -196,7 +221,10 @@ class RemoteExperts:
                 if self._plan.slicing == "experts":
                     group = slice_ranges(len(layer_places.held[worker]), self._plan.num_slices)[number]
                     mine &= (local >= group.start) & (local < group.stop)
-                places = mine.any(1).nonzero().squeeze(1)
+                if self._sends_all:
+                    places = torch.arange(len(mine), device=self._device)
+                else:
+                    places = mine.any(1).nonzero().squeeze(1)
                 if len(places) == 0:
                     continue
                 local = torch.where(mine, local, -1)[places]
@@ -214,28 +242,34 @@ class RemoteExperts:
             log.attention_end_ns = log.attention_end_ns or log.sent_ns
             log.shared_start_ns = log.shared_start_ns or log.attention_end_ns
             log.shared_end_ns = log.shared_end_ns or log.attention_end_ns
-        return sent
 
 
 class _Places:
     """Where the experts of a layer are."""
 
-    def __init__(self, held: Sequence[Sequence[int]]) -> None:
+    def __init__(self, held: Sequence[Sequence[int]], device: torch.device) -> None:
         self.held = held
         self.num_experts = 1 + max(expert for worker in held for expert in worker)
         owners: list[list[int]] = [[] for _ in range(self.num_experts)]
-        self.local = torch.full((len(held), self.num_experts + 1), -1, dtype=torch.int32, device="cpu")
-        """Number of an expert at a worker, [workers, E + 1]; -1 where it is not. The last one is nobody's."""
+        local = torch.full((len(held), self.num_experts + 1), -1, dtype=torch.int32, device="cpu")
         for worker, experts in enumerate(held):
-            self.local[worker, list(experts)] = torch.arange(len(experts), dtype=torch.int32, device="cpu")
+            local[worker, list(experts)] = torch.arange(len(experts), dtype=torch.int32, device="cpu")
             for expert in experts:
                 owners[expert].append(worker)
         owners.append([-1])
-        self.copies = torch.tensor([len(workers) for workers in owners], device="cpu")
-        most = int(self.copies.max())
-        self.owners = torch.tensor([[*workers, *[-1] * (most - len(workers))] for workers in owners], device="cpu").T
+        self.local = local.to(device)
+        """Number of an expert at a worker, [workers, E + 1]; -1 where it is not. The last one is nobody's."""
+        copies = [len(workers) for workers in owners]
+        self.copies = torch.tensor(copies, device=device)
+        padded = [[*workers, *[-1] * (max(copies) - len(workers))] for workers in owners]
+        self.owners = torch.tensor(padded, device=device).T
         """Workers that hold an expert, [most copies, E + 1]; the first row has one of each."""
-        self.loads = torch.zeros(self.num_experts, dtype=torch.int64, device="cpu")
+        self._counted = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=device)
+        self.loads = self._counted[:-1]
+
+    def count(self, experts: Tensor) -> None:
+        """Add choices [n, k] to `loads`; bincount would make the host of a GPU wait."""
+        self._counted.index_add_(0, experts.flatten(), torch.ones_like(experts).flatten().long())
 
     def owners_of(self, hidden: Tensor, experts: Tensor) -> Tensor:
         """Return the worker that is asked for each choice, [n, k].

@@ -24,6 +24,7 @@ _USUAL: Mapping[str, tuple[object, ...]] = {
     "expert_format": ("exact",),
     "expert_device": (None,),
     "payload": ("raw", "auto"),
+    "link": ("tcp",),
     "expert_loads": (None,),
     "redundant_experts": (0,),
     **{name: (getattr(InferencePlan(), name),) for name in _OF_SLICES},

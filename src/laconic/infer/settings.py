@@ -28,6 +28,7 @@ class WorkerSettings:
         threads: that torch computes with; None leaves torch's default.
         device: of the worker, see laconic.infer.device.
         payload: coding of rows and sums, see laconic.infer.payload.
+        link: how they travel, see LinkKind.
         expert_format: in which expert workers hold matrices, see laconic.infer.coded_experts.
         held: for each layer, the experts of each expert worker; None: ranges, see Split.
     """
@@ -44,6 +45,7 @@ class WorkerSettings:
     threads: int | None = None
     device: str = "cpu"
     payload: str = "raw"
+    link: str = "tcp"
     expert_format: str = "exact"
     held: Sequence[Sequence[Sequence[int]]] | None = None
 

@@ -29,6 +29,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
+    from laconic.infer.group_link import LinkGroups
+    from laconic.infer.links import MessageEnd
     from laconic.infer.sampling import ChosenToken
     from laconic.infer.transformers_seam import Finished
 
@@ -106,8 +109,11 @@ def _work(settings: WorkerSettings, events: _Events, commands: IO[str]) -> None:
         torch.set_num_threads(settings.threads)
     check_transformers(warns=False)  # the engine has
     # Under torchrun, whose store has an address, several machines have ranks.
-    local_rank = int(os.environ["LOCAL_RANK"]) if settings.store.startswith("tcp://") else settings.rank
-    device = take_device(settings.device, local_rank)
+    local_rank, num_local = settings.rank, settings.split.num_workers
+    if settings.store.startswith("tcp://"):
+        local_rank = int(os.environ["LOCAL_RANK"])
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", num_local))
+    device = take_device(settings.device, local_rank, num_local if settings.link == "group" else 0)
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     role, number = settings.split.role(settings.rank)
     if role == "expert":
@@ -133,6 +139,13 @@ def _join_group(settings: WorkerSettings, store: Store) -> ProcessGroup:
     return group
 
 
+def _join_link(settings: WorkerSettings, store: Store, device: torch.device) -> LinkGroups:
+    """Join the groups of link = "group"."""
+    from laconic.infer.group_link import join_link
+
+    return join_link(store, settings.rank, settings.split.num_workers, device, settings.answer_timeout_seconds)
+
+
 def _serve_experts(
     settings: WorkerSettings,
     number: int,
@@ -145,6 +158,7 @@ def _serve_experts(
     from laconic.infer.connections import accept_attention
     from laconic.infer.control import open_store
     from laconic.infer.expert_share import ExpertShare
+    from laconic.infer.group_link import GroupConnection
     from laconic.infer.links import serve
     from laconic.infer.payload import prepared_coder
     from laconic.infer.transformers_seam import load_experts
@@ -162,7 +176,12 @@ def _serve_experts(
     obey = threading.Thread(target=_obey_engine, args=(recorder, events, commands), name="laconic-engine", daemon=True)
     obey.start()
     store = open_store(settings.store, split.num_workers)
-    connections = accept_attention(store, number, split.attention)
+    connections: Sequence[MessageEnd]
+    if settings.link == "group":
+        groups = _join_link(settings, store, device)
+        connections = [GroupConnection(groups, peer) for peer in range(split.attention)]
+    else:
+        connections = accept_attention(store, number, split.attention)
     coder = prepared_coder(settings.payload, lambda: _join_group(settings, store))
     events.write("ready", nbytes=share.nbytes, rounding=share.rounding)
     serve(connections, share.run, coder, recorder)
@@ -189,8 +208,11 @@ def _serve_requests(
     settings: WorkerSettings, dtype: torch.dtype | None, device: torch.device, events: _Events, commands: IO[str]
 ) -> None:
     from laconic.infer.attention_worker import AttentionWorker
-    from laconic.infer.connections import Connection, connect_expert
+    from laconic.infer.connections import connect_expert
     from laconic.infer.control import open_store
+    from laconic.infer.group_link import GroupExpertLink
+    from laconic.infer.links import TcpExpertLink, WorkerLink
+    from laconic.infer.payload import prepared_coder
     from laconic.infer.sampling import Sampling
 
     streams: set[str] = set()
@@ -217,11 +239,14 @@ def _serve_requests(
         traffic = [asdict(direction) for direction in worker.traffic()]
         events.write("finished", name=end.name, tokens=end.tokens, error=end.error, is_own=end.is_own, traffic=traffic)
 
-    def lost(why: str) -> None:
+    def end_lost(why: str) -> None:
         # The engine sees the end of a process by itself, and knows more of it. This is for one that hangs.
         time.sleep(_ENGINE_KNOWS_SECONDS)
         events.write("failed", error=why, refused=False)
         os._exit(3)
+
+    def lost(why: str) -> None:
+        threading.Thread(target=end_lost, args=(why,)).start()
 
     def broken(why: str) -> None:
         # At once, and on the thread that found it: whoever hears that a request has failed must find the engine failed.
@@ -231,8 +256,15 @@ def _serve_requests(
 
     open_once = functools.cache(lambda: open_store(settings.store, settings.split.num_workers))
 
-    def meet() -> list[Connection]:
-        return [connect_expert(open_once(), number, settings.rank) for number in range(settings.split.experts)]
+    def meet() -> list[WorkerLink]:
+        store, seconds = open_once(), settings.answer_timeout_seconds
+        names = [f"expert worker {number}" for number in range(settings.split.experts)]
+        if settings.link == "group":
+            groups, first = _join_link(settings, store, device), settings.split.attention
+            return [GroupExpertLink(groups, first + n, name, seconds, lost) for n, name in enumerate(names)]
+        connections = [connect_expert(store, number, settings.rank) for number in range(settings.split.experts)]
+        coder = prepared_coder(settings.payload, lambda: _join_group(settings, store))
+        return [TcpExpertLink(*each, seconds, lost, coder) for each in zip(connections, names, strict=True)]
 
     def report_progress() -> None:
         reported = worker.progress_time
@@ -248,10 +280,8 @@ def _serve_requests(
         dtype,
         device,
         meet,
-        lambda: _join_group(settings, open_once()),
         finished,
         tell_tokens,
-        lambda why: threading.Thread(target=lost, args=(why,)).start(),
         recorder,
         broken,
     )

@@ -34,7 +34,7 @@ def grouped_mm(rows: Tensor, weights: Tensor, counts: Tensor, way: Way | None = 
 
     Raises:
         RoutingError: shapes, dtypes or counts do not fit. (On a GPU the sum of the counts is not checked where
-            `torch._grouped_mm` runs, because that would wait.)
+            `torch._grouped_mm` runs, because that would wait. Rows behind it have undefined products.)
     """
     device = rows.device.type
     if torch.is_autocast_enabled(device) and rows.dtype != torch.float64:

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from laconic.errors import CheckpointError, ModelError
 from laconic.formats.shards import local_part, local_runs, sharded_like, taken
-from laconic.moe.experts.grouped_mm import expert_by_expert, grouped_mm, runs_expert_by_expert
+from laconic.moe.experts.grouped_mm import expert_by_expert, grouped_mm, runs_expert_by_expert, way_of
 from laconic.moe.experts.modules import Experts
 from laconic.moe.huggingface.blocks import FLAGS, takes_rows
 from laconic.moe.huggingface.sharding import hidden_placement
@@ -126,6 +126,15 @@ class FusedExperts(Experts):
 
         inner = activation(biased(grouped_mm(rows, up, counts), first))
         return biased(grouped_mm(inner, down, counts), "down_proj")
+
+    def is_grouped(self, rows: Tensor) -> bool:
+        """Return whether `forward` multiplies such rows in one call for all experts, and adds no biases.
+
+        On a GPU no host reads the counts then, and rows behind their sum are allowed, whose outputs are undefined.
+        """
+        kind: Any = self.__dict__["_behaviour"]
+        names = ("gate_up_proj" if kind.has_gate else "up_proj", "down_proj")
+        return not kind.has_bias and all(way_of(rows, self._weights(name)) == "grouped" for name in names)
 
     def _weights(self, name: str) -> Tensor:
         """Return a weight as [E_local, inputs, outputs], whatever the parameter's layout."""

@@ -1,0 +1,357 @@
+"""Links over a process group of torch.distributed, by gloo: what they carry, what they refuse, and lost workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore, HashStore
+
+from laconic.errors import CollectiveError, ConfigError, FormatError
+from laconic.infer import AutoPlan, Engine, InferencePlan
+from laconic.infer.device import take_device
+from laconic.infer.group_link import GroupConnection, GroupExpertLink, LinkGroups, join_link
+from laconic.infer.links import TcpExpertLink, serve
+from laconic.infer.messages import Header, Rows, pack_rows
+from laconic.infer.payload import INT8, Coder
+from laconic.infer.remote_experts import RemoteExperts
+from laconic.train.launch.worker import leave
+from tests.distributed.processes import start_ranks
+from tests.infer.models import NEW_TOKENS, PROMPTS, expected, make
+from tests.infer.test_links import SECONDS, negated, pair, rows_of
+from tests.patience import patient
+
+CPU = torch.device("cpu")
+
+
+def join(size: int) -> list[LinkGroups]:
+    """The groups of `size` workers, all in this process."""
+    store = HashStore()
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: join_link(store, rank, size, CPU, SECONDS), range(size)))
+
+
+def serving(groups: LinkGroups, peers: int, run: Callable[[Rows], Tensor]) -> tuple[threading.Thread, list[Exception]]:
+    """An expert worker of attention workers 0, 1, ..., and what it raises."""
+    raised: list[Exception] = []
+
+    def work() -> None:
+        try:
+            serve([GroupConnection(groups, peer) for peer in range(peers)], run)
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread, raised
+
+
+def test_answers_find_their_rows_and_a_farewell_ends_the_worker() -> None:
+    """Two attention workers with two micro-batches each, all at once; answers are asked for in another order."""
+    groups = join(3)
+    server, raised = serving(groups[2], 2, negated)
+    links = [GroupExpertLink(each, 2, "expert worker 0") for each in groups[:2]]
+    wrong: list[object] = []
+
+    def work(link: GroupExpertLink, micro_batch: int) -> None:
+        for layer in range(20):
+            sent = [rows_of(layer, micro_batch, piece, (layer + piece) % 3 + 1) for piece in range(3)]
+            for rows in sent:
+                link.send(rows)
+            wrong.extend(rows for rows in sent[::-1] if not torch.equal(link.receive(rows), -rows.hidden))
+
+    threads = [threading.Thread(target=work, args=(link, number)) for link in links for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+    assert wrong == []
+    for link in links:
+        assert server.is_alive()
+        assert link.a2e_traffic.messages == link.e2a_traffic.messages == 120
+        assert link.e2a_traffic.raw_nbytes == 120 * 2 * 16  # two rows of 16 bytes in the mean
+        link.close()
+    server.join(patient(10))
+    assert not server.is_alive()
+    assert raised == []
+
+
+def test_messages_of_megabytes_both_ways_at_once() -> None:
+    groups = join(2)
+    server, _ = serving(groups[1], 1, negated)
+    link = GroupExpertLink(groups[0], 1, "expert worker 0")
+    many = [
+        Rows(0, 0, piece, torch.randn(2048, 512), torch.zeros(2048, 2, dtype=torch.int32), torch.ones(2048, 2))
+        for piece in range(12)
+    ]
+    for rows in many:
+        link.send(rows)
+    for rows in many:
+        assert torch.equal(link.receive(rows), -rows.hidden)
+    link.close()
+    server.join(patient(10))
+    assert not server.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda rows: rows.hidden[1:], r"differs from its rows in num_rows \(1, not 2\)"),
+        (lambda rows: rows.hidden.bfloat16(), r"differs from its rows in dtype \(torch.bfloat16, not torch.float32\)"),
+        (lambda rows: rows.hidden.repeat(1, 2), r"differs from its rows in width \(8, not 4\)"),
+    ],
+)
+def test_an_answer_of_another_size_is_refused(answer: Callable[[Rows], Tensor], message: str) -> None:
+    """Before it leaves: gloo would leave a part of the answer as it was, or end the process."""
+    groups = join(2)
+    server, raised = serving(groups[1], 1, answer)
+    link = GroupExpertLink(groups[0], 1, "expert worker 0", 0.5)
+    link.send(rows_of(3, 0, 0, 2))
+    server.join(patient(10))
+    (error,) = raised
+    with pytest.raises(CollectiveError, match=message):
+        raise error
+    with pytest.raises(CollectiveError, match=r"expert worker 0 is lost: it did not answer within 0\.5 s"):
+        link.receive(rows_of(3, 0, 0, 2))
+
+
+def _header(**changes: Any) -> Tensor:
+    header, _ = pack_rows(rows_of(0, 0, 0, 2), Coder())
+    return Header(**vars(header) | changes).to_tensor()
+
+
+@pytest.mark.parametrize(
+    ("front", "message"),
+    [
+        (torch.arange(11), "which is no header of this version of laconic"),
+        (_header(num_rows=3), "which is no header"),  # the bytes that follow are those of 2
+        (_header(num_rows=1 << 40, width=1 << 10, values_nbytes=1 << 52), r"bytes follow, for which there is no room"),
+        (_header(coding=INT8, num_rows=1, values_nbytes=8), "in coding 2 came over a link that takes raw rows"),
+        (_header(kind=2, top_k=0), "a message of kind 2"),
+    ],
+)
+def test_what_does_not_announce_raw_rows_is_refused(front: Tensor, message: str) -> None:
+    groups = join(2)
+    server, raised = serving(groups[1], 1, negated)
+    groups[0].headers.send([front], 1, 1).wait()
+    server.join(patient(10))
+    (error,) = raised
+    with pytest.raises(FormatError, match=message):
+        raise error
+
+
+def test_a_worker_that_does_not_answer_is_given_up() -> None:
+    groups, heard = join(2), []
+    link = GroupExpertLink(groups[0], 1, "expert worker 2", 0.2, heard.append)
+    rows = rows_of(0, 0, 0, 1)
+    link.send(rows)
+    for _ in range(2):
+        with pytest.raises(CollectiveError, match=r"expert worker 2 is lost: it did not answer within 0\.2 s"):
+            link.receive(rows)
+        with pytest.raises(CollectiveError, match=r"expert worker 2 is lost"):
+            link.send(rows)
+    link.close()
+    (why,) = heard
+    assert "did not answer" in why
+
+
+def _killed(rank: int, folder: str) -> None:
+    groups = join_link(FileStore(f"{folder}/store", 3), rank, 3, CPU, SECONDS)
+    if rank == 2:
+        GroupConnection(groups, 0).receive()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        serve([GroupConnection(groups, 0)], negated)
+        leave(0)
+    whole, lost = GroupExpertLink(groups, 1, "expert worker 0"), GroupExpertLink(groups, 2, "expert worker 1")
+    rows, started = rows_of(0, 0, 0, 2), time.monotonic()
+    for link in (lost, whole):
+        link.send(rows)
+    for _ in range(2):
+        with pytest.raises(CollectiveError, match="expert worker 1 is lost: Connection closed by peer"):
+            lost.receive(rows)
+        with pytest.raises(CollectiveError, match="expert worker 1 is lost: "):
+            lost.send(rows)
+    assert time.monotonic() - started < patient(10)  # at once, not after the 120 s of an answer
+    assert torch.equal(whole.receive(rows), -rows.hidden)
+    for link in (lost, whole):
+        link.close()
+    leave(0)
+
+
+def test_a_killed_worker_is_named_in_every_call_and_the_others_go_on(tmp_path: Path) -> None:
+    processes = start_ranks(_killed, (str(tmp_path),), 3)
+    for process, code in zip(processes, (0, 0, -signal.SIGKILL), strict=True):
+        process.join(patient(60))
+        assert process.exitcode == code
+
+
+def test_the_others_are_served_when_an_attention_worker_is_gone() -> None:
+    """Between a header and its rows."""
+    groups = join(3)
+    server, raised = serving(groups[2], 2, negated)
+    groups[0].headers.send([_header()], 2, 1).wait()
+    with pytest.raises(RuntimeError, match="Timed out"):  # at which gloo closes the connection
+        groups[0].headers.recv([torch.empty(1)], 2, 9).wait(timedelta(seconds=0.1))
+    link = GroupExpertLink(groups[1], 2, "expert worker 0")
+    for layer in range(3):
+        rows = rows_of(layer, 0, 0, 2)
+        link.send(rows)
+        assert torch.equal(link.receive(rows), -rows.hidden)
+    link.close()
+    server.join(patient(10))
+    assert not server.is_alive()
+    assert raised == []
+
+
+@pytest.mark.parametrize("kind", ["tcp", "group"])
+def test_a_forward_does_not_take_the_answers_of_one_that_has_failed(kind: str) -> None:
+    """Of the same layer and as many rows: nothing but their values tells them apart."""
+
+    def slowly(rows: Rows) -> Tensor:
+        time.sleep(0.2)
+        return -rows.hidden
+
+    link: Any
+    if kind == "tcp":
+        mine, theirs = pair()
+        threading.Thread(target=serve, args=([theirs], slowly), daemon=True).start()
+        link = TcpExpertLink(mine, "expert worker 0")
+    else:
+        groups = join(2)
+        serving(groups[1], 1, slowly)
+        link = GroupExpertLink(groups[0], 1, "expert worker 0")
+    experts = RemoteExperts([link], [[[0]]], InferencePlan())
+
+    def forward(value: float, shared: Callable[[], None]) -> Tensor:
+        experts.begin_forward(2)
+        try:
+            choices = torch.zeros(2, 1, dtype=torch.int64)
+            return experts.run(0, torch.full((2, 4), value), choices, torch.ones(2, 1), shared)
+        finally:
+            experts.end_forward()
+
+    def fails() -> None:
+        raise MemoryError("no room for the shared experts")
+
+    with pytest.raises(MemoryError, match="no room"):
+        forward(1.0, fails)
+    assert torch.equal(forward(5.0, lambda: None), torch.full((2, 4), -5.0))
+    link.close()
+
+
+# --- engines ---
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "experts"),
+    [
+        ("qwen2_moe", 1, 2),
+        *(
+            pytest.param(family, *split, marks=pytest.mark.slow)
+            for family, split in (
+                ("qwen2_moe", (2, 1)),
+                ("deepseek_v3", (1, 2)),
+                ("deepseek_v3", (2, 1)),
+                ("gpt_oss", (1, 2)),
+                ("gpt_oss", (2, 1)),
+            )
+        ),
+    ],
+)
+def test_tokens_are_those_of_generate(tmp_path: Path, family: str, attention: int, experts: int) -> None:
+    path, plan = make(family, tmp_path), InferencePlan(num_micro_batches=2, num_slices=2, slicing="experts")
+    limits = {"cache_tokens": 1024, "batch_tokens": 24, "threads": 1}
+    with Engine(path, attention=attention, experts=experts, plan=plan, link="group", **limits) as engine:
+        assert engine.generate(PROMPTS, NEW_TOKENS) == expected(path)
+        a2e, e2a = engine.traffic
+        assert a2e.messages == e2a.messages > 2 * NEW_TOKENS  # two layers of experts
+        assert a2e.coded == e2a.coded == 0
+        with pytest.raises(ConfigError, match="trace is asked for with link = 'group'"):
+            engine.trace()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("role", "restarts"), [("attention", 0), ("expert", 0), ("expert", 1)])
+def test_a_killed_worker_fails_requests_at_once_and_workers_start_again(
+    tmp_path: Path, role: str, restarts: int
+) -> None:
+    path = make("qwen2_moe", tmp_path)
+    with Engine(path, attention=1, experts=2, threads=1, max_restarts=restarts, link="group") as engine:
+        lost = next(worker for worker in engine.workers if worker.role == role)
+        requests = [engine.submit(prompt, 2000) for prompt in PROMPTS]
+        time.sleep(0.5)
+        os.kill(lost.pid, signal.SIGKILL)
+        start = time.monotonic()
+        for request in requests:
+            with pytest.raises(CollectiveError, match=rf"{role} worker 0 \(pid {lost.pid}\) was killed by SIGKILL"):
+                request.result(patient(60))
+        assert time.monotonic() - start < patient(20)
+        if restarts:
+            assert engine.generate(PROMPTS, NEW_TOKENS) == expected(path)
+        else:
+            with pytest.raises(CollectiveError, match="was killed"):
+                engine.submit([1])
+
+
+@pytest.mark.slow
+def test_an_expert_worker_that_hangs_is_given_up(tmp_path: Path) -> None:
+    path = make("qwen2_moe", tmp_path)
+    with Engine(path, answer_timeout_seconds=2.0, threads=1, link="group") as engine:
+        assert engine.generate(PROMPTS[:2], NEW_TOKENS) == expected(path)[:2]
+        os.kill(engine.workers[1].pid, signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(CollectiveError, match=r"expert worker 0 is lost: it did not answer within 2 s"):
+            engine.submit(PROMPTS[0], 100).result(patient(120))
+        assert time.monotonic() - start < patient(2 + 40)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"link": "nccl"}, "^link is 'nccl', but it must be one of tcp, group$"),
+        ({"payload": "lossless"}, "sizes that both ends know beforehand, but payload is 'lossless'; leave one of them"),
+        ({"payload": "auto"}, "but payload is 'auto'"),
+        ({"device": "cuda", "expert_device": "cpu"}, "attention workers are on 'cuda' and expert workers on 'cpu'"),
+        ({"expert_device": "cuda"}, "attention workers are on 'cpu' and expert workers on 'cuda'"),
+        ({"plan": "auto"}, "plan is automatic with link = 'group', but rates are those of link = 'tcp'"),
+        ({"plan": AutoPlan()}, "plan is automatic with link = 'group'"),
+        ({"trace": "run.json"}, "trace is asked for with link = 'group', over which nothing notes when"),
+        ({"experts": 0}, "link is 'group' with experts = 0, but only expert workers use it"),
+    ],
+)
+def test_what_does_not_work_over_a_group_is_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Engine(make("qwen2_moe", tmp_path), **{"link": "group", **arguments})
+
+
+def test_a_shared_secret_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LACONIC_SECRET", "correct horse battery staple")
+    with pytest.raises(ConfigError, match="link is 'group', but there is a shared secret, which torch's groups do not"):
+        Engine(make("qwen2_moe", tmp_path), link="group")
+
+
+def test_workers_of_a_group_need_a_device_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"link is 'group' with device = 'cuda', but .* has 2 CUDA devices for 3"):
+        take_device("cuda", 0, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_tokens_over_nccl_are_those_of_generate(tmp_path: Path) -> None:
+    path = make("qwen3_moe", tmp_path)
+    plan = InferencePlan(num_micro_batches=2, num_slices=2)
+    with Engine(path, experts=1, plan=plan, device="cuda", dtype="float32", link="group") as engine:
+        assert engine.generate(PROMPTS, NEW_TOKENS) == expected(path)
