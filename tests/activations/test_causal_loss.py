@@ -185,6 +185,18 @@ def test_a_function_of_transformers_that_computes_something_else_is_not_replaced
     assert not causal_loss.has_causal_loss(make_model("llama"))
 
 
+def test_a_function_of_transformers_that_honours_further_arguments_is_not_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers takes and ignores them, and a model's own call may bring any."""
+
+    def smoothed(*args: Any, label_smoothing: float = 0.0, **kwargs: Any) -> Any:
+        return ForCausalLMLoss(*args, **kwargs) * (1 - label_smoothing)
+
+    monkeypatch.setattr("transformers.loss.loss_utils.ForCausalLMLoss", smoothed)
+    assert not causal_loss.has_causal_loss(make_model("llama"))
+
+
 def test_hooks_around_see_what_is_kept() -> None:
     logits, labels = numbers(torch.bfloat16)
     expected = torch.autograd.grad(ForCausalLMLoss(logits, labels, vocab_size=VOCABULARY), logits)[0]

@@ -158,6 +158,7 @@ def _is_proved(original: Callable[..., Tensor] | None, *_: Callable[..., Tensor]
     labels = torch.randint(11, (2, 5), generator=generator, device="cpu")
     labels[0, 2] = _IGNORED
     options: list[dict[str, Any]] = [{}, {"num_items_in_batch": 7}, {"shift_labels": labels.flip(1)}]
+    options.append({"label_smoothing": 0.5, "weight": torch.arange(11.0, device="cpu")})  # which it takes and ignores
     with usual_numbers(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         for dtype in _DTYPES:
             logits = (torch.randn(2, 5, 11, generator=generator) * 4).to(dtype).requires_grad_()
