@@ -81,8 +81,14 @@ class FakeRuns:
             stack.enter_context(_Recorder([], ()) if recorder is None else recorder)
             yield
 
-    def step(self, loss_of: Callable[[Any], Tensor], autocast: bool, backward: bool) -> Step:
-        """A forward, and a backward whose gradients are added to those of an earlier one."""
+    def step(
+        self, loss_of: Callable[[Any], Tensor], autocast: bool, backward: bool, adds_in_place: bool = False
+    ) -> Step:
+        """A forward, and a backward whose gradients are added to those of an earlier one.
+
+        `adds_in_place`: autograd will add the second gradient of a shared parameter into the first. It does where that
+        is no view, as a linear layer's own backward makes it, but never among fake tensors.
+        """
         model = self.model
         for module in model.modules():
             for replacement in replacements_of(module):
@@ -96,7 +102,7 @@ class FakeRuns:
         stack: list[str] = []
         grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         times = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-        shared = {parameter.shape for parameter in model.parameters() if times[id(parameter)] > 1}
+        shared = {p.shape for p in model.parameters() if times[id(p)] > 1} if adds_in_place else set()
         recorder = _Recorder(stack, [*model.parameters(), *model.buffers(), *grads], shared)
         ends = self._blocks or ("", "")
 
@@ -142,7 +148,7 @@ class _Recorder(TorchDispatchMode):
     Args:
         stack: names of the modules that run, innermost last.
         others: whose storages do not count; they outlive the recorder.
-        shared: shapes of parameters that modules share.
+        shared: shapes of parameters whose gradients are added up in place.
     """
 
     def __init__(self, stack: list[str], others: Iterable[Tensor], shared: Collection[torch.Size] = ()) -> None:
@@ -173,11 +179,8 @@ class _Recorder(TorchDispatchMode):
         counter = _FLOPS.get(func) or flop_registry.get(func.overloadpacket)
         if counter is not None:
             self.flops[self._stack[-1] if self._stack else ""] += counter(*args, **kwargs, out_val=out)
-        # Autograd adds the second gradient of a shared parameter into the first, but not into views or fake tensors.
-        is_in_place = (
-            func is torch.ops.aten.add.Tensor
-            and any([getattr(x, "shape", None) for x in args] == [shape, shape] for shape in self._shared)
-            and not args[0]._is_view()
+        is_in_place = func is torch.ops.aten.add.Tensor and any(
+            [getattr(x, "shape", None) for x in args] == [shape, shape] for shape in self._shared
         )
         for value in tree_leaves(out):
             if isinstance(value, Tensor):

@@ -239,7 +239,8 @@ def _steps(
             peaks = variant in _WITH_PEAKS
             few = num_logits // (_MOST_TILES if peaks else 1)
             with _compressed(runs.model, sites, code, attention, chunked), _tiles(device, few):
-                yield variant, runs.step(usual_loss, precision.autocast, backward=peaks)
+                in_place = precision.autocast or chunked  # a cast, or the loss, has made the head's gradient
+                yield variant, runs.step(usual_loss, precision.autocast, backward=peaks, adds_in_place=in_place)
     except torch._subclasses.fake_tensor.DynamicOutputShapeException as error:
         raise _depends(name, error) from error
     except torch._subclasses.fake_tensor.DataDependentOutputException as error:
