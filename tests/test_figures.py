@@ -125,3 +125,27 @@ def test_reports_are_chosen_by_benchmark_or_file(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         figures.main(["--only", "nothing"])
     assert "--only nothing: no report's benchmark has this name" in capsys.readouterr().err
+
+
+def test_what_moved_is_named_with_the_machine_and_the_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    old = OLD.replace("## Steps", "2026-11-29, AMD EPYC, torch 2.13.0\n\n## Steps")
+    (results / "x_202611.md").write_text(old)
+    new = old.replace("AMD EPYC", "Xeon").replace("1.20", "1.40")
+    monkeypatch.setattr(figures, "RESULTS", results)
+    monkeypatch.setattr(figures, "OUT", tmp_path / "out")
+    monkeypatch.setattr(figures, "citations", lambda: {"x_202611.md": ["docs/optim.md:25"]})
+
+    def remake(report: figures.Report) -> Path:
+        made = figures.OUT / report.name
+        made.write_text(new)
+        return Path(made)
+
+    monkeypatch.setattr(figures, "remake", remake)
+    assert figures.main(["--only", "optim"]) == 0
+    said = capsys.readouterr().out
+    assert "on Xeon, the old one on AMD EPYC: times are not comparable" in said
+    assert "Steps / ours / of exact: 1.20 -> 1.40; cited by docs/optim.md:25" in said

@@ -168,8 +168,12 @@ def main(arguments: Sequence[str]) -> int:
             print(f"{report.name}: left out, as no command makes it")
             continue
         made = remake(report)
-        num_failed += made is None
-        for line in [] if made is None else moved((RESULTS / report.name).read_text(), made.read_text()):
+        if made is None:
+            num_failed += 1
+            continue
+        if (machine := read_report(made, {}).machine) != report.machine:
+            print(f"  on {machine}, the old one on {report.machine}: times are not comparable")
+        for line in moved((RESULTS / report.name).read_text(), made.read_text()):
             print(f"  {line}; cited by {', '.join(report.places) or 'no page'}", flush=True)
     return bool(num_failed or wrong)
 
