@@ -266,6 +266,7 @@ def work_under_way(rank: int, folder: str) -> None:
     leave(0)
 
 
+@pytest.mark.ci
 def test_barriers_and_the_end_of_a_group_wait_for_what_they_wait_for_over_gloo(tmp_path: Path) -> None:
     run_ranks(work_under_way, (str(tmp_path),), 2)
 

@@ -607,6 +607,7 @@ def test_a_client_that_goes_away_within_its_body_is_no_error(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+@pytest.mark.ci
 def test_overload_is_refused_at_once_and_the_rest_is_served(engine: FakeEngine) -> None:
     settings = ServerSettings(MODEL, max_waiting=2, retry_after_seconds=3)
     with running(create_app(engine, ChatBytes(), settings)) as url:

@@ -167,6 +167,7 @@ def test_a_resumed_run_is_equal_bit_for_bit_and_an_exact_checkpoint_is_taken_ove
     torch.testing.assert_close(losses(taken_over)[-2:], losses(alone)[-2:], rtol=1e-3, atol=0)
 
 
+@pytest.mark.ci
 def test_the_best_model_is_found_and_saved_without_a_trace(tmp_path: Path) -> None:
     trainer = LaconicTrainer(
         llama(),
@@ -331,6 +332,7 @@ def test_other_trainers_and_models(tmp_path: Path) -> None:
     assert_near(found[1], found[0])
 
 
+@pytest.mark.ci
 def test_images_are_compressed_without_bytes_per_token_in_the_logs(tmp_path: Path) -> None:
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     pixels = torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(1))

@@ -434,6 +434,7 @@ def test_layers_in_pieces_are_the_same_layer(world: int, tmp_path: Path) -> None
     run_world(SCENARIOS, world, tmp_path)
 
 
+@pytest.mark.ci
 def test_pieces_go_through_nodes(tmp_path: Path) -> None:
     """Two nodes of two ranks: the stage between nodes and the one inside are tasks of their own."""
     run_world([rows_without_duplicates_too], 4, tmp_path)

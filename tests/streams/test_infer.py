@@ -184,7 +184,7 @@ def over_groups(slicing: Any, expert_format: str = "exact") -> tuple[RemoteExper
     return RemoteExperts(links, [ranges], InferencePlan(num_slices=2, slicing=slicing), device=CUDA), links
 
 
-@pytest.mark.parametrize("slicing", ["tokens", "experts"])
+@pytest.mark.parametrize("slicing", ["tokens", pytest.param("experts", marks=pytest.mark.ci)])
 @pytest.mark.parametrize("lost", [None, "hand_over", "receive"])
 def test_over_a_group_no_host_waits_for_a_message(slicing: str, lost: str | None) -> None:
     expected = layers(remote(torch.device("cpu")), torch.device("cpu"))

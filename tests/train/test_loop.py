@@ -379,6 +379,7 @@ def test_a_resumed_run_must_be_the_same_run(changes: dict[str, Any], message: st
         train_alone(resumed(tiny_config(tmp_path, "run", changes)))
 
 
+@pytest.mark.ci
 def test_a_damaged_checkpoint_is_not_resumed_from_but_an_older_one_can_be(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "run", {"checkpoint.every": 2})
     assert train_alone(config) == 0

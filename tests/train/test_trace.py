@@ -210,6 +210,7 @@ def test_a_plan_is_of_what_was_traced(tmp_path: Path) -> None:
         Job(traced, BATCH, Layout(stages=2, micro_batches=4), fp32)
 
 
+@pytest.mark.ci
 def test_blocks_that_share_what_they_save_get_one_choice(tmp_path: Path) -> None:
     sizes = {"embedding_size": 32, "hidden_sizes": [32, 64], "depths": [2, 2], "layer_type": "basic"}
     batch, fp32 = Batch(16, 1), Settings(precision="fp32")

@@ -22,6 +22,7 @@ from laconic.train.report.metrics import read_metrics
 from laconic.train.report.run_dir import latest_name
 from tests.activations.models import alive_gradients
 from tests.distributed.pair import spoilt
+from tests.grid import few
 from tests.train.runs import exact_metrics, losses, resumed, tiny_config, train_alone
 
 AFTER: dict[str, Any] = {"optimizer.kind": "adamw8bit", "optimizer.clip_norm": 0.0}
@@ -37,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, 1, pytest.mark.ci))
 def test_a_run_has_the_bits_of_updates_after_backward_and_so_has_one_that_is_resumed(kind: str, tmp_path: Path) -> None:
     after = tiny_config(tmp_path, "after", AFTER | KINDS[kind])
     during = tiny_config(tmp_path, "during", DURING | KINDS[kind])
@@ -119,6 +120,7 @@ def test_gradients_that_are_not_finite_end_the_run_before_anything_is_saved(tmp_
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of Dynamo
+@pytest.mark.ci
 def test_compiled_layers_train_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: original(self, backend="aot_eager"))
