@@ -250,6 +250,24 @@ bool messages(const Isa& isa) {
   return sound;
 }
 
+bool entropy(const Isa& isa) {
+  bool sound = true;
+  for (const EntropyWords kind : {EntropyWords{0, 1, false}, {0, 2, true}, {0, 4, true}, {0, 8, false}}) {
+    const EntropyWords words{kLength * kRows, kind.itemsize, kind.is_rotated};
+    auto data = random_bytes(words.numel * words.itemsize);
+    if (words.itemsize == 2) data = random_values(FloatType::kBFloat16, words.numel);
+    if (words.itemsize == 4) data = random_values(FloatType::kFloat32, words.numel);
+    std::vector<uint8_t> blocks(2 * data.size() + 64), back(data.size());
+    std::vector<uint8_t> scratch(entropy_scratch_nbytes(words));
+    blocks.resize(isa.entropy->encode(words, data.data(), scratch.data(), blocks.data()) + kEntropyGuard);
+    const uint64_t nbytes = blocks.size() - kEntropyGuard;
+    sound = sound && isa.entropy->decode(words, blocks.data(), nbytes, scratch.data(), back.data()) == nbytes;
+    sound = sound && back == data;
+    print("entropy " + std::to_string(words.itemsize) + ", " + std::to_string(nbytes) + " bytes", blocks);
+  }
+  return sound;
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -266,5 +284,6 @@ int main(int count, char** arguments) {
   optimizer(isa, maps);
   rows_and_bits(isa);
   if (!messages(isa)) return std::fprintf(stderr, "a message did not come back, or damage was not seen\n"), 1;
+  if (!entropy(isa)) return std::fprintf(stderr, "entropy-coded words did not come back\n"), 1;
   return 0;
 }

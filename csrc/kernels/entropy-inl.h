@@ -1,5 +1,5 @@
-// Entropy-coded blocks: tabled asymmetric numeral systems (Duda, arXiv:1311.2540), eight states that
-// take turns in one stream of bits. Plain loops: eight states keep the processor busy.
+// Entropy-coded blocks: tabled asymmetric numeral systems (Duda, arXiv:1311.2540), eight states
+// that take turns in one stream of bits. Plain loops: eight states keep the processor busy.
 #pragma once
 
 #include <cstring>
@@ -95,8 +95,8 @@ void spread_values(const Shares& shares, uint8_t* value_of) {
 
 // --- encode ---
 
-// Whether a code for n values saves a thirty-second of their bits, each state being as likely as any
-// other. Costs are in 4096ths of a bit.
+// Whether a code for n values saves a thirty-second of their bits, each state being as likely as
+// any other. Costs are in 4096ths of a bit.
 bool pays(const Counts& counts, const Shares& shares, int n) {
   uint64_t cost = 0;
   for (int v = 0; v < kValues; ++v) {
@@ -107,8 +107,8 @@ bool pays(const Counts& counts, const Shares& shares, int n) {
   return cost < uint64_t{31 * 8 * kNumStates / 32} * n;
 }
 
-// Writes a stream that ends before `end`, from its end to its beginning, which it returns. It has at
-// most 12 bits a byte and 14 bytes more, and up to 8 bytes in front of it are written to.
+// Writes a stream that ends before `end`, from its end to its beginning, which it returns. It has
+// at most 12 bits a byte and 14 bytes more, and up to 8 bytes in front of it are written to.
 uint8_t* encode_stream(const uint8_t* plane, int n, const Shares& shares, uint8_t* end) {
   struct Value {
     uint64_t extra;  // bits that a state gives away are (state + extra) >> 16
@@ -123,7 +123,7 @@ uint8_t* encode_stream(const uint8_t* plane, int n, const Shares& shares, uint8_
     values[v] = {(uint64_t{1} << 16) * most - (uint64_t{shares[v]} << most), first - shares[v]};
     next[v] = static_cast<uint16_t>(first);
   }
-  // A state below shares << most gives away one bit less: the sum does not reach `most` above 16 bits.
+  // A state below shares << most gives away one bit less: it does not reach `most` << 16.
   for (int place = 0; place < kNumStates; ++place) {
     states[next[value_of[place]]++] = static_cast<uint16_t>(kNumStates + place);
   }
@@ -418,8 +418,8 @@ uint64_t encode(const EntropyWords& words, const uint8_t* from, uint8_t* scratch
 
 uint64_t decode(const EntropyWords& words, const uint8_t* blocks, uint64_t nbytes, uint8_t* scratch,
                 uint8_t* to) {
-  return with_words(words,
-                    [&](auto kind) { return kind.decode(words.numel, blocks, nbytes, scratch, to); });
+  return with_words(
+      words, [&](auto kind) { return kind.decode(words.numel, blocks, nbytes, scratch, to); });
 }
 
 // The kernels of one instruction set.

@@ -1,4 +1,4 @@
-// Blocks of entropy-coded messages on raw pointers. docs/formats.md, "Entropy-coded messages", defines
+// Blocks of entropy-coded messages on raw pointers. docs/formats.md, "Entropy-coded messages", has
 // every byte; src/laconic/ops/reference/entropy.py is the specification.
 #pragma once
 

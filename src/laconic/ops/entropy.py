@@ -25,7 +25,7 @@ _MAGIC, _VERSION = b"LCNB", 1
 _HEADER = struct.Struct("<4s4B3Q")  # magic, version, itemsize, is_rotated, 0; numel, sum, weighted_sum
 _GUARD_NBYTES = 8
 """Zeros at the end of a message, so that a decoder may read a whole word of 64 bits wherever a stream is."""
-MAX_ELEMENTS_PER_BYTE = 512
+MAX_ELEMENTS_PER_BYTE = 64
 """Messages that would be shorter are filled up with zeros: what bytes ask for in memory is bounded by them."""
 
 

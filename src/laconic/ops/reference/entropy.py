@@ -6,7 +6,7 @@ docs/formats.md, "Entropy-coded messages", says the same in words. Plain Python,
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ def encode_blocks(data: Tensor, itemsize: int, is_rotated: bool, room: Tensor) -
         How many bytes they have, and sum and weighted sum of `data`.
     """
     written = bytearray()
-    for words in data.view(-1, itemsize).split(BLOCK_NUMEL):
+    for words in _blocks(data, itemsize):
         is_there = (words != 0).any(1)
         leaves_out = itemsize > 1 and int((~is_there).sum()) * ZERO_SHARE > len(words)
         written.append(leaves_out)
@@ -50,7 +50,7 @@ def encode_blocks(data: Tensor, itemsize: int, is_rotated: bool, room: Tensor) -
         planes = words << 1 | words.roll(1, 1) >> 7 if is_rotated else words
         for plane in planes.t():
             written += _encoded_plane(plane)
-    room[: len(written)] = torch.frombuffer(written, dtype=torch.uint8)
+    room[: len(written)] = torch.tensor(written, dtype=torch.uint8)
     return len(written), *_sums(data)
 
 
@@ -62,11 +62,17 @@ def decode_blocks_(out: Tensor, blocks: Tensor, itemsize: int, is_rotated: bool)
     """
     left = memoryview(blocks.numpy())
     try:
-        for words in out.view(-1, itemsize).split(BLOCK_NUMEL):
+        for words in _blocks(out, itemsize):
             left = _decode_block(words, left, is_rotated)
     except _Damaged:
         return 0, 0, 0
     return len(blocks) - len(left), *_sums(out)
+
+
+def _blocks(data: Tensor, itemsize: int) -> Iterator[Tensor]:
+    words = data.view(len(data) // itemsize, itemsize)
+    for start in range(0, len(words), BLOCK_NUMEL):
+        yield words[start : start + BLOCK_NUMEL]
 
 
 def _sums(data: Tensor) -> tuple[int, int]:
