@@ -154,7 +154,9 @@ def test_zeros_are_left_out(dtype: torch.dtype) -> None:
 @given(st.binary(max_size=400), st.sampled_from([(1, False), (2, False), (2, True), (4, False), (4, True), (8, False)]))
 def test_any_bytes_come_back(data: bytes, kind: tuple[int, bool]) -> None:
     whole = data[: len(data) // kind[0] * kind[0]]
-    comes_back(torch.frombuffer(bytearray(whole), dtype=torch.uint8) if whole else torch.empty(0, dtype=torch.uint8), *kind)
+    comes_back(
+        torch.frombuffer(bytearray(whole), dtype=torch.uint8) if whole else torch.empty(0, dtype=torch.uint8), *kind
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -345,7 +347,9 @@ def test_a_kernel_with_other_bytes_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
     entropy._implementation.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr("laconic.ops.native.entropy", SimpleNamespace(encode_blocks=wrong, decode_blocks_=kernels.decode_blocks_))
+        patch.setattr(
+            "laconic.ops.native.entropy", SimpleNamespace(encode_blocks=wrong, decode_blocks_=kernels.decode_blocks_)
+        )
         with pytest.raises(KernelError, match="entropy-coded messages gives other bytes"):
             entropy_encode(torch.zeros(100, dtype=torch.uint8), 1, False)
     entropy._implementation.cache_clear()

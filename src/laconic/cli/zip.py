@@ -81,7 +81,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--best",
         action="store_true",
-        help="entropy-code all bytes that gain from it: about 1%% smaller than any --code; older releases refuse the file",
+        help="entropy-code every byte that gets shorter: smaller files than with any --code, which take longer to make",
     )
     add_jobs(parser)
     add_json(parser)

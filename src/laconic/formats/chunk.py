@@ -1,8 +1,9 @@
 """A chunk of a tensor's bytes as one message, and back: of the lossless format, or entropy-coded with code "best".
 
-A chunk of the lossless format travels in its own dtype where that has an exponent code. Otherwise it travels as uint8 in *planes*: first the
-first byte of every element, then the second, and so on, so that bytes of one meaning stand together (the high bytes of
-integers, or of a difference, are mostly zeros). Which of the two it is shows in the dtype of the message.
+A message of the lossless format has its chunk in its own dtype where that has an exponent code. Otherwise it is uint8
+in *planes*: first the first byte of every element, then the second, and so on, so that bytes of one meaning stand
+together (the high bytes of integers, or of a difference, are mostly zeros). Which of the two it is shows in its dtype.
+Entropy-coded messages always have planes.
 
 The difference of two versions of a tensor is their exclusive or. Where nothing changed there is no message at all.
 """

@@ -109,8 +109,8 @@ def entropy_decode_(out: Tensor, message: Tensor, itemsize: int, is_rotated: boo
     if message.numel() != nbytes or message[end:].any():
         raise DamagedMessage(
             Status.TRAILING,
-            f"the message has {message.numel()} bytes, but its blocks end at {end} and {nbytes - end} zeros belong behind"
-            " them; it was damaged",
+            f"the message has {message.numel()} bytes, but its blocks end at {end} and {nbytes - end} zeros belong"
+            " behind them; it was damaged",
         )
     return total, weighted
 
@@ -128,7 +128,9 @@ def _implementation() -> ModuleType:
     from laconic.ops.native import entropy as kernels
 
     if self_check.IS_ON:
-        wrong = [kind for kind in ((1, False), (2, False), (2, True), (4, True), (8, False)) if not _agree(kernels, *kind)]
+        wrong = [
+            kind for kind in ((1, False), (2, False), (2, True), (4, True), (8, False)) if not _agree(kernels, *kind)
+        ]
         if wrong:
             raise KernelError(
                 f"the kernel of entropy-coded messages gives other bytes than the reference for (itemsize, is_rotated) "

@@ -66,7 +66,9 @@ class Work:
         assert chunk_module.decode_chunk is decode
 
 
-def sealed(path: Path, claims: list[dict[str, Any]], chunk_nbytes: int, messages: bytes = b"", version: int = 1) -> Path:
+def sealed(
+    path: Path, claims: list[dict[str, Any]], chunk_nbytes: int, messages: bytes = b"", version: int = 1
+) -> Path:
     """A container that claims anything; each claim has name, dtype, nbytes, messages and perhaps base_checksum."""
     header: dict[str, Any] = {}
     end = 0
@@ -143,7 +145,12 @@ CLAIM = st.fixed_dictionaries(
     version=st.sampled_from([1, 2]),
 )
 def test_made_up_claims_cost_no_more_than_the_file_is_long(
-    claims: list[dict[str, Any]], chunk_nbytes: int, seed: int, version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    claims: list[dict[str, Any]],
+    chunk_nbytes: int,
+    seed: int,
+    version: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     content = bytearray()
     described = []

@@ -69,7 +69,10 @@ def test_tensors_are_decoded_on_a_gpu(code: Any, pair: tuple[Path, Path]) -> Non
     plain, later = pair
     for loaded, expected in (
         (laconic.load_zipped(zip_path(plain, code=code).path, device="cuda"), tensors()),
-        (laconic.load_zipped(zip_path(later, base=plain, code=code).path, base=plain, device="cuda"), touched(tensors())),
+        (
+            laconic.load_zipped(zip_path(later, base=plain, code=code).path, base=plain, device="cuda"),
+            touched(tensors()),
+        ),
     ):
         assert all(loaded[name].is_cuda for name in expected)
         assert all(same(loaded[name].cpu(), tensor) for name, tensor in expected.items())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -151,7 +152,7 @@ def _decoded_plane(left: memoryview, n: int) -> tuple[Tensor, memoryview]:
     shares = [0] * 256
     for value, share in zip(values, struct.unpack(f"<{last + 1}H", listed), strict=True):
         shares[value] = share
-    is_ascending = all(one < other for one, other in zip(values, values[1:], strict=False))
+    is_ascending = all(one < other for one, other in pairwise(values))
     if not is_ascending or sum(shares) != NUM_STATES or not all(0 < shares[value] < NUM_STATES for value in values):
         raise _Damaged
     return torch.tensor(_read_stream(stream, shares, n), dtype=torch.uint8), left
