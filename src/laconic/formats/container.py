@@ -24,6 +24,7 @@ from torch import Tensor
 from laconic.errors import FormatError
 from laconic.formats.checksum import Checksum, checksum_of
 from laconic.formats.chunk import Code, decode_chunk, difference, difference_pays, encode_chunk
+from laconic.formats.durable import begin_writeback
 from laconic.formats.mapped import TensorSource, map_file
 from laconic.formats.pipeline import in_order
 from laconic.formats.safetensors_header import HEADER_LIMIT_NBYTES, TensorEntry, parse_header, unique_names
@@ -359,6 +360,7 @@ def write_container(
             nbytes = len(message)
             file.write(message.numpy().data)
             file.write(bytes(_padded(nbytes) - nbytes))
+            begin_writeback(file, offset, offset + _padded(nbytes))
             offset += _padded(nbytes)
         if chunk_nbytes:
             total.add(*sums, chunk_nbytes)
