@@ -1,22 +1,17 @@
-// Entropy-coded blocks: tabled asymmetric numeral systems (Duda, arXiv:1311.2540), eight states
-// that take turns in one stream of bits. Plain loops: eight states keep the processor busy.
+// Entropy-coded blocks: Huffman codes of at most 11 bits. A plane has four streams, so that the
+// processor looks for values in four places at a time.
 #pragma once
 
 #include <cstring>
-
-#ifdef __BMI2__
-#include <immintrin.h>
-#endif
 
 #include "entropy.h"
 
 namespace laconic {
 namespace {
 
-constexpr int kLogStates = 12, kNumStates = 1 << kLogStates, kLanes = 8, kValues = 256;
-constexpr int kStride = kNumStates / 2 + kNumStates / 8 + 3;
+constexpr int kMaxBits = 11, kWindows = 1 << kMaxBits, kStreams = 4, kValues = 256;
 constexpr uint8_t kRawPlane = 0, kConstantPlane = 1, kCodedPlane = 2;
-constexpr int kPlaneHead = 6;  // kind, number of values - 1, bytes of the stream
+constexpr int kPlaneHead = 2 + 2 * kStreams;  // kind, number of values - 1, bytes of the streams
 constexpr int kSampleRun = 128, kSampleStep = 2048;
 constexpr int kZeroShare = 32;  // zeros are left out if more than 1 of so many words is one
 
@@ -32,21 +27,10 @@ void store(uint8_t* to, T value) {
   std::memcpy(to, &value, sizeof(T));
 }
 
-// The lowest bits of x, as many as the lowest byte of `count` says, which is at most 63.
-uint64_t low_bits(uint64_t x, uint64_t count) {
-#ifdef __BMI2__
-  return _bzhi_u64(x, count);
-#else
-  return x & ((uint64_t{1} << (count & 63)) - 1);
-#endif
-}
-
-int log2_of(uint32_t x) { return 31 - __builtin_clz(x); }
-
-// --- tables ---
+// --- codes ---
 
 using Counts = uint32_t[kValues];
-using Shares = uint16_t[kValues];  // of each value, of kNumStates states
+using Lengths = uint8_t[kValues];  // bits of each value, 0 for those that do not come
 
 // Counts the first `run` of each `step` bytes.
 int count_values(const uint8_t* plane, int n, int run, int step, Counts& counts) {
@@ -67,145 +51,152 @@ int count_values(const uint8_t* plane, int n, int run, int step, Counts& counts)
   return counted;
 }
 
-void share_states(const Counts& counts, int n, Shares& shares) {
-  uint64_t before = 0;
-  int total = 0;
+// The lengths of a Huffman code of the values that come, two or more; returns how many there are.
+int choose_lengths(const Counts& counts, Lengths& lengths) {
+  uint8_t values[kValues];
+  int n = 0;
   for (int v = 0; v < kValues; ++v) {
-    const uint64_t start = before * kNumStates / n;
-    before += counts[v];
-    shares[v] = static_cast<uint16_t>(before * kNumStates / n - start);
-    shares[v] = static_cast<uint16_t>(shares[v] + (counts[v] && !shares[v]));
-    total += shares[v];
+    lengths[v] = 0;
+    if (!counts[v]) continue;
+    int i = n++;
+    for (; i && counts[values[i - 1]] > counts[v]; --i) values[i] = values[i - 1];
+    values[i] = static_cast<uint8_t>(v);
   }
-  for (; total > kNumStates; --total) {
-    int largest = 0;
-    for (int v = 1; v < kValues; ++v) largest = shares[v] > shares[largest] ? v : largest;
-    --shares[largest];
+  if (n < 2) return n;
+  uint32_t weights[2 * kValues];  // of leaves in ascending order, then of nodes as they are made
+  int above[2 * kValues], depths[2 * kValues];
+  for (int i = 0; i < n; ++i) weights[i] = counts[values[i]];
+  for (;;) {
+    int leaf = 0, node = n;
+    for (int made = n; made < 2 * n - 1; ++made) {
+      weights[made] = 0;
+      for (int k = 0; k < 2; ++k) {
+        const bool is_leaf = leaf < n && (node == made || weights[leaf] <= weights[node]);
+        const int taken = is_leaf ? leaf++ : node++;
+        weights[made] += weights[taken];
+        above[taken] = made;
+      }
+    }
+    int deepest = depths[2 * n - 2] = 0;
+    for (int i = 2 * n - 3; i >= 0; --i) {
+      depths[i] = depths[above[i]] + 1;
+      deepest = depths[i] > deepest ? depths[i] : deepest;
+    }
+    if (deepest <= kMaxBits) break;
+    for (int i = 0; i < n; ++i) weights[i] = (weights[i] + 1) / 2;
+  }
+  for (int i = 0; i < n; ++i) lengths[values[i]] = static_cast<uint8_t>(depths[i]);
+  return n;
+}
+
+// Calls visit(value, code, length): canonical codes, whose first bit is the lowest.
+template <class Visit>
+void for_codes(const Lengths& lengths, const Visit& visit) {
+  uint32_t code = 0;  // its first bit is the highest
+  for (int length = 1; length <= kMaxBits; ++length, code <<= 1) {
+    for (int v = 0; v < kValues; ++v) {
+      if (lengths[v] != length) continue;
+      uint32_t reversed = 0;
+      for (int b = 0; b < length; ++b) reversed |= (code >> b & 1) << (length - 1 - b);
+      visit(v, reversed, length);
+      ++code;
+    }
   }
 }
 
-void spread_values(const Shares& shares, uint8_t* value_of) {
-  int place = 0;
-  for (int v = 0; v < kValues; ++v) {
-    for (int j = 0; j < shares[v]; ++j, place = (place + kStride) % kNumStates) {
-      value_of[place] = static_cast<uint8_t>(v);
-    }
-  }
+// Where stream k of a plane of n bytes begins, or the one before ends.
+int part_of(int n, int k) {
+  const int at = (n + kStreams - 1) / kStreams * k;
+  return at < n ? at : n;
 }
 
 // --- encode ---
 
-// Whether a code for n values saves a thirty-second of their bits, each state being as likely as
-// any other. Costs are in 4096ths of a bit.
-bool pays(const Counts& counts, const Shares& shares, int n) {
-  uint64_t cost = 0;
-  for (int v = 0; v < kValues; ++v) {
-    if (!counts[v]) continue;
-    const int most = kLogStates - log2_of(shares[v]);
-    cost += counts[v] * (uint64_t{kNumStates} * (most + 1) - (uint64_t{shares[v]} << most));
-  }
-  return cost < uint64_t{31 * 8 * kNumStates / 32} * n;
-}
+struct Bits {
+  uint64_t bits, count;
+};
 
-// Writes a stream that ends before `end`, from its end to its beginning, which it returns. It has
-// at most 12 bits a byte and 14 bytes more, and up to 8 bytes in front of it are written to.
-uint8_t* encode_stream(const uint8_t* plane, int n, const Shares& shares, uint8_t* end) {
-  struct Value {
-    uint64_t extra;  // bits that a state gives away are (state + extra) >> 16
-    int64_t first;
-  } values[kValues];
-  uint16_t states[kNumStates], next[kValues];
-  uint8_t value_of[kNumStates];
-  spread_values(shares, value_of);
-  for (int v = 0, first = 0; v < kValues; first += shares[v++]) {
-    if (!shares[v]) continue;
-    const int most = kLogStates - log2_of(shares[v]);
-    values[v] = {(uint64_t{1} << 16) * most - (uint64_t{shares[v]} << most), first - shares[v]};
-    next[v] = static_cast<uint16_t>(first);
-  }
-  // A state below shares << most gives away one bit less: it does not reach `most` << 16.
-  for (int place = 0; place < kNumStates; ++place) {
-    states[next[value_of[place]]++] = static_cast<uint16_t>(kNumStates + place);
-  }
-
-  struct Bits {
-    uint64_t bits, count;
-  };
-  uint64_t lanes[kLanes];
-  for (uint64_t& state : lanes) state = kNumStates;
-  const auto take = [&](uint8_t v, uint64_t& state) {
-    const uint64_t count = (state + values[v].extra) >> 16;
-    const Bits given{low_bits(state, count), count};
-    state = states[static_cast<int64_t>(state >> count) + values[v].first];
-    return given;
-  };
+// Writes a stream and up to 8 bytes more; returns where it ends.
+uint8_t* encode_stream(const uint8_t* plane, int n, const Bits* codes, uint8_t* out) {
   const auto join = [](const Bits& a, const Bits& b) {
-    return Bits{a.bits << b.count | b.bits, a.count + b.count};
+    return Bits{a.bits | b.bits << a.count, a.count + b.count};
   };
-  Bits open{0, 0};  // less than a byte of them between two calls of put, what is above is written
-  const auto put = [&](const Bits& more) {  // at most 48
+  Bits open{0, 0};  // less than a byte of them between two calls of put
+  const auto put = [&](const Bits& more) {  // at most 44
     open = join(open, more);
-    store(end - 8, open.bits << (64 - open.count) % 64);
-    end -= open.count >> 3;
+    store(out, open.bits);
+    out += open.count >> 3;
+    open.bits >>= open.count & ~uint64_t{7};
     open.count &= 7;
   };
-  int i = n - n % kLanes;
-  for (int k = n % kLanes - 1; k >= 0; --k) put(take(plane[i + k], lanes[k]));
-  while (i) {
-    i -= kLanes;
-    for (int k = kLanes - 1; k > 0; k -= 4) {
-      Bits four[4];
-      for (int j = 0; j < 4; ++j) four[j] = take(plane[i + k - j], lanes[k - j]);
-      put(join(join(four[0], four[1]), join(four[2], four[3])));
-    }
+  int i = 0;
+  for (; i + 4 <= n; i += 4) {
+    put(join(join(codes[plane[i]], codes[plane[i + 1]]),
+             join(codes[plane[i + 2]], codes[plane[i + 3]])));
   }
-  for (int k = kLanes - 1; k >= 0; --k) put({lanes[k] - kNumStates, kLogStates});
-  put({1, 1});
-  return open.count ? end - 1 : end;
+  for (; i < n; ++i) put(codes[plane[i]]);
+  return out + (open.count != 0);
 }
 
-// Returns where the plane ends; at most n + 1 bytes. `end`: of room for a stream.
-uint8_t* encode_plane(const uint8_t* plane, int n, uint8_t* end, uint8_t* out) {
+// Returns where the plane ends; at most n + 1 bytes. `room`: for streams, 11 bits a byte, and 12.
+uint8_t* encode_plane(const uint8_t* plane, int n, uint8_t* room, uint8_t* out) {
   if (!n) return out;
   Counts counts;
-  Shares shares;
-  const auto count = [&](int run, int step) {
-    const int counted = count_values(plane, n, run, step, counts);
-    share_states(counts, counted, shares);
-    return pays(counts, shares, counted);
+  Lengths lengths;
+  uint64_t bits = 0, counted = 0;
+  const auto choose = [&](int run, int step) {
+    counted = count_values(plane, n, run, step, counts);
+    const int num_values = choose_lengths(counts, lengths);
+    bits = 0;
+    for (int v = 0; v < kValues; ++v) bits += uint64_t{counts[v]} * lengths[v];
+    return num_values;
   };
   // Most planes that do not get shorter are seen by a sixteenth of them.
-  const bool may_pay = n < kSampleStep * 8 || count(kSampleRun, kSampleStep);
+  bool pays = true;
+  if (n >= 8 * kSampleStep) {
+    choose(kSampleRun, kSampleStep);
+    pays = 32 * bits <= 31 * 8 * counted;
+  }
   int num_values = 0;
-  if (may_pay && count(n, n)) {
-    for (uint32_t each : counts) num_values += each != 0;
+  if (pays) {
+    num_values = choose(n, n);
     if (num_values == 1) {
       out[0] = kConstantPlane;
       out[1] = plane[0];
       return out + 2;
     }
+    const uint64_t table = kPlaneHead + num_values + (num_values + 1) / 2;
+    pays = 32 * (table + bits / 8 + kStreams) <= 31 * static_cast<uint64_t>(n);
   }
-  if (num_values && kPlaneHead + 3 * num_values < n) {
-    const uint8_t* const stream = encode_stream(plane, n, shares, end);
-    const auto nbytes = static_cast<uint32_t>(end - stream);
-    if (kPlaneHead + 3 * num_values + nbytes <= static_cast<uint32_t>(n)) {
-      out[0] = kCodedPlane;
-      out[1] = static_cast<uint8_t>(num_values - 1);
-      store(out + 2, nbytes);
-      uint8_t *values = out + kPlaneHead, *their_shares = values + num_values;
-      for (int v = 0; v < kValues; ++v) {
-        if (!counts[v]) continue;
-        *values++ = static_cast<uint8_t>(v);
-        store(their_shares, shares[v]);
-        their_shares += 2;
-      }
-      std::memcpy(their_shares, stream, nbytes);
-      return their_shares + nbytes;
-    }
+  if (!pays) {
+    out[0] = kRawPlane;
+    std::memcpy(out + 1, plane, n);
+    return out + 1 + n;
   }
-  out[0] = kRawPlane;
-  std::memcpy(out + 1, plane, n);
-  return out + 1 + n;
+  Bits codes[kValues];
+  for_codes(lengths, [&](int v, uint32_t code, int length) {
+    codes[v] = {code, static_cast<uint64_t>(length)};
+  });
+  out[0] = kCodedPlane;
+  out[1] = static_cast<uint8_t>(num_values - 1);
+  uint8_t *end = room, *sizes = out + 2;
+  for (int k = 0; k < kStreams; ++k, sizes += 2) {
+    const int first = part_of(n, k), last = part_of(n, k + 1);
+    uint8_t* const stream = end;
+    end = encode_stream(plane + first, last - first, codes, stream);
+    store(sizes, static_cast<uint16_t>(end - stream));
+  }
+  uint8_t *values = sizes, *halves = values + num_values;
+  std::memset(halves, 0, (num_values + 1) / 2);
+  for (int v = 0, i = 0; v < kValues; ++v) {
+    if (!lengths[v]) continue;
+    values[i] = static_cast<uint8_t>(v);
+    halves[i / 2] = static_cast<uint8_t>(halves[i / 2] | lengths[v] << i % 2 * 4);
+    ++i;
+  }
+  out = halves + (num_values + 1) / 2;
+  std::memcpy(out, room, end - room);
+  return out + (end - room);
 }
 
 // --- decode ---
@@ -219,60 +210,80 @@ struct Reader {
   }
 };
 
-bool decode_stream(const uint8_t* stream, uint32_t nbytes, const Shares& shares, int n,
-                   uint8_t* plane) {
-  uint32_t entries[kNumStates];  // bits to read, value, and what the bits are added to
-  uint16_t next[kValues];
-  uint8_t value_of[kNumStates];
-  spread_values(shares, value_of);
-  std::memcpy(next, shares, sizeof(next));
-  for (int place = 0; place < kNumStates; ++place) {
-    const uint32_t state = next[value_of[place]]++;
-    const int count = kLogStates - log2_of(state);
-    entries[place] = count | value_of[place] << 8 | ((state << count) - kNumStates) << 16;
-  }
-  if (!nbytes || !stream[0]) return false;
-  // A position behind the end stays one bit behind it: nothing beyond the guard is read.
-  const uint64_t end = uint64_t{nbytes} * 8;
-  uint64_t position = __builtin_ctz(stream[0]) + 1, bits = 0;
-  const auto refill = [&] {  // at least 57 bits
+struct Stream {
+  const uint8_t* bytes;
+  uint64_t position, end;  // in bits
+  uint8_t *next, *last;    // of the plane
+
+  // At least 57. A position behind the end stays one bit behind it: only the guard is read there.
+  uint64_t bits() {
     position = position < end + 1 ? position : end + 1;
-    bits = load<uint64_t>(stream + (position >> 3)) >> (position & 7);
-  };
-  uint64_t lanes[kLanes];
-  for (uint64_t& state : lanes) {
-    refill();
-    state = bits & (kNumStates - 1);
-    position += kLogStates;
+    return load<uint64_t>(bytes + (position >> 3)) >> (position & 7);
   }
-  const auto next_entry = [&](uint64_t& state) {
-    const uint64_t entry = entries[state];
-    state = (entry >> 16) + low_bits(bits, entry);
-    bits >>= entry & 63;
-    return entry;
+  bool is_whole() const {
+    if (position == end) return true;
+    return position < end && end - position < 8 && !(bytes[position >> 3] >> (position & 7));
+  }
+};
+
+// What each window of 11 bits begins with: one value and its bits; up to six values, 8 bits each,
+// with their number and bits above them.
+struct Windows {
+  uint16_t one[kWindows];
+  uint64_t several[kWindows];
+};
+
+void make_windows(const Lengths& lengths, Windows& windows) {
+  for_codes(lengths, [&](int v, uint32_t code, int length) {
+    for (uint32_t i = code; i < kWindows; i += 1u << length) {
+      windows.one[i] = static_cast<uint16_t>(v | length << 8);
+    }
+  });
+  for (uint32_t i = 0; i < kWindows; ++i) {
+    uint64_t values = 0, count = 0, bits = 0;
+    for (; count < 6; ++count) {
+      const uint64_t next = windows.one[i >> bits], length = next >> 8;
+      if (bits + length > kMaxBits) break;
+      values |= (next & 255) << 8 * count;
+      bits += length;
+    }
+    windows.several[i] = values | count << 48 | bits << 56;
+  }
+}
+
+// The code is complete, so that each window has a value.
+bool decode_streams(Stream (&streams)[kStreams], const Lengths& lengths) {
+  Windows windows;
+  make_windows(lengths, windows);
+  constexpr int kTimes = 5, kWritten = kTimes * 6 + 2;  // the last 8 bytes may begin at the 25th
+  const auto have_room = [&] {
+    bool found = true;
+    for (const Stream& s : streams) found &= s.last - s.next >= kWritten;
+    return found;
   };
-  int i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int k = 0; k < kLanes; k += 4) {
-      refill();
-      uint64_t sum = 0;  // in its lowest byte that of the bits
-      for (int j = 0; j < 4; ++j) {
-        const uint64_t entry = next_entry(lanes[k + j]);
-        plane[i + k + j] = static_cast<uint8_t>(entry >> 8);
-        sum += entry;
+  while (have_room()) {
+    uint64_t bits[kStreams];
+    for (int k = 0; k < kStreams; ++k) bits[k] = streams[k].bits();
+    for (int j = 0; j < kTimes; ++j) {
+      for (int k = 0; k < kStreams; ++k) {
+        const uint64_t found = windows.several[bits[k] % kWindows], count = found >> 56;
+        store(streams[k].next, found);
+        streams[k].next += found >> 48 & 255;
+        streams[k].position += count;
+        bits[k] >>= count;
       }
-      position += sum & 255;
     }
   }
-  for (int k = 0; i + k < n; ++k) {
-    refill();
-    const uint64_t entry = next_entry(lanes[k]);
-    plane[i + k] = static_cast<uint8_t>(entry >> 8);
-    position += entry & 255;
+  bool is_whole = true;
+  for (Stream& s : streams) {
+    while (s.next < s.last) {
+      const uint16_t found = windows.one[s.bits() % kWindows];
+      *s.next++ = static_cast<uint8_t>(found);
+      s.position += found >> 8;
+    }
+    is_whole &= s.is_whole();
   }
-  uint64_t left = 0;
-  for (uint64_t state : lanes) left |= state;
-  return !left && position == end;
+  return is_whole;
 }
 
 // The n bytes of a plane, where they lie or in `room`; null if they are not what an encoder writes.
@@ -288,19 +299,26 @@ const uint8_t* decode_plane(Reader& reader, int n, uint8_t* room) {
   const uint8_t* const head = reader.take(kPlaneHead - 1);
   if (!head) return nullptr;
   const int num_values = head[0] + 1;
-  const auto nbytes = load<uint32_t>(head + 1);
-  const uint8_t *const values = reader.take(num_values), *const given = reader.take(2 * num_values);
-  const uint8_t* const stream = reader.take(nbytes);
-  if (!given || !stream) return nullptr;
-  Shares shares = {};
-  int total = 0;
+  const uint8_t* const values = reader.take(num_values);
+  const uint8_t* const halves = reader.take((num_values + 1) / 2);
+  if (!values || !halves) return nullptr;
+  Lengths lengths = {};
+  uint32_t windows = 0;
   for (int i = 0; i < num_values; ++i) {
-    const auto share = load<uint16_t>(given + 2 * i);
-    if ((i && values[i] <= values[i - 1]) || !share || share >= kNumStates) return nullptr;
-    shares[values[i]] = share;
-    total += share;
+    const int length = halves[i / 2] >> i % 2 * 4 & 15;
+    if ((i && values[i] <= values[i - 1]) || !length || length > kMaxBits) return nullptr;
+    lengths[values[i]] = static_cast<uint8_t>(length);
+    windows += kWindows >> length;
   }
-  return total == kNumStates && decode_stream(stream, nbytes, shares, n, room) ? room : nullptr;
+  if (windows != kWindows || (num_values % 2 && halves[num_values / 2] >> 4)) return nullptr;
+  Stream streams[kStreams];
+  for (int k = 0; k < kStreams; ++k) {
+    const auto nbytes = load<uint16_t>(head + 1 + 2 * k);
+    const uint8_t* const bytes = reader.take(nbytes);
+    if (!bytes) return nullptr;
+    streams[k] = {bytes, 0, uint64_t{nbytes} * 8, room + part_of(n, k), room + part_of(n, k + 1)};
+  }
+  return decode_streams(streams, lengths) ? room : nullptr;
 }
 
 // --- words ---
@@ -312,7 +330,7 @@ struct Blocks {
 
   static uint8_t* encode_block(const uint8_t* words, int n, uint8_t* scratch, uint8_t* out) {
     uint8_t* const planes = scratch + uint64_t{kSize} * n;
-    uint8_t* const end = planes + (uint64_t{kSize} + 2) * n + 256;
+    uint8_t* const room = planes + uint64_t{kSize} * n;
     int zeros = 0;
     for (int i = 0; kMayLeaveOut && i < n; ++i) zeros += load<Word>(words + kSize * i) == 0;
     const bool leaves_out = zeros * int64_t{kZeroShare} > n;
@@ -327,11 +345,11 @@ struct Blocks {
         m += word != 0;
         mask[i / 8] = static_cast<uint8_t>(mask[i / 8] | (word != 0) << i % 8);
       }
-      out = encode_plane(mask, (n + 7) / 8, end, out);
+      out = encode_plane(mask, (n + 7) / 8, room, out);
       words = scratch;
       n = m;
     }
-    if (kSize == 1) return encode_plane(words, n, end, out);
+    if (kSize == 1) return encode_plane(words, n, room, out);
     for (int i = 0; i < n; ++i) {
       auto word = load<Word>(words + kSize * i);
       if (kIsRotated) word = static_cast<Word>(word << 1 | word >> (kBits - 1));
@@ -339,7 +357,7 @@ struct Blocks {
         planes[int64_t{k} * n + i] = static_cast<uint8_t>(word >> 8 * k);
       }
     }
-    for (int k = 0; k < kSize; ++k) out = encode_plane(planes + int64_t{k} * n, n, end, out);
+    for (int k = 0; k < kSize; ++k) out = encode_plane(planes + int64_t{k} * n, n, room, out);
     return out;
   }
 

@@ -15,7 +15,7 @@ struct EntropyWords {
   bool is_rotated;  // by a bit, so that the highest byte is an exponent of 8 bits; itemsize 2 or 4
 };
 
-// Memory that a kernel works in: words, their planes, a mask of them, a stream of 12 bits a byte.
+// Memory that a kernel works in: words, their planes, a mask of them, streams of 11 bits a byte.
 constexpr uint64_t entropy_scratch_nbytes(const EntropyWords& words) {
   const uint64_t n = words.numel < kEntropyBlock ? words.numel : kEntropyBlock;
   return n * (2 * words.itemsize + 2) + 256;

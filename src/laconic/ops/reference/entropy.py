@@ -1,4 +1,4 @@
-"""Blocks of entropy-coded messages, the specification: tabled asymmetric numeral systems (Duda, arXiv:1311.2540).
+"""Blocks of entropy-coded messages, the specification: byte planes under Huffman codes of at most 11 bits.
 
 docs/formats.md, "Entropy-coded messages", says the same in words. Plain Python, a value at a time.
 """
@@ -6,7 +6,8 @@ docs/formats.md, "Entropy-coded messages", says the same in words. Plain Python,
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -18,16 +19,14 @@ from laconic.ops.reference.bits import pack_bits, unpack_bits
 __all__ = ["decode_blocks_", "encode_blocks"]
 
 BLOCK_NUMEL = 1 << 17
-LOG_STATES = 12
-NUM_STATES = 1 << LOG_STATES
-LANES = 8
-STRIDE = NUM_STATES // 2 + NUM_STATES // 8 + 3
+MAX_BITS = 11
+STREAMS = 4
 ZERO_SHARE = 32
 """Zeros are left out of a block if more than one of so many of its words is zero."""
 SAMPLE_RUN, SAMPLE_STEP = 128, 2048
 """Of long planes the first so many of each so many bytes say whether all are looked at."""
 RAW, CONSTANT, CODED = range(3)
-_HEAD = struct.Struct("<BBI")  # kind, number of values - 1, bytes of the stream
+_HEAD = struct.Struct("<BB4H")  # kind, number of values - 1, bytes of the streams
 
 
 class _Damaged(Exception):
@@ -115,21 +114,26 @@ def _taken(left: memoryview, nbytes: int) -> tuple[memoryview, memoryview]:
 def _encoded_plane(plane: Tensor) -> bytes:
     n = len(plane)
     raw = bytes([RAW]) + plane.contiguous().numpy().tobytes() if n else b""
-    if not n or (n >= 8 * SAMPLE_STEP and not _pays(_counts(plane[torch.arange(n) % SAMPLE_STEP < SAMPLE_RUN]))):
+    if not n:
         return raw
+    if n >= 8 * SAMPLE_STEP:
+        sampled = _counts(plane[torch.arange(n) % SAMPLE_STEP < SAMPLE_RUN])
+        if 32 * _bits(sampled, _lengths(sampled)) > 31 * 8 * sum(sampled):
+            return raw
     counts = _counts(plane)
+    lengths = _lengths(counts)
     values = [value for value in range(256) if counts[value]]
-    table_nbytes = _HEAD.size + 3 * len(values)
     if len(values) == 1:
         return bytes([CONSTANT, *values])
-    if not _pays(counts) or table_nbytes >= n:
+    table_nbytes = _HEAD.size + len(values) + (len(values) + 1) // 2
+    if 32 * (table_nbytes + _bits(counts, lengths) // 8 + STREAMS) > 31 * n:
         return raw
-    shares = _shares(counts)
-    stream = _stream(plane.tolist(), shares)
-    if table_nbytes + len(stream) > n:
-        return raw
-    listed = struct.pack(f"<{len(values)}H", *(shares[value] for value in values))
-    return _HEAD.pack(CODED, len(values) - 1, len(stream)) + bytes(values) + listed + stream
+    codes = _codes(lengths)
+    streams = [_stream(part.tolist(), codes) for part in _parts(plane)]
+    halves = [lengths[value] for value in values] + [0] * (len(values) % 2)
+    packed = bytes(low | high << 4 for low, high in zip(halves[::2], halves[1::2], strict=True))
+    head = _HEAD.pack(CODED, len(values) - 1, *map(len, streams))
+    return head + bytes(values) + packed + b"".join(streams)
 
 
 def _decoded_plane(left: memoryview, n: int) -> tuple[Tensor, memoryview]:
@@ -145,17 +149,31 @@ def _decoded_plane(left: memoryview, n: int) -> tuple[Tensor, memoryview]:
     if kind != CODED:
         raise _Damaged
     head, left = _taken(left, _HEAD.size)
-    _, last, nbytes = _HEAD.unpack(head)
+    _, last, *sizes = _HEAD.unpack(head)
     values, left = _taken(left, last + 1)
-    listed, left = _taken(left, 2 * (last + 1))
-    stream, left = _taken(left, nbytes)
-    shares = [0] * 256
-    for value, share in zip(values, struct.unpack(f"<{last + 1}H", listed), strict=True):
-        shares[value] = share
-    is_ascending = all(one < other for one, other in pairwise(values))
-    if not is_ascending or sum(shares) != NUM_STATES or not all(0 < shares[value] < NUM_STATES for value in values):
+    packed, left = _taken(left, last // 2 + 1)
+    halves = [half for both in packed for half in (both & 15, both >> 4)]
+    lengths = [0] * 256
+    for value, length in zip(values, halves, strict=False):
+        lengths[value] = length
+    if (
+        not all(one < other for one, other in pairwise(values))
+        or not all(0 < length <= MAX_BITS for length in halves[: last + 1])
+        or any(halves[last + 1 :])
+        or sum(2**-length for length in halves[: last + 1]) != 1
+    ):
         raise _Damaged
-    return torch.tensor(_read_stream(stream, shares, n), dtype=torch.uint8), left
+    found = {code: value for value, code in _codes(lengths).items()}
+    plane = []
+    for size, part in zip(sizes, _parts(torch.empty(n)), strict=True):
+        stream, left = _taken(left, size)
+        plane += _read_stream(stream, found, len(part))
+    return torch.tensor(plane, dtype=torch.uint8), left
+
+
+def _parts(plane: Tensor) -> list[Tensor]:
+    size = -(-len(plane) // STREAMS)
+    return [plane[k * size : (k + 1) * size] for k in range(STREAMS)]
 
 
 # --- the code ---
@@ -166,83 +184,66 @@ def _counts(plane: Tensor) -> list[int]:
     return counts
 
 
-def _shares(counts: Sequence[int]) -> list[int]:
-    """How many states each value gets: its part of the range where counts are laid end to end, but at least one."""
-    shares, before, n = [], 0, sum(counts)
-    for count in counts:
-        start, before = before * NUM_STATES // n, before + count
-        shares.append(max(before * NUM_STATES // n - start, int(count > 0)))
-    while sum(shares) > NUM_STATES:
-        shares[shares.index(max(shares))] -= 1
-    return shares
+def _bits(counts: Sequence[int], lengths: Sequence[int]) -> int:
+    return sum(count * length for count, length in zip(counts, lengths, strict=True))
 
 
-def _pays(counts: Sequence[int]) -> bool:
-    """Whether a code saves a thirty-second of the bits, each state being as likely as any other."""
-    cost = 0  # in 4096ths of a bit
-    for count, share in zip(counts, _shares(counts), strict=True):
-        most = LOG_STATES + 1 - share.bit_length()
-        cost += count * (NUM_STATES * (most + 1) - (share << most))
-    return cost < NUM_STATES * 8 * 31 // 32 * sum(counts)
+def _lengths(counts: Sequence[int]) -> list[int]:
+    """Bits of each value in a Huffman code, 0 for those that do not come; of two values or more.
+
+    While one would have more than MAX_BITS, all counts are halved, upwards.
+    """
+    values = sorted((value for value in range(256) if counts[value]), key=lambda value: counts[value])
+    weights = [counts[value] for value in values]
+    while True:
+        leaves, nodes = deque((weight, [i]) for i, weight in enumerate(weights)), deque[tuple[int, list[int]]]()
+        depths = [0] * len(values)
+        while len(leaves) + len(nodes) > 1:
+            taken = [
+                leaves.popleft() if leaves and (not nodes or leaves[0][0] <= nodes[0][0]) else nodes.popleft()
+                for _ in range(2)
+            ]
+            below = taken[0][1] + taken[1][1]
+            for i in below:
+                depths[i] += 1
+            nodes.append((taken[0][0] + taken[1][0], below))
+        if max(depths, default=0) <= MAX_BITS:
+            break
+        weights = [(weight + 1) // 2 for weight in weights]
+    lengths = [0] * 256
+    for value, depth in zip(values, depths, strict=True):
+        lengths[value] = depth
+    return lengths
 
 
-def _spread(shares: Sequence[int]) -> list[int]:
-    """The value of every state."""
-    value_of, place = [0] * NUM_STATES, 0
-    for value, share in enumerate(shares):
-        for _ in range(share):
-            value_of[place] = value
-            place = (place + STRIDE) % NUM_STATES
-    return value_of
+def _codes(lengths: Sequence[int]) -> dict[int, str]:
+    """The canonical code of each value, as bits in their order: ascending, shorter ones first, then by value."""
+    codes, code = {}, 0
+    for length in range(1, MAX_BITS + 1):
+        for value in range(256):
+            if lengths[value] == length:
+                codes[value] = format(code, f"0{length}b")
+                code += 1
+        code *= 2
+    return codes
 
 
-def _stream(plane: Sequence[int], shares: Sequence[int]) -> bytes:
-    """From the last value to the first: each makes its lane give away low bits until its share of states is left."""
-    states: list[list[int]] = [[] for _ in shares]
-    for place, value in enumerate(_spread(shares)):
-        states[value].append(NUM_STATES + place)
-    lanes = [NUM_STATES] * LANES
-    given = []
-    for i in reversed(range(len(plane))):
-        state, share = lanes[i % LANES], shares[plane[i]]
-        count = state.bit_length() - share.bit_length()
-        count -= state >> count < share
-        given.append(_bits(state, count))
-        lanes[i % LANES] = states[plane[i]][(state >> count) - share]
-    given += [_bits(state, LOG_STATES) for state in reversed(lanes)]
-    text = "".join(given) + "1"  # the highest bit of the last byte is first
-    text += "0" * (-len(text) % 8)
-    return int(text, 2).to_bytes(len(text) // 8, "little")
+def _stream(part: Sequence[int], codes: Mapping[int, str]) -> bytes:
+    text = "".join(codes[value] for value in part)
+    return int(text[::-1] or "0", 2).to_bytes((len(text) + 7) // 8, "little")
 
 
-def _bits(number: int, count: int) -> str:
-    return format(number & ((1 << count) - 1), f"0{count}b") if count else ""
-
-
-def _read_stream(stream: memoryview, shares: Sequence[int], n: int) -> list[int]:
-    if not len(stream) or not stream[0]:
+def _read_stream(stream: memoryview, found: Mapping[str, int], n: int) -> list[int]:
+    text = "".join(format(byte, "08b")[::-1] for byte in stream)
+    part, start = [], 0
+    for _ in range(n):
+        stop = start + 1
+        while text[start:stop] not in found:
+            stop += 1
+            if stop > len(text):
+                raise _Damaged
+        part.append(found[text[start:stop]])
+        start = stop
+    if len(text) - start >= 8 or "1" in text[start:]:
         raise _Damaged
-    text = format(int.from_bytes(stream, "little"), f"0{8 * len(stream)}b").rstrip("0")[:-1]
-    left = len(text)
-
-    def read(count: int) -> int:
-        nonlocal left
-        left -= count
-        if left < 0:
-            raise _Damaged
-        return int(text[left : left + count], 2) if count else 0
-
-    nexts, entries = list(shares), []
-    for value in _spread(shares):
-        entries.append((value, nexts[value]))
-        nexts[value] += 1
-    lanes = [read(LOG_STATES) for _ in range(LANES)]
-    plane = []
-    for i in range(n):
-        value, state = entries[lanes[i % LANES]]
-        count = LOG_STATES + 1 - state.bit_length()
-        lanes[i % LANES] = (state << count) + read(count) - NUM_STATES
-        plane.append(value)
-    if left or any(lanes):
-        raise _Damaged
-    return plane
+    return part
