@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kMaxBits = 11, kWindows = 1 << kMaxBits, kStreams = 4, kValues = 256;
 constexpr uint8_t kRawPlane = 0, kConstantPlane = 1, kCodedPlane = 2;
-constexpr int kPlaneHead = 2 + 2 * kStreams;  // kind, number of values - 1, bytes of the streams
+constexpr int kPlaneHead = 3 + 4 * kStreams;  // kind, first and last value, bytes of the streams
 constexpr int kSampleRun = 128, kSampleStep = 2048;
 constexpr int kZeroShare = 32;  // zeros are left out if more than 1 of so many words is one
 
@@ -51,8 +51,8 @@ int count_values(const uint8_t* plane, int n, int run, int step, Counts& counts)
   return counted;
 }
 
-// The lengths of a Huffman code of the values that come, two or more; returns how many there are.
-int choose_lengths(const Counts& counts, Lengths& lengths) {
+// The lengths of a Huffman code of the values that come, two or more.
+void choose_lengths(const Counts& counts, Lengths& lengths) {
   uint8_t values[kValues];
   int n = 0;
   for (int v = 0; v < kValues; ++v) {
@@ -62,7 +62,6 @@ int choose_lengths(const Counts& counts, Lengths& lengths) {
     for (; i && counts[values[i - 1]] > counts[v]; --i) values[i] = values[i - 1];
     values[i] = static_cast<uint8_t>(v);
   }
-  if (n < 2) return n;
   uint32_t weights[2 * kValues];  // of leaves in ascending order, then of nodes as they are made
   int above[2 * kValues], depths[2 * kValues];
   for (int i = 0; i < n; ++i) weights[i] = counts[values[i]];
@@ -86,7 +85,6 @@ int choose_lengths(const Counts& counts, Lengths& lengths) {
     for (int i = 0; i < n; ++i) weights[i] = (weights[i] + 1) / 2;
   }
   for (int i = 0; i < n; ++i) lengths[values[i]] = static_cast<uint8_t>(depths[i]);
-  return n;
 }
 
 // Calls visit(value, code, length): canonical codes, whose first bit is the lowest.
@@ -153,49 +151,49 @@ uint8_t* encode_plane(const uint8_t* plane, int n, uint8_t* room, uint8_t* out) 
   if (!n) return out;
   Counts counts;
   Lengths lengths;
-  int num_values = 0;
+  int first = 0, last = kValues - 1, halves = 0;
   bool pays = n < 8 * kSampleStep || is_uneven(plane, n);
   if (pays) {
     count_values(plane, n, n, n, counts);
-    num_values = choose_lengths(counts, lengths);
-    if (num_values == 1) {
+    while (!counts[first]) ++first;
+    while (!counts[last]) --last;
+    if (first == last) {
       out[0] = kConstantPlane;
       out[1] = plane[0];
       return out + 2;
     }
-    uint64_t nbytes = kPlaneHead + num_values + (num_values + 1) / 2 + kStreams, bits = 0;
+    choose_lengths(counts, lengths);
+    uint64_t bits = 0;
     for (int v = 0; v < kValues; ++v) bits += uint64_t{counts[v]} * lengths[v];
-    pays = 32 * (nbytes + bits / 8) <= 31 * static_cast<uint64_t>(n);
+    halves = (last - first) / 2 + 1;
+    pays = 32 * (kPlaneHead + halves + bits / 8 + kStreams) <= 31 * static_cast<uint64_t>(n);
   }
   if (!pays) {
     out[0] = kRawPlane;
     std::memcpy(out + 1, plane, n);
     return out + 1 + n;
   }
+  out[0] = kCodedPlane;
+  out[1] = static_cast<uint8_t>(first);
+  out[2] = static_cast<uint8_t>(last);
   Bits codes[kValues];
   for_codes(lengths, [&](int v, uint32_t code, int length) {
     codes[v] = {code, static_cast<uint64_t>(length)};
   });
-  out[0] = kCodedPlane;
-  out[1] = static_cast<uint8_t>(num_values - 1);
-  uint8_t *end = room, *sizes = out + 2;
-  for (int k = 0; k < kStreams; ++k, sizes += 2) {
-    const int first = part_of(n, k), last = part_of(n, k + 1);
+  uint8_t *end = room, *sizes = out + 3;
+  for (int k = 0; k < kStreams; ++k, sizes += 4) {
     uint8_t* const stream = end;
-    end = encode_stream(plane + first, last - first, codes, stream);
-    store(sizes, static_cast<uint16_t>(end - stream));
+    end = encode_stream(plane + part_of(n, k), part_of(n, k + 1) - part_of(n, k), codes, stream);
+    store(sizes, static_cast<uint32_t>(end - stream));
   }
-  uint8_t *values = sizes, *halves = values + num_values;
-  std::memset(halves, 0, (num_values + 1) / 2);
-  for (int v = 0, i = 0; v < kValues; ++v) {
-    if (!lengths[v]) continue;
-    values[i] = static_cast<uint8_t>(v);
-    halves[i / 2] = static_cast<uint8_t>(halves[i / 2] | lengths[v] << i % 2 * 4);
-    ++i;
+  out = sizes;
+  std::memset(out, 0, halves);
+  for (int v = first; v <= last; ++v) {
+    const int i = v - first;
+    out[i / 2] = static_cast<uint8_t>(out[i / 2] | lengths[v] << i % 2 * 4);
   }
-  out = halves + (num_values + 1) / 2;
-  std::memcpy(out, room, end - room);
-  return out + (end - room);
+  std::memcpy(out + halves, room, end - room);
+  return out + halves + (end - room);
 }
 
 // --- decode ---
@@ -297,22 +295,22 @@ const uint8_t* decode_plane(Reader& reader, int n, uint8_t* room) {
   }
   const uint8_t* const head = reader.take(kPlaneHead - 1);
   if (!head) return nullptr;
-  const int num_values = head[0] + 1;
-  const uint8_t* const values = reader.take(num_values);
-  const uint8_t* const halves = reader.take((num_values + 1) / 2);
-  if (!values || !halves) return nullptr;
+  const int first = head[0], last = head[1], num_halves = (last - first) / 2 + 1;
+  const uint8_t* const halves = first < last ? reader.take(num_halves) : nullptr;
+  if (!halves) return nullptr;
   Lengths lengths = {};
   uint32_t windows = 0;
-  for (int i = 0; i < num_values; ++i) {
+  for (int i = 0; i < 2 * num_halves; ++i) {
     const int length = halves[i / 2] >> i % 2 * 4 & 15;
-    if ((i && values[i] <= values[i - 1]) || !length || length > kMaxBits) return nullptr;
-    lengths[values[i]] = static_cast<uint8_t>(length);
+    if (!length) continue;
+    if (length > kMaxBits || first + i > last) return nullptr;
+    lengths[first + i] = static_cast<uint8_t>(length);
     windows += kWindows >> length;
   }
-  if (windows != kWindows || (num_values % 2 && halves[num_values / 2] >> 4)) return nullptr;
+  if (windows != kWindows || !lengths[first] || !lengths[last]) return nullptr;
   Stream streams[kStreams];
   for (int k = 0; k < kStreams; ++k) {
-    const auto nbytes = load<uint16_t>(head + 1 + 2 * k);
+    const auto nbytes = load<uint32_t>(head + 2 + 4 * k);
     const uint8_t* const bytes = reader.take(nbytes);
     if (!bytes) return nullptr;
     streams[k] = {bytes, 0, uint64_t{nbytes} * 8, room + part_of(n, k), room + part_of(n, k + 1)};

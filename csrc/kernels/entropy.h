@@ -6,7 +6,7 @@
 
 namespace laconic {
 
-constexpr int kEntropyBlock = 1 << 17;  // words
+constexpr int kEntropyBlock = 1 << 18;  // words
 constexpr int kEntropyGuard = 8;        // bytes behind the blocks that a decoder may read
 
 struct EntropyWords {

@@ -25,8 +25,8 @@ from laconic.ops.entropy import entropy_decode_, entropy_encode, is_entropy_code
 __all__ = ["Code", "decode_chunk", "difference", "difference_pays", "encode_chunk"]
 
 Code = Literal["auto", "tiered", "window", "raw", "best"]
-_WIDE_EXPONENTS = (torch.bfloat16, torch.float32)
-"""Dtypes whose exponent becomes a byte when a word is rotated by its sign."""
+_ROTATED = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes whose highest byte is fullest of exponent when the sign is moved to the other end."""
 _SAMPLE_NBYTES = 1 << 16
 
 
@@ -82,7 +82,7 @@ def decode_chunk(message: Tensor, element: Element, out: Tensor, where: str) -> 
     """
     if is_entropy_coded(message):
         here = out if out.is_cpu else torch.empty_like(out, device="cpu")
-        sums = entropy_decode_(here, message, element.itemsize, element.coded in _WIDE_EXPONENTS)
+        sums = entropy_decode_(here, message, element.itemsize, element.coded in _ROTATED)
         if here is not out:
             out.copy_(here)
         return sums
@@ -128,7 +128,7 @@ def _best_layout(changed: Tensor, element: Element, code: Code) -> tuple[int, to
 
 def _best(data: Tensor, element: Element) -> tuple[Tensor, int, int]:
     """An entropy-coded message, or one by windows where few bytes make that shorter; and the checksum of `data`."""
-    message, *sums = entropy_encode(data, element.itemsize, element.coded in _WIDE_EXPONENTS)
+    message, *sums = entropy_encode(data, element.itemsize, element.coded in _ROTATED)
     if len(data) <= _SAMPLE_NBYTES:
         message = min(message, _message(_laid_out(data, element, element.coded), "tiered"), key=len)
     return message, sums[0], sums[1]

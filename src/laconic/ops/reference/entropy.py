@@ -8,7 +8,6 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from laconic.ops.reference.bits import pack_bits, unpack_bits
 
 __all__ = ["decode_blocks_", "encode_blocks"]
 
-BLOCK_NUMEL = 1 << 17
+BLOCK_NUMEL = 1 << 18
 MAX_BITS = 11
 STREAMS = 4
 ZERO_SHARE = 32
@@ -26,7 +25,7 @@ ZERO_SHARE = 32
 SAMPLE_RUN, SAMPLE_STEP = 128, 2048
 """Of long planes the first so many of each so many bytes say whether all are looked at."""
 RAW, CONSTANT, CODED = range(3)
-_HEAD = struct.Struct("<BB4H")  # kind, number of values - 1, bytes of the streams
+_HEAD = struct.Struct("<BBB4I")  # kind, first and last value, bytes of the streams
 
 
 class _Damaged(Exception):
@@ -122,20 +121,18 @@ def _encoded_plane(plane: Tensor) -> bytes:
         if 2048 * sum(count * count for count in sampled) < 9 * sum(sampled) ** 2:
             return raw
     counts = _counts(plane)
+    first, last = min(values := [value for value in range(256) if counts[value]]), max(values)
+    if first == last:
+        return bytes([CONSTANT, first])
     lengths = _lengths(counts)
-    values = [value for value in range(256) if counts[value]]
-    if len(values) == 1:
-        return bytes([CONSTANT, *values])
-    table_nbytes = _HEAD.size + len(values) + (len(values) + 1) // 2
     num_bits = sum(count * length for count, length in zip(counts, lengths, strict=True))
-    if 32 * (table_nbytes + num_bits // 8 + STREAMS) > 31 * n:
+    if 32 * (_HEAD.size + (last - first) // 2 + 1 + num_bits // 8 + STREAMS) > 31 * n:
         return raw
     codes = _codes(lengths)
     streams = [_stream(part.tolist(), codes) for part in _parts(plane)]
-    halves = [lengths[value] for value in values] + [0] * (len(values) % 2)
-    packed = bytes(low | high << 4 for low, high in zip(halves[::2], halves[1::2], strict=True))
-    head = _HEAD.pack(CODED, len(values) - 1, *map(len, streams))
-    return head + bytes(values) + packed + b"".join(streams)
+    halves = [*lengths[first : last + 1], 0]
+    packed = bytes(low | high << 4 for low, high in zip(halves[::2], halves[1::2], strict=False))
+    return _HEAD.pack(CODED, first, last, *map(len, streams)) + packed + b"".join(streams)
 
 
 def _decoded_plane(left: memoryview, n: int) -> tuple[Tensor, memoryview]:
@@ -151,18 +148,17 @@ def _decoded_plane(left: memoryview, n: int) -> tuple[Tensor, memoryview]:
     if kind != CODED:
         raise _Damaged
     head, left = _taken(left, _HEAD.size)
-    _, last, *sizes = _HEAD.unpack(head)
-    values, left = _taken(left, last + 1)
-    packed, left = _taken(left, last // 2 + 1)
+    _, first, last, *sizes = _HEAD.unpack(head)
+    if first >= last:
+        raise _Damaged
+    packed, left = _taken(left, (last - first) // 2 + 1)
     halves = [half for both in packed for half in (both & 15, both >> 4)]
-    lengths = [0] * 256
-    for value, length in zip(values, halves, strict=False):
-        lengths[value] = length
+    lengths = [*[0] * first, *halves, *[0] * 256][:256]
     if (
-        not all(one < other for one, other in pairwise(values))
-        or not all(0 < length <= MAX_BITS for length in halves[: last + 1])
-        or any(halves[last + 1 :])
-        or sum(2**-length for length in halves[: last + 1]) != 1
+        any(halves[last - first + 1 :])
+        or max(lengths) > MAX_BITS
+        or not (lengths[first] and lengths[last])
+        or sum(2**-length for length in lengths if length) != 1
     ):
         raise _Damaged
     found = {code: value for value, code in _codes(lengths).items()}
