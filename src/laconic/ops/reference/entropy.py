@@ -59,7 +59,7 @@ def decode_blocks_(out: Tensor, blocks: Tensor, itemsize: int, is_rotated: bool)
     Returns:
         How many bytes the blocks have, and sum and weighted sum of `out`; zeros if they are not what an encoder writes.
     """
-    left = memoryview(blocks.numpy())
+    left = blocks.numpy().data
     try:
         for words in _blocks(out, itemsize):
             left = _decode_block(words, left, is_rotated)
@@ -162,11 +162,11 @@ def _decoded_plane(left: memoryview, n: int) -> tuple[Tensor, memoryview]:
     ):
         raise _Damaged
     found = {code: value for value, code in _codes(lengths).items()}
-    plane = []
+    read: list[int] = []
     for size, part in zip(sizes, _parts(torch.empty(n)), strict=True):
         stream, left = _taken(left, size)
-        plane += _read_stream(stream, found, len(part))
-    return torch.tensor(plane, dtype=torch.uint8), left
+        read += _read_stream(stream, found, len(part))
+    return torch.tensor(read, dtype=torch.uint8), left
 
 
 def _parts(plane: Tensor) -> list[Tensor]:
