@@ -101,7 +101,8 @@ void blockwise(const Isa& isa, const Codebook* books) {
           std::vector<uint8_t> packed(kRows * blocks_of(kLength * code.bits, 8));
           std::vector<uint8_t> scales(num_scales * itemsize(type)), back(x.size());
           const Quantize task{x.data(), type, kLength, kLength, block, packed.data(), scales.data(), type, code.bits,
-                              code.level_max, code.book, stochastic, 7, 11, stochastic ? center.data() : nullptr};
+                              code.level_max, code.book, stochastic, 7, 11, stochastic ? center.data() : nullptr,
+                              nullptr, nullptr};
           const int64_t count = kRows * blocks_of(kLength, block);
           all(count, [&](int64_t a, int64_t b) { isa.blockwise->quantize(task, a, b); });
           const Dequantize inverse{packed.data(), scales.data(), type, kLength, block, back.data(), type, code.bits,
