@@ -28,6 +28,7 @@ Code = Literal["auto", "tiered", "window", "raw", "best"]
 _ROTATED = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes whose highest byte is fullest of exponent when the sign is moved to the other end."""
 _SAMPLE_NBYTES = 1 << 16
+_PIECE_NUMEL, _NUM_PIECES = 1 << 12, 8
 
 
 def encode_chunk(data: Tensor, element: Element, code: Code, base: Tensor | None) -> tuple[Tensor | None, int, int]:
@@ -127,11 +128,22 @@ def _best_layout(changed: Tensor, element: Element, code: Code) -> tuple[int, to
 
 
 def _best(data: Tensor, element: Element) -> tuple[Tensor, int, int]:
-    """An entropy-coded message, or one by windows where few bytes make that shorter; and the checksum of `data`."""
+    """An entropy-coded message, or one by windows where that is shorter; and the checksum of `data`.
+
+    Windows are chosen for each 4096 elements, a Huffman code for many more of them. So they are tried where there are
+    few, or where they win on pieces from all over the chunk: there the scale changes within it.
+    """
     message, *sums = entropy_encode(data, element.itemsize, element.coded in _ROTATED)
-    if len(data) <= _SAMPLE_NBYTES:
-        message = min(message, _message(_laid_out(data, element, element.coded), "tiered"), key=len)
-    return message, sums[0], sums[1]
+    piece = _PIECE_NUMEL * element.itemsize
+    step = max(piece, len(data) // _NUM_PIECES // piece * piece)
+    sample = torch.cat([data[start : start + piece] for start in range(0, len(data), step)])
+    by_windows = _message(_laid_out(sample, element, element.coded), "tiered")
+    if len(data) > len(sample):
+        coded = entropy_encode(sample, element.itemsize, element.coded in _ROTATED)[0]
+        if len(coded) <= len(by_windows):
+            return message, sums[0], sums[1]
+        by_windows = _message(_laid_out(data, element, element.coded), "tiered")
+    return min(message, by_windows, key=len), sums[0], sums[1]
 
 
 def _message(x: Tensor, code: Code) -> Tensor:

@@ -78,6 +78,18 @@ def test_tensors_are_decoded_on_a_gpu(code: Any, pair: tuple[Path, Path]) -> Non
         assert all(same(loaded[name].cpu(), tensor) for name, tensor in expected.items())
 
 
+def test_best_is_not_larger_where_windows_fit_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scale that changes every 4096 elements is one that no code for all of them fits."""
+    monkeypatch.undo()
+    path = tmp_path / "rows.safetensors"
+    scales = 2.0 ** -torch.arange(256)[:, None].div(4)
+    rows = torch.randn(256, 4096, generator=torch.Generator().manual_seed(0)) * scales
+    save_file({"rows": rows.bfloat16(), "few": torch.ones(3), "steps": torch.arange(7)}, path)
+    auto, best = zip_path(path, tmp_path / "auto"), zip_path(path, tmp_path / "best", code="best")
+    assert best.zipped_nbytes <= auto.zipped_nbytes
+    assert unzip(best.path, tmp_path / "back").path.read_bytes() == path.read_bytes()
+
+
 def test_a_plain_file_is_loaded_too(plain: Path) -> None:
     loaded = laconic.load_zipped(plain)
     assert all(same(loaded[name], tensor) for name, tensor in tensors().items())
