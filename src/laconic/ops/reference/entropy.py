@@ -118,7 +118,7 @@ def _encoded_plane(plane: Tensor) -> bytes:
     if n >= 8 * SAMPLE_STEP:
         sampled = _counts(plane[torch.arange(n) % SAMPLE_STEP < SAMPLE_RUN])
         # Where the squares of shares add up to less than 1.125 / 256, no code takes less than 7.8 bits a byte.
-        if 2048 * sum(count * count for count in sampled) < 9 * sum(sampled) ** 2:
+        if 2048 * sum(count * (count - 1) for count in sampled) < 9 * sum(sampled) ** 2:
             return raw
     counts = _counts(plane)
     first, last = min(values := [value for value in range(256) if counts[value]]), max(values)
