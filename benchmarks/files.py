@@ -116,6 +116,7 @@ def _coders(options: Options) -> dict[str, tuple[Command, Command]]:
     found: dict[str, tuple[Command, Command]] = {
         "**laconic zip**": (partial(zip_path, num_threads=options.threads), back),
         "laconic zip, window": (partial(zip_path, code="window", num_threads=options.threads), back),
+        "laconic zip --best": (partial(zip_path, code="best", num_threads=options.threads), back),
     }
     if installed("zipnn"):
         found["ZipNN"] = (

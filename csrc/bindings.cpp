@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -202,6 +203,32 @@ int lossless_decode(size_t isa, int64_t num_threads, uintptr_t message, uint64_t
       laconic::decode_message(*laconic::supported_isas().at(isa).lossless, num_threads, task));
 }
 
+using Coded = std::array<uint64_t, 3>;  // bytes of the blocks, both sums of the words
+
+Coded entropy_encode(size_t isa, uintptr_t words, uint64_t numel, int itemsize, bool is_rotated,
+                     uintptr_t blocks) {
+  const laconic::Isa& kernels = laconic::supported_isas().at(isa);
+  const laconic::EntropyWords kind{numel, itemsize, is_rotated};
+  const std::unique_ptr<uint8_t[]> scratch(new uint8_t[laconic::entropy_scratch_nbytes(kind)]);
+  const auto* const from = pointer<const uint8_t>(words);
+  const laconic::WordSums sums = kernels.lossless->sums(from, numel * itemsize);
+  return {kernels.entropy->encode(kind, from, scratch.get(), pointer<uint8_t>(blocks)), sums.sum,
+          sums.weighted};
+}
+
+// kEntropyGuard bytes behind `nbytes` of the blocks have to be there. 0 bytes: damaged.
+Coded entropy_decode(size_t isa, uintptr_t blocks, uint64_t nbytes, uint64_t numel, int itemsize,
+                     bool is_rotated, uintptr_t words) {
+  const laconic::Isa& kernels = laconic::supported_isas().at(isa);
+  const laconic::EntropyWords kind{numel, itemsize, is_rotated};
+  const std::unique_ptr<uint8_t[]> scratch(new uint8_t[laconic::entropy_scratch_nbytes(kind)]);
+  const uint64_t used = kernels.entropy->decode(kind, pointer<const uint8_t>(blocks), nbytes,
+                                                scratch.get(), pointer<uint8_t>(words));
+  const laconic::WordSums sums =
+      kernels.lossless->sums(pointer<const uint8_t>(words), used ? numel * itemsize : 0);
+  return {used, sums.sum, sums.weighted};
+}
+
 // Returns whether every entry names a row and the offsets ascend from 0 to the number of entries; if
 // not, nothing is written.
 bool sum_rows(size_t isa, int64_t num_threads, uintptr_t rows, int type, int64_t num_rows,
@@ -298,6 +325,8 @@ NB_MODULE(_kernels, m) {
   m.def("accumulate_blockwise", &accumulate_blockwise, nb::call_guard<nb::gil_scoped_release>());
   m.def("lossless_encode", &lossless_encode, nb::call_guard<nb::gil_scoped_release>());
   m.def("lossless_decode", &lossless_decode, nb::call_guard<nb::gil_scoped_release>());
+  m.def("entropy_encode", &entropy_encode, nb::call_guard<nb::gil_scoped_release>());
+  m.def("entropy_decode", &entropy_decode, nb::call_guard<nb::gil_scoped_release>());
   m.def("gated_blockwise", &gated_blockwise, nb::call_guard<nb::gil_scoped_release>());
   m.def("sum_rows", &sum_rows, nb::call_guard<nb::gil_scoped_release>());
   m.def("pack_bits", &pack_bits, nb::call_guard<nb::gil_scoped_release>());

@@ -101,7 +101,8 @@ void blockwise(const Isa& isa, const Codebook* books) {
           std::vector<uint8_t> packed(kRows * blocks_of(kLength * code.bits, 8));
           std::vector<uint8_t> scales(num_scales * itemsize(type)), back(x.size());
           const Quantize task{x.data(), type, kLength, kLength, block, packed.data(), scales.data(), type, code.bits,
-                              code.level_max, code.book, stochastic, 7, 11, stochastic ? center.data() : nullptr};
+                              code.level_max, code.book, stochastic, 7, 11, stochastic ? center.data() : nullptr,
+                              nullptr, nullptr};
           const int64_t count = kRows * blocks_of(kLength, block);
           all(count, [&](int64_t a, int64_t b) { isa.blockwise->quantize(task, a, b); });
           const Dequantize inverse{packed.data(), scales.data(), type, kLength, block, back.data(), type, code.bits,
@@ -250,6 +251,24 @@ bool messages(const Isa& isa) {
   return sound;
 }
 
+bool entropy(const Isa& isa) {
+  bool sound = true;
+  for (const int itemsize : {1, 2, 4, 8}) {
+    const EntropyWords words{kLength * kRows, itemsize, itemsize == 2 || itemsize == 4};
+    auto data = random_bytes(words.numel * words.itemsize);
+    if (words.itemsize == 2) data = random_values(FloatType::kBFloat16, words.numel);
+    if (words.itemsize == 4) data = random_values(FloatType::kFloat32, words.numel);
+    std::vector<uint8_t> blocks(2 * data.size() + 64), back(data.size());
+    std::vector<uint8_t> scratch(entropy_scratch_nbytes(words));
+    blocks.resize(isa.entropy->encode(words, data.data(), scratch.data(), blocks.data()) + kEntropyGuard);
+    const uint64_t nbytes = blocks.size() - kEntropyGuard;
+    sound = sound && isa.entropy->decode(words, blocks.data(), nbytes, scratch.data(), back.data()) == nbytes;
+    sound = sound && back == data;
+    print("entropy " + std::to_string(words.itemsize) + ", " + std::to_string(nbytes) + " bytes", blocks);
+  }
+  return sound;
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -266,5 +285,6 @@ int main(int count, char** arguments) {
   optimizer(isa, maps);
   rows_and_bits(isa);
   if (!messages(isa)) return std::fprintf(stderr, "a message did not come back, or damage was not seen\n"), 1;
+  if (!entropy(isa)) return std::fprintf(stderr, "entropy-coded words did not come back\n"), 1;
   return 0;
 }

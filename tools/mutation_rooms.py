@@ -37,6 +37,7 @@ ROOMS = {
             "formats/test_lossless_ranked.py",
         ),
     ),
+    "entropy": Room(("ops/reference/entropy.py", "ops/entropy.py"), ("formats/test_entropy.py",)),
     "activations": Room(
         (
             *(f"activations/backward/{name}.py" for name in ("functions", "gated", "norms")),

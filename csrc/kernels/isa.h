@@ -8,6 +8,7 @@
 #include "adamw.h"
 #include "bits.h"
 #include "blockwise.h"
+#include "entropy.h"
 #include "gated.h"
 #include "lossless.h"
 #include "reduce.h"
@@ -25,6 +26,7 @@ struct Isa {
   const RowsKernels* rows;
   const GatedKernels* gated;
   const BitsKernels* bits;
+  const EntropyKernels* entropy;
 };
 
 // Those that this CPU runs, slowest first; "portable" always comes first.

@@ -137,6 +137,8 @@ def test_an_argument_too_many_is_named(args: list[str], capsys: pytest.CaptureFi
         (["completion", "bsh"], "shell is 'bsh', but it must be one of bash, zsh, fish; did you mean bash?"),
         (["zip", ""], "FILE|DIR: the path is empty"),
         (["zip", "x", "--jobs", "-1"], "--jobs: '-1' is not a number of threads"),
+        (["zip", "x", "--best", "--code", "raw"], "--best is a code of its own; leave out --code raw"),
+        (["zip", "x", "--code", "best"], "--code is 'best', but it must be one of auto, tiered, window, raw"),
         (["run", "--json", "script.py"], "script is missing"),
         (["run", "--json", "script.py", "other.py"], "--json is 'script.py', but it must be a file whose name ends in"),
         (["infer", "paln"], "laconic infer paln is no command, it must be: laconic infer plan"),

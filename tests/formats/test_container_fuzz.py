@@ -107,8 +107,8 @@ def little_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-@pytest.fixture
-def seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(params=["auto", "best"])
+def seeds(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a shard of all kinds of chunks, one of differences, and their base."""
     monkeypatch.setattr(container, "CHUNK_NBYTES", 4096)
     source, base = tmp_path / "m", tmp_path / "base.safetensors"
@@ -119,7 +119,7 @@ def seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     state["a"][7] = 1
     save_file(state, source / "two.safetensors")
     (source / "config.json").write_text("{}")
-    zip_path(source, base=base)
+    zip_path(source, base=base, code=request.param)
     return tmp_path
 
 

@@ -21,7 +21,10 @@ from laconic.formats.archive import zip_path
 from laconic.formats.container import ContainerFile
 from laconic.formats.safetensors_header import parse_header
 from laconic.ops import lossless_decode_, lossless_decode_add_, reference
+from laconic.ops.entropy import MAX_ELEMENTS_PER_BYTE, entropy_decode_, entropy_encode
 from laconic.ops.lossless import EXPONENT_DTYPES, LAYOUTS, TOO_LONG, DamagedMessage, Status, front_checksum
+from laconic.ops.native import entropy as entropy_kernels
+from laconic.ops.reference import entropy as entropy_reference
 from tests.formats.structured import structured
 from tests.fuzz.documents import DOCUMENTS
 from tests.fuzz.target import Target
@@ -86,6 +89,41 @@ def _compare(data: bytes) -> object:
     return status >= Status.DIRECTORY or status == Status.SOUND
 
 
+def _entropy_messages() -> list[bytes]:
+    """Words of every size, rotated and not; with zeros left out, raw and constant planes."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, generator=generator) * 0.02
+    found = []
+    for itemsize, is_rotated, dtype in _WORDS:
+        for y in (x, torch.where(torch.arange(300) % 3 == 0, 0, x), torch.ones(300)):
+            data = y.to(dtype).view(torch.uint8)
+            found.append(entropy_encode(data, itemsize, is_rotated)[0])
+    return [bytes(message.tolist()) for message in found]
+
+
+_WORDS = (
+    *((1, False, torch.float8_e4m3fn), (2, False, torch.float16), (2, True, torch.bfloat16)),
+    *((4, False, torch.float32), (4, True, torch.float32), (8, False, torch.float64)),
+)
+
+
+def _compare_entropy(data: bytes) -> object:
+    """C++ and the reference come to the same words, or both refuse; and so does the whole way in."""
+    if len(data) < 40:
+        data = data.ljust(40, b"\0")
+    itemsize, is_rotated, *_ = next((kind for kind in _WORDS if bytes(kind[:2]) == data[5:7]), _WORDS[0])
+    numel = min(struct.unpack_from("<Q", data, 8)[0], MAX_ELEMENTS_PER_BYTE * len(data))
+    buffer = _tensor(data)
+    out, expected = (torch.zeros(numel * itemsize, dtype=torch.uint8) for _ in range(2))
+    blocks = buffer[32:-8]
+    found = entropy_kernels.decode_blocks_(out, blocks, itemsize, is_rotated)
+    assert found == entropy_reference.decode_blocks_(expected, blocks, itemsize, is_rotated), data.hex()
+    if found[0]:
+        assert out.equal(expected)
+    entropy_decode_(out, buffer, itemsize, is_rotated)
+    return True
+
+
 def _reseal_message(data: bytes) -> bytes:
     if len(data) < 64:
         return data
@@ -102,7 +140,8 @@ def _containers() -> list[bytes]:
         path, zipped = Path(directory) / "seed.safetensors", Path(directory) / "seed.laconic"
         save_file(tensors, path, {"format": "pt"})
         zip_path(path, zipped)
-        return [zipped.read_bytes()]
+        best = zip_path(path, Path(directory) / "best.laconic", code="best").path
+        return [zipped.read_bytes(), best.read_bytes()]
 
 
 def _reseal_container(data: bytes) -> bytes:
@@ -141,6 +180,7 @@ def _tensor(data: bytes) -> Tensor:
 TARGETS = {
     "decode": Target(_decode, _messages, _reseal_message),
     "compare": Target(_compare, _messages, _reseal_message),
+    "entropy": Target(_compare_entropy, _entropy_messages),
     "container": Target(_read_container, _containers, _reseal_container),
     "safetensors_header": Target(_read_safetensors_header, _safetensors_headers),
     **DOCUMENTS,

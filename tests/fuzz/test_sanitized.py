@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ MEMORY = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 THREADS = ["-fsanitize=thread"]
 # As in CMakeLists.txt.
 FLAGS = {
+    "entropy_avx2": "-mavx2 -mf16c -mbmi2 -mpopcnt",
     "lossless_avx2": "-mavx2 -mf16c -mbmi2 -mpopcnt",
     "lossless_avx512": "-mavx2 -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mpopcnt -mbmi2"
     " -mavx512vbmi -mavx512vbmi2 -mavx512vpopcntdq",
@@ -64,6 +66,19 @@ def test_the_decoder_bears_any_bytes_under_sanitizers(tmp_path: Path) -> None:
     # Every answer but "not a message of this version" was reached often: the fuzzer gets into payloads.
     assert len(counts) == 13
     assert min(counts[status] for status in range(13) if status not in (2, 3)) >= 5, result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+def test_the_entropy_decoder_bears_any_bytes_under_sanitizers(tmp_path: Path) -> None:
+    kernels = [path for path in sorted(KERNELS.glob("entropy_*.cpp")) if _fits(path)]
+    program = build(tmp_path, MEMORY, [*kernels, HERE / "entropy_fuzz.cpp"])
+    result = subprocess.run([program, "1000", "1"], capture_output=True, text=True, check=False, timeout=patient(600))
+    assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
+    refused, taken = map(int, re.findall(r"(?:refused|taken) (\d+)", result.stdout))
+    assert refused > 1000
+    assert taken > 100
 
 
 def race(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

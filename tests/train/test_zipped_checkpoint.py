@@ -7,6 +7,7 @@ import signal
 import subprocess
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,12 @@ def weights_of(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def test_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", ["auto", "best"])
+def test_state_comes_back_bit_for_bit(code: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zipped_storage, "write_container", partial(zipped_storage.write_container, code=code))
     model, optimizer = trained()
     path = save(tmp_path, 2, zipped=True)
+    assert (path / SHARD).read_bytes()[8] == (2 if code == "best" else 1)
     assert sorted(file.name for file in path.iterdir()) == [".metadata", SHARD, "config.json", "manifest.json"]
     fresh, fresh_optimizer = trained(seed=1, steps=0)
     load_checkpoint(find_checkpoint(tmp_path, ALONE), ALONE, fresh, fresh_optimizer)

@@ -23,7 +23,10 @@ __all__ = ["add_jobs", "path_of", "print_json", "make_parser", "run"]
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic zip` with `args`."""
-    options = make_parser().parse_args(args)
+    parser = make_parser()
+    options = parser.parse_args(args)
+    if options.best and options.code:
+        parser.error(f"--best is a code of its own; leave out --code {options.code}")
     import torch
 
     from laconic.formats.archive import tensors_nbytes, zip_path
@@ -35,7 +38,7 @@ def run(args: Sequence[str]) -> int:
             options.path,
             options.out,
             base=options.delta,
-            code=options.code,
+            code="best" if options.best else options.code or "auto",
             num_threads=options.jobs,
             progress=progress,
         )
@@ -73,8 +76,12 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--code",
         choices=("auto", "tiered", "window", "raw"),
-        default="auto",
-        help="exponent code (default: auto, the smallest)",
+        help="exponent code (default: auto, the smallest of these)",
+    )
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="entropy-code every byte that gets shorter: smaller files than with any --code, which take longer to make",
     )
     add_jobs(parser)
     add_json(parser)

@@ -17,7 +17,7 @@ from typing import Any
 from laconic.errors import CheckpointError, FormatError
 from laconic.formats.chunk import Code
 from laconic.formats.container import SUFFIX, ContainerFile, Progress, write_container
-from laconic.formats.durable import fsync_file, new_directory, new_file
+from laconic.formats.durable import begin_writeback, fsync_file, new_directory, new_file
 from laconic.formats.mapped import SafetensorsFile, TensorSource, map_file
 from laconic.formats.safetensors_header import unique_names
 from laconic.formats.zipped import is_zipped, open_tensors
@@ -75,7 +75,7 @@ def zip_path(
         out: what to write; must not exist.
         base: a checkpoint, zipped or plain; tensors are stored as the difference to its tensors of the same name where
             that is shorter.
-        code: lossless code, see `laconic.encode`.
+        code: lossless code, see `laconic.encode`; or "best", the smallest, for files only.
         num_threads: chunks encoded at a time.
         progress: called with numbers of bytes done.
 
@@ -227,9 +227,11 @@ def _zip_file(
 
 def _unzip_file(zipped: ContainerFile, out: Path, num_threads: int, progress: Progress | None) -> Summary:
     with new_file(out) as file:
-        file.write(len(zipped.header).to_bytes(8, "little") + zipped.header)
+        written = file.write(len(zipped.header).to_bytes(8, "little") + zipped.header)
         for chunk in zipped.chunks(num_threads):
             file.write(chunk.numpy().data)
+            begin_writeback(file, written, written + len(chunk))
+            written += len(chunk)
             if progress is not None:
                 progress(len(chunk))
     return Summary(out, zipped.original_nbytes, zipped.nbytes, len(zipped.entries))

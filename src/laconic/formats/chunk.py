@@ -1,8 +1,9 @@
-"""A chunk of a tensor's bytes as one message of the lossless format, and back.
+"""A chunk of a tensor's bytes as one message, and back: of the lossless format, or entropy-coded with code "best".
 
-A chunk travels in its own dtype where that has an exponent code. Otherwise it travels as uint8 in *planes*: first the
-first byte of every element, then the second, and so on, so that bytes of one meaning stand together (the high bytes of
-integers, or of a difference, are mostly zeros). Which of the two it is shows in the dtype of the message.
+A message of the lossless format has its chunk in its own dtype where that has an exponent code. Otherwise it is uint8
+in *planes*: first the first byte of every element, then the second, and so on, so that bytes of one meaning stand
+together (the high bytes of integers, or of a difference, are mostly zeros). Which of the two it is shows in its dtype.
+Entropy-coded messages always have planes.
 
 The difference of two versions of a tensor is their exclusive or. Where nothing changed there is no message at all.
 """
@@ -19,11 +20,15 @@ from laconic.formats.checksum import checksum_of
 from laconic.formats.lossless import decode_into, read_header
 from laconic.formats.safetensors_header import Element
 from laconic.ops import lossless_encode
+from laconic.ops.entropy import entropy_decode_, entropy_encode, is_entropy_coded
 
 __all__ = ["Code", "decode_chunk", "difference", "difference_pays", "encode_chunk"]
 
-Code = Literal["auto", "tiered", "window", "raw"]
+Code = Literal["auto", "tiered", "window", "raw", "best"]
+_ROTATED = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes whose highest byte is fullest of exponent when the sign is moved to the other end."""
 _SAMPLE_NBYTES = 1 << 16
+_PIECE_NUMEL, _NUM_PIECES = 1 << 12, 8
 
 
 def encode_chunk(data: Tensor, element: Element, code: Code, base: Tensor | None) -> tuple[Tensor | None, int, int]:
@@ -31,15 +36,19 @@ def encode_chunk(data: Tensor, element: Element, code: Code, base: Tensor | None
 
     The message is None when `data` equals `base`.
     """
-    if data.data_ptr() % 16:
+    if data.data_ptr() % 16 and code != "best":
         data = data.clone()  # an older safetensors file need not align its data
     if base is not None:
         changed = difference(data, base)
         sums = checksum_of(data)
         if not changed.any():
             return None, *sums
+        if code == "best":
+            return _best(changed, element)[0], *sums
         layout = _best_layout(changed, element, code)[1]
         return _message(_laid_out(changed, element, layout), code), *sums
+    if code == "best":
+        return _best(data, element)
     message = _message(_laid_out(data, element, element.coded), code)
     if element.coded == torch.uint8 and element.itemsize > 1:
         return message, *checksum_of(data)
@@ -52,6 +61,8 @@ def difference_pays(data: Tensor, base: Tensor, element: Element, code: Code) ->
     changed = difference(data, base)
     if not changed.any():
         return True
+    if code == "best":
+        return len(_best(changed, element)[0]) < len(_best(data, element)[0])
     return _best_layout(changed, element, code)[0] < len(_message(_laid_out(data, element, element.coded), code))
 
 
@@ -59,9 +70,9 @@ def decode_chunk(message: Tensor, element: Element, out: Tensor, where: str) -> 
     """Write the values that `message` holds to `out`, uint8 [n]. Nothing larger than `out` is allocated.
 
     Args:
-        message: uint8 [any].
+        message: uint8 [any], on the CPU.
         element: dtype of the tensor that the chunk belongs to.
-        out: uint8 [n].
+        out: uint8 [n], on any device; an entropy-coded message is decoded on the CPU.
         where: the file and tensor, with which errors begin.
 
     Returns:
@@ -70,6 +81,13 @@ def decode_chunk(message: Tensor, element: Element, out: Tensor, where: str) -> 
     Raises:
         FormatError: the message is damaged or not one of n bytes of such elements.
     """
+    if is_entropy_coded(message):
+        here = out if out.is_cpu else torch.empty_like(out, device="cpu")
+        sums = entropy_decode_(here, message, element.itemsize, element.coded in _ROTATED)
+        if here is not out:
+            out.copy_(here)
+        return sums
+    message = message.to(out.device)
     header = read_header(message)
     expected = (len(out) // header.dtype.itemsize,)
     if header.dtype not in (element.coded, torch.uint8) or tuple(header.shape) != expected:
@@ -107,6 +125,25 @@ def _best_layout(changed: Tensor, element: Element, code: Code) -> tuple[int, to
     layouts = [element.coded] + [torch.uint8] * (element.itemsize > 1 and element.coded != torch.uint8)
     sizes = [len(_message(_laid_out(sample, element, layout), code)) for layout in layouts]
     return min(zip(sizes, layouts, strict=True), key=lambda pair: pair[0])
+
+
+def _best(data: Tensor, element: Element) -> tuple[Tensor, int, int]:
+    """An entropy-coded message, or one by windows where that is shorter; and the checksum of `data`.
+
+    Windows are chosen for each 4096 elements, a Huffman code for many more of them. So they are tried where there are
+    few, or where they win on pieces from all over the chunk: there the scale changes within it.
+    """
+    message, *sums = entropy_encode(data, element.itemsize, element.coded in _ROTATED)
+    piece = _PIECE_NUMEL * element.itemsize
+    step = max(piece, len(data) // _NUM_PIECES // piece * piece)
+    sample = torch.cat([data[start : start + piece] for start in range(0, len(data), step)])
+    by_windows = _message(_laid_out(sample, element, element.coded), "tiered")
+    if len(data) > len(sample):
+        coded = entropy_encode(sample, element.itemsize, element.coded in _ROTATED)[0]
+        if len(coded) <= len(by_windows):
+            return message, sums[0], sums[1]
+        by_windows = _message(_laid_out(data, element, element.coded), "tiered")
+    return min(message, by_windows, key=len), sums[0], sums[1]
 
 
 def _message(x: Tensor, code: Code) -> Tensor:

@@ -24,10 +24,12 @@ from torch import Tensor
 from laconic.errors import FormatError
 from laconic.formats.checksum import Checksum, checksum_of
 from laconic.formats.chunk import Code, decode_chunk, difference, difference_pays, encode_chunk
+from laconic.formats.durable import begin_writeback
 from laconic.formats.mapped import TensorSource, map_file
 from laconic.formats.pipeline import in_order
 from laconic.formats.safetensors_header import HEADER_LIMIT_NBYTES, TensorEntry, parse_header, unique_names
 from laconic.json_text import parse_json
+from laconic.ops.entropy import MAX_ELEMENTS_PER_BYTE
 
 __all__ = ["CHUNK_NBYTES", "SUFFIX", "ContainerFile", "write_container"]
 
@@ -37,13 +39,14 @@ CHUNK_NBYTES = 1 << 22
 """Bytes of a tensor that make one message."""
 
 _MAGIC = b"LCNZFILE"
-_VERSION = 1
+_VERSION, _BEST_VERSION = 1, 2
+"""Without and with entropy-coded messages."""
 _HEAD = struct.Struct("<8sIIQII")  # magic, version, chunk_nbytes, tail_offset, header_nbytes, index_nbytes
 _HEAD_NBYTES = 64  # the rest is the SHA-256 of _HEAD and the tail
 _ALIGNMENT = 64
 _MAX_CHUNK_NBYTES = 1 << 24  # what one message may become in memory; a file cannot ask for more
 _KEPT_CHUNKS = 2
-_MAX_ELEMENTS_PER_BYTE = 8  # no code of the lossless format spends less than a bit on an element
+_MAX_ELEMENTS_PER_BYTE = {_VERSION: 8, _BEST_VERSION: MAX_ELEMENTS_PER_BYTE}
 _PIECE_NBYTES, _NUM_PIECES = 1 << 12, 16  # of a tensor, to see whether its difference to another is shorter
 
 Progress = Callable[[int], None]
@@ -81,9 +84,12 @@ class ContainerFile:
         if len(self.content) < _HEAD_NBYTES or self._bytes(0, 8) != _MAGIC:
             raise FormatError(f"{path}: not a file that `laconic zip` wrote (no {_MAGIC.decode()} at its beginning)")
         head = self._bytes(0, _HEAD.size)
-        _, version, self.chunk_nbytes, self._tail, header_nbytes, index_nbytes = _HEAD.unpack(head)
-        if version != _VERSION:
-            raise FormatError(f"{path}: has format version {version}, but this laconic reads version {_VERSION}")
+        _, self._version, self.chunk_nbytes, self._tail, header_nbytes, index_nbytes = _HEAD.unpack(head)
+        if self._version not in _MAX_ELEMENTS_PER_BYTE:
+            raise FormatError(
+                f"{path}: has format version {self._version}, but this laconic reads versions {_VERSION} and "
+                f"{_BEST_VERSION}"
+            )
         end = self._tail + header_nbytes + index_nbytes
         if self._tail < _HEAD_NBYTES or header_nbytes > HEADER_LIMIT_NBYTES or end != len(self.content):
             raise FormatError(
@@ -201,8 +207,7 @@ class ContainerFile:
         sums = None
         if nbytes:
             try:
-                message = self.content[offset : offset + nbytes].to(out.device)
-                sums = decode_chunk(message, entry.element, out, where)
+                sums = decode_chunk(self.content[offset : offset + nbytes], entry.element, out, where)
             except FormatError as error:
                 raise FormatError(f"{where}: damaged, in chunk {number}: {error}") from error
         else:
@@ -296,10 +301,11 @@ class ContainerFile:
         for number, nbytes in enumerate(sizes):
             chunk_nbytes = min(self.chunk_nbytes, entry.nbytes - number * self.chunk_nbytes)
             num_elements = chunk_nbytes // entry.element.itemsize
-            if num_elements > _MAX_ELEMENTS_PER_BYTE * nbytes and not (nbytes == 0 and base is not None):
+            most = _MAX_ELEMENTS_PER_BYTE[self._version]
+            if num_elements > most * nbytes and not (nbytes == 0 and base is not None):
                 raise FormatError(
-                    f"{where}: {num_elements:,} elements cannot be in a message of {nbytes:,} bytes; each takes at "
-                    "least one bit"
+                    f"{where}: {num_elements:,} elements cannot be in a message of {nbytes:,} bytes; a byte holds at "
+                    f"most {most}"
                 )
             messages.append((offset, nbytes))
             offset += _padded(nbytes)
@@ -327,7 +333,7 @@ def write_container(
         file: open for writing.
         header: the safetensors header, without its length.
         tensors: bytes of the header's tensors, uint8, in the order of the data; iterated lazily.
-        code: lossless code.
+        code: lossless code; with "best" the file has version 2.
         base: tensors that it has too, in the same dtype and shape, are stored as the difference where that is shorter.
         num_threads: chunks encoded at a time.
         progress: called with numbers of bytes done.
@@ -354,6 +360,7 @@ def write_container(
             nbytes = len(message)
             file.write(message.numpy().data)
             file.write(bytes(_padded(nbytes) - nbytes))
+            begin_writeback(file, offset, offset + _padded(nbytes))
             offset += _padded(nbytes)
         if chunk_nbytes:
             total.add(*sums, chunk_nbytes)
@@ -376,7 +383,8 @@ def write_container(
         },
         separators=(",", ":"),
     ).encode()
-    head = _HEAD.pack(_MAGIC, _VERSION, CHUNK_NBYTES, offset, len(header), len(index))
+    version = _BEST_VERSION if code == "best" else _VERSION
+    head = _HEAD.pack(_MAGIC, version, CHUNK_NBYTES, offset, len(header), len(index))
     digest = hashlib.sha256(head + header + index)
     file.write(header + index)
     file.seek(0)

@@ -19,7 +19,7 @@ from laconic.errors import ConfigError, FormatError, KernelError
 from laconic.ops import reference
 from laconic.ops.declarations.op import OPS, Arguments, Choices
 
-__all__ = ["checked", "difference", "examples"]
+__all__ = ["IS_ON", "checked", "difference", "examples"]
 
 Implementation = Callable[..., Any]
 
@@ -97,7 +97,8 @@ def _is_switched_on() -> bool:
     return value == "1"
 
 
-_IS_ON = _is_switched_on()
+IS_ON = _is_switched_on()
+"""Whether kernels are held against the reference at their first use."""
 
 
 def checked(op: str, implementation: Implementation, device_of: Callable[[Arguments], torch.device]) -> Implementation:
@@ -113,7 +114,7 @@ def checked(op: str, implementation: Implementation, device_of: Callable[[Argume
         checks it; while a CUDA graph is captured nothing is checked, and the next call outside of a capture does it.
         `KernelError` names op, device and combination, at every call with it.
     """
-    if not _IS_ON:
+    if not IS_ON:
         return implementation
     example, choices_of = OPS[op].example, OPS[op].choices_of
     verdicts: dict[Choices, str] = {}

@@ -35,6 +35,12 @@ def small(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def small_best(small: Path) -> Path:
+    """The same, entropy-coded, with what takes few bytes by windows."""
+    return zip_path(small.with_suffix(""), small.with_name("best.laconic"), code="best").path
+
+
+@pytest.fixture
 def pair(plain: Path, tmp_path: Path) -> tuple[Path, Path]:
     later = tmp_path / "later.safetensors"
     save_file(touched(tensors()), later)

@@ -33,8 +33,9 @@ def refused(path: Path, content: bytes, scratch: Path) -> str:
     return str(verified.value)
 
 
-def test_a_file_cut_off_is_refused(plain: Path, tmp_path: Path) -> None:
-    path = zip_path(plain).path
+@pytest.mark.parametrize("code", ["auto", "best"])
+def test_a_file_cut_off_is_refused(code: Any, plain: Path, tmp_path: Path) -> None:
+    path = zip_path(plain, code=code).path
     content = path.read_bytes()
     for n in range(16):
         refused(path, content[: len(content) * n // 16], tmp_path / "back")
@@ -43,6 +44,15 @@ def test_a_file_cut_off_is_refused(plain: Path, tmp_path: Path) -> None:
 
 
 def test_every_flipped_bit_is_found(small: Path, tmp_path: Path) -> None:
+    flipped(small, tmp_path)
+
+
+def test_every_flipped_bit_of_an_entropy_coded_file_is_found(small_best: Path, tmp_path: Path) -> None:
+    assert b"LCNB" in small_best.read_bytes()
+    flipped(small_best, tmp_path)
+
+
+def flipped(small: Path, tmp_path: Path) -> None:
     content = small.read_bytes()
     for position in range(len(content)):
         damaged = bytearray(content)
@@ -155,8 +165,21 @@ def test_a_lying_head_is_refused(fields: dict[str, int], message: str | None, sm
 
 def test_another_version_is_refused(small: Path, tmp_path: Path) -> None:
     content = bytearray(small.read_bytes())
-    content[8] = 2
-    assert "has format version 2, but this laconic reads version 1" in refused(small, bytes(content), tmp_path / "back")
+    for version in (0, 3):
+        content[8] = version
+        said = refused(small, bytes(content), tmp_path / "back")
+        assert f"has format version {version}, but this laconic reads versions 1 and 2" in said
+
+
+def test_entropy_coded_files_have_a_version_that_older_readers_refuse(small: Path, small_best: Path) -> None:
+    assert (small.read_bytes()[8], small_best.read_bytes()[8]) == (1, 2)
+
+
+def test_a_message_of_another_version_is_refused_by_name(small_best: Path, tmp_path: Path) -> None:
+    content = bytearray(small_best.read_bytes())
+    content[content.index(b"LCNB") + 4] = 9
+    said = refused(small_best, bytes(content), tmp_path / "back")
+    assert "version of an entropy-coded message is 9, but this release reads version 1" in said
 
 
 def test_a_few_bytes_cannot_ask_for_much_memory(tmp_path: Path) -> None:
@@ -184,9 +207,10 @@ def test_a_few_bytes_cannot_ask_for_much_memory(tmp_path: Path) -> None:
 # Differences to a base.
 
 
-def test_random_damage_is_found(plain: Path, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", ["auto", "best"])
+def test_random_damage_is_found(code: Any, plain: Path, folder: Path, tmp_path: Path) -> None:
     """Bytes overwritten, inserted, removed and repeated anywhere."""
-    path = zip_path(plain).path
+    path = zip_path(plain, code=code).path
     content = path.read_bytes()
     rng = random.Random(0)
     for _ in range(60):

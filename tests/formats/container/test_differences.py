@@ -1,6 +1,7 @@
 """Files zipped as the difference to a base."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from laconic.formats.container import ContainerFile
 from tests.formats.container.files import same, tensors, touched
 
 
+@pytest.mark.parametrize("code", ["auto", "best"])
 @pytest.mark.parametrize("zipped_base", [False, True])
-def test_a_difference_comes_back(zipped_base: bool, pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_difference_comes_back(zipped_base: bool, code: Any, pair: tuple[Path, Path], tmp_path: Path) -> None:
     plain, later = pair
-    base = zip_path(plain).path if zipped_base else plain
-    made = zip_path(later, base=base)
-    assert made.zipped_nbytes < 0.5 * zip_path(later, tmp_path / "direct").zipped_nbytes
+    base = zip_path(plain, code=code).path if zipped_base else plain
+    made = zip_path(later, base=base, code=code)
+    assert made.zipped_nbytes < 0.5 * zip_path(later, tmp_path / "direct", code=code).zipped_nbytes
     assert unzip(made.path, tmp_path / "back", base=plain).path.read_bytes() == later.read_bytes()
     assert verify(made.path, base=base).unchecked is None
     assert verify(made.path).unchecked == str(base)
@@ -29,8 +31,9 @@ def test_a_difference_comes_back(zipped_base: bool, pair: tuple[Path, Path], tmp
     assert same(laconic.load_zipped(made.path)["new"], expected["new"])  # it was not in the base
 
 
-def test_an_unchanged_tensor_costs_nothing(plain: Path, tmp_path: Path) -> None:
-    made = zip_path(plain, base=plain)
+@pytest.mark.parametrize("code", ["auto", "best"])
+def test_an_unchanged_tensor_costs_nothing(code: Any, plain: Path, tmp_path: Path) -> None:
+    made = zip_path(plain, base=plain, code=code)
     stored = ContainerFile(made.path).stored
     assert all(set(s.messages) <= {(64, 0)} for s in stored.values())
     assert made.zipped_nbytes < 250 * len(tensors())

@@ -16,7 +16,7 @@ from tests.formats.container.files import CHUNK, entry, same, tensors, touched, 
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize("code", ["auto", "window", "raw"])
+@pytest.mark.parametrize("code", ["auto", "window", "raw", "best"])
 def test_a_file_comes_back_byte_for_byte(code: Any, num_threads: int, plain: Path, tmp_path: Path) -> None:
     seen: list[int] = []
     made = zip_path(plain, code=code, num_threads=num_threads, progress=seen.append)
@@ -29,9 +29,10 @@ def test_a_file_comes_back_byte_for_byte(code: Any, num_threads: int, plain: Pat
     assert verify(made.path, num_threads=num_threads).num_tensors == len(tensors())
 
 
-def test_zipping_is_reproducible(plain: Path, tmp_path: Path) -> None:
-    one = zip_path(plain, tmp_path / "one", num_threads=1).path.read_bytes()
-    assert zip_path(plain, tmp_path / "two", num_threads=3).path.read_bytes() == one
+@pytest.mark.parametrize("code", ["auto", "best"])
+def test_zipping_is_reproducible(code: Any, plain: Path, tmp_path: Path) -> None:
+    one = zip_path(plain, tmp_path / "one", code=code, num_threads=1).path.read_bytes()
+    assert zip_path(plain, tmp_path / "two", code=code, num_threads=3).path.read_bytes() == one
 
 
 def test_weights_shrink_by_a_third(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,10 +41,13 @@ def test_weights_shrink_by_a_third(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     save_file({"weight": torch.randn(1 << 18, generator=torch.Generator().manual_seed(0)).bfloat16()}, path)
     made = zip_path(path)
     assert made.zipped_nbytes < 0.68 * made.original_nbytes
+    best = zip_path(path, tmp_path / "best", code="best")
+    assert best.zipped_nbytes < 0.663 * made.original_nbytes
 
 
-def test_tensors_are_loaded_without_unzipping(plain: Path) -> None:
-    loaded = laconic.load_zipped(zip_path(plain).path)
+@pytest.mark.parametrize("code", ["auto", "best"])
+def test_tensors_are_loaded_without_unzipping(code: Any, plain: Path) -> None:
+    loaded = laconic.load_zipped(zip_path(plain, code=code).path)
     expected = tensors()
     assert set(loaded) == set(expected)
     assert len(loaded) == len(expected)
@@ -59,15 +63,31 @@ def test_tensors_are_loaded_without_unzipping(plain: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("code", ["auto", "best"])
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_tensors_are_decoded_on_a_gpu(pair: tuple[Path, Path]) -> None:
+def test_tensors_are_decoded_on_a_gpu(code: Any, pair: tuple[Path, Path]) -> None:
     plain, later = pair
     for loaded, expected in (
-        (laconic.load_zipped(zip_path(plain).path, device="cuda"), tensors()),
-        (laconic.load_zipped(zip_path(later, base=plain).path, base=plain, device="cuda"), touched(tensors())),
+        (laconic.load_zipped(zip_path(plain, code=code).path, device="cuda"), tensors()),
+        (
+            laconic.load_zipped(zip_path(later, base=plain, code=code).path, base=plain, device="cuda"),
+            touched(tensors()),
+        ),
     ):
         assert all(loaded[name].is_cuda for name in expected)
         assert all(same(loaded[name].cpu(), tensor) for name, tensor in expected.items())
+
+
+def test_best_is_not_larger_where_windows_fit_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scale that changes every 4096 elements is one that no code for all of them fits."""
+    monkeypatch.undo()
+    path = tmp_path / "rows.safetensors"
+    scales = 2.0 ** -torch.arange(256)[:, None].div(4)
+    rows = torch.randn(256, 4096, generator=torch.Generator().manual_seed(0)) * scales
+    save_file({"rows": rows.bfloat16(), "few": torch.ones(3), "steps": torch.arange(7)}, path)
+    auto, best = zip_path(path, tmp_path / "auto"), zip_path(path, tmp_path / "best", code="best")
+    assert best.zipped_nbytes <= auto.zipped_nbytes
+    assert unzip(best.path, tmp_path / "back").path.read_bytes() == path.read_bytes()
 
 
 def test_a_plain_file_is_loaded_too(plain: Path) -> None:

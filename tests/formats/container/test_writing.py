@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from laconic.errors import CheckpointError, FormatError
+from laconic.formats import durable
 from laconic.formats.archive import unzip, verify, zip_path
 from tests.formats.container.files import contents
 
@@ -84,6 +87,22 @@ def test_a_place_that_cannot_be_written_is_named(plain: Path, tmp_path: Path) ->
         zip_path(plain, tmp_path / "file" / "out")
     with pytest.raises(CheckpointError, match=r"cannot read .*nowhere"):
         zip_path(tmp_path / "nowhere")
+
+
+def test_what_is_written_begins_to_reach_the_disk_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call for each 4 MB; without the system's function nothing is lost but time."""
+    path = tmp_path / "large.safetensors"
+    save_file({f"w{n}": torch.full((1 << 18,), float(n)) for n in range(12)} | {"small": torch.ones(3)}, path)
+    calls: list[tuple[int, ...]] = []
+    monkeypatch.setattr(durable, "_sync_file_range", lambda: lambda *call: calls.append(call))
+    zipped = zip_path(path, code="raw").path
+    assert [call[1:] for call in calls] == [(0, 0, 2)] * 3
+    unzip(zipped, tmp_path / "back")
+    assert len(calls) == 6
+    monkeypatch.setattr(durable, "_sync_file_range", lambda: None)
+    assert unzip(zipped, tmp_path / "again").path.read_bytes() == path.read_bytes()
 
 
 def test_a_file_that_changes_meanwhile_is_refused(plain: Path, tmp_path: Path) -> None:

@@ -1,0 +1,7 @@
+#include "entropy-inl.h"
+
+namespace laconic {
+
+const EntropyKernels kEntropyPortable = kEntropyKernels;
+
+}  // namespace laconic
