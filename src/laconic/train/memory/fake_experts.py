@@ -49,8 +49,8 @@ def spread_evenly(model: nn.Module, expert_parallel: int, device: str) -> None:
             here = whole.detach()[: experts.num_experts].clone()
             experts.register_parameter(key, nn.Parameter(here, whole.requires_grad))
         if isinstance(layer.gate, RoutedRows):
-            block = model.get_submodule(place_in_block(name)[0])
-            layer.gate = _EvenRows(layer.gate.num_experts, int(block.top_k))
+            block: Any = model.get_submodule(place_in_block(name)[0])
+            layer.gate = _EvenRows(layer.gate.num_experts, block.top_k)
 
 
 class _Ranks:
