@@ -304,7 +304,6 @@ SIX: list[Scenario] = [
     partial(every_path_equals_the_whole, 3, 2, 1, "gpt", 5),
 ]
 MORE_OF_SIX: list[Scenario] = [
-    partial(every_path_equals_the_whole, 2, 1, 3),
     partial(every_path_equals_the_whole, 3, 1, 2, "gpt"),
     partial(every_path_equals_the_whole, 2, 3, 2),
     partial(ranks_without_tokens_or_rows_take_part, 2, 3, 1),
