@@ -86,8 +86,9 @@ def planned(layout: Layout, settings: Settings) -> Plan:
     """The plan of a small Llama."""
     batch, sizes = Batch(2, 32), Sizes(64, 128, 4, 4, 2, 257, True, 16)
     model = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
-    traced = replace(traced_llama(sizes, batch, precision_of(settings, layout)), settings=model)
-    return Plan(Job(traced, batch, layout, settings), {}, {}, "exact")
+    traced = traced_llama(sizes, batch, precision_of(settings, layout))
+    setting = {**traced.setting, "expert_parallel": layout.expert_parallel}
+    return Plan(Job(replace(traced, settings=model, setting=setting), batch, layout, settings), {}, {}, "exact")
 
 
 def test_a_plan_brings_the_settings_it_was_made_for(tmp_path: Path) -> None:

@@ -169,6 +169,7 @@ def traced_llama(
             "sequence_length": batch.sequence_length,
             "precision": [precision.name, residual],
             "loss": loss,
+            "expert_parallel": 1,
             "inputs": {"input_ids": [batch.sequences, batch.sequence_length]},
         },
         names=tuple(f"model.layers.{index}" for index in range(sizes.num_layers)),

@@ -61,12 +61,14 @@ ALIKE: dict[str, dict[str, Any]] = {
     "ep2-zip": EP | FSDP | {"zip": "on", "moe.chunks": (2,), "moe.overlap_grad_reduce": True},
     "ep2-auto": EP | {"moe.dispatcher": "auto"},
     "ep2-swapped": SWAPPED | {"moe.swap_policy": "always"},
+    "ep2-copies": EP | {"moe.copies": 1, "moe.copy_every": 2, "accumulation": 2},
 }
 # Each is run in one piece, and with a stop after step 3 as "<name>-broken".
 BROKEN: dict[str, dict[str, Any]] = {
     "swapping": SWAPPED | {"moe.dispatch_codec": "int8"},
     "fsdp-bf16": EP | FSDP | DEEP | {"precision": "bf16", "accumulation": 2, "checkpoint.zip": True},
     "agoq": EP | AGOQ | {"moe.chunks": (2,), "moe.dispatch_codec": "lossless"},
+    "copying": EP | DEEP | AGOQ | {"moe.copies": 2, "moe.copy_every": 2},
 }
 # What four processes do: every expert twice.
 FOUR: dict[str, dict[str, Any]] = {
@@ -77,6 +79,7 @@ FOUR: dict[str, dict[str, Any]] = {
     | {"moe.chunks": (2,), "moe.overlap_grad_reduce": True},
     "zip": EP | {"zip": "on"},
     "q8": EP | Q8,
+    "copies": EP | {"moe.copies": 1, "moe.copy_every": 1},
     "fsdp-q8": EP | FSDP | Q8,
 }
 

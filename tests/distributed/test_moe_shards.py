@@ -140,6 +140,14 @@ def what_would_count_twice_is_refused() -> None:
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+def tokens_of_one_group_that_differ_are_refused_on_all_processes() -> None:
+    """Those of the other MP group would wait for their experts."""
+    for path in PATHS:
+        done = parallelize(tiny("mixtral"), Grid(2, 4), dispatcher=path)
+        with pytest.raises(ConfigError, match=r"expect the same tokens, but ranks \[2, 3\] have others"):
+            done.model(make_ids(2, 6, max(1, dist.get_rank())))
+
+
 @pytest.mark.ci
 def test_two_processes_share_experts_or_tokens(tmp_path: Path) -> None:
     scenarios = [
@@ -163,6 +171,11 @@ def test_checkpoints_of_shards_go_to_other_worlds(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_checkpoints_of_shards_and_replicas_go_to_other_worlds(tmp_path: Path) -> None:
     chain(tmp_path, "gpt_oss", [(4, (2, 2, 2), False), (4, (1, 1, 2), True), (2, (1, 1, 2), False)])
+
+
+@pytest.mark.ci
+def test_four_processes_refuse_other_tokens_together(tmp_path: Path) -> None:
+    run_world([tokens_of_one_group_that_differ_are_refused_on_all_processes], 4, tmp_path)
 
 
 @pytest.mark.slow

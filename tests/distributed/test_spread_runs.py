@@ -77,6 +77,10 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(folder: Path, n
     assert swaps[0] == swaps[1]
     if name == "swapping":  # experts are elsewhere when it stops, and go on moving
         assert 0 < swaps[0][2] < swaps[0][-2]
+    if name == "copying":  # which change how sums are rounded
+        copies = [[row.get("moe_copied") for row in read_metrics(folder / run)] for run in (name, f"{name}-broken")]
+        assert copies[0] == copies[1]
+        assert read_metrics(folder / name)[2]["moe_copies"] > 0
     whole, broken = (export(folder / run, tmp_path / run) for run in (name, f"{name}-broken"))
     assert (whole / "model.safetensors").read_bytes() == (broken / "model.safetensors").read_bytes()
 
@@ -145,6 +149,18 @@ def test_windows_average_codes_where_asked_for(folder: Path) -> None:
 
 def test_experts_moved_where_losses_are_the_same(folder: Path) -> None:
     assert read_metrics(folder / "ep2-swapped")[-2]["moe_swaps"] > 0
+
+
+def test_experts_had_copies_where_losses_are_the_same(folder: Path) -> None:
+    rows = [row for row in read_metrics(folder / "ep2-copies") if "loss" in row]
+    assert all(0 < row["moe_copies"] <= 2 * 2 for row in rows)  # layers, processes
+    assert all(1 <= row["moe_busiest_after"] < row["moe_busiest_before"] for row in rows)
+    chosen = [row["moe_busiest_before"] for row in rows]
+    assert chosen[1] == chosen[2] != chosen[3] == chosen[4] != chosen[5]  # after steps 1, 2, 4 and 6
+    copies = json.loads((folder / "ep2-copies" / "summary.json").read_text())["moe"]["copies"]
+    assert rows[-1]["moe_copies"] == sum(map(len, copies))
+    said = ", ".join(f"{expert} on {process}" for expert, process in copies[0])
+    assert f"layer 0: {said}" in rows[-1]["moe_copied"]
 
 
 def test_a_capacity_drops_and_says_so(folder: Path) -> None:

@@ -99,6 +99,18 @@ def one_of_two_mp_groups_with_other_tokens_is_named_on_all_ranks() -> None:
                 assert_same_as_whole(grid, whole, layer)
 
 
+def groups_that_do_not_lie_in_one_another_are_refused_together() -> None:
+    """MP group (0, 1) lies in one joint group; rank 3 of the other one waits for rank 2, which waits for these."""
+    grid = Grid(2, 3)
+    whole = make_whole(grid)
+    mine = torch.randn(5, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(min(1, dist.get_rank())))
+    for path, backward in PATHS:
+        layer = spread_over(grid, whole, of_path(grid, path, backward))
+        with pytest.raises(RoutingError, match=r"the ranks \(0, 1\) of an MP group have other tokens, but"):
+            layer(mine)
+        assert_same_as_whole(grid, whole, layer)
+
+
 def experts_see_each_row_once_per_shard() -> None:
     """What Parm saves: with MP paused, N_MP times fewer rows pass the experts than in the baseline."""
     grid = Grid(2, dist.get_world_size() // 2, 2)
@@ -286,6 +298,17 @@ MORE_OF_FOUR: list[Scenario] = [
     a_hierarchy_may_be_inside,
     half_precision_differs_by_rounding_and_lossless_not_at_all,
 ]
+SIX: list[Scenario] = [
+    groups_that_do_not_lie_in_one_another_are_refused_together,
+    partial(every_path_equals_the_whole, 2, 3, 1),
+    partial(every_path_equals_the_whole, 3, 2, 1, "gpt", 5),
+]
+MORE_OF_SIX: list[Scenario] = [
+    partial(every_path_equals_the_whole, 3, 1, 2, "gpt"),
+    partial(every_path_equals_the_whole, 2, 3, 2),
+    partial(ranks_without_tokens_or_rows_take_part, 2, 3, 1),
+    partial(steps_do_not_change_a_bit, 2, 3, 1),
+]
 EIGHT: list[Scenario] = [
     partial(every_path_equals_the_whole, 2, 2, 4),
     partial(every_path_equals_the_whole, 4, 4, 2, "gpt"),
@@ -304,6 +327,15 @@ def test_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.ci
 def test_four_ranks(tmp_path: Path) -> None:
     run_world(FOUR, 4, tmp_path)
+
+
+def test_six_ranks_whose_groups_do_not_lie_in_one_another(tmp_path: Path) -> None:
+    run_world(SIX, 6, tmp_path)
+
+
+@pytest.mark.slow
+def test_six_ranks_on_more_grids(tmp_path: Path) -> None:
+    run_world(MORE_OF_SIX, 6, tmp_path)
 
 
 @pytest.mark.slow

@@ -304,6 +304,31 @@ def test_broken_rule_names_field_value_and_rule(values: dict[str, Any], message:
             "moe.rates is 'r', but it must be left out unless moe.swap_every",
         ),
         ({"moe.expert_parallel": 2, "moe.swap_every": 5}, "moe.swap_every is 5, but it must be 0 unless"),
+        ({"moe.copies": 1}, "moe.copies is 1, but it must be left out without moe.expert_parallel"),
+        (
+            {"moe.expert_parallel": 1, "moe.copies": 1},
+            "moe.copies is 1, but it must be left out with moe.expert_parallel = 1: every process has all experts",
+        ),
+        (
+            {"moe.expert_parallel": 2, "moe.copy_every": 5},
+            "moe.copy_every is 5, but it must be left out without moe.copies",
+        ),
+        (
+            {"moe.expert_parallel": 2, "moe.copies": 1, "moe.dispatcher": "auto"},
+            "moe.copies is 1, but it must be 0 with moe.dispatcher = auto",
+        ),
+        (
+            {"moe.expert_parallel": 2, "moe.copies": 1, "moe.chunks": (2,)},
+            "moe.copies is 1, but it must be 0 with moe.chunks",
+        ),
+        (
+            {"moe.expert_parallel": 2, "moe.copies": 1, "moe.dispatcher": "hierarchical", "moe.swap_every": 1},
+            "moe.copies is 1, but it must be 0 with moe.swap_every",
+        ),
+        (
+            {"moe.expert_parallel": 2, "moe.copies": 1, "parallel": "fsdp"},
+            'moe.copies is 1, but it must be 0 with parallel = "fsdp"',
+        ),
         (
             {"moe.expert_parallel": 2, "pipeline.stages": 2},
             "moe.expert_parallel is 2, but it must be left out with pipel",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from laconic.moe.experts.modules import GatedExperts
 from laconic.moe.gates import SoftmaxGate
 from laconic.moe.hooks import Hook
 from laconic.moe.layer import MoELayer
+from laconic.moe.placement.copies import ExpertCopies
+from laconic.moe.placement.expert_map import Placement
 from laconic.moe.routing import RoutedTokens, Routing
 from laconic.topology import Levels
 from laconic.train.distributed.world import World
@@ -34,9 +37,10 @@ class Routed(Hook):
         self.routings.append(tokens.routing)
 
 
-def layer_with(hooks: Sequence[Hook]) -> MoELayer:
+def layer_with(hooks: Sequence[Hook], num_experts: int = 8) -> MoELayer:
     torch.manual_seed(0)
-    return MoELayer(SoftmaxGate(8, 16, top_k=3), GatedExperts(8, 16, 8), hooks=hooks)
+    gate, experts = SoftmaxGate(num_experts, 16, top_k=3), GatedExperts(num_experts, 16, 8)
+    return MoELayer(gate, experts, hooks=hooks)
 
 
 @pytest.mark.parametrize("levels", [(), (2,)])
@@ -47,7 +51,7 @@ def test_counts_are_those_of_the_routing(levels: tuple[int, ...]) -> None:
     layer = layer_with((meter, routed))
     for seed in (1, 2):
         layer(torch.randn(20, 16, generator=torch.Generator().manual_seed(seed)))
-    use = meter.take()
+    use = meter.take([layer])
     assert use is not None
     groups = (*levels, 4)
     loads, entries, nbytes = [0] * 8, 0, [0] * len(groups)
@@ -69,7 +73,7 @@ def test_counts_are_those_of_the_routing(levels: tuple[int, ...]) -> None:
     assert use.load_ratio == use.worst_load_ratio == max(loads) * 8 / sum(loads)
     assert use.duplicate_rate == 1 - rows[0] / entries
     assert use.to_metrics()["moe_level1_nbytes"] == nbytes[0]
-    assert meter.take() is None
+    assert meter.take([layer]) is None
 
 
 @given(
@@ -107,21 +111,61 @@ def test_rows_are_those_of_a_walk_stage_by_stage(sizes: tuple[tuple[int, ...], i
 
 @pytest.mark.parametrize(("codec", "nbytes"), [(Raw(), 4 * 16), (Blockwise(BlockFormat("int8", 16)), 16 + 2)])
 def test_rows_count_as_they_travel(codec: Codec, nbytes: int) -> None:
-    meters = []
+    meters, layers = [], []
     for place in (0, 1):
         meters.append(ExpertMeter(World(rank=place, size=1, local_rank=0, device=ALONE.device), 2))
-        layer = layer_with((meters[-1],))
+        layers.append(layer := layer_with((meters[-1],)))
         layer.dispatcher.codec = codec  # type: ignore[attr-defined]  # as dispatchers that send rows have one
         layer(torch.randn(20, 16, generator=torch.Generator().manual_seed(1)))
-    uses = [meter.take() for meter in meters]
+    uses = [meter.take(layers) for meter in meters]
     assert sum(use.level_nbytes[0] for use in uses if use is not None) == 20 * 3 * nbytes
+
+
+def test_experts_that_processes_cannot_share_evenly_are_counted_where_they_are() -> None:
+    routed, meter = Routed(), ExpertMeter(ALONE, 2)
+    layer = layer_with((meter, routed), num_experts=5)  # 3 and 2
+    layer(torch.randn(20, 16))
+    use = meter.take([layer])
+    assert use is not None
+    assert use.level_nbytes == (int((routed.routings[0].experts >= 3).sum()) * 16 * 4,)
+
+
+class TwoRanks:
+    """As much of a process group as a table of copies reads."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+def test_rows_for_a_copy_here_do_not_leave() -> None:
+    routed, meter = Routed(), ExpertMeter(ALONE, 2)
+    layer = layer_with((meter, routed))
+    x = torch.randn(20, 16)
+    layer(x)
+    before = meter.take([layer])
+    group: Any = TwoRanks()
+    layer.placement = placement = Placement(8)
+    placement.copies = ExpertCopies([(5, 0), (6, 0)], group, placement.slots.tolist())
+    for hook in layer.hooks:
+        hook.before_dispatch(layer, RoutedTokens(x, routed.routings[0]))
+    after = meter.take([layer])
+    assert before is not None
+    assert after is not None
+    experts = routed.routings[0].experts
+    here = int(((experts == 5) | (experts == 6)).sum())
+    assert here > 0
+    assert before.level_nbytes[0] - after.level_nbytes[0] == here * 16 * 4
+    assert before.loads == after.loads
 
 
 def test_only_training_counts() -> None:
     meter = ExpertMeter(ALONE, 1)
     layer = layer_with((meter,)).eval()
     layer(torch.randn(4, 16))
-    assert meter.take() is None
+    assert meter.take([layer]) is None
 
 
 @pytest.mark.parametrize(("factor", "most"), [(1.0, 9), (0.5, 5), (100.0, 24)])
@@ -130,7 +174,7 @@ def test_a_capacity_drops_what_is_beyond_it(factor: float, most: int) -> None:
     layer = layer_with((Capacity(factor, None), meter))
     x = torch.randn(24, 16)
     layer(x)
-    use = meter.take()
+    use = meter.take([layer])
     assert use is not None
     assert max(use.loads[0]) <= most
     assert sum(use.loads[0]) + use.num_dropped == 24 * 3

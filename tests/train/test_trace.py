@@ -18,7 +18,7 @@ from laconic.cost import Batch, Choice, Job, Layout, Settings, Unit, load_plan, 
 from laconic.cost.memory.saved_tensors import EXACT, PRECISIONS
 from laconic.cost.memory.traced import TracedModel
 from laconic.cost.planner.policy import by_bits, choose
-from laconic.errors import ConfigError, PlanError
+from laconic.errors import ConfigError, ModelError, PlanError
 from laconic.train.memory.directory import build_meta, config_as, made_up_batches, usual_loss
 from laconic.train.memory.step_peak import peak_nbytes
 from laconic.train.memory.trace import trace_config, trace_model, traced_job
@@ -30,6 +30,7 @@ from benchmarks import family_models
 from benchmarks.family_models import Family, families, inputs_of, model_of
 from tests.activations.models import make_model
 from tests.cost.shapes import Sizes, traced_llama
+from tests.distributed.test_moe_huggingface import llama4
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers warns of while a family is built
 
@@ -156,22 +157,38 @@ def test_the_peak_of_a_step_is_predicted(tmp_path: Path, bits: int) -> None:
 
 @pytest.mark.ci
 def test_expert_parallelism_cuts_experts_and_nothing_else(tmp_path: Path) -> None:
-    traced = trace_config(mixture(tmp_path), BATCH, PRECISIONS["fp32"])
+    path = mixture(tmp_path)
+    traced = {n: trace_config(path, BATCH, PRECISIONS["fp32"], expert_parallel=n) for n in (1, 2, 4)}
     whole, shared, sharded = (
-        predict(Job(traced, BATCH, Layout(data_parallel=4, **more), Settings(precision="fp32"))).ranks[0]  # type: ignore[arg-type]
-        for more in ({}, {"expert_parallel": 4}, {"expert_parallel": 2, "sharded": True})
+        predict(Job(traced[layout.expert_parallel], BATCH, layout, Settings(precision="fp32"))).ranks[0]
+        for layout in (
+            Layout(data_parallel=4),
+            Layout(data_parallel=4, expert_parallel=4),
+            Layout(data_parallel=4, expert_parallel=2, sharded=True),
+        )
     )
     experts = 5 * 4 * (64 * 2 * 48 + 48 * 64)
-    assert traced.num_parameters > experts
+    assert traced[1].num_parameters == traced[2].num_parameters == traced[4].num_parameters > experts
     for kind in ("parameters_nbytes", "gradients_nbytes", "optimizer_nbytes"):
         share = 2 if kind.startswith("optimizer") else 1
         assert getattr(whole, kind) - getattr(shared, kind) == 4 * share * experts * 3 // 4
         assert getattr(sharded, kind) < getattr(shared, kind)
-    assert shared.activations_nbytes == whole.activations_nbytes  # rows are taken to be balanced
+    # Rows are taken to be balanced, and the layers of parallelize keep no more than the model's own.
+    assert 0.9 < shared.activations_nbytes["norm"] / whole.activations_nbytes["norm"] <= 1
     with pytest.raises(PlanError, match=r"expert_parallel is 3, but it must divide data_parallel \(4\)"):
         Layout(data_parallel=4, expert_parallel=3)
     with pytest.raises(PlanError, match=r"expert_parallel is 8, but it must divide the 4 experts of model.layers.0"):
-        Job(traced, BATCH, Layout(data_parallel=8, expert_parallel=8), Settings(precision="fp32"))
+        Job(traced[1], BATCH, Layout(data_parallel=8, expert_parallel=8), Settings(precision="fp32"))
+    with pytest.raises(PlanError, match=r"expert_parallel is 2, but the bytes of qwen3_moe were read for 1"):
+        Job(traced[1], BATCH, Layout(data_parallel=4, expert_parallel=2), Settings(precision="fp32"))
+    with pytest.raises(ModelError, match="expert_parallel is 2, but LlamaForCausalLM has no mixture-of-experts block"):
+        traced_job(make_model("llama"), BATCH, Layout(data_parallel=2, expert_parallel=2))
+
+
+def test_experts_that_take_rows_are_cut_too() -> None:
+    job = traced_job(llama4().float(), BATCH, Layout(data_parallel=2, expert_parallel=2), Settings(precision="fp32"))
+    assert [count for count, _, _ in job.model.experts_of(0)] == [4, 4]
+    assert predict(job).ranks[0].parameters_nbytes < 4 * job.model.num_parameters
 
 
 def test_a_mixture_is_planned_by_its_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

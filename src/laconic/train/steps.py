@@ -23,7 +23,6 @@ from laconic.train.distributed.world import World
 from laconic.train.gradients import make_gradients
 from laconic.train.lr_schedule import learning_rate
 from laconic.train.memory.forecast import Forecast
-from laconic.train.moe import migration
 from laconic.train.moe.router_balance import Routers
 from laconic.train.moe.setup import SpreadExperts
 from laconic.train.pipeline import Pipeline
@@ -58,7 +57,7 @@ class Steps:
     """State of the comm compression, for checkpoints; None if there is nothing to keep."""
 
     def restore(self, checkpoint: Checkpoint | None) -> int:
-        """Load `checkpoint`, if any, and set up expert migration; return the number of steps done before."""
+        """Load `checkpoint`, if any, and set up migration and copies of experts; return the number of steps done."""
         trainer, experts = self.trainer, self.experts
         if checkpoint is not None:
             adapters = self.config.lora.r is not None
@@ -70,14 +69,13 @@ class Steps:
                     "from differences is forgotten"
                 )
         if experts is not None:
-            experts.prepare(trainer.optimizer, None if checkpoint is None else checkpoint.text(migration.STATE_FILE))
+            experts.prepare(trainer.optimizer, (lambda name: None) if checkpoint is None else checkpoint.text)
         return 0 if checkpoint is None else checkpoint.step
 
     def texts(self) -> dict[str, str]:
         """State beside model and optimizer that a checkpoint keeps, by file name."""
-        placement = None if self.experts is None else self.experts.state()
-        states = {migration.STATE_FILE: placement, comm_compression.STATE_FILE: self.comm_state}
-        return {name: state for name, state in states.items() if state is not None}
+        states = {} if self.experts is None else self.experts.states()
+        return states if self.comm_state is None else {**states, comm_compression.STATE_FILE: self.comm_state}
 
     def in_logical_order(self) -> AbstractContextManager[object]:
         """Bring experts home while the block runs, as checkpoints have them."""

@@ -162,6 +162,7 @@ class Job:
             sequence_length=batch.sequence_length,
             precision=[precision.name, precision.residual_nbytes],
             loss=self.settings.loss,
+            expert_parallel=layout.expert_parallel,
         )
         if layout.num_chunks > 1 and not shape.is_stack:
             raise PlanError(

@@ -73,8 +73,8 @@ class TracedModel:
     Attributes:
         family, model_class: model_type of the configuration, and the class that was built.
         config: the configuration, by which a run is recognized.
-        setting: what was traced: sequences, sequence_length, precision, loss and shapes of inputs. Others need another
-            trace.
+        setting: what was traced: sequences, sequence_length, precision, loss, expert_parallel and shapes of inputs.
+            Others need another trace.
         names: of the layers, first to last.
         kinds: of the layers, an index of `layers` each.
         layers: by kind.
@@ -238,6 +238,8 @@ class TracedModel:
             return TracedLayer(**{**entry, **read, "units": tuple(map(unit, entry["units"]))})
 
         given = {"settings": {}} | {one.name: data[one.name] for one in fields(cls) if one.name in data}
+        # Files from before experts were traced as a process has them are of the model's own.
+        given["setting"] = {"expert_parallel": 1} | given["setting"]
         model = cls(
             **given
             | {name: tuple(map(unit, given[name])) for name in ("first_units", "last_units")}

@@ -85,8 +85,8 @@ class _OneGroupOfTokens:
         """Compare some values of tokens x [n, M] over the MP group.
 
         Raises:
-            RoutingError: ranks have other tokens, or other numbers of them; the same on all ranks that hold the
-                experts, which would wait for those.
+            RoutingError: ranks have other tokens, or other numbers of them; the same on all ranks that would wait for
+                those.
         """
         mp = self.grid.mp
         if self._is_checked or mp.size() == 1:
@@ -102,7 +102,7 @@ class _OneGroupOfTokens:
         apart = max(high - low for high, low in zip(most[1:], least[1:], strict=True))
         differ = apart > 0.1 * max(map(abs, most[1:] + least[1:]))
         said = torch.tensor([least[0], most[0], differ, *ranks_of(mp)], dtype=torch.int64, device=x.device)
-        for low, high, others, *ranks in gathered_counts(said, self.grid.joint).tolist():
+        for low, high, others, *ranks in gathered_counts(said, self.grid.linked).tolist():
             if low != high or others:
                 found = f"from {low} to {high} tokens" if low != high else "other tokens"
                 raise RoutingError(

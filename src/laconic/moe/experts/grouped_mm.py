@@ -47,7 +47,7 @@ def grouped_mm(rows: Tensor, weights: Tensor, counts: Tensor, way: Way | None = 
         return _Contiguous.apply(product)
     if not len(counts):
         return rows @ weights.sum(0)  # no rows, in a graph with both
-    parts = rows.split(counts.tolist())
+    parts = _parts(rows, counts)
     return torch.cat([part @ weight for part, weight in zip(parts, weights.unbind(), strict=True)])
 
 
@@ -92,11 +92,15 @@ def expert_by_expert(rows: Tensor, counts: Tensor, hidden: Callable[[Tensor, int
     """
     _check_counts(rows, down, counts)
     out = rows.new_empty(len(rows), down.shape[2])
-    sizes = counts.tolist()
-    for number, (part, place) in enumerate(zip(rows.split(sizes), out.split(sizes), strict=True)):
+    for number, (part, place) in enumerate(zip(_parts(rows, counts), _parts(out, counts), strict=True)):
         if len(part):
             torch.mm(hidden(part, number), down[number], out=place)
     return out
+
+
+def _parts(rows: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+    """Return the rows of each expert."""
+    return rows.split(counts.tolist())
 
 
 class _Contiguous(torch.autograd.Function):

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.errors import ConfigError
 from laconic.moe.dispatch.base import Dispatcher
+from laconic.moe.dispatch.expert_sharded import gathered_counts
 from laconic.moe.hooks import Hook
 from laconic.moe.huggingface.experts import FusedExperts
 from laconic.moe.huggingface.gate import GivenRouting
@@ -200,7 +201,7 @@ class ExpertsLayer(MoELayer):
         """Compare a sample of the tokens of an MP group, once: they have to be the same, but for rounding.
 
         Raises:
-            ConfigError: they are not, on all ranks of the group alike.
+            ConfigError: they are not, on all ranks alike that would wait for those.
         """
         assert self.grid is not None, "mp is above 1"
         sample = x.detach().reshape(-1)[:: max(1, x.numel() // _SAMPLE)][:_SAMPLE].float()
@@ -210,12 +211,14 @@ class ExpertsLayer(MoELayer):
         dist.all_gather(found, mine, group=self.grid.mp)
         sizes, values = torch.stack(found).split([1, _SAMPLE], dim=1)
         far = (values - values[0]).norm(dim=1) > 0.1 * values[0].norm()  # never with NaN
-        if bool((sizes != sizes[0]).any() | far.any()):
-            raise ConfigError(
-                f"mp is {self.num_mp}, so that as many processes expect the same tokens, but ranks"
-                f" {[*ranks_of(self.grid.mp)]} have others; give each of them the same batch, or make the Grid without"
-                " mp"
-            )
+        differ = (sizes != sizes[0]).any() | far.any()
+        said = torch.tensor([int(differ), *ranks_of(self.grid.mp)], dtype=torch.int64, device=x.device)
+        for others, *ranks in gathered_counts(said, self.grid.linked).tolist():
+            if others:
+                raise ConfigError(
+                    f"mp is {self.num_mp}, so that as many processes expect the same tokens, but ranks {ranks} have"
+                    " others; give each of them the same batch, or make the Grid without mp"
+                )
         self._compared = True
 
     def _note_ddp(self) -> None:

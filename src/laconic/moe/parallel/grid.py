@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import lcm
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,8 @@ class Grid:
         dense_mesh: DeviceMesh (dp, mp); FSDP2 shards dense parameters over `dense_mesh["dp"]`.
         expert_mesh: DeviceMesh (edp, ep, esp); FSDP2 shards experts over `expert_mesh["edp"]`.
         dp, mp, edp, ep, esp, joint: process groups.
+        linked: process group of the ranks that a layer's forward lets wait for each other: those that MP and joint
+            groups link, which need not lie in one another.
         levels: level 0 is the whole EP group, further ones as asked for.
 
     Raises:
@@ -83,6 +86,8 @@ class Grid:
         self.dp, self.mp = (self.dense_mesh.get_group(name) for name in ("dp", "mp"))
         self.edp, self.ep, self.esp = (self.expert_mesh.get_group(name) for name in ("edp", "ep", "esp"))
         self.joint = self.ep if esp == 1 else self.esp if layout.ep == 1 else self._new_group(layout.ranks("joint"))
+        num_linked, known = lcm(mp, layout.joint), {layout.joint: self.joint, mp: self.mp}
+        self.linked = known.get(num_linked) or self._new_group(groups_of_ranks(num_ranks, 1, num_linked))
         found = [Level(1, self.ep, None)]
         for number, num_groups in enumerate(layout.levels, 1):
             found.append(Level(num_groups, *map(self._new_group, (layout.within(number), layout.across(number)))))

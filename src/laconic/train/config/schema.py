@@ -87,6 +87,7 @@ _OF_SPREAD_EXPERTS = (
     *("dispatcher", "levels", "depth", "dispatch_codec", "chunks", "overlap_grad_reduce"),
     *("capacity_factor", "eval_capacity_factor", "gate"),
     *("swap_every", "swap_policy", "swap_pairs", "rates"),
+    *("copies", "copy_every"),
 )
 """Settings of `[moe]` that need `moe.expert_parallel`."""
 _OF_SIZED_MODELS = (
@@ -387,6 +388,12 @@ class MoEConfig:
     step's tokens."""
     swap_pairs: PositiveInt = 1
     """Most pairs of experts of a layer that change places at a time."""
+    copies: NonNegativeInt = 0
+    """Most copies of hot experts of a layer that a process holds beside its own experts; chosen by measured loads, and
+    fewer where more would not relieve the busiest process. 0: none."""
+    copy_every: PositiveInt = 10
+    """Steps after which experts are chosen anew for `copies`, by the tokens that they got since the last choice; the
+    first choice comes after the first step."""
     rates: PathText | None = None
     """File with measured rates of the cluster (laconic.cost.MoERates) for `swap_every` and for dispatcher = auto; None
     means the one that laconic profile --moe wrote; auto measures where there is none."""
@@ -423,7 +430,16 @@ class MoEConfig:
         if self.swap_every and (self.expert_parallel == 1 or self.dispatcher == "flat"):
             unless = "moe.expert_parallel is above 1 and moe.dispatcher = hierarchical or auto"
             refuse(self, "swap_every", f"be 0 unless {unless}: rows are counted by level")
+        if not self.copies:
+            refuse_unused(self, ("copy_every",), "be left out without moe.copies")
+        elif self.dispatcher == "auto":
+            refuse(self, "copies", "be 0 with moe.dispatcher = auto, which may cut layers into chunks")
+        elif max(self.chunks, default=1) > 1:
+            refuse(self, "copies", "be 0 with moe.chunks: the weights of copies arrive for a whole layer")
+        elif self.swap_every:
+            refuse(self, "copies", "be 0 with moe.swap_every: swaps are weighed without copies")
         if self.expert_parallel == 1:
+            refuse_unused(self, ("copies",), "be left out with moe.expert_parallel = 1: every process has all experts")
             of_rows = ("dispatcher", "depth", "dispatch_codec")
             refuse_unused(self, of_rows, "be left out with moe.expert_parallel = 1: no rows travel between processes")
 
@@ -546,6 +562,8 @@ class TrainConfig:
             refuse(self, "moe.overlap_grad_reduce", f"be left out under fsdp with accumulation or bf16: {cast}")
         if moe.expert_parallel is not None and stages > 1:
             refuse(self, "moe.expert_parallel", f"{left_out}: stages are cut from the model's own blocks")
+        if moe.copies and self.parallel == "fsdp":
+            refuse(self, "moe.copies", 'be 0 with parallel = "fsdp", under which no process has whole experts to copy')
         if moe.expert_parallel is not None and self.plan is not None:
             refuse(self, "moe.expert_parallel", "be left out with a plan, which knows nothing of it")
         if self.lora.r is not None:

@@ -25,6 +25,8 @@ from torch.utils.flop_counter import flop_registry
 from laconic.activations import SavedTensorTracker
 from laconic.activations.forwards.mixer import MixerForward
 from laconic.activations.forwards.replacement import replacements_of
+from laconic.collectives import api
+from laconic.moe.experts import grouped_mm
 
 __all__ = ["PHASES", "FakeRuns", "Step"]
 
@@ -238,8 +240,16 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *rest: Any, **
 
 @contextmanager
 def _without_values() -> Iterator[None]:
-    """What asks for values is answered: sequences are not packed into one, random states need not be put back."""
-    answers: list[tuple[Any, str, Any]] = [(torch, "set_rng_state", lambda state: None)]
+    """What asks for values is answered: sequences are not packed into one, random states need not be put back.
+
+    Experts do not look at the numbers of their rows, and nothing is sent.
+    """
+    answers: list[tuple[Any, str, Any]] = [
+        (torch, "set_rng_state", lambda state: None),
+        (grouped_mm, "_check_counts", lambda *args: None),
+        (grouped_mm, "_parts", lambda rows, counts: rows.tensor_split(len(counts))),
+        (api, "all_to_all", lambda *args, **options: None),
+    ]
     with suppress(ImportError):
         import transformers.masking_utils as masks
 

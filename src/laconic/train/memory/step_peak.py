@@ -14,7 +14,8 @@ __all__ = ["peak_nbytes"]
 def peak_nbytes(run: Callable[[], object], device: torch.device) -> int:
     """The most bytes that a device's allocator has handed out at one time while `run` runs, beyond those before.
 
-    On CUDA the allocator is asked; on the CPU it is the sum over the events of torch's memory profiler.
+    On CUDA the allocator is asked; on the CPU it is the sum over the events of torch's memory profiler, which does not
+    see what threads allocate that were not started by torch itself.
     """
     gc.collect()  # the profiler miscounts what was made before it and goes while it watches
     if device.type == "cuda":

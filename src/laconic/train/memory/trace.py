@@ -8,7 +8,7 @@ are known under every choice. What the first layer of a kind saves beyond the se
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -31,7 +31,9 @@ from laconic.cost.memory.saved_tensors import Precision
 from laconic.cost.memory.traced import POINTS, TracedLayer, TracedModel, Workspace
 from laconic.errors import PlanError
 from laconic.formats import BlockFormat
+from laconic.moe.huggingface.experts import FusedExperts
 from laconic.train.memory.directory import build_meta, made_up_batches, usual_loss
+from laconic.train.memory.fake_experts import spread_evenly
 from laconic.train.memory.fake_runs import FakeRuns, Step
 
 __all__ = ["trace_config", "trace_model", "traced_job"]
@@ -75,6 +77,7 @@ def traced_job(
         precision_of(settings, layout),
         chunked=settings.loss == "chunked",
         device=settings.device,
+        expert_parallel=layout.expert_parallel,
         sequence_length=sequence_length,
         image_size=image_size,
     )
@@ -88,6 +91,7 @@ def trace_config(
     *,
     chunked: bool = False,
     device: str = "cuda",
+    expert_parallel: int = 1,
     sequence_length: int | None = None,
     image_size: int | None = None,
 ) -> TracedModel:
@@ -99,6 +103,7 @@ def trace_config(
         precision: of the run.
         chunked: whether the loss is computed in chunks.
         device: "cuda" or "cpu", where losses are computed in smaller tiles.
+        expert_parallel: processes that share the experts of a layer; with 1 they are the model's own modules.
         sequence_length: that of the batch if somebody has asked for it, which a model of images refuses.
         image_size: pixels of a side; None takes the configuration's, or 224.
 
@@ -117,7 +122,9 @@ def trace_config(
         raise PlanError(
             f"quantization_config is in the configuration of {type(model).__name__}, but weights must be unquantized"
         )
-    return trace_model(model, inputs, batch, precision, config, chunked=chunked, device=device)
+    return trace_model(
+        model, inputs, batch, precision, config, chunked=chunked, device=device, expert_parallel=expert_parallel
+    )
 
 
 def trace_model(
@@ -129,6 +136,7 @@ def trace_model(
     *,
     chunked: bool = False,
     device: str = "cuda",
+    expert_parallel: int = 1,
 ) -> TracedModel:
     """Trace a model, which is used up by it: give one that was built on the meta device for this.
 
@@ -140,8 +148,10 @@ def trace_model(
         config: by which a run is recognized.
         chunked: whether the loss is computed in chunks.
         device: "cuda" or "cpu", where losses are computed in smaller tiles.
+        expert_parallel: processes that share the experts of a layer; with 1 they are the model's own modules.
 
     Raises:
+        ModelError: it has no experts that could be shared.
         PlanError: the model has no layers or sites, or its forward depends on values.
     """
     if precision.residual_nbytes == 2:
@@ -158,7 +168,11 @@ def trace_model(
     ran = _leave_out_repeated(model, blocks, kinds)
     num_logits = batch.tokens * int((config.get("text_config") or config).get("vocab_size") or 0)
     with _one_thread():
+        if expert_parallel > 1:
+            spread_evenly(model, expert_parallel, device)
         sites = find_sites(model)
+        experts = {site.name for site in sites if site.kind == "experts"}
+        experts |= {name for name, module in model.named_modules() if isinstance(module, FusedExperts)}
         runs = FakeRuns(model, (names[0], names[-1]))
         steps = dict(_steps(runs, sites, inputs, precision, chunked, device, num_logits))
         is_stack = len({name.rpartition(".")[0] for name in names}) == 1
@@ -184,7 +198,7 @@ def trace_model(
     made = []
     for kind in range(1 + max(kinds)):
         own = ran[kind]
-        made.append(_layer(own, sites, saved, steps["exact"].flops, tensors[own[-1]], precision.autocast))
+        made.append(_layer(own, sites, experts, saved, steps["exact"].flops, tensors[own[-1]], precision.autocast))
     block_ids = {id(p) for found in tensors.values() for _, p in found}
     in_front = {id(p): p for name, p in parameters if name.rpartition(".")[0] in before and id(p) not in block_ids}
     behind = {id(p): p for name, p in parameters if name.rpartition(".")[0] not in before and id(p) not in block_ids}
@@ -201,6 +215,7 @@ def trace_model(
             "sequence_length": batch.sequence_length,
             "precision": [precision.name, precision.residual_nbytes],
             "loss": "chunked" if chunked else "exact",
+            "expert_parallel": expert_parallel,
             "inputs": {k: list(x.shape) for k, x in runs.inputs.items() if isinstance(x, Tensor)},
         },
         names=tuple(names),
@@ -397,6 +412,7 @@ def _leave_out_repeated(
 def _layer(
     names: Sequence[str],
     sites: Sequence[Site],
+    experts: Collection[str],
     saved: _Saved,
     flops: Mapping[str, int],
     tensors: Sequence[tuple[str, nn.Parameter]],
@@ -408,11 +424,10 @@ def _layer(
     kept = {variant: _within(last, found) for variant, found in saved.items()}
     work = _within(last, flops)
     more = {v: sum(_within(first, saved[v]).values()) - sum(kept[v].values()) for v in _WITH_PEAKS}
-    experts = [_relative(site.name, last) for site in own if site.kind == "experts"]
     casts = {name.rpartition(".")[0]: _cast_nbytes([(name, p)]) for name, p in tensors if autocast and p.dim() == 2}
     stacked, plain = [], []
     for name, p in tensors:
-        if name.rpartition(".")[0] in experts and p.dim() > 1:
+        if _joined(last, name.rpartition(".")[0]) in experts and p.dim() > 1:
             stacked.append((p.shape[0], prod(p.shape[1:-1]), p.shape[-1]))
         else:
             plain.append(_shape(p))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from laconic.collectives.codec import Blockwise, Codec, Lossless
 from laconic.moe.dispatch.base import Dispatcher, LocalDispatcher, row_nbytes
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
+from laconic.moe.dispatch.staged import experts_per_rank
 from laconic.moe.gates.capacity import capacity_of, dropped
 from laconic.moe.hooks import Hook
 from laconic.moe.layer import MoELayer
@@ -101,8 +102,8 @@ class ExpertMeter(Hook):
         self._counts[0] += routing.num_dropped
         if self.num_processes == 1:
             return
-        experts = routing.experts if layer.placement is None else layer.placement(routing.experts)
-        ranks = experts // (routing.num_experts // self.num_processes)
+        slots = layer.by_slot(routing)
+        ranks = slots.experts // experts_per_rank(slots.num_experts, self.num_processes)
         _, entries, rows, nbytes = self._parts()
         for level, num_groups in enumerate(self._groups[1:]):
             group = ranks // (self.num_processes // num_groups)
@@ -113,14 +114,14 @@ class ExpertMeter(Hook):
         for level, num_rows in enumerate(moved_rows(routing.tokens, ranks, self._place, self._groups, depth)):
             nbytes[level] += num_rows * nbytes_of_row
 
-    def take(self) -> ExpertUse | None:
+    def take(self, layers: Iterable[MoELayer]) -> ExpertUse | None:
         """Return the counts since the last call, summed over all processes, and reset them; None if no layer ran.
 
-        All processes call it together.
+        All processes call it together, with all layers in the order in which their loads are wanted.
         """
         if not self._loads:
             return None
-        loads = list(self._loads.values())
+        loads = [self._loads[layer] for layer in layers if layer in self._loads]
         total = self._world.sum(torch.cat([*loads, self._counts]).to(self._world.device)).cpu()
         *by_layer, counts = total.split([len(load) for load in loads] + [len(self._counts)])
         dropped, entries, rows, nbytes = self._parts(counts)

@@ -31,6 +31,8 @@ from laconic.topology import Levels, are_nested
 from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.comm_compression import zip_codec
 from laconic.train.distributed.world import World
+from laconic.train.moe import hot_experts, migration
+from laconic.train.moe.hot_experts import HotExperts
 from laconic.train.moe.metrics import Capacity, ExpertMeter, ExpertUse, schedule_of
 from laconic.train.moe.migration import Migration
 
@@ -75,7 +77,7 @@ def level_sizes(config: TrainConfig) -> tuple[int, ...]:
 
 
 class SpreadExperts:
-    """The expert parallel layers of a run, with their metrics, autotuning and migration.
+    """The expert parallel layers of a run, with their metrics, autotuning, migration and copies.
 
     Args:
         model: the layers and their process groups.
@@ -88,6 +90,7 @@ class SpreadExperts:
         self._meter = meter
         self._config = config
         self._migration: Migration | None = None
+        self._hot: HotExperts | None = None
         self._tuned: Autotuned | None = None
         self._last: ExpertUse | None = None
         self._messages: list[str] = []
@@ -120,23 +123,31 @@ class SpreadExperts:
         new, self._messages = self._messages, []
         return new
 
-    def prepare(self, optimizer: torch.optim.Optimizer, saved: str | None = None) -> None:
-        """Set up expert migration if the configuration asks for it; all processes call it together.
+    def prepare(self, optimizer: torch.optim.Optimizer, saved: Callable[[str], str | None]) -> None:
+        """Set up expert migration or copies if the configuration asks for them; all processes call it together.
 
         Args:
-            optimizer, saved: as for `Migration`.
+            optimizer: as for `Migration`.
+            saved: from a name of `states` to the text in the checkpoint that the run continues from; None if it has
+                none.
 
         Raises:
-            ConfigError: experts cannot be moved, or there are no rates to decide by.
-            CheckpointError: `saved` cannot be read.
+            ConfigError: experts cannot be moved or copied, or there are no rates to decide by.
+            CheckpointError: what is saved cannot be read.
         """
         moe, grid = self._config.moe, self.model.grid
         if moe.swap_every and grid is not None:
-            self._migration = Migration(self.model, grid, moe, optimizer, saved)
+            self._migration = Migration(self.model, grid, moe, optimizer, saved(migration.STATE_FILE))
+        if moe.copies and grid is not None:
+            self._hot = HotExperts(self.model, grid, moe, saved(hot_experts.STATE_FILE))
 
-    def state(self) -> str | None:
-        """Return the placement of experts as text for a checkpoint; None without migration."""
-        return None if self._migration is None else self._migration.state()
+    def states(self) -> dict[str, str]:
+        """Return what a checkpoint keeps of placement and copies of experts, by file name."""
+        found: dict[str, Migration | HotExperts | None] = {
+            migration.STATE_FILE: self._migration,
+            hot_experts.STATE_FILE: self._hot,
+        }
+        return {name: one.state() for name, one in found.items() if one is not None}
 
     def begin(self) -> None:
         """Reset the metrics, so that forwards before the first step do not count."""
@@ -160,16 +171,16 @@ class SpreadExperts:
         return "; ".join(dict.fromkeys(map(schedule_of, self.model.layers.values())))
 
     def after_step(self, done: int, skipped: bool) -> dict[str, float | int | str]:
-        """Collect the metrics of a step, and migrate experts where that pays; all processes call it together.
+        """Collect the metrics of a step, and migrate or copy experts where that pays; all processes call it together.
 
         Args:
             done: number of steps done, this one included.
-            skipped: whether the step's update was left out; then no expert migrates.
+            skipped: whether the step's update was left out; then no expert migrates, and none is copied anew.
 
         Returns:
             Fields for metrics.jsonl, the same on every process.
         """
-        self._last = self._meter.take()
+        self._last = self._meter.take(self.model.layers.values())
         fields: dict[str, float | int | str] = {"moe_schedule": self.schedule}
         if self._last is not None:
             fields |= self._last.to_metrics()
@@ -177,6 +188,9 @@ class SpreadExperts:
             if not skipped:
                 self._migration.step(done)
             fields["moe_swaps"] = self._migration.count
+        if self._hot is not None and self._last is not None:
+            self._hot.step(done, self._last.loads, skipped)
+            fields |= self._hot.to_metrics()
         return fields
 
     def in_logical_order(self) -> AbstractContextManager[object]:
@@ -197,6 +211,7 @@ class SpreadExperts:
             "autotune": None if self._tuned is None else str(self._tuned).splitlines(),
             "num_levels": self._meter.num_levels,
             "swaps": 0 if self._migration is None else self._migration.count,
+            "copies": None if self._hot is None else self._hot.copies,
             "last_step": None if last is None else {**last.to_metrics(), "loads": [list(load) for load in last.loads]},
         }
 
