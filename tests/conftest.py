@@ -123,14 +123,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def one_of_each(items: list[pytest.Item]) -> set[pytest.Item]:
     """All that is not slow; in `_ROOMS` also one case of every slow test but those that try a benchmark.
 
-    The case is the same whatever else is collected.
+    A test of which a case is not slow has none. The case is the same whatever else is collected.
     """
     kept: dict[str, pytest.Item] = {}
+    names = {item: item.nodeid.partition("[")[0] for item in items}
+    is_slow = {item: item.get_closest_marker("slow") is not None for item in items}
+    quick = {names[item] for item in items if not is_slow[item]}
     for item in items:
-        is_slow = item.get_closest_marker("slow") is not None
-        if is_slow and (not item.nodeid.startswith(_ROOMS) or "benchmark" in item.nodeid):
+        if is_slow[item] and (names[item] in quick or not item.nodeid.startswith(_ROOMS) or "benchmark" in item.nodeid):
             continue
-        name = item.nodeid.partition("[")[0] if is_slow else item.nodeid
+        name = names[item] if is_slow[item] else item.nodeid
         if name not in kept or crc32(item.nodeid.encode()) < crc32(kept[name].nodeid.encode()):
             kept[name] = item
     return set(kept.values())

@@ -143,6 +143,26 @@ def test_steps_are_counted_from_one() -> None:
         of_one(reference.adamw8bit_multi_)(*case.arguments(), *(OPTIONS | {"step": 0}).values())
 
 
+@pytest.mark.parametrize("ratio", [0.0, -1.0, float("nan")])
+def test_a_bound_of_moments_is_above_zero(ratio: float) -> None:
+    case = new_case((3, 300), torch.float32, torch.randn(3, 300))
+    for op in (*map(of_one, IMPLEMENTATIONS), ONE):
+        with pytest.raises(FormatError, match=f"ratio is {ratio}, but it must be above 0, or None"):
+            op(*case.arguments(), *OPTIONS.values(), ratio)
+
+
+@pytest.mark.parametrize("ratio", [1e-3, 0.5, float("inf")])
+def test_a_wider_bound_leaves_the_same_bits_in_every_implementation(ratio: float) -> None:
+    found = []
+    for op in (*map(of_one, IMPLEMENTATIONS), ONE):
+        torch.manual_seed(0)
+        case = new_case((3, 300), torch.float32, torch.randn(3, 300))
+        for step in (1, 2):
+            op(*case.arguments(), *(OPTIONS | {"step": step}).values(), ratio)
+        found.append(case.parameter)
+    assert all(torch.equal(each, found[0]) for each in found[1:])
+
+
 # --- many parameters ---
 
 

@@ -91,7 +91,7 @@ def checked_step(*arguments: Any) -> AdamWStep:
     kinds = [(tensors.parameter.dtype, tensors.parameter.device, tensors.gradient.dtype) for tensors in each]
     for index, tensors in enumerate(each):
         try:
-            step.shapes.append(_check_one(tensors, gradient_factor, step.step, step.bits))
+            step.shapes.append(_check_one(tensors, gradient_factor, step.step, step.bits, step.ratio))
         except FormatError as error:
             raise FormatError(f"tensor {index}: {error}") from None
         for name, found, first in zip(_KIND, kinds[index], kinds[0], strict=True):
@@ -107,7 +107,9 @@ def checked_step(*arguments: Any) -> AdamWStep:
     return step
 
 
-def _check_one(tensors: AdamWTensors, gradient_factor: Tensor | None, step: int, bits: int) -> tuple[int, int]:
+def _check_one(
+    tensors: AdamWTensors, gradient_factor: Tensor | None, step: int, bits: int, ratio: float | None
+) -> tuple[int, int]:
     """Check the arguments of one parameter; return its rows and the length of a row."""
     parameter, exp_avg_codes, exp_avg_scales, exp_avg_sq_codes, exp_avg_sq_scales = tensors[:5]
     gradient, gradient_scales, residual_codes, residual_scales = tensors[5:]
@@ -117,6 +119,8 @@ def _check_one(tensors: AdamWTensors, gradient_factor: Tensor | None, step: int,
         raise FormatError(f"bits is {bits}, but it must be one of {', '.join(map(str, BLOCK_SIZES))}")
     if step < 1:
         raise FormatError(f"step is {step}, but it must be at least 1, the number of the first step")
+    if ratio is not None and not ratio > 0:
+        raise FormatError(f"ratio is {ratio}, but it must be above 0, or None")
 
     # 1. Moments: codes like the parameter, or two in a byte by row; scales by row.
     rows = exp_avg_scales.shape[0] if exp_avg_scales.dim() == 2 else 0
@@ -178,7 +182,8 @@ def _check_step(*arguments: Any) -> None:
 
 
 def _check_arguments_of_one(*arguments: Any) -> None:
-    _check_one(AdamWTensors(*arguments[:9]), arguments[9], arguments[15], arguments[17] if len(arguments) > 17 else 8)
+    bits, ratio = (*arguments[17:], *(8, None)[len(arguments[17:]) :])  # torch leaves defaults out
+    _check_one(AdamWTensors(*arguments[:9]), arguments[9], arguments[15], bits, ratio)
 
 
 def share_memory(tensors: list[Tensor]) -> bool:
