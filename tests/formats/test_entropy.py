@@ -25,7 +25,8 @@ ISAS = native.supported_isas()
 KINDS = {
     torch.bfloat16: (2, True),
     torch.float32: (4, True),
-    torch.float16: (2, False),
+    torch.float16: (2, True),
+    torch.int16: (2, False),
     torch.float8_e4m3fn: (1, False),
     torch.float64: (8, False),
 }
@@ -33,7 +34,8 @@ HEADER = 32
 
 
 def normal(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return (torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    return (x * (0.02 if dtype.is_floating_point else 300)).to(dtype)
 
 
 def bytes_of(x: Tensor) -> Tensor:
@@ -362,3 +364,28 @@ def test_a_kernel_with_other_bytes_is_refused(monkeypatch: pytest.MonkeyPatch) -
             entropy_encode(torch.zeros(100, dtype=torch.uint8), 1, False)
     entropy._implementation.cache_clear()
     entropy_encode(torch.zeros(100, dtype=torch.uint8), 1, False)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("implementation", ["c++", "reference"])
+def test_a_first_use_does_not_follow_the_callers_device_and_dtype(
+    implementation: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = bytes_of(normal(1 << 15, torch.bfloat16))
+    data[: 1 << 14] = 0
+    expected = entropy_encode(data, 2, True)[0]
+    out = torch.empty_like(data)
+    if implementation == "reference":
+        monkeypatch.setattr(entropy, "_implementation", lambda: reference)
+    else:
+        entropy._implementation.cache_clear()
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device(device):
+            message = entropy_encode(data, 2, True)[0]
+            entropy_decode_(out, message, 2, True)
+    finally:
+        torch.set_default_dtype(default)
+    assert message.equal(expected)
+    assert out.equal(data)
