@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from laconic.errors import KernelError
+from laconic.formats.chunk import Code, encode_chunk
+from laconic.formats.safetensors_header import Element
 from laconic.ops import entropy, native
 from laconic.ops.entropy import MAX_ELEMENTS_PER_BYTE, entropy_decode_, entropy_encode, max_nbytes
 from laconic.ops.lossless import DamagedMessage, Status, checksum
@@ -30,6 +32,7 @@ KINDS = {
     torch.float8_e4m3fn: (1, False),
     torch.float64: (8, False),
 }
+CODES: tuple[Code, Code] = ("tiered", "best")
 HEADER = 32
 
 
@@ -210,6 +213,29 @@ def test_the_example_of_the_page() -> None:
     example = page.partition("## Example of an entropy-coded message")[2].partition("\n## ")[0]
     shown = "".join(line.split("|")[1] for line in example.splitlines() if line.startswith("| `"))
     assert bytes.fromhex(shown.replace("`", "").replace(",", "")) == bytes(message.tolist())
+
+
+@pytest.mark.skipif(not ISAS, reason="the C++ kernels were not built")
+def test_the_pages_figures_of_what_entropy_coding_gains() -> None:
+    def chunk_of(dtype: torch.dtype) -> Tensor:
+        return normal((1 << 22) // dtype.itemsize, dtype)
+
+    rows = chunk_of(torch.float32).view(-1, 512)
+    rows[torch.arange(len(rows)) % 5 < 2] = 0
+    dtypes = (torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn)
+    cases = {str(dtype).removeprefix("torch."): chunk_of(dtype) for dtype in dtypes}
+    cases["squares (no sign), float32"] = chunk_of(torch.float32).square()
+    cases["rows of 512, two in five of them zeros, float32"] = rows
+    page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+    table = page.partition("\n## What entropy coding gains\n")[2].partition("\n## ")[0]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if " % |" in line]
+    assert [line[0] for line in lines] == [*cases]
+    for (name, *shown), x in zip(lines, cases.values(), strict=True):
+        element, data = Element(8 * x.element_size(), x.dtype, x.dtype), bytes_of(x)
+        for text, code in zip(shown, CODES, strict=True):
+            message, *_ = encode_chunk(data, element, code, None)
+            assert message is not None
+            assert abs(100 * len(message) / len(data) - float(text.removesuffix(" %"))) < 0.1, (name, code)
 
 
 # --- damage ---
