@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from laconic.errors import KernelError
+from laconic.formats.chunk import Code, encode_chunk
+from laconic.formats.safetensors_header import Element
 from laconic.ops import entropy, native
 from laconic.ops.entropy import MAX_ELEMENTS_PER_BYTE, entropy_decode_, entropy_encode, max_nbytes
 from laconic.ops.lossless import DamagedMessage, Status, checksum
@@ -25,15 +27,18 @@ ISAS = native.supported_isas()
 KINDS = {
     torch.bfloat16: (2, True),
     torch.float32: (4, True),
-    torch.float16: (2, False),
+    torch.float16: (2, True),
+    torch.int16: (2, False),
     torch.float8_e4m3fn: (1, False),
     torch.float64: (8, False),
 }
+CODES: tuple[Code, Code] = ("tiered", "best")
 HEADER = 32
 
 
 def normal(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return (torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    return (x * (0.02 if dtype.is_floating_point else 300)).to(dtype)
 
 
 def bytes_of(x: Tensor) -> Tensor:
@@ -210,6 +215,29 @@ def test_the_example_of_the_page() -> None:
     assert bytes.fromhex(shown.replace("`", "").replace(",", "")) == bytes(message.tolist())
 
 
+@pytest.mark.skipif(not ISAS, reason="the C++ kernels were not built")
+def test_the_pages_figures_of_what_entropy_coding_gains() -> None:
+    def chunk_of(dtype: torch.dtype) -> Tensor:
+        return normal((1 << 22) // dtype.itemsize, dtype)
+
+    rows = chunk_of(torch.float32).view(-1, 512)
+    rows[torch.arange(len(rows)) % 5 < 2] = 0
+    dtypes = (torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn)
+    cases = {str(dtype).removeprefix("torch."): chunk_of(dtype) for dtype in dtypes}
+    cases["squares (no sign), float32"] = chunk_of(torch.float32).square()
+    cases["rows of 512, two in five of them zeros, float32"] = rows
+    page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+    table = page.partition("\n## What entropy coding gains\n")[2].partition("\n## ")[0]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if " % |" in line]
+    assert [line[0] for line in lines] == [*cases]
+    for (name, *shown), x in zip(lines, cases.values(), strict=True):
+        element, data = Element(8 * x.element_size(), x.dtype, x.dtype), bytes_of(x)
+        for text, code in zip(shown, CODES, strict=True):
+            message, *_ = encode_chunk(data, element, code, None)
+            assert message is not None
+            assert abs(100 * len(message) / len(data) - float(text.removesuffix(" %"))) < 0.1, (name, code)
+
+
 # --- damage ---
 
 
@@ -362,3 +390,28 @@ def test_a_kernel_with_other_bytes_is_refused(monkeypatch: pytest.MonkeyPatch) -
             entropy_encode(torch.zeros(100, dtype=torch.uint8), 1, False)
     entropy._implementation.cache_clear()
     entropy_encode(torch.zeros(100, dtype=torch.uint8), 1, False)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("implementation", ["c++", "reference"])
+def test_a_first_use_does_not_follow_the_callers_device_and_dtype(
+    implementation: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = bytes_of(normal(1 << 15, torch.bfloat16))
+    data[: 1 << 14] = 0
+    expected = entropy_encode(data, 2, True)[0]
+    out = torch.empty_like(data)
+    if implementation == "reference":
+        monkeypatch.setattr(entropy, "_implementation", lambda: reference)
+    else:
+        entropy._implementation.cache_clear()
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device(device):
+            message = entropy_encode(data, 2, True)[0]
+            entropy_decode_(out, message, 2, True)
+    finally:
+        torch.set_default_dtype(default)
+    assert message.equal(expected)
+    assert out.equal(data)

@@ -81,7 +81,8 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--best",
         action="store_true",
-        help="entropy-code every byte that gets shorter: smaller files than with any --code, which take longer to make",
+        help="entropy-code every byte that gets shorter, except in chunks whose sample is shorter with --code auto: "
+        "the smallest files, which take longer to make",
     )
     add_jobs(parser)
     add_json(parser)

@@ -75,7 +75,8 @@ def zip_path(
         out: what to write; must not exist.
         base: a checkpoint, zipped or plain; tensors are stored as the difference to its tensors of the same name where
             that is shorter.
-        code: lossless code, see `laconic.encode`; or "best", the smallest, for files only.
+        code: lossless code, see `laconic.encode`; or "best", which entropy-codes where that is shorter, by a
+            sample of each chunk; for files only.
         num_threads: chunks encoded at a time.
         progress: called with numbers of bytes done.
 

@@ -10,6 +10,7 @@ The difference of two versions of a tensor is their exclusive or. Where nothing 
 
 from __future__ import annotations
 
+import zlib
 from typing import Literal
 
 import torch
@@ -27,8 +28,10 @@ __all__ = ["Code", "decode_chunk", "difference", "difference_pays", "encode_chun
 Code = Literal["auto", "tiered", "window", "raw", "best"]
 _ROTATED = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes whose highest byte is fullest of exponent when the sign is moved to the other end."""
-_SAMPLE_NBYTES = 1 << 16
-_PIECE_NUMEL, _NUM_PIECES = 1 << 12, 8
+_HEAD_NBYTES = 1 << 16
+"""Of a difference, to see in which layout it is shorter."""
+_PIECE_NUMEL, _NUM_PIECES = 1 << 12, 16
+"""Of a chunk, to see whether its scale changes."""
 
 
 def encode_chunk(data: Tensor, element: Element, code: Code, base: Tensor | None) -> tuple[Tensor | None, int, int]:
@@ -36,19 +39,19 @@ def encode_chunk(data: Tensor, element: Element, code: Code, base: Tensor | None
 
     The message is None when `data` equals `base`.
     """
-    if data.data_ptr() % 16 and code != "best":
-        data = data.clone()  # an older safetensors file need not align its data
+    if code != "best":
+        data = _aligned(data)
     if base is not None:
         changed = difference(data, base)
         sums = checksum_of(data)
         if not changed.any():
             return None, *sums
-        if code == "best":
-            return _best(changed, element)[0], *sums
         layout = _best_layout(changed, element, code)[1]
+        if code == "best":
+            return _best(changed, element, layout)[0], *sums
         return _message(_laid_out(changed, element, layout), code), *sums
     if code == "best":
-        return _best(data, element)
+        return _best(data, element, element.coded)
     message = _message(_laid_out(data, element, element.coded), code)
     if element.coded == torch.uint8 and element.itemsize > 1:
         return message, *checksum_of(data)
@@ -61,9 +64,10 @@ def difference_pays(data: Tensor, base: Tensor, element: Element, code: Code) ->
     changed = difference(data, base)
     if not changed.any():
         return True
+    nbytes, layout = _best_layout(changed, element, code)
     if code == "best":
-        return len(_best(changed, element)[0]) < len(_best(data, element)[0])
-    return _best_layout(changed, element, code)[0] < len(_message(_laid_out(data, element, element.coded), code))
+        return len(_best(changed, element, layout)[0]) < len(_best(data, element, element.coded)[0])
+    return nbytes < len(_message(_laid_out(data, element, element.coded), code))
 
 
 def decode_chunk(message: Tensor, element: Element, out: Tensor, where: str) -> tuple[int, int] | None:
@@ -121,34 +125,53 @@ def difference(one: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:
 
 def _best_layout(changed: Tensor, element: Element, code: Code) -> tuple[int, torch.dtype]:
     """Bytes and layout of the shortest message for the beginning of a difference."""
-    sample = changed[:_SAMPLE_NBYTES]
+    sample = changed[:_HEAD_NBYTES]
     layouts = [element.coded] + [torch.uint8] * (element.itemsize > 1 and element.coded != torch.uint8)
     sizes = [len(_message(_laid_out(sample, element, layout), code)) for layout in layouts]
     return min(zip(sizes, layouts, strict=True), key=lambda pair: pair[0])
 
 
-def _best(data: Tensor, element: Element) -> tuple[Tensor, int, int]:
-    """An entropy-coded message, or one by windows where that is shorter; and the checksum of `data`.
+def _best(data: Tensor, element: Element, layout: torch.dtype) -> tuple[Tensor, int, int]:
+    """An entropy-coded message, or a tiered one of `layout` where that is shorter; and the checksum of `data`.
 
-    Windows are chosen for each 4096 elements, a Huffman code for many more of them. So they are tried where there are
-    few, or where they win on pieces from all over the chunk: there the scale changes within it.
+    Tiers are chosen for each 4096 elements, a Huffman code for many more of them. So they are tried where there are
+    few, or where they win on a sample of the chunk: there the scale changes within it.
     """
     message, *sums = entropy_encode(data, element.itemsize, element.coded in _ROTATED)
-    piece = _PIECE_NUMEL * element.itemsize
-    step = max(piece, len(data) // _NUM_PIECES // piece * piece)
-    sample = torch.cat([data[start : start + piece] for start in range(0, len(data), step)])
-    by_windows = _message(_laid_out(sample, element, element.coded), "tiered")
-    if len(data) > len(sample):
+    sample = _sample(data, _PIECE_NUMEL * element.itemsize)
+    if len(sample) < len(data):
         coded = entropy_encode(sample, element.itemsize, element.coded in _ROTATED)[0]
-        if len(coded) <= len(by_windows):
+        if len(coded) <= len(_message(_laid_out(sample, element, layout), "tiered")):
             return message, sums[0], sums[1]
-        by_windows = _message(_laid_out(data, element, element.coded), "tiered")
-    return min(message, by_windows, key=len), sums[0], sums[1]
+    tiered = _message(_laid_out(_aligned(data), element, layout), "tiered")
+    return min(message, tiered, key=len), sums[0], sums[1]
+
+
+def _sample(data: Tensor, piece: int) -> Tensor:
+    """One piece of `piece` bytes from each of equal parts of `data`, or all of it if it has no more pieces than parts.
+
+    Where in its part a piece lies is hashed: at a fixed distance pieces could all meet the same phase of a scale that
+    comes back every so many rows.
+    """
+    num_pieces = -(-len(data) // piece)
+    if num_pieces <= _NUM_PIECES:
+        return data
+    taken = []
+    for part in range(_NUM_PIECES):
+        first, stop = num_pieces * part // _NUM_PIECES, num_pieces * (part + 1) // _NUM_PIECES
+        start = piece * (first + zlib.crc32(bytes([part])) % (stop - first))
+        taken.append(data[start : start + piece])
+    return torch.cat(taken)
+
+
+def _aligned(data: Tensor) -> Tensor:
+    """`data`, copied if need be to where its elements can be read: older safetensors files need not align theirs."""
+    return data.clone() if data.data_ptr() % 16 else data
 
 
 def _message(x: Tensor, code: Code) -> Tensor:
     """As `encode`, but without a copy of its own: messages are written and dropped at once."""
-    message = lossless_encode(x, code="tiered" if code == "auto" else code)
+    message = lossless_encode(x, code="tiered" if code in ("auto", "best") else code)
     return message[: int(message[16:24].view(torch.int64))]
 
 

@@ -29,7 +29,7 @@ from laconic.formats.mapped import TensorSource, map_file
 from laconic.formats.pipeline import in_order
 from laconic.formats.safetensors_header import HEADER_LIMIT_NBYTES, TensorEntry, parse_header, unique_names
 from laconic.json_text import parse_json
-from laconic.ops.entropy import MAX_ELEMENTS_PER_BYTE
+from laconic.ops.entropy import MAX_ELEMENTS_PER_BYTE, is_entropy_coded
 
 __all__ = ["CHUNK_NBYTES", "SUFFIX", "ContainerFile", "write_container"]
 
@@ -207,7 +207,13 @@ class ContainerFile:
         sums = None
         if nbytes:
             try:
-                sums = decode_chunk(self.content[offset : offset + nbytes], entry.element, out, where)
+                message = self.content[offset : offset + nbytes]
+                if self._version == _VERSION and is_entropy_coded(message):
+                    raise FormatError(
+                        f"its message is entropy-coded, which only a file of version {_BEST_VERSION} may hold, but "
+                        f"this one has version {_VERSION}"
+                    )
+                sums = decode_chunk(message, entry.element, out, where)
             except FormatError as error:
                 raise FormatError(f"{where}: damaged, in chunk {number}: {error}") from error
         else:

@@ -142,9 +142,10 @@ def _implementation() -> ModuleType:
 
 def _agree(kernels: ModuleType, itemsize: int, is_rotated: bool) -> bool:
     """Whether the kernels give the reference's bytes for a small example, with zeros left out, and take them back."""
-    generator = torch.Generator().manual_seed(0)
-    data = torch.randn(2000, generator=generator).mul_(4).to(torch.int8).view(torch.uint8)
-    found, expected = (torch.zeros(max_nbytes(2000, 1), dtype=torch.uint8) for _ in range(2))
+    generator = torch.Generator("cpu").manual_seed(0)
+    normal = torch.randn(2000, generator=generator, dtype=torch.float32, device="cpu")
+    data = normal.mul_(4).to(torch.int8).view(torch.uint8)
+    found, expected = (torch.zeros(max_nbytes(2000, 1), dtype=torch.uint8, device="cpu") for _ in range(2))
     results = [x.encode_blocks(data, itemsize, is_rotated, y) for x, y in ((kernels, found), (reference, expected))]
     back = torch.zeros_like(data)
     kernels.decode_blocks_(back, found, itemsize, is_rotated)

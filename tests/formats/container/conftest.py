@@ -36,7 +36,7 @@ def small(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small_best(small: Path) -> Path:
-    """The same, entropy-coded, with what takes few bytes by windows."""
+    """The same, entropy-coded, with what takes few bytes as tiered messages."""
     return zip_path(small.with_suffix(""), small.with_name("best.laconic"), code="best").path
 
 

@@ -27,6 +27,7 @@ from laconic.formats.mapped import TensorsInMemory
 from tests.formats.container.files import tensors
 
 MOST_BYTES_PER_BYTE = {1: 64, 2: 512}  # elements of eight bytes per byte of a message, by the file's version: 8 and 64
+ITEMSIZES = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4, "I64": 8}
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def sealed(
     header: dict[str, Any] = {}
     end = 0
     for claim in claims:
-        item = {"U8": 1, "BF16": 2, "F32": 4, "I64": 8}[claim["dtype"]]
+        item = ITEMSIZES[claim["dtype"]]
         stop = end + claim["nbytes"]
         header[claim["name"]] = {
             "dtype": claim["dtype"],
@@ -123,7 +124,7 @@ def test_a_few_hundred_bytes_cannot_ask_for_gigabytes(tmp_path: Path, monkeypatc
 
 CLAIM = st.fixed_dictionaries(
     {
-        "dtype": st.sampled_from(["U8", "BF16", "F32", "I64"]),
+        "dtype": st.sampled_from([*ITEMSIZES]),
         "nbytes": st.one_of(
             st.integers(0, 9000),
             st.integers(0, 1 << 36),
@@ -155,7 +156,7 @@ def test_made_up_claims_cost_no_more_than_the_file_is_long(
     content = bytearray()
     described = []
     for number, claim in enumerate(claims):
-        item = {"U8": 1, "BF16": 2, "F32": 4, "I64": 8}[claim["dtype"]]
+        item = ITEMSIZES[claim["dtype"]]
         nbytes = claim["nbytes"] // item * item
         num_chunks = -(-nbytes // chunk_nbytes)
         sizes = claim["sizes"]
@@ -171,7 +172,7 @@ def test_made_up_claims_cost_no_more_than_the_file_is_long(
                 if version == 1 or seed == 3:
                     front = struct.pack("<4s4B8Q", b"LCNZ", 1, seed, seed % 3, 1, numel, size, size, 0, 0, 0, 0, numel)
                 else:
-                    rotated = claim["dtype"] in ("BF16", "F32")
+                    rotated = claim["dtype"] in ("BF16", "F16", "F32")
                     front = struct.pack("<4s4B3Q8B", b"LCNB", 1, item, rotated, 0, numel, 0, 0, 0, 1, 0, 1, 0, 1, 0, 1)
                 content += front[:size].ljust(-(-size // 64) * 64, b"\0")
     path = sealed(tmp_path / "x.laconic", described, chunk_nbytes, bytes(content), version)

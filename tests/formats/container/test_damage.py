@@ -175,6 +175,20 @@ def test_entropy_coded_files_have_a_version_that_older_readers_refuse(small: Pat
     assert (small.read_bytes()[8], small_best.read_bytes()[8]) == (1, 2)
 
 
+def test_an_entropy_coded_message_in_a_file_of_version_1_is_refused(small_best: Path, tmp_path: Path) -> None:
+    content = small_best.read_bytes()
+    head = container._HEAD
+    magic, version, chunk_nbytes, tail, *sizes = head.unpack(content[: head.size])
+    assert version == 2
+    new = head.pack(magic, 1, chunk_nbytes, tail, *sizes)
+    sealed = new + hashlib.sha256(new + content[tail:]).digest() + content[64:]
+    said = refused(small_best, sealed, tmp_path / "back")
+    assert (
+        "in chunk 0: its message is entropy-coded, which only a file of version 2 may hold, but this one has version 1"
+        in said
+    )
+
+
 def test_a_message_of_another_version_is_refused_by_name(small_best: Path, tmp_path: Path) -> None:
     content = bytearray(small_best.read_bytes())
     content[content.index(b"LCNB") + 4] = 9

@@ -92,3 +92,22 @@ def test_flipped_bits_of_a_difference_are_found(tmp_path: Path) -> None:
 
 
 # Directories.
+
+
+def test_best_is_not_larger_where_differences_change_their_size_between_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There planes by tiers are shortest, which `auto` finds."""
+    monkeypatch.undo()
+    dice = torch.Generator().manual_seed(0)
+    words = torch.randn(512, 4096, generator=dice).bfloat16()
+    widths = torch.randint(0, 14, (512, 1), generator=dice)
+    flips = (torch.randint(0, 1 << 30, (512, 4096), generator=dice) % 2**widths).to(torch.int16)
+    save_file({"w": words}, tmp_path / "base.safetensors")
+    later = tmp_path / "later.safetensors"
+    save_file({"w": (words.view(torch.int16) ^ flips).view(torch.bfloat16)}, later)
+    base = tmp_path / "base.safetensors"
+    auto = zip_path(later, tmp_path / "auto.laconic", base=base)
+    best = zip_path(later, tmp_path / "best.laconic", base=base, code="best")
+    assert best.zipped_nbytes <= auto.zipped_nbytes
+    assert unzip(best.path, tmp_path / "back", base=base).path.read_bytes() == later.read_bytes()

@@ -1,5 +1,6 @@
 """Zipped safetensors files: every byte comes back, whole or in part, and what is no such file is refused."""
 
+import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import laconic
 from laconic.errors import FormatError
 from laconic.formats.archive import unzip, verify, zip_path
 from laconic.formats.container import ContainerFile
+from laconic.ops import entropy
+from laconic.ops.reference import entropy as reference
 from tests.formats.container.files import CHUNK, entry, same, tensors, touched, write
 
 
@@ -90,6 +93,22 @@ def test_best_is_not_larger_where_windows_fit_better(tmp_path: Path, monkeypatch
     assert unzip(best.path, tmp_path / "back").path.read_bytes() == path.read_bytes()
 
 
+@pytest.mark.parametrize("period", [2, 3, 8, 16, 31, 32, 64])
+def test_best_sees_scales_that_change_between_rows_of_one_scale(
+    period: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look at rows a fixed distance apart could meet those of one scale only."""
+    monkeypatch.undo()
+    path = tmp_path / "rows.safetensors"
+    dice = torch.Generator().manual_seed(0)
+    scales = 2.0 ** torch.randint(-60, 60, (512, 1), generator=dice)
+    scales[::period] = 1
+    rows = torch.randn(512, 4096, generator=dice) * scales
+    save_file({"rows": rows.bfloat16()}, path)
+    auto, best = zip_path(path, tmp_path / "auto"), zip_path(path, tmp_path / "best", code="best")
+    assert best.zipped_nbytes <= auto.zipped_nbytes
+
+
 def test_a_plain_file_is_loaded_too(plain: Path) -> None:
     loaded = laconic.load_zipped(plain)
     assert all(same(loaded[name], tensor) for name, tensor in tensors().items())
@@ -117,11 +136,52 @@ def test_a_part_of_a_tensor_is_read(plain: Path) -> None:
         ({"a": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}, b"abc"),
     ],
 )
-def test_unusual_files_come_back(header: Any, data: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", ["auto", "window", "raw", "best"])
+def test_unusual_files_come_back(code: Any, header: Any, data: bytes, tmp_path: Path) -> None:
     path = write(tmp_path / "a.safetensors", header, data)
-    made = zip_path(path)
+    made = zip_path(path, code=code)
     assert unzip(made.path, tmp_path / "back").path.read_bytes() == path.read_bytes()
     verify(made.path)
+
+
+@pytest.mark.parametrize("implementation", ["c++", "reference"])
+@pytest.mark.parametrize("num_spaces", range(8))
+@pytest.mark.parametrize("code", ["auto", "window", "raw", "best"])
+def test_files_whose_data_is_not_aligned_come_back(
+    code: Any, num_spaces: int, implementation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if implementation == "reference":
+        monkeypatch.setattr(entropy, "_implementation", lambda: reference)
+    generator = torch.Generator().manual_seed(0)
+    header, data, end = {}, b"", 0
+    for name, dtype in (("BF16", torch.bfloat16), ("F16", torch.float16), ("F32", torch.float32), ("I64", torch.int64)):
+        values = torch.randn(700, generator=generator).mul(100).to(dtype).view(torch.uint8).numpy().tobytes()
+        header[name] = entry(end, end + len(values), name, [700])
+        data, end = data + values, end + len(values)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8 + num_spaces)
+    path = write(tmp_path / "a.safetensors", text, data)
+    made = zip_path(path, code=code)
+    assert unzip(made.path, tmp_path / "back").path.read_bytes() == path.read_bytes()
+    later = write(tmp_path / "later.safetensors", text, data[:-8] + bytes(8))
+    changed = zip_path(later, base=path, code=code)
+    assert unzip(changed.path, tmp_path / "changed", base=path).path.read_bytes() == later.read_bytes()
+
+
+@pytest.mark.parametrize("num_bytes", [1, 2, 8])
+def test_chunks_of_changing_scale_need_not_be_aligned(
+    num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the whole chunk is laid out in its own dtype, not the sample only."""
+    monkeypatch.undo()
+    scales = 2.0 ** -torch.arange(64)[:, None].div(2)
+    rows = (torch.randn(64, 4096, generator=torch.Generator().manual_seed(0)) * scales).bfloat16()
+    text = json.dumps({"a": entry(0, rows.nbytes, "BF16", [64, 4096])}).encode()
+    text += b" " * (-(len(text) + 8) % 64 + num_bytes)
+    path = write(tmp_path / "a.safetensors", text, rows.view(torch.uint8).numpy().tobytes())
+    best = zip_path(path, code="best")
+    assert best.zipped_nbytes < 0.7 * best.original_nbytes
+    assert unzip(best.path, tmp_path / "back").path.read_bytes() == path.read_bytes()
 
 
 def test_what_torch_cannot_hold_is_said(tmp_path: Path) -> None:

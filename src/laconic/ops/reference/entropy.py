@@ -49,7 +49,7 @@ def encode_blocks(data: Tensor, itemsize: int, is_rotated: bool, room: Tensor) -
         planes = words << 1 | words.roll(1, 1) >> 7 if is_rotated else words
         for plane in planes.t():
             written += _encoded_plane(plane)
-    room[: len(written)] = torch.tensor(written, dtype=torch.uint8)
+    room[: len(written)] = torch.tensor(written, dtype=torch.uint8, device="cpu")
     return len(written), *_sums(data)
 
 
@@ -84,7 +84,7 @@ def _decode_block(words: Tensor, left: memoryview, is_rotated: bool) -> memoryvi
     leaves_out, left = _taken(left, 1)
     if leaves_out[0] > (itemsize > 1):
         raise _Damaged
-    is_there = torch.ones(n, dtype=torch.bool)
+    is_there = torch.ones(n, dtype=torch.bool, device="cpu")
     if leaves_out[0]:
         mask, left = _decoded_plane(left, (n + 7) // 8)
         bits = unpack_bits(mask, 8 * len(mask), torch.bool, 0, 1)
@@ -116,7 +116,7 @@ def _encoded_plane(plane: Tensor) -> bytes:
     if not n:
         return raw
     if n >= 8 * SAMPLE_STEP:
-        sampled = _counts(plane[torch.arange(n) % SAMPLE_STEP < SAMPLE_RUN])
+        sampled = _counts(plane[torch.arange(n, device="cpu") % SAMPLE_STEP < SAMPLE_RUN])
         # Where the squares of shares add up to less than 1.125 / 256, no code takes less than 7.8 bits a byte.
         if 2048 * sum(count * (count - 1) for count in sampled) < 9 * sum(sampled) ** 2:
             return raw
@@ -137,14 +137,14 @@ def _encoded_plane(plane: Tensor) -> bytes:
 
 def _decoded_plane(left: memoryview, n: int) -> tuple[Tensor, memoryview]:
     if not n:
-        return torch.empty(0, dtype=torch.uint8), left
+        return torch.empty(0, dtype=torch.uint8, device="cpu"), left
     kind = _taken(left, 1)[0][0]
     if kind == RAW:
         plane, left = _taken(left[1:], n)
         return torch.frombuffer(bytearray(plane), dtype=torch.uint8), left
     if kind == CONSTANT:
         both, left = _taken(left, 2)
-        return torch.full((n,), both[1], dtype=torch.uint8), left
+        return torch.full((n,), both[1], dtype=torch.uint8, device="cpu"), left
     if kind != CODED:
         raise _Damaged
     head, left = _taken(left, _HEAD.size)
@@ -163,10 +163,11 @@ def _decoded_plane(left: memoryview, n: int) -> tuple[Tensor, memoryview]:
         raise _Damaged
     found = {code: value for value, code in _codes(lengths).items()}
     read: list[int] = []
-    for size, part in zip(sizes, _parts(torch.empty(n)), strict=True):
+    parts = _parts(torch.empty(n, dtype=torch.uint8, device="cpu"))
+    for size, part in zip(sizes, parts, strict=True):
         stream, left = _taken(left, size)
         read += _read_stream(stream, found, len(part))
-    return torch.tensor(read, dtype=torch.uint8), left
+    return torch.tensor(read, dtype=torch.uint8, device="cpu"), left
 
 
 def _parts(plane: Tensor) -> list[Tensor]:

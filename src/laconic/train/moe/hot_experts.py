@@ -47,7 +47,9 @@ class HotExperts:
         """Rows of the busiest process over the mean, by the loads of the last choice, without copies and with; the mean
         over layers. None before the first choice."""
         # Refuses layers that cannot have copies before the first step.
-        self._choose(0, [torch.zeros(layer.gate.num_experts, device="cpu") for layer in self._layers])
+        self._choose(
+            0, [torch.zeros(layer.gate.num_experts, dtype=torch.int64, device="cpu") for layer in self._layers]
+        )
         if saved is not None:
             self._restore(saved)
 
