@@ -245,7 +245,8 @@ class Trainer:
                 raise TrainingError(
                     f"a gradient of step {step + 1} is not finite, and has updated its parameter in backward "
                     "(optimizer.update_in_backward); continue from the last checkpoint with --resume and "
-                    "--no-optimizer.update-in-backward, which leaves such a step out, or a lower optimizer.learning_rate"
+                    "--no-optimizer.update-in-backward, which leaves such a step out, or a lower "
+                    "optimizer.learning_rate"
                 )
         if skipped:
             self._statistics.restore(statistics)
