@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from pathlib import Path
 
 import pytest
 
-from benchmarks import quality
+from benchmarks import moe_training, quality
 from tools import figures
 from tools.report_commands import NOT_AGAIN, command_of, complaint, words_of
 
@@ -53,7 +55,7 @@ def test_settings_that_reports_choose_are_there() -> None:
         ("python -m benchmarks.run optim --only nothing", "it always runs whole"),
         ("python -m benchmarks.quality parts --size small --out x", None),
         ("python -m benchmarks.quality --steps 600", "argument comparison: invalid choice: '600'"),
-        ("python -m benchmarks.gone --out x", "No module named 'benchmarks.gone'"),
+        ("python -m benchmarks.gone --out x", "benchmarks.gone is not known to parse its arguments before it works"),
         ("python tools/soak.py --kills 3", None),
         ("python tools/soak.py --kill-all", "unrecognized arguments: --kill-all"),
         ("laconic advise model.py:make --rounds 9", None),
@@ -64,6 +66,22 @@ def test_settings_that_reports_choose_are_there() -> None:
 def test_a_command_that_no_program_takes_is_told(command: str, said: str | None) -> None:
     found = complaint(command)
     assert found is None if said is None else found is not None and said in found, found
+
+
+def test_a_program_that_would_work_is_not_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "works_at_once.py").write_text("def main():\n    raise AssertionError('it works')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert str(complaint("python -m works_at_once")).startswith("works_at_once is not known to parse its arguments")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(moe_training, "as_rank", lambda work: pytest.fail("it works"))
+    assert complaint("python -m benchmarks.moe_training --out x") is None
+    assert os.environ["RANK"] == "0"
+
+
+def test_the_environment_of_a_command_belongs_to_it() -> None:
+    command = "OMP_NUM_THREADS=2 EPLB=path/to/EPLB python -m benchmarks.run optim"
+    assert command_of(f"# One\n\n`{command}`\n") == command
+    assert words_of(command)[0] == {"OMP_NUM_THREADS": "2", "EPLB": "path/to/EPLB"}
 
 
 def test_a_report_without_a_command_is_a_fault_and_so_is_a_file_that_is_not_there(
@@ -94,6 +112,12 @@ def test_figures_move_by_more_than_their_spread() -> None:
         "Steps / ours / ms: 120.0 (30%) -> 80 (2%)",
         "Steps / ours / of exact: 1.30 -> 1.50",
     ]
+    pairs = OLD.replace("| 7 ", "| 621 / 574 (10 to 20) ")
+    assert figures.moved(pairs, pairs.replace("574 (10", "575 (14")) == []  # a range is no figure
+    for other in ("621 / 57 (10 to 20)", "57 / 574", "621", "-"):
+        new = pairs.replace("621 / 574 (10 to 20)", other)
+        assert figures.moved(pairs, new) == [f"Steps / ours / ms: 621 / 574 (10 to 20) -> {other}"]
+        assert len(figures.moved(new, pairs)) == 1
     assert figures.moved(OLD, "")[0] == "Steps / exact / ms: 100.0 -> nothing"
 
 
@@ -110,10 +134,26 @@ def test_a_report_is_made_again_beside_the_old_one(
     write = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(str(2))"
     assert made(f"python -c '{write}' benchmarks/results/x.md") == "2"
     assert made("python -c 'raise SystemExit(3)'") is None
-    assert made("NO_SUCH_THING=path/to/it python -c ''") is None
+    assert "exit code 3" in capsys.readouterr().out
+    show = 'import os; print(os.environ["ONE"], os.environ["T"])'
+    monkeypatch.setenv("ONE", "1")
+    monkeypatch.setenv("T", "/here")
+    assert made(f"ONE=2 T=path/to/it python -c {shlex.quote(show)}") == "2 /here\n"
+
+
+def test_a_report_that_lacks_a_variable_is_left_out_and_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = "NO_SUCH_THING=path/to/it python -m benchmarks.run optim"
+    (tmp_path / "x_202611.md").write_text(f"# One\n\n`{command}`\n")
+    (tmp_path / "y_202611.md").write_text(f"# Two\n\n{NOT_AGAIN}: its machine is gone.\n")
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    monkeypatch.setattr(figures, "OUT", tmp_path / "out")
+    monkeypatch.setattr(figures, "citations", dict)
+    assert figures.main([]) == 0
     said = capsys.readouterr().out
-    assert "exit code 3" in said
-    assert "left out, as it needs NO_SUCH_THING in the environment" in said
+    assert "x_202611.md: left out, as it needs NO_SUCH_THING in the environment\n" in said
+    assert "y_202611.md: left out, as no command makes it\n" in said
 
 
 def test_reports_are_chosen_by_benchmark_or_file(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,6 +28,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 OUT = ROOT / "build" / "figures"
 _CITED = re.compile(r"\b[a-z]\w+_20\d{4}\.\w+")
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+_BEHIND = re.compile(r"(?<=.)\([^)]*\)")
+"""What a cell says behind a figure: its spread, error or range."""
 _LEAST = 0.05
 """Share by which a figure has to move to be named; two runs without repetitions differ by as much."""
 
@@ -90,20 +92,33 @@ def faults(found: Sequence[Report], cited: Mapping[str, Sequence[str]]) -> list[
     return wrong
 
 
+def left_out(report: Report) -> str | None:
+    """Why a report is not made again here; None if it is."""
+    if not report.command:
+        return "no command makes it"
+    lacking = [
+        name for name, value in words_of(report.command)[0].items() if _is_named(value) and name not in os.environ
+    ]
+    return f"it needs {lacking[0]} in the environment" if lacking else None
+
+
+def _is_named(value: str) -> bool:
+    """Whether a report's value of a variable stands for one that each machine has for itself."""
+    return value.startswith("path/to")
+
+
 def remake(report: Report) -> Path | None:
-    """Run a report's command; returns the new report, or None after saying why there is none."""
+    """Run the command of a report that is not `left_out`; returns the new report, None if the command failed."""
     assert report.command
     variables, words = words_of(report.command)
-    if missing := [name for name in variables if name not in os.environ]:
-        print(f"{report.name}: left out, as it needs {missing[0]} in the environment")
-        return None
+    given = {name: value for name, value in variables.items() if not _is_named(value)}
     words = [word.replace("benchmarks/results", str(OUT)) for word in words]
     words[:1] = [sys.executable] if words[0] == "python" else [sys.executable, "-m", "laconic"]
     made, began = OUT / report.name, time.monotonic()
     made.unlink(missing_ok=True)
     printed = made.with_suffix(".out")
     with printed.open("w", encoding="utf-8") as output:
-        code = subprocess.run(words, stdout=output, cwd=ROOT).returncode
+        code = subprocess.run(words, stdout=output, cwd=ROOT, env=os.environ | given).returncode
     print(f"{report.name}: {(time.monotonic() - began) / 60:.1f} minutes, exit code {code}", flush=True)
     if code == 0 and not made.exists():  # its program only prints
         printed.rename(made)
@@ -124,20 +139,23 @@ def cells(text: str) -> dict[tuple[str, str, int, str], str]:
     return found
 
 
+def _is_another(before: str, after: str, share: float) -> bool:
+    """Whether two numbers differ by more than a share of the first, and more than its last digit rounds."""
+    was, is_now = (float(number.replace(",", "")) for number in (before, after))
+    digits = len(before.partition("e")[0].partition(".")[2])
+    return abs(is_now - was) > max(share * abs(was), 0 if "e" in before else 1.5 * 10.0**-digits)
+
+
 def moved(old: str, new: str) -> list[str]:
     """The figures of a report that are others in a new one, a line each; what its last digit rounds moves none."""
     usual = re.search(r"the\s+median\): ([\d.]+)% in the middle", old)
     then, now = cells(old), cells(new)
     lines = [f"{key[0]} / {key[1]} / {key[3]}: {then[key]} -> nothing" for key in then if key not in now]
     for key in then.keys() & now.keys():
-        before, after = _NUMBER.search(then[key]), _NUMBER.search(now[key])
-        if before is None or after is None:
-            continue
-        was, is_now = (float(number[0].replace(",", "")) for number in (before, after))
+        before, after = (_NUMBER.findall(_BEHIND.sub("", cell)) for cell in (then[key], now[key]))
         spread = re.search(r"\(([\d.]+) ?%\)", then[key]) or usual
-        allowed = max(_LEAST, float(spread[1]) / 100 if spread else 0.0) * abs(was)
-        digits = len(before[0].partition("e")[0].partition(".")[2])
-        if abs(is_now - was) > max(allowed, 0 if "e" in before[0] else 1.5 * 10.0**-digits):
+        share = max(_LEAST, float(spread[1]) / 100 if spread else 0.0)
+        if len(before) != len(after) or any(_is_another(*pair, share) for pair in zip(before, after, strict=True)):
             lines.append(f"{key[0]} / {key[1]} / {key[3]}: {then[key]} -> {now[key]}")
     return sorted(lines)
 
@@ -164,8 +182,8 @@ def main(arguments: Sequence[str]) -> int:
     OUT.mkdir(parents=True, exist_ok=True)
     num_failed = 0
     for report in chosen:
-        if not report.command:
-            print(f"{report.name}: left out, as no command makes it")
+        if (why := left_out(report)) is not None:
+            print(f"{report.name}: left out, as {why}")
             continue
         made = remake(report)
         if made is None:

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import os
 import re
 import shlex
 import sys
@@ -23,8 +24,12 @@ NOT_AGAIN = "No command makes this page again"
 """What a report says above its tables, with the reason, where it names no command."""
 
 _COMMAND = re.compile(
-    r"(?:^ {4}|`)((?:[A-Z]+=\S+ )*(?:python (?:-m benchmarks\.|tools/)|laconic )[^`\n]+)", re.MULTILINE
+    r"(?:^ {4}|`)((?:[A-Z_][A-Z0-9_]*=\S+ )*(?:python (?:-m benchmarks\.|tools/)|laconic )[^`\n]+)", re.MULTILINE
 )
+
+_PROGRAMS = tuple(f"benchmarks.{name}" for name in ("afi", "families", "moe_training", "quality", "run"))
+_PROGRAMS += ("laconic.cli.main", "tools.gpu_day", "tools.load", "tools.soak")
+"""Programs that parse their arguments before they do anything, so `complaint` can call them."""
 
 
 class _Parsed(BaseException):
@@ -50,7 +55,10 @@ def words_of(command: str) -> tuple[dict[str, str], list[str]]:
 
 
 def complaint(command: str) -> str | None:
-    """What the program of a command says against its arguments; None if it takes them. It does no work."""
+    """What the program of a command says against its arguments; None if it takes them. It does no work.
+
+    So only programs that are known to parse before they work are called; others are refused by name.
+    """
     words = words_of(command)[1]
     if words[0] == "laconic":
         name, arguments = "laconic.cli.main", words[1:]
@@ -58,6 +66,10 @@ def complaint(command: str) -> str | None:
         name, arguments = words[2], words[3:]
     else:
         name, arguments = words[1].removesuffix(".py").replace("/", "."), words[2:]
+    if name not in _PROGRAMS:
+        return (
+            f"{name} is not known to parse its arguments before it works; if it does, name it in {__name__}._PROGRAMS"
+        )
     said = io.StringIO()
     with _only_parsing(), mock.patch.object(sys, "argv", [name, *arguments]), contextlib.redirect_stderr(said):
         try:
@@ -79,6 +91,8 @@ def _only_parsing() -> Iterator[None]:
         return parse_args
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ))
+        os.environ.pop("RANK", None)  # with it a benchmark of several processes goes to work at once
         for parser in (argparse.ArgumentParser, Parser):
             stack.enter_context(mock.patch.object(parser, "parse_args", ending(parser.parse_args)))
         yield

@@ -180,8 +180,8 @@ def error_feedback(rank: int) -> Found:
     return moved
 
 
-def more_bits(rank: int) -> Found:
-    """What four bits have dropped goes along with the first difference in 32, and no other."""
+def more_bits(rank: int, error_feedback: bool) -> Found:
+    """What four bits have dropped goes along with the first difference in 32 if that is asked for, and no other."""
     way = torch.full((64,), 5e-3)
     way[0] = 1.0
     model = nn.ParameterDict({"x": nn.Parameter(torch.zeros(64))})
@@ -190,7 +190,7 @@ def more_bits(rank: int) -> Found:
     for step in range(12):
         if step == 10:
             state = local.state_dict()
-            local = LocalSteps(model, bits=32, **settings)
+            local = LocalSteps(model, bits=32, error_feedback=error_feedback, **settings)
             local.load_state_dict(state)
             before = model["x"].detach().clone()
         model["x"].data += way
@@ -445,7 +445,8 @@ def scenarios(folder: str) -> dict[str, tuple[Callable[..., object], tuple[Any, 
         **{f"followed {one}": (followed, one) for one in grid},
         **{f"went on {way}": (went_on, (folder, *way)) for way in ((1, 0), (2, 0), (2, 2))},
         "feedback": (error_feedback, ()),
-        "more bits": (more_bits, ()),
+        "more bits": (more_bits, (True,)),
+        "more bits, forgetting": (more_bits, (False,)),
         "half": (half, ()),
         "statistics": (statistics, (nn.BatchNorm1d, 0)),
         "statistics late": (statistics, (nn.BatchNorm1d, 1)),
@@ -557,6 +558,9 @@ def test_what_rounding_has_dropped_is_not_lost_with_more_bits(found: list[Found]
         before, after, way, left = (one["more bits"][name] for name in ("before", "after", "way", "left"))
         assert not torch.allclose(before, 10 * way, rtol=0.1)
         torch.testing.assert_close(after, 12 * way)
+        assert not left
+        before, after, left = (one["more bits, forgetting"][name] for name in ("before", "after", "left"))
+        torch.testing.assert_close(after, before + 2 * way)
         assert not left
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import laconic
 from laconic.activations import ActivationPlan, SavedTensorTracker
@@ -19,6 +20,7 @@ from laconic.cost.memory.saved_tensors import EXACT, PRECISIONS
 from laconic.cost.memory.traced import TracedModel
 from laconic.cost.planner.policy import by_bits, choose
 from laconic.errors import ConfigError, ModelError, PlanError
+from laconic.train.memory import fake_runs
 from laconic.train.memory.directory import build_meta, config_as, made_up_batches, usual_loss
 from laconic.train.memory.step_peak import peak_nbytes
 from laconic.train.memory.trace import trace_config, trace_model, traced_job
@@ -217,6 +219,9 @@ def test_a_plan_is_of_what_was_traced(tmp_path: Path) -> None:
     traced = trace_config(directory(tmp_path, "bert", **SIZES, intermediate_size=128), BATCH, PRECISIONS["fp32"])
     fp32 = Settings(precision="fp32")
     assert TracedModel.from_dict(json.loads(json.dumps(traced.to_dict()))).describe() == traced.describe()
+    for setting in ([], None, 3):
+        with pytest.raises(PlanError, match=r"the plan's model\.setting is .*, but it must be a table"):
+            TracedModel.from_dict({**traced.to_dict(), "setting": setting})
     with pytest.raises(PlanError, match=r"sequence_length is 64, but the bytes of bert were read for 32"):
         Job(traced, Batch(2, 64), settings=fp32)
     with pytest.raises(
@@ -262,6 +267,38 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+class Tied(nn.Module):
+    """An embedding that is the output projection, too, and a block that adds tensors of the weight's shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.block, self.head = nn.Embedding(16, 8), nn.Identity(), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        x = self.block(x + (x + x))
+        return self.head(checkpoint(lambda x: (x + x) + x, x, use_reentrant=False))  # type: ignore[no-any-return]
+
+
+def test_only_gradients_of_a_tied_weight_are_added_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[tuple[int, int]] = []
+    note = fake_runs._Recorder._note
+
+    def noted(self: Any, storage: torch.UntypedStorage, nbytes: int) -> None:
+        sizes.append((nbytes, storage.nbytes()))
+        note(self, storage, nbytes)
+
+    monkeypatch.setattr(fake_runs._Recorder, "_note", noted)
+    for in_place in (False, True):
+        runs = fake_runs.FakeRuns(Tied(), None)
+        with runs.inside():
+            runs.inputs = {"ids": torch.zeros(16, dtype=torch.long)}
+        sizes.clear()
+        runs.step(torch.sum, autocast=False, backward=True, adds_in_place=in_place)
+        assert sum(nbytes < size for nbytes, size in sizes) == in_place
 
 
 def test_what_cannot_be_traced_is_refused() -> None:

@@ -18,6 +18,7 @@ from laconic.optim import AdamW8bit
 from laconic.optim.in_backward import UsedGradient
 from laconic.train import trainer
 from laconic.train.config.schema import TrainConfig
+from laconic.train.moe.router_balance import Routers
 from laconic.train.report.metrics import read_metrics
 from laconic.train.report.run_dir import latest_name
 from tests.activations.models import alive_gradients
@@ -82,6 +83,24 @@ def test_a_step_whose_loss_is_not_finite_is_left_out(tmp_path: Path) -> None:
     assert [row["skipped_steps"] for row in rows] == [0, 0, 1, 1, 2, 2]
     assert [math.isnan(row["grad_norm"]) for row in rows] == [False, False, True, False, True, False]
     assert exact_metrics(tmp_path / "during") == exact_metrics(tmp_path / "after")
+
+
+def test_a_step_is_left_out_if_only_a_loss_of_routers_overflows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, loss_of = [0], Routers.loss
+
+    def loss(self: Routers) -> torch.Tensor | None:
+        calls[0] += 1
+        value = loss_of(self)
+        assert value is not None
+        return value + float("inf") if calls[0] == 3 else value  # whose gradient is finite
+
+    monkeypatch.setattr(Routers, "loss", loss)
+    assert train_alone(tiny_config(tmp_path, "run", DURING | KINDS["mixture"])) == 0
+    rows = [row for row in read_metrics(tmp_path / "run") if "loss" in row]
+    assert all(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in rows)
+    assert [row["skipped_steps"] for row in rows] == [0, 0, 1, 1, 1, 1]
 
 
 @contextmanager

@@ -119,7 +119,7 @@ class LocalSteps:
         self._model = model
         self._format = _FORMATS.get(bits)
         self._codec: Codec = Raw() if self._format is None else Blockwise(self._format)
-        self._feedback = error_feedback and self._format is not None
+        self._wants_feedback = error_feedback
         self._is_at_common_point = False
         parameters = trainable(model)
         self._kinds = {name: kind_of(parameter) for name, parameter in parameters.items()}
@@ -137,9 +137,10 @@ class LocalSteps:
         check_same_settings(settings, found)
         if broadcast:
             broadcast_state(model, found)
+        feedback = error_feedback and self._format is not None
         with torch.no_grad():
             self._fragments = [
-                Fragment(part, every * (number + 1) // num_fragments, world * MAX_BLOCK_SIZE, self._feedback)
+                Fragment(part, every * (number + 1) // num_fragments, world * MAX_BLOCK_SIZE, feedback)
                 for number, part in enumerate(cut(parameters, num_fragments))
             ]
         self._forget_changes()
@@ -311,7 +312,7 @@ class LocalSteps:
             fragment.pending = None
             if self._format is None:
                 has_error = any(name in state["error"] for name in fragment.shapes)
-                fragment.error = torch.zeros_like(fragment.common) if has_error else None
+                fragment.error = torch.zeros_like(fragment.common) if has_error and self._wants_feedback else None
             if fragment.error is not None:
                 fragment.error.zero_()
                 for name, x in fragment.views(fragment.error).items():

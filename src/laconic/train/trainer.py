@@ -59,8 +59,8 @@ class StepResult:
     """2-norm of all gradients before clipping. Local steps: of this process's own."""
     learning_rate: float
     skipped: bool
-    """Whether the update was left out, because loss or gradient of some process was not finite. Local steps: of this
-    one."""
+    """Whether the update was left out, because loss (a router's, too) or gradient of some process was not finite. Local
+    steps: of this one."""
     stop: bool
     """Whether some process was asked to stop, the same on every process. Local steps: since the last synchronization,
     and False between two."""
@@ -238,12 +238,16 @@ class Trainer:
             norm = torch.tensor(math.sqrt(squares[0]), dtype=torch.float32, device=world.device)
 
         skipped = num_bad > 0
-        if skipped and isinstance(self._gradients, PassingGradients) and self._gradients.are_used:
-            raise TrainingError(
-                f"a gradient of step {step + 1} is not finite, and has updated its parameter in backward "
-                "(optimizer.update_in_backward); continue from the last checkpoint with --resume and "
-                "--no-optimizer.update-in-backward, which leaves such a step out, or a lower optimizer.learning_rate"
-            )
+        if isinstance(self._gradients, PassingGradients):
+            if not self._gradients.are_used:  # a router's loss can overflow alone, with a gradient that does not
+                skipped = True
+            elif skipped:
+                raise TrainingError(
+                    f"a gradient of step {step + 1} is not finite, and has updated its parameter in backward "
+                    "(optimizer.update_in_backward); continue from the last checkpoint with --resume and "
+                    "--no-optimizer.update-in-backward, which leaves such a step out, or a lower "
+                    "optimizer.learning_rate"
+                )
         if skipped:
             self._statistics.restore(statistics)
         else:

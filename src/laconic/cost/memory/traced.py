@@ -238,8 +238,13 @@ class TracedModel:
             return TracedLayer(**{**entry, **read, "units": tuple(map(unit, entry["units"]))})
 
         given = {"settings": {}} | {one.name: data[one.name] for one in fields(cls) if one.name in data}
+        if not isinstance(given["setting"], Mapping):
+            raise PlanError(
+                f"the plan's model.setting is {given['setting']!r}, but it must be a table of what was traced; write "
+                "the plan again with laconic plan"
+            )
         # Files from before experts were traced as a process has them are of the model's own.
-        given["setting"] = {"expert_parallel": 1} | given["setting"]
+        given["setting"] = {"expert_parallel": 1, **given["setting"]}
         model = cls(
             **given
             | {name: tuple(map(unit, given[name])) for name in ("first_units", "last_units")}

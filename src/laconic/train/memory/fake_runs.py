@@ -104,7 +104,7 @@ class FakeRuns:
         stack: list[str] = []
         grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         times = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-        shared = {p.shape for p in model.parameters() if times[id(p)] > 1} if adds_in_place else set()
+        shared = [p for p in model.parameters() if times[id(p)] > 1] if adds_in_place else []
         recorder = _Recorder(stack, [*model.parameters(), *model.buffers(), *grads], shared)
         ends = self._blocks or ("", "")
 
@@ -150,10 +150,10 @@ class _Recorder(TorchDispatchMode):
     Args:
         stack: names of the modules that run, innermost last.
         others: whose storages do not count; they outlive the recorder.
-        shared: shapes of parameters whose gradients are added up in place.
+        shared: parameters whose gradients are added up in place.
     """
 
-    def __init__(self, stack: list[str], others: Iterable[Tensor], shared: Collection[torch.Size] = ()) -> None:
+    def __init__(self, stack: list[str], others: Iterable[Tensor], shared: Collection[nn.Parameter] = ()) -> None:
         super().__init__()
         self._stack = stack
         self._shared = shared
@@ -182,7 +182,8 @@ class _Recorder(TorchDispatchMode):
         if counter is not None:
             self.flops[self._stack[-1] if self._stack else ""] += counter(*args, **kwargs, out_val=out)
         is_in_place = func is torch.ops.aten.add.Tensor and any(
-            [getattr(x, "shape", None) for x in args] == [shape, shape] for shape in self._shared
+            [getattr(x, "shape", None) for x in args] == [p.shape, p.shape] and _makes_gradient_of(p)
+            for p in self._shared
         )
         for value in tree_leaves(out):
             if isinstance(value, Tensor):
@@ -199,6 +200,12 @@ class _Recorder(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self._now -= self._alive.pop(key)[1]
+
+
+def _makes_gradient_of(parameter: nn.Parameter) -> bool:
+    """Whether backward has just run what gives a gradient of `parameter`, which autograd adds to an earlier one."""
+    node = torch._C._current_autograd_node()
+    return node is not None and any(getattr(to, "variable", None) is parameter for to, _ in node.next_functions)
 
 
 def _grouped_flops(a: Tensor, b: Tensor, *rest: Any, **kwargs: Any) -> int:
