@@ -17,14 +17,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from laconic.errors import CheckpointError
-from laconic.train.checkpoint.save_load import find_checkpoint, load_checkpoint
+from laconic.train.checkpoint.save_load import find_checkpoint, load_checkpoint, save_checkpoint
 from laconic.train.checkpoint.zipped_storage import CheckpointReader, ZippedWriter
 from laconic.train.distributed.peer_loss import is_peer_lost
 from laconic.train.distributed.world import World
 from laconic.train.launch.worker import leave
 from tests.distributed.processes import run_joined, run_ranks
 from tests.patience import patient
-from tests.train.test_checkpoint import save, trained
+from tests.train.runs import ALONE
+from tests.train.test_checkpoint import coded, save, stepped, trained
 
 
 def _find(rank: int, folder: Path) -> None:
@@ -104,6 +105,27 @@ def test_what_fails_on_one_rank_is_told_on_all(
     of: type, name: str, zipped: bool, at_load: bool, tmp_path: Path
 ) -> None:
     run_joined(_told, (tmp_path, of, name, zipped, at_load), 2)
+
+
+def _betas_seen(folder: Path, world: World, beta2: float) -> tuple[float, ...]:
+    model, optimizer = coded(beta2)
+    load_checkpoint(find_checkpoint(folder, world), world, model, optimizer)
+    seen: tuple[float, ...] = optimizer.param_groups[0]["betas_seen"]
+    stepped(model, optimizer, 1)
+    save_checkpoint(folder, world, model, optimizer, step=2, identity={}, texts={}, keep=1)
+    return seen
+
+
+def _goes_on_in_two(world: World, folder: Path) -> None:
+    assert _betas_seen(folder, world, 0.95) == (0.9, 0.9, 0.999, 0.999)
+
+
+def test_betas_of_steps_are_known_to_other_numbers_of_processes(tmp_path: Path) -> None:
+    model, optimizer = coded(0.999)
+    stepped(model, optimizer, 1)
+    save_checkpoint(tmp_path, ALONE, model, optimizer, step=1, identity={}, texts={}, keep=1)
+    run_joined(_goes_on_in_two, (tmp_path,), 2)
+    assert _betas_seen(tmp_path, ALONE, 0.97) == (0.9, 0.9, 0.95, 0.999)
 
 
 def _between_steps(rank: int, folder: Path) -> None:

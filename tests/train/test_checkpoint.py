@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from laconic.errors import CheckpointError
 from laconic.formats.archive import manifest_sha256
+from laconic.optim import AdamW8bit
 from laconic.train.checkpoint import save_load
 from laconic.train.checkpoint.save_load import find_checkpoint, load_checkpoint, load_weights, save_checkpoint
 from laconic.train.distributed.peer_loss import is_peer_lost
@@ -85,6 +86,58 @@ def test_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
     weights = trained(seed=1, steps=0)[0]
     load_weights(found, weights)
     assert torch.equal(weights.head.weight, model.head.weight)
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Steps with one gradient, after which m is 5 times sqrt(v) with beta2 = 0.999: 0.95 allows 1.16."""
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.linspace(-1, 1, parameter.numel()).view_as(parameter)
+        optimizer.step()
+
+
+def coded(beta2: float) -> tuple[nn.Module, AdamW8bit]:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 128)
+    return model, AdamW8bit(model.parameters(), lr=0.01, betas=(0.9, beta2))
+
+
+def test_betas_of_the_steps_before_bound_the_moments_of_those_after(tmp_path: Path) -> None:
+    model, optimizer = coded(0.999)
+    stepped(model, optimizer, 30)
+    path = save_checkpoint(tmp_path, ALONE, model, optimizer, step=30, identity={}, texts={}, keep=1)
+    assert json.loads((path / save_load.BETAS_FILE).read_text()) == {
+        **{"beta1_min": 0.9, "beta1_max": 0.9, "beta2_min": 0.999, "beta2_max": 0.999}
+    }
+    found = find_checkpoint(tmp_path, ALONE)
+    fresh, of_fresh = coded(0.95)
+    load_checkpoint(found, ALONE, fresh, of_fresh)
+    assert of_fresh.param_groups[0]["betas_seen"] == (0.9, 0.9, 0.999, 0.999)  # of no step that only makes states
+    optimizer.param_groups[0]["betas"] = (0.9, 0.95)
+    stepped(model, optimizer, 2)
+    stepped(fresh, of_fresh, 2)
+    for one, two in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(one, two)
+    assert of_fresh.param_groups[0]["betas_seen"] == (0.9, 0.9, 0.95, 0.999)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "{",
+        '{"beta1_min": 0.9}',
+        json.dumps(dict.fromkeys(("beta1_min", "beta1_max", "beta2_min", "beta2_max"), 1.0)),
+    ],
+)
+def test_ranges_of_betas_that_are_none_are_refused(text: str, tmp_path: Path) -> None:
+    model, optimizer = coded(0.999)
+    stepped(model, optimizer, 1)
+    path = save_checkpoint(tmp_path, ALONE, model, optimizer, step=1, identity={}, texts={}, keep=1)
+    found = find_checkpoint(tmp_path, ALONE)
+    (path / save_load.BETAS_FILE).write_text(text)
+    with pytest.raises(CheckpointError, match=r"betas_seen.json is .*, which are not the ranges of two betas"):
+        load_checkpoint(found, ALONE, model, optimizer)
 
 
 def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:

@@ -161,6 +161,29 @@ def test_rows_for_a_copy_here_do_not_leave() -> None:
     assert before.loads == after.loads
 
 
+def test_a_layer_that_did_not_run_has_zeros() -> None:
+    meter = ExpertMeter(ALONE, 1)
+    ran, other = layer_with((meter,)), layer_with((meter,), num_experts=6)
+    ran(torch.randn(4, 16))
+    use = meter.take([other, ran])
+    assert use is not None
+    assert use.loads[0] == (0,) * 6
+    assert sum(use.loads[1]) == 4 * 3
+    assert use.load_ratio == use.worst_load_ratio == max(use.loads[1]) * 8 / 12  # of what ran
+    assert meter.take([other, ran]) is None
+
+
+def test_a_process_on_which_no_layer_ran_counts_the_others() -> None:
+    class Two(World):
+        def sum(self, values: torch.Tensor) -> torch.Tensor:
+            return values + torch.tensor([*range(8), 0, 0, 0, 0, 1])
+
+    meter = ExpertMeter(Two(rank=0, size=1, local_rank=0, device=ALONE.device), 2)
+    use = meter.take([layer_with((meter,))])
+    assert use is not None
+    assert use.loads == (tuple(range(8)),)
+
+
 def test_only_training_counts() -> None:
     meter = ExpertMeter(ALONE, 1)
     layer = layer_with((meter,)).eval()

@@ -19,7 +19,8 @@ from laconic.errors import CheckpointError, ConfigError, DataError, ModelError, 
 from laconic.installation import command
 from laconic.train import model as model_module
 from laconic.train import trainer
-from laconic.train.config.schema import OptimizerConfig
+from laconic.train.checkpoint import save_load
+from laconic.train.config.schema import OptimizerConfig, TrainConfig
 from laconic.train.config.toml import load_config
 from laconic.train.model_source import resolve_defaults
 from laconic.train.report.metrics import read_metrics
@@ -151,6 +152,49 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(changes: dict[s
     torch.manual_seed(1234)
     assert train_alone(resumed(broken)) == 0
     assert exact_metrics(broken.run_dir) == exact_metrics(whole.run_dir)
+
+
+BETA2_LATER = {"optimizer.kind": "adamw8bit", "optimizer.beta2": 0.999, "steps": 8}
+
+
+def with_beta2(config: TrainConfig, beta2: float) -> TrainConfig:
+    return replace(config, optimizer=replace(config.optimizer, beta2=beta2))
+
+
+def test_a_resumed_run_with_another_beta2_has_the_steps_of_one_that_went_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tiny_config(tmp_path, "broken", BETA2_LATER)
+    assert train_alone(broken, stop_after=4) == 130
+    assert train_alone(resumed(with_beta2(broken, 0.95))) == 0
+    saved = tmp_path / "broken" / "checkpoints" / "step-00000008" / save_load.BETAS_FILE
+    assert [*json.loads(saved.read_text()).values()] == [0.9, 0.9, 0.95, 0.999]
+
+    original = trainer.Trainer.step
+
+    def step(self: Any, number: int, *args: Any) -> Any:
+        for group in self.optimizer.param_groups if number == 4 else ():
+            group["betas"] = (0.9, 0.95)
+        return original(self, number, *args)
+
+    monkeypatch.setattr(trainer.Trainer, "step", step)
+    whole = tiny_config(tmp_path, "whole", BETA2_LATER)
+    assert train_alone(whole) == 0
+    assert exact_metrics(broken.run_dir) == exact_metrics(whole.run_dir)
+
+
+def test_a_checkpoint_that_does_not_know_its_betas_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(tmp_path, "run", BETA2_LATER)
+    with monkeypatch.context() as patch:
+        patch.setattr(save_load, "_text_of_betas", lambda optimizer: {})
+        assert train_alone(config, stop_after=2) == 130
+    assert train_alone(resumed(with_beta2(config, 0.95)), stop_after=2) == 130
+    words = "step-00000002, of an older version, does not say which betas its steps had, taken to be 0.9 and 0.95"
+    assert words in capsys.readouterr().err
+    assert train_alone(resumed(config)) == 0
+    assert "betas" not in capsys.readouterr().err
 
 
 def test_rows_after_the_last_checkpoint_are_not_written_twice(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from laconic.formats.dcp import SafeLoadPlanner
 from laconic.formats.durable import fsync_directory, fsync_file, sha256_of
 from laconic.formats.shards import local_part
 from laconic.gradients import LocalSteps
+from laconic.ops.adamw_scalars import BetaRanges, widened
 from laconic.train.checkpoint.manifest import MANIFEST, VERSION, check_file, read_manifest
 from laconic.train.checkpoint.zipped_storage import CheckpointReader, ZippedWriter
 from laconic.train.distributed.peer_loss import is_peer_lost
@@ -50,6 +51,7 @@ from laconic.train.pipeline import LocalChunks
 from laconic.train.report.run_dir import CHECKPOINT_NAME, checkpoint_age, checkpoint_names, latest_name
 
 __all__ = [
+    "BETAS_FILE",
     "Checkpoint",
     "find_checkpoint",
     "load_checkpoint",
@@ -59,6 +61,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+BETAS_FILE = "betas_seen.json"
+"""Name of the file in a checkpoint that holds the ranges of the betas of all steps, of an optimizer that needs them."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,7 @@ def save_checkpoint(
     final = root / f"step-{step:08d}"
     temporary = root / f".tmp-{final.name}"
     apart = None if local is None else _apart(local, world.rank)
+    texts = {**texts, **_text_of_betas(optimizer)}
     with warnings.catch_warnings(), nullcontext() if local is None else local.at_common_point():
         # DCP announces that it runs without a process group, which is what one process does.
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
@@ -310,6 +316,7 @@ def load_checkpoint(
         state, full = _state(model, optimizer, adapters, of_rank)
         apart: dict[str, torch.Tensor] = {}
         with _shared_outcome(world, checkpoint.path):
+            betas_seen = _saved_betas(checkpoint)
             reader = CheckpointReader(checkpoint.path, checkpoint.files)
             stored = reader.read_metadata().state_dict_metadata
             _leave_out_unmoved(state[f"{of_rank}optimizer"], stored, f"{of_rank}optimizer.")
@@ -320,6 +327,9 @@ def load_checkpoint(
         with _outcome_of_dcp(world, checkpoint.path):
             load(state, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=world.size == 1)
         set_state_dict(model, optimizer, model_state_dict=full["model"], optim_state_dict=full["optimizer"])
+        # Only now: torch steps a new optimizer to have states to load into.
+        for group in optimizer.param_groups if betas_seen is not None else ():
+            group["betas_seen"] = betas_seen
         if local is not None:
             _load_apart(local, apart, of_rank, checkpoint.step)
 
@@ -346,7 +356,8 @@ def _state(
     """The state that DCP stores, and the full state dicts it is a view of. `of_rank` begins the moments' key.
 
     Names are those of the plain model whatever wraps it, and of the whole model for the chunks of a pipeline. DCP gets
-    no param_groups (they follow from the configuration), a tied weight once, and with `adapters` no frozen weight.
+    no param_groups (they follow from the configuration, and `BETAS_FILE` has the rest), a tied weight once, and with
+    `adapters` no frozen weight.
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     weights, moments = model_state, cast(dict[str, Any], optimizer_state["state"])
@@ -364,6 +375,45 @@ def _leave_out_unmoved(moments: dict[str, dict[str, Any]], stored: Iterable[str]
     have = {key.removeprefix(prefix).rpartition(".")[0] for key in stored if key.startswith(prefix)}
     for name in moments.keys() - have:
         moments[name].clear()
+
+
+def _text_of_betas(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """The file with the ranges of betas that the optimizer's groups have had, if these remember any.
+
+    One for all: groups have the configuration's betas, and other numbers of processes cut groups otherwise.
+    """
+    seen = [group["betas_seen"] for group in optimizer.param_groups if "betas_seen" in group]
+    if not seen:
+        return {}
+    ranges: BetaRanges = seen[0]
+    for low1, high1, low2, high2 in seen[1:]:
+        ranges = widened(widened(ranges, low1, low2), high1, high2)
+    names = ("beta1_min", "beta1_max", "beta2_min", "beta2_max")
+    return {BETAS_FILE: json.dumps(dict(zip(names, ranges, strict=True))) + "\n"}
+
+
+def _saved_betas(checkpoint: Checkpoint) -> BetaRanges | None:
+    """The ranges that `_text_of_betas` wrote; None if the checkpoint has none.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    text = checkpoint.text(BETAS_FILE)
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+        low1, high1, low2, high2 = (
+            float(found[f"{beta}_{end}"]) for beta in ("beta1", "beta2") for end in ("min", "max")
+        )
+        if not (0 <= low1 <= high1 < 1 and 0 <= low2 <= high2 < 1):
+            raise ValueError("they must be at least 0 and below 1, none smaller than its minimum")
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{BETAS_FILE} is {text.strip()[:200]!r}, which are not the ranges of two betas ({error!r}); continue from "
+            "another checkpoint"
+        ) from None
+    return low1, high1, low2, high2
 
 
 # --- processes that train apart ---

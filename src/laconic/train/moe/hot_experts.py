@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import CheckpointError, ConfigError
+from laconic.moe.dispatch.staged import experts_per_rank
 from laconic.moe.huggingface import Parallelized
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.placement.copies import Copied, ExpertCopies, copy_hot_experts
@@ -108,18 +111,28 @@ class HotExperts:
             state = json.loads(saved)
             if any(state[name] != value for name, value in self._sharers().items()):
                 return
-            tables = [[(int(expert), int(rank)) for expert, rank in one] for one in state["copies"]]
-            loads = [torch.tensor(load, dtype=torch.int64, device="cpu") for load in state["loads"]]
+            placements = [placement_of(layer, number) for number, layer in enumerate(self._layers)]
+            homes = [placement.slots.tolist() for placement in placements]
+            tables = [
+                _checked_copies(copies, slots, self._grid.ep.size(), self._config.copies, f"layer {number}")
+                for number, (copies, slots) in enumerate(zip(state["copies"], homes, strict=True))
+            ]
+            loads = [
+                torch.tensor(_checked_load(load, len(slots), f"layer {number}"), dtype=torch.int64, device="cpu")
+                for number, (load, slots) in enumerate(
+                    zip(state["loads"], homes if state["loads"] else [], strict=True)
+                )
+            ]
             busiest = None if state["busiest"] is None else (float(state["busiest"][0]), float(state["busiest"][1]))
-            for number, (layer, copies) in enumerate(zip(self._layers, tables, strict=True)):
-                if copies:
-                    placement = placement_of(layer, number)
-                    placement.copies = ExpertCopies(copies, self._grid.ep, placement.slots.tolist())
+            if not all(math.isfinite(ratio) for ratio in busiest or ()):
+                raise ValueError(f"busiest is {state['busiest']}, but it must be two finite numbers")
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise CheckpointError(
                 f"{STATE_FILE} of the checkpoint does not say which experts have copies ({error!r}); continue from"
                 " another one"
             ) from None
+        for placement, slots, copies in zip(placements, homes, tables, strict=True):
+            placement.copies = ExpertCopies(copies, self._grid.ep, slots) if copies else None
         self._loads, self._busiest = loads, busiest
 
     def _sharers(self) -> dict[str, Any]:
@@ -129,3 +142,34 @@ class HotExperts:
             "num_per_rank": self._config.copies,
             "num_experts": [layer.gate.num_experts for layer in self._layers],
         }
+
+
+def _checked_copies(copies: Any, homes: Sequence[int], size: int, most: int, name: str) -> list[tuple[int, int]]:
+    """Return the (expert, process) of a layer's saved copies if it can have them.
+
+    Raises:
+        ValueError, TypeError: they are no pairs of integers, name an expert or a process that there is not or an expert
+            that the process holds already, or are more than `most` on a process.
+    """
+    num_homes = experts_per_rank(len(homes), size)
+    held = {(expert, home // num_homes) for expert, home in enumerate(homes)}
+    pairs = [(expert, rank) for expert, rank in copies]
+    for expert, rank in pairs:
+        what = f"copies of {name} have expert {expert!r} on process {rank!r}"
+        if type(expert) is not int or type(rank) is not int:
+            raise TypeError(f"{what}, but both must be integers")
+        if not (0 <= expert < len(homes) and 0 <= rank < size):
+            raise ValueError(f"{what}, but there are {len(homes)} experts and {size} processes, from 0 on")
+        if (expert, rank) in held:
+            raise ValueError(f"{what}, which holds it already")
+        held.add((expert, rank))
+    for rank, number in Counter(rank for _, rank in pairs).items():
+        if number > most:
+            raise ValueError(f"copies of {name} are {number} on process {rank}, but moe.copies is {most}")
+    return pairs
+
+
+def _checked_load(load: Any, num_experts: int, name: str) -> list[int]:
+    if len(load) != num_experts or not all(type(number) is int and number >= 0 for number in load):
+        raise ValueError(f"loads of {name} are {load}, but they must be {num_experts} integers from 0 on")
+    return list(load)

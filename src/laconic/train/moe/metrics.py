@@ -28,7 +28,7 @@ class ExpertUse:
     """Expert metrics of one step, over all processes and layers."""
 
     loads: tuple[tuple[int, ...], ...]
-    """Tokens of each expert, by layer."""
+    """Tokens of each expert, by layer; zeros of a layer that did not run."""
     num_dropped: int
     """Assignments dropped by a capacity factor."""
     num_entries: tuple[int, ...]
@@ -43,13 +43,16 @@ class ExpertUse:
 
     @property
     def load_ratio(self) -> float:
-        """Tokens of the busiest expert divided by the mean over experts; averaged over layers."""
-        return sum(map(_ratio, self.loads)) / len(self.loads)
+        """Tokens of the busiest expert divided by the mean over experts; averaged over layers that ran."""
+        return sum(ratios := self._ratios()) / len(ratios)
 
     @property
     def worst_load_ratio(self) -> float:
         """The load ratio of the least even layer."""
-        return max(map(_ratio, self.loads))
+        return max(self._ratios())
+
+    def _ratios(self) -> list[float]:
+        return [_ratio(load) for load in self.loads if any(load)] or [1.0]
 
     @property
     def duplicate_rate(self) -> float:
@@ -119,11 +122,16 @@ class ExpertMeter(Hook):
 
         All processes call it together, with all layers in the order in which their loads are wanted.
         """
-        if not self._loads:
+        # Layers may run on some processes only, and sums are of equally many numbers everywhere.
+        loads = [
+            self._loads.get(layer, torch.zeros(layer.gate.num_experts, dtype=torch.int64, device="cpu"))
+            for layer in layers
+        ]
+        num_ran = torch.tensor([len(self._loads)], device="cpu")
+        total = self._world.sum(torch.cat([*loads, self._counts, num_ran]).to(self._world.device)).cpu()
+        *by_layer, counts, num_ran = total.split([*map(len, loads), len(self._counts), 1])
+        if not num_ran:
             return None
-        loads = [self._loads[layer] for layer in layers if layer in self._loads]
-        total = self._world.sum(torch.cat([*loads, self._counts]).to(self._world.device)).cpu()
-        *by_layer, counts = total.split([len(load) for load in loads] + [len(self._counts)])
         dropped, entries, rows, nbytes = self._parts(counts)
         self.clear()
         return ExpertUse(
@@ -224,8 +232,8 @@ def moved_rows(tokens: Tensor, ranks: Tensor, place: int, groups: Sequence[int],
 
 
 def _ratio(load: Sequence[int]) -> float:
-    """Largest load divided by the mean; 1 where there are no tokens."""
-    return max(load) * len(load) / total if (total := sum(load)) else 1.0
+    """Largest load divided by the mean."""
+    return max(load) * len(load) / sum(load)
 
 
 def _distinct(keys: Tensor) -> Tensor:

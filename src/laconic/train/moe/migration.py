@@ -120,6 +120,13 @@ class Migration:
             self._periods = [replace(SwapPeriod(**period), min_period=least) for period in state["periods"]]
             slots = [torch.tensor(one, dtype=torch.int64, device="cpu") for one in state["slots"]]
             self.count = int(state["num_swaps"])
+            if state["periods"] and len(self._periods) != len(self._layers):
+                raise ValueError(f"periods are {len(self._periods)}, but there are {len(self._layers)} layers")
+            for number, (layer, one) in enumerate(zip(self._layers, slots, strict=True)):
+                self._mover.placement(number).check(one)
+                wanted = self._periods[number].pairs if self._periods else ()
+                if not all(0 <= place < layer.gate.num_experts for pair in wanted for place in pair):
+                    raise ValueError(f"pairs of layer {number} are {wanted}, which are not all slots of it")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{STATE_FILE} of the checkpoint does not say where experts are ({error!r}); continue from another one"

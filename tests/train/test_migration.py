@@ -1,0 +1,57 @@
+"""Places of experts in a run: which saved ones are taken. Runs whose experts move are in tests/distributed."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from laconic.errors import CheckpointError
+from laconic.moe.experts.modules import GatedExperts
+from laconic.moe.gates import SoftmaxGate
+from laconic.moe.layer import MoELayer
+from laconic.train.config.schema import MoEConfig
+from laconic.train.moe import migration
+from laconic.train.moe.migration import Migration
+
+PERIODS = [{"cost_seconds": 1.0, "pairs": [[0, 3]]}, {"cost_seconds": 1.0}]
+SAVED: dict[str, Any] = {
+    **{"expert_parallel": 2, "num_experts": [4, 3], "num_swaps": 5, "periods": PERIODS},
+    "slots": [[1, 0, 2, 3], [0, 1, 2]],
+}
+
+
+def restored(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Migration:
+    """Places of 4 and 3 experts that go on from what is saved, as one process has them."""
+    layers = {str(n): MoELayer(SoftmaxGate(n, 16, top_k=2), GatedExperts(n, 16, 8)) for n in (4, 3)}
+    model, grid = SimpleNamespace(layers=layers), SimpleNamespace(ep=None, layout=SimpleNamespace(edp=1))
+    monkeypatch.setattr(migration, "MoERates", SimpleNamespace(load=lambda path: None))
+    config = MoEConfig(expert_parallel=2, dispatcher="auto", swap_every=1, rates=__file__)
+    optimizer = torch.optim.SGD(torch.nn.ModuleDict(layers).parameters())
+    return Migration(model, grid, config, optimizer, json.dumps(SAVED | changes))  # type: ignore[arg-type]
+
+
+def test_saved_places_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = json.loads(restored(monkeypatch).state())
+    assert (state["slots"], state["num_swaps"]) == (SAVED["slots"], 5)
+    assert [period["pairs"] for period in state["periods"]] == [[[0, 3]], []]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"slots": [[1, 0, 2, 4], [0, 1, 2]]}, "must be a permutation of 0 ... 3"),
+        ({"slots": [[1, 1, 2, 3], [0, 1, 2]]}, "must be a permutation of 0 ... 3"),
+        ({"slots": [[1, 0, 2, 3]]}, "argument 2 is shorter"),
+        ({"periods": PERIODS[:1]}, "periods are 1, but there are 2 layers"),
+        ({"periods": PERIODS[::-1]}, "pairs of layer 1 are .*, which are not all slots of it"),
+    ],
+)
+def test_saved_places_that_cannot_be_are_refused(
+    changes: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CheckpointError, match=rf"does not say where experts are \(.*{why}"):
+        restored(monkeypatch, **changes)
