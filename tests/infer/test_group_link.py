@@ -208,12 +208,19 @@ def test_no_answer_follows_one_that_could_not_be_sent() -> None:
     groups = join(3)
     error = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
     failing = replace(groups[2], sums=_FailsOnce(groups[2].sums, "send", error))
-    server, raised = serving(failing, 2, negated)
+    begun = threading.Event()
+
+    def run(rows: Rows) -> Tensor:
+        begun.set()
+        return -rows.hidden
+
+    server, raised = serving(failing, 2, run)
     first = GroupExpertLink(groups[0], 2, "expert worker 0", 0.5)
     other = GroupExpertLink(groups[1], 2, "expert worker 0", SECONDS)
     many = [rows_of(0, 0, piece, 2) for piece in range(2)]
     for rows in many:
         first.send(rows)
+    assert begun.wait(patient(10))
     other.send(many[0])
     assert torch.equal(other.receive(many[0]), -many[0].hidden)
     with pytest.raises(CollectiveError, match="expert worker 0 is lost: it did not answer within"):
