@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from laconic.infer.links import TcpExpertLink, serve
 from laconic.infer.messages import Header, Rows, pack_rows
 from laconic.infer.payload import INT8, Coder
 from laconic.infer.remote_experts import RemoteExperts
+from laconic.infer.settings import WorkerSettings
+from laconic.infer.split import Split
+from laconic.infer.worker import local_place
 from laconic.train.launch.worker import leave
 from tests.distributed.processes import start_ranks
 from tests.infer.models import NEW_TOKENS, PROMPTS, expected, make
@@ -164,6 +168,87 @@ def test_a_worker_that_does_not_answer_is_given_up() -> None:
     link.close()
     (why,) = heard
     assert "did not answer" in why
+
+
+class _FailsOnce:
+    """A group whose first call of `name` raises `error`."""
+
+    def __init__(self, group: Any, name: str, error: Exception) -> None:
+        self._group, self._name, self._error = group, name, error
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._name:
+            self._name = ""
+            return self._fail
+        return getattr(self._group, name)
+
+    def _fail(self, *_: object) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize(("group", "call"), [("sums", "send"), ("rows", "recv")])
+def test_an_error_that_is_no_peers_ends_the_expert_worker(group: str, call: str) -> None:
+    """The next answer would otherwise land in the memory of the one that is missing."""
+    groups, error = join(2), RuntimeError("CUDA error: an illegal memory access was encountered")
+    failing = replace(groups[1], **{group: _FailsOnce(getattr(groups[1], group), call, error)})
+    server, raised = serving(failing, 1, negated)
+    link = GroupExpertLink(groups[0], 1, "expert worker 0", 0.5)
+    many = [rows_of(0, 0, piece, 2) for piece in range(2)]
+    for rows in many:
+        link.send(rows)
+    server.join(patient(10))
+    assert not server.is_alive()
+    assert raised == [error]
+    for rows in many:
+        with pytest.raises(CollectiveError, match=r"expert worker 0 is lost: it did not answer within 0\.5 s"):
+            link.receive(rows)
+
+
+def test_no_answer_follows_one_that_could_not_be_sent() -> None:
+    groups = join(3)
+    error = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
+    failing = replace(groups[2], sums=_FailsOnce(groups[2].sums, "send", error))
+    begun = threading.Event()
+
+    def run(rows: Rows) -> Tensor:
+        begun.set()
+        return -rows.hidden
+
+    server, raised = serving(failing, 2, run)
+    first = GroupExpertLink(groups[0], 2, "expert worker 0", 0.5)
+    other = GroupExpertLink(groups[1], 2, "expert worker 0", SECONDS)
+    many = [rows_of(0, 0, piece, 2) for piece in range(2)]
+    for rows in many:
+        first.send(rows)
+    assert begun.wait(patient(10))
+    other.send(many[0])
+    assert torch.equal(other.receive(many[0]), -many[0].hidden)
+    with pytest.raises(CollectiveError, match="expert worker 0 is lost: it did not answer within"):
+        first.receive(many[0])
+    other.close()
+    server.join(patient(10))
+    assert not server.is_alive()
+    assert raised == []
+
+
+def test_rows_that_could_not_be_sent_are_the_last_and_the_error_is_named() -> None:
+    groups, error = join(2), RuntimeError("CUDA error: out of memory")
+    serving(groups[1], 1, negated)
+    link = GroupExpertLink(
+        replace(groups[0], rows=_FailsOnce(groups[0].rows, "send", error)), 1, "expert worker 0", patient(0.5)
+    )
+    for _ in range(2):
+        with pytest.raises(CollectiveError, match="expert worker 0 is lost: its link failed here: CUDA error: out of"):
+            link.send(rows_of(0, 0, 0, 2))
+
+
+def test_a_send_that_waits_does_not_hold_up_the_end() -> None:
+    link = GroupExpertLink(join(2)[0], 1, "expert worker 0")
+    with link._sending:
+        closing = threading.Thread(target=link.close, args=(0.2,), daemon=True)
+        closing.start()
+        closing.join(patient(10))
+        assert not closing.is_alive()
 
 
 def _killed(rank: int, folder: str) -> None:
@@ -340,6 +425,17 @@ def test_a_shared_secret_is_not_left_out(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("LACONIC_SECRET", "correct horse battery staple")
     with pytest.raises(ConfigError, match="link is 'group', but there is a shared secret, which torch's groups do not"):
         Engine(make("qwen2_moe", tmp_path), link="group")
+
+
+def test_a_launcher_need_not_say_how_many_workers_a_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all machines would be too many for the devices of one."""
+    settings = WorkerSettings(9, "model", split=Split(8, 8), store="tcp://10.0.0.1:29500", link="group")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert local_place(settings) == (1, 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert local_place(settings) == (1, 8)
+    assert local_place(replace(settings, store="file:///store")) == (9, 16)
 
 
 def test_workers_of_a_group_need_a_device_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ are raw; nobody is asked for a shared secret, as in all groups of torch.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,6 +48,9 @@ _HEADER, _ROWS, _SUMS = 1, 2, 3
 _FAREWELL = timedelta(seconds=5)
 _HEADERS_HELD = 64
 """On their way; where a GPU computes, the host is that far ahead of an expert worker's at most."""
+
+_OF_PEER = re.compile(r"\A\[[^\]]*gloo/transport/[^\]]*\] |\AApplication timeout caused pair closure|ncclRemoteError")
+"""gloo's transports, which say where in their code they are except behind a timeout, and NCCL."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ class GroupExpertLink(WorkerLink):
                     self._headers.popleft()[0].wait(limit)
                 sent = self._groups.rows.send([body], self._peer, _ROWS)
                 coming = self._groups.sums.recv([_bytes(answer)], self._peer, _SUMS)
-            except RuntimeError as error:
+            except Exception as error:  # whatever it is: the header may have left without its rows
                 self._lose(self._reason(error))
                 self.check()
             self.a2e_traffic += header.traffic
@@ -145,7 +149,7 @@ class GroupExpertLink(WorkerLink):
             else:
                 coming.wait()
             sent.wait()  # it has arrived
-        except RuntimeError as error:
+        except Exception as error:
             self._lose(self._reason(error))
             self.check()
         with self._changed:
@@ -159,13 +163,21 @@ class GroupExpertLink(WorkerLink):
     def close(self, timeout_seconds: float = 5.0) -> None:
         """See WorkerLink."""
         limit, farewell, last = timedelta(seconds=timeout_seconds), _room(), Header(STOP).to_tensor()
-        with self._sending, contextlib.suppress(RuntimeError):  # it has ended already
+        if not self._sending.acquire(timeout=timeout_seconds):
+            return  # a `send` waits for longer than that: the expert worker takes nothing
+        try:
             if self._lost is None:
                 coming = self._groups.headers.recv([farewell], self._peer, _HEADER)
                 self._groups.headers.send([last], self._peer, _HEADER).wait(limit)
                 coming.wait(limit)
+        except RuntimeError:
+            pass  # it has ended already
+        finally:
+            self._sending.release()
 
-    def _reason(self, error: RuntimeError) -> str:
+    def _reason(self, error: Exception) -> str:
+        if not _is_of_peer(error):
+            return f"its link failed here: {_reason(error)}"
         late = "Timed out" in str(error)
         return f"it did not answer within {self._timeout_seconds:g} s" if late else _reason(error)
 
@@ -266,14 +278,21 @@ class GroupConnection:
 
 @contextlib.contextmanager
 def _as_connection_error() -> Iterator[None]:
-    """Inside, what torch raises of a peer is a ConnectionError."""
+    """Inside, what a backend raises of a peer is a ConnectionError; errors of this process stay what they are."""
     try:
         yield
     except RuntimeError as error:
+        if not _is_of_peer(error):
+            raise
         raise ConnectionError(_reason(error)) from error
 
 
-def _reason(error: RuntimeError) -> str:
+def _is_of_peer(error: Exception) -> bool:
+    """Whether gloo or NCCL says that a peer has ended, or waits no longer; torch has no class for either."""
+    return _OF_PEER.search(str(error)) is not None
+
+
+def _reason(error: Exception) -> str:
     """What torch says, without the place in its code and its advice."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
     return first.rpartition("cc:")[2].partition("] ")[2].partition(". ")[0] or first

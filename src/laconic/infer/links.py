@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from laconic.errors import CollectiveError, LaconicError
+from laconic.errors import CollectiveError
 from laconic.infer.connections import Connection
 from laconic.infer.messages import (
     ROWS,
@@ -261,36 +261,39 @@ def serve(
 
     Raises:
         FormatError: a message was damaged, or is one of another version of laconic.
+        Exception: what a link raises that is not of its attention worker, such as an error of the device.
     """
     coder, recorder = coder or Coder(), recorder or Recorder()
-    inbox: queue.SimpleQueue[tuple[int, Rows | LaconicError | None, int]] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[tuple[int, Rows | Exception | None, int]] = queue.SimpleQueue()
 
     def receive_from(peer: int) -> None:
         try:
             while (message := connections[peer].receive())[0].kind == ROWS:
                 inbox.put((peer, unpack_rows(*message), now_ns()))
             connections[peer].send(Header(STOP))
-        except LaconicError as error:
-            inbox.put((peer, error, 0))  # what came is no message: nothing behind it can be understood
         except ConnectionError:
             pass  # the attention worker has ended: nobody waits for answers
+        except Exception as error:
+            inbox.put((peer, error, 0))  # such as what is no message: nothing behind it can be understood
         finally:
             inbox.put((peer, None, 0))
 
     for peer in range(len(connections)):
         threading.Thread(target=receive_from, args=(peer,), name=f"laconic-attention-{peer}", daemon=True).start()
-    open_links = set(range(len(connections)))
+    open_links, broken_links = set(range(len(connections))), set[int]()
     num_answered: Counter[int] = Counter()
     while open_links:
         peer, rows, arrived_ns = inbox.get()
-        if isinstance(rows, LaconicError):
+        if isinstance(rows, Exception):
             raise rows
         if rows is None:
             connections[peer].close()
             open_links.discard(peer)
             continue
+        if peer in broken_links:
+            continue
         log = recorder.log
-        with contextlib.suppress(ConnectionError):  # the receiving thread reports the peer as gone
+        try:
             connections[peer].hand_over()
             start_ns = 0 if log is None else now_ns()
             header, body = pack_sums(rows, run(rows), coder)
@@ -298,3 +301,7 @@ def serve(
                 log.add_answer(AnswerLog(peer, num_answered[peer], arrived_ns, start_ns, now_ns()))
             num_answered[peer] += 1
             connections[peer].send(header, body)
+        except ConnectionError:
+            # The receiving thread reports the peer as gone. Until then its other rows stay without answers: one behind
+            # a missing answer would be taken for it.
+            broken_links.add(peer)

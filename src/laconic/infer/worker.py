@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from laconic.infer.sampling import ChosenToken
     from laconic.infer.transformers_seam import Finished
 
-__all__ = ["main", "work"]
+__all__ = ["local_place", "main", "work"]
 
 _ENGINE_KNOWS_SECONDS = 0.5
 _PROGRESS_SECONDS = 1.0
@@ -108,11 +108,7 @@ def _work(settings: WorkerSettings, events: _Events, commands: IO[str]) -> None:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     check_transformers(warns=False)  # the engine has
-    # Under torchrun, whose store has an address, several machines have ranks.
-    local_rank, num_local = settings.rank, settings.split.num_workers
-    if settings.store.startswith("tcp://"):
-        local_rank = int(os.environ["LOCAL_RANK"])
-        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", num_local))
+    local_rank, num_local = local_place(settings)
     device = take_device(settings.device, local_rank, num_local if settings.link == "group" else 0)
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     role, number = settings.split.role(settings.rank)
@@ -120,6 +116,15 @@ def _work(settings: WorkerSettings, events: _Events, commands: IO[str]) -> None:
         _serve_experts(settings, number, dtype, device, events, commands)
     else:
         _serve_requests(settings, dtype, device, events, commands)
+
+
+def local_place(settings: WorkerSettings) -> tuple[int, int]:
+    """Return the number of a worker among those of this machine, and how many these are, as far as it is known."""
+    if not settings.store.startswith("tcp://"):
+        return settings.rank, settings.split.num_workers
+    # Under torchrun, whose store has an address, several machines have ranks; other launchers may not count them.
+    local_rank = int(os.environ["LOCAL_RANK"])
+    return local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
 
 
 def _join_group(settings: WorkerSettings, store: Store) -> ProcessGroup:
