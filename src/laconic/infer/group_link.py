@@ -48,7 +48,6 @@ _HEADER, _ROWS, _SUMS = 1, 2, 3
 _FAREWELL = timedelta(seconds=5)
 _HEADERS_HELD = 64
 """On their way; where a GPU computes, the host is that far ahead of an expert worker's at most."""
-
 _OF_PEER = re.compile(r"\A\[[^\]]*gloo/transport/[^\]]*\] |\AApplication timeout caused pair closure|ncclRemoteError")
 """gloo's transports, which say where in their code they are except behind a timeout, and NCCL."""
 
