@@ -182,7 +182,8 @@ def _check_step(*arguments: Any) -> None:
 
 
 def _check_arguments_of_one(*arguments: Any) -> None:
-    bits, ratio = (*arguments[17:], *(8, None)[len(arguments[17:]) :])  # torch leaves defaults out
+    bits = arguments[17] if len(arguments) > 17 else 8  # torch leaves defaults out
+    ratio = arguments[18] if len(arguments) > 18 else None
     _check_one(AdamWTensors(*arguments[:9]), arguments[9], arguments[15], bits, ratio)
 
 
