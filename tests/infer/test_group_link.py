@@ -32,7 +32,7 @@ from laconic.infer.worker import local_place
 from laconic.train.launch.worker import leave
 from tests.distributed.processes import start_ranks
 from tests.infer.models import NEW_TOKENS, PROMPTS, expected, make
-from tests.infer.test_links import SECONDS, negated, pair, rows_of
+from tests.infer.test_links import SECONDS, ask_in_another_order, negated, pair, rows_of
 from tests.patience import patient
 
 CPU = torch.device("cpu")
@@ -65,22 +65,7 @@ def test_answers_find_their_rows_and_a_farewell_ends_the_worker() -> None:
     groups = join(3)
     server, raised = serving(groups[2], 2, negated)
     links = [GroupExpertLink(each, 2, "expert worker 0") for each in groups[:2]]
-    wrong: list[object] = []
-
-    def work(link: GroupExpertLink, micro_batch: int) -> None:
-        for layer in range(20):
-            sent = [rows_of(layer, micro_batch, piece, (layer + piece) % 3 + 1) for piece in range(3)]
-            for rows in sent:
-                link.send(rows)
-            wrong.extend(rows for rows in sent[::-1] if not torch.equal(link.receive(rows), -rows.hidden))
-
-    threads = [threading.Thread(target=work, args=(link, number)) for link in links for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
-        assert not thread.is_alive()
-    assert wrong == []
+    ask_in_another_order(links)
     for link in links:
         assert server.is_alive()
         assert link.a2e_traffic.messages == link.e2a_traffic.messages == 120

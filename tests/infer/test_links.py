@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import HashStore
 from laconic.errors import CollectiveError, ConfigError, FormatError
 from laconic.infer import connections
 from laconic.infer.connections import Connection, accept_attention, connect_expert, own_address
-from laconic.infer.links import TcpExpertLink, serve
+from laconic.infer.links import TcpExpertLink, WorkerLink, serve
 from laconic.infer.messages import SUMS, Header, Rows, pack_rows
 from laconic.infer.payload import Coder
 from laconic.shared_secret import enter, seal
@@ -68,15 +68,11 @@ def negated(rows: Rows) -> Tensor:
     return -rows.hidden
 
 
-def test_answers_find_their_rows_and_a_farewell_ends_the_worker() -> None:
-    """Two attention workers with two micro-batches each, all at once; answers are asked for in another order."""
-    pairs = [pair(), pair()]
-    server = threading.Thread(target=serve, args=([theirs for _, theirs in pairs], negated))
-    server.start()
-    links = [TcpExpertLink(mine, "expert worker 0") for mine, _ in pairs]
+def ask_in_another_order(links: Sequence[WorkerLink]) -> None:
+    """Two micro-batches over each link, all at once, of 20 layers in three slices; their answers are negated."""
     wrong: list[object] = []
 
-    def work(link: TcpExpertLink, micro_batch: int) -> None:
+    def work(link: WorkerLink, micro_batch: int) -> None:
         for layer in range(20):
             sent = [rows_of(layer, micro_batch, piece, 1 + (layer + piece) % 3) for piece in range(3)]
             for rows in sent:
@@ -90,6 +86,15 @@ def test_answers_find_their_rows_and_a_farewell_ends_the_worker() -> None:
         thread.join(SECONDS)
         assert not thread.is_alive()
     assert wrong == []
+
+
+def test_answers_find_their_rows_and_a_farewell_ends_the_worker() -> None:
+    """Two attention workers with two micro-batches each, all at once; answers are asked for in another order."""
+    pairs = [pair(), pair()]
+    server = threading.Thread(target=serve, args=([theirs for _, theirs in pairs], negated))
+    server.start()
+    links = [TcpExpertLink(mine, "expert worker 0") for mine, _ in pairs]
+    ask_in_another_order(links)
     for link in links:
         assert server.is_alive()
         link.close()

@@ -26,6 +26,7 @@ from laconic.formats.shards import local_part
 from laconic.ops.adamw_scalars import adamw_scalars, largest_ratio, widened
 from laconic.ops.dynamic_map import BLOCK_SIZES, dynamic_map, has_signed_scale
 from laconic.optim import AdamW8bit
+from laconic.optim.adamw import BETAS_SEEN
 from laconic.optim.moments import MOMENTS, dequantize_moment, is_coded, rows_of, state_bits
 
 __all__ = ["check_updates"]
@@ -96,7 +97,7 @@ class _Exact:
         self._m = beta1 * self._m + (1 - beta1) * gradient
         self._v = beta2 * self._v + (1 - beta2) * gradient.square()
         if self._is_coded:  # rounded apart, they may have a ratio that those of no gradients have
-            ratio = largest_ratio(widened(group.get("betas_seen"), beta1, beta2), step)
+            ratio = largest_ratio(widened(group.get(BETAS_SEEN), beta1, beta2), step)
             limit = self._v.sqrt() * adamw_scalars(rate, beta1, beta2, eps, decay, step, ratio).ratio_max
             self._m = self._m.clamp(-limit, limit)
         root = (self._v / (1 - beta2**step)).sqrt() + eps

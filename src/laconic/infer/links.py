@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
@@ -104,7 +105,7 @@ class MessageEnd(Protocol):
         ...
 
 
-class WorkerLink:
+class WorkerLink(ABC):
     """What links to the process of an expert worker share: what has passed, and the end of it.
 
     Args:
@@ -124,21 +125,21 @@ class WorkerLink:
         self._lost: str | None = None
         self._closed = threading.Event()
 
+    @abstractmethod
     def send(self, rows: Rows) -> None:
         """See ExpertLink."""
-        raise NotImplementedError
 
+    @abstractmethod
     def receive(self, rows: Rows) -> Tensor:
         """See ExpertLink."""
-        raise NotImplementedError
 
+    @abstractmethod
     def arrived_ns(self, rows: Rows) -> int:
         """See ExpertLink."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self, timeout_seconds: float = 5.0) -> None:
         """Tell the expert worker that nothing more comes, and wait for its farewell."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """Raise CollectiveError if the expert worker is lost."""

@@ -283,7 +283,7 @@ class AdamW8bit(torch.optim.Optimizer):
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
             # Steps before have had the betas that were saved, whatever the host gives to those that come.
-            group.setdefault(_SEEN, widened(None, *map(_number, group["betas"])))
+            group.setdefault(BETAS_SEEN, widened(None, *map(_number, group["betas"])))
 
     def _updates(self, group: Mapping[str, Any]) -> Iterator[_Update]:
         """The parameters of a group that have a gradient, each checked."""
@@ -365,7 +365,7 @@ class AdamW8bit(torch.optim.Optimizer):
             step=step,
             maximize=group["maximize"],
             bits=self.bits,
-            ratio=largest_ratio(group[_SEEN], step),
+            ratio=largest_ratio(group[BETAS_SEEN], step),
         )
         torch._foreach_add_([state["step"] for state in states], 1)
         for parameter, value in zip(parameters, values, strict=True):
@@ -450,7 +450,7 @@ def _check_dense(name: str, parameter: Tensor, gradient: Tensor) -> None:
 
 
 def _check_group(group: Mapping[str, Any], lowest_lr: float = 0.0) -> None:
-    betas, seen = group["betas"], group.get(_SEEN)
+    betas, seen = group["betas"], group.get(BETAS_SEEN)
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ConfigError(f"betas is {betas!r}, but it must be two numbers")
     if seen is not None and not (
@@ -458,7 +458,7 @@ def _check_group(group: Mapping[str, Any], lowest_lr: float = 0.0) -> None:
         and len(seen) == 4
         and all(isinstance(beta, float | int) and 0 <= beta < 1 for beta in seen)
     ):
-        raise ConfigError(f"{_SEEN} is {seen!r}, but it must be four numbers, each {_BETWEEN}")
+        raise ConfigError(f"{BETAS_SEEN} is {seen!r}, but it must be four numbers, each {_BETWEEN}")
     for field, value, low, below in (
         ("lr", group["lr"], lowest_lr, math.inf),
         ("betas[0]", betas[0], 0.0, 1.0),
@@ -479,7 +479,7 @@ def _check_group(group: Mapping[str, Any], lowest_lr: float = 0.0) -> None:
             raise ConfigError(f"{field} is {number}, but it must be {at_least if below == math.inf else _BETWEEN}")
 
 
-_SEEN = "betas_seen"
+BETAS_SEEN = "betas_seen"
 """What a group remembers of the betas of its steps: bounds of moments hold for all of them (adamw_scalars.py)."""
 
 
@@ -493,7 +493,7 @@ def _read_options(group: dict[str, Any]) -> dict[str, Any]:
     if isinstance(group["betas"], tuple | list):
         read["betas"] = tuple(map(_number, group["betas"]))
     _check_group(read, lowest_lr=-math.inf)
-    group[_SEEN] = read[_SEEN] = widened(group.get(_SEEN), *read["betas"])
+    group[BETAS_SEEN] = read[BETAS_SEEN] = widened(group.get(BETAS_SEEN), *read["betas"])
     return read
 
 

@@ -43,6 +43,7 @@ from laconic.formats.durable import fsync_directory, fsync_file, sha256_of
 from laconic.formats.shards import local_part
 from laconic.gradients import LocalSteps
 from laconic.ops.adamw_scalars import BetaRanges, widened
+from laconic.optim.adamw import BETAS_SEEN
 from laconic.train.checkpoint.manifest import MANIFEST, VERSION, check_file, read_manifest
 from laconic.train.checkpoint.zipped_storage import CheckpointReader, ZippedWriter
 from laconic.train.distributed.peer_loss import is_peer_lost
@@ -329,7 +330,7 @@ def load_checkpoint(
         set_state_dict(model, optimizer, model_state_dict=full["model"], optim_state_dict=full["optimizer"])
         # Only now: torch steps a new optimizer to have states to load into.
         for group in optimizer.param_groups if betas_seen is not None else ():
-            group["betas_seen"] = betas_seen
+            group[BETAS_SEEN] = betas_seen
         if local is not None:
             _load_apart(local, apart, of_rank, checkpoint.step)
 
@@ -382,7 +383,7 @@ def _text_of_betas(optimizer: torch.optim.Optimizer) -> dict[str, str]:
 
     One for all: groups have the configuration's betas, and other numbers of processes cut groups otherwise.
     """
-    seen = [group["betas_seen"] for group in optimizer.param_groups if "betas_seen" in group]
+    seen = [group[BETAS_SEEN] for group in optimizer.param_groups if BETAS_SEEN in group]
     if not seen:
         return {}
     ranges: BetaRanges = seen[0]
