@@ -12,6 +12,11 @@
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
 #endif
+#if defined(__linux__)
+#include <dlfcn.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #if defined(__SSE2__)
 #include <immintrin.h>
 #endif
@@ -113,10 +118,32 @@ class Pool {
 // Never destroyed, because its threads run until the process ends. A forked child has none of them
 // and starts with a new pool.
 Pool* pool = new Pool;
+bool is_forked = false;
 
 #if defined(__unix__) || defined(__APPLE__)
-[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] {
+  pool = new Pool;
+  is_forked = true;
+});
 #endif
+
+// How OpenMP's runtimes run a function on `num_threads` threads and wait for them; GCC's and LLVM's
+// both have it under this name.
+using RunTeam = void (*)(void (*)(void*), void*, unsigned num_threads, unsigned flags);
+
+// That of the runtime on which torch computes, or null where its team is not for the calling thread.
+// torch's threads look for more work for milliseconds after each of its operations. A pool beside
+// them would wait for their cores, and they for the pool's: with two threads on two cores our
+// kernels took as long as with one. Each thread that asks a runtime has a team of its own, so all
+// but the main thread, in which a training step computes, share the pool. No runtime outlives fork.
+RunTeam team_of_torch() {
+#if defined(__linux__)
+  static const auto run = reinterpret_cast<RunTeam>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  return getpid() == syscall(SYS_gettid) && !is_forked ? run : nullptr;
+#else
+  return nullptr;
+#endif
+}
 
 }  // namespace
 
@@ -131,6 +158,10 @@ void parallel_for(int64_t count, int64_t num_threads,
   task->count = count;
   task->num_parts = std::min(count, num_threads * kPartsPerThread);
   task->seats = num_threads - 1;
+  if (const RunTeam run = team_of_torch()) {
+    return run([](void* own) { static_cast<Task*>(own)->help(); }, task.get(),
+               static_cast<unsigned>(num_threads), 0);
+  }
   pool->run(task);
 }
 

@@ -182,6 +182,48 @@ def run_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunPython]:
         root.stdin.close()
 
 
+THREADS_OF_CALLS = """
+import os, threading
+import torch
+from laconic.ops import quantize_blockwise
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+def quantized():
+    return quantize_blockwise(values)[0].numpy().tobytes()
+
+def check():
+    assert quantized() == expected
+    print(threads() - before - (threading.current_thread() is not threading.main_thread()))
+
+torch.set_num_threads(3)
+values = torch.randn(512, 1024)
+values.exp()  # torch has its threads now
+before = threads()
+expected = quantized()
+check()
+other = threading.Thread(target=check)
+other.start()
+other.join()
+if os.fork() == 0:  # torch's own operations would wait for ever here
+    os._exit(0 if quantized() == expected else 1)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_kernels_compute_on_the_threads_of_torch() -> None:
+    """A pool beside torch's threads, which wait actively, would share their cores: calls of the main thread take them.
+
+    Other threads would each get a team of their own from OpenMP, so they share a pool; after a fork no team is left.
+    """
+    result = subprocess.run([sys.executable, "-c", THREADS_OF_CALLS], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["0", "2"]
+
+
 def test_widest_instruction_set_is_the_default() -> None:
     if not {"LACONIC_ISA", "LACONIC_KERNELS"} & os.environ.keys():
         assert kernels_in_use()["cpu"]["isa"] == native.supported_isas()[-1]
