@@ -19,6 +19,7 @@ from benchmarks.kit.timing import Timing, seconds_of
 from benchmarks.registry import dtype_name
 from laconic.activations.whole_model.report import brief
 from laconic.formats.archive import unzip, zip_path
+from laconic.formats.chunk import Code
 
 __all__ = ["Coded", "checkpoints", "code"]
 
@@ -54,6 +55,10 @@ def checkpoints(model: nn.Module, ids: Tensor, steps: int = 3) -> dict[str, dict
         "weights, fp32": weights,
         "moments of AdamW, fp32": moments,
     }
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
@@ -100,9 +105,9 @@ def _coders(values: list[Tensor], whole: bytes, threads: int, folder: Path) -> d
     source, zipped, returned = (folder / name for name in ("model.safetensors", "zipped.laconic", "returned"))
     source.write_bytes(whole)
 
-    def zip_file() -> Path:
+    def zip_file(code: Code = "auto") -> Path:
         zipped.unlink(missing_ok=True)
-        zip_path(source, zipped, num_threads=threads)
+        zip_path(source, zipped, code=code, num_threads=threads)
         return zipped
 
     def unzip_file(path: Path) -> Path:
@@ -113,21 +118,18 @@ def _coders(values: list[Tensor], whole: bytes, threads: int, folder: Path) -> d
     def equal_bytes(back: Any) -> bool:
         return bytes(back) == whole
 
+    def is_source(path: Path) -> bool:
+        return path.read_bytes() == whole
+
     coders: dict[str, Pair | None] = {
         "laconic, encode": (
             lambda: [laconic.encode(value) for value in values],
             lambda coded: [laconic.decode(buffer) for buffer in coded],
             lambda coded: sum(buffer.nbytes for buffer in coded),
-            lambda back: all(
-                torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(values, back, strict=True)
-            ),
+            lambda back: all(map(_same_bytes, values, back)),
         ),
-        "laconic, zip (files)": (
-            zip_file,
-            unzip_file,
-            lambda path: path.stat().st_size,
-            lambda path: path.read_bytes() == whole,
-        ),
+        "laconic, zip (files)": (zip_file, unzip_file, _size, is_source),
+        "laconic, zip --best (files)": (lambda: zip_file("best"), unzip_file, _size, is_source),
         "ZipNN": None,
         f"zstd -{_ZSTD_LEVEL}": None,
         "blosc2, zstd and bit shuffle": None,
