@@ -11,6 +11,7 @@
 #include "entropy.h"
 #include "gated.h"
 #include "lossless.h"
+#include "norms.h"
 #include "reduce.h"
 #include "rows.h"
 
@@ -27,6 +28,7 @@ struct Isa {
   const GatedKernels* gated;
   const BitsKernels* bits;
   const EntropyKernels* entropy;
+  const NormKernels* norms;
 };
 
 // Those that this CPU runs, slowest first; "portable" always comes first.
