@@ -76,11 +76,7 @@ def _flags_behind(parser: Parser, arguments: Sequence[str]) -> list[str]:
 
 
 def _check_json(file: str | None) -> None:
-    """Check before the script runs that the summary can be written.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Check before the script runs that the summary can be written."""
     if file is None:
         return
     if not file.endswith(".json"):  # a script's name where the file's is missing must not be written over

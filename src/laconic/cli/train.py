@@ -132,11 +132,7 @@ def resolve(args: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
 def _check_recipe(
     name: str | None, named: Mapping[str, Any], above: Mapping[str, Any], values: Mapping[str, Any]
 ) -> None:
-    """Check that a run that is resumed with `values` follows its recipe, but for what layers above it say.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Check that a run that is resumed with `values` follows its recipe, but for what layers above it say."""
     given, resolved = flat_settings(above), flat_settings(values)
     for field, value in flat_settings(named).items():
         if field not in given and resolved[field] != value:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FormatError
-from laconic.formats.checksum import checksum_of
-from laconic.formats.lossless import decode_into, read_header
+from laconic.formats.lossless import checksum_of, decode_into, read_header
 from laconic.formats.safetensors_header import Element
 from laconic.ops import lossless_encode
 from laconic.ops.entropy import entropy_decode_, entropy_encode, is_entropy_coded

@@ -496,11 +496,7 @@ class LocalSteps:
         return found
 
     def _check_own(self, call: str) -> None:
-        """Check that parameters are this rank's own.
-
-        Raises:
-            TrainingError: they are at the common point.
-        """
+        """Check that parameters are this rank's own."""
         if self._is_at_common_point:
             raise TrainingError(
                 f"{call} inside of at_common_point(), where parameters are the common point and not this rank's own; "

@@ -28,7 +28,7 @@ from laconic.collectives.codec import Blockwise, Codec, Raw
 from laconic.formats import BlockFormat, quantized_gradient
 from laconic.formats.shards import local_part
 from laconic.gradients import CompressedGradients, all_reduce_q8, all_reduce_quantized, compress_gradients
-from laconic.gradients.subset import Subset
+from laconic.gradients.members import Subset
 from laconic.moe.huggingface import Parallelized
 from laconic.moe.huggingface import gradients as spread
 from laconic.moe.parallel.grid import Grid

@@ -80,11 +80,7 @@ def build_classifier(config: ModelConfig, corpus: ImageCorpus, seed: int) -> Pre
 
 
 def _check_fit(model: Any, corpus: ImageCorpus) -> None:
-    """Check that `model` has a logit for every class and takes the data's channels and size.
-
-    Raises:
-        DataError: it does not.
-    """
+    """Check that `model` has a logit for every class and takes the data's channels and size."""
     num_classes, config = model.config.num_labels, model.config
     if num_classes < len(corpus.classes):
         raise DataError(

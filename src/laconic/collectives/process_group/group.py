@@ -37,10 +37,9 @@ from laconic.collectives.policy.raw_calls import raw_calls_of
 from laconic.collectives.policy.selector import predict, prepare
 from laconic.collectives.process_group.averages import averages_of_integers
 from laconic.collectives.process_group.backends import compare, connect, forget
-from laconic.collectives.process_group.ddp_reducer import prepare_reducers
-from laconic.collectives.process_group.monitored_barrier import take_groups_of
 from laconic.collectives.process_group.p2p import CODED, P2P, as_bytes
 from laconic.collectives.process_group.strided import on_dense
+from laconic.collectives.process_group.torch_patches import prepare_reducers, take_groups_of
 from laconic.collectives.process_group.work_handles import Ordered, RawWork, WorkGroup
 from laconic.collectives.runtime import background, callbacks
 from laconic.collectives.runtime.background import BackgroundWork

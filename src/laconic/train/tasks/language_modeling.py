@@ -152,11 +152,7 @@ class LanguageModeling(Task):
 
 
 def _check_batch(config: TrainConfig, num_replicas: int) -> None:
-    """Check that the token ids of a step alone fit into this machine's memory.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Check that the token ids of a step alone fit into this machine's memory."""
     import psutil
 
     sequences = config.batch_size // num_replicas
