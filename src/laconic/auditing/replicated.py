@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 from laconic.gradients.members import Subset
 from laconic.replicas import ReplicaReport, verify_replicas
 
-__all__ = ["compare_replicas", "is_sharded_by_fsdp", "spread_experts"]
-
 
 def spread_experts(model: nn.Module) -> dict[nn.Parameter, dist.ProcessGroup | None]:
     """Parameters of experts of which other ranks have others, and the group whose ranks have the same, if it is known.

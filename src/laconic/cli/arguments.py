@@ -10,8 +10,6 @@ from typing import Any, NoReturn
 from laconic.errors import ConfigError
 from laconic.train.config.dotted_names import nearest
 
-__all__ = ["PATH_METAVARS", "Parser", "add_json", "flag_hint"]
-
 PATH_METAVARS = ("FILE", "DIR", "PATH", "FILE|DIR", "RUN", "BASE", "MODEL", "SCRIPT", "TARGET")
 """Names in the help of arguments that are paths; shells complete files for them."""
 _TYPES = {"int": "an integer", "integer": "an integer", "float": "a number"}

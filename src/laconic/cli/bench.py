@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from laconic.infer.bench.plans import BenchPlan, Kind
     from laconic.infer.token_engine import TokenEngine
 
-__all__ = ["make_parser", "run"]
-
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic bench` with `args`."""

@@ -28,8 +28,6 @@ from laconic.cli.host import improvements, links, read_host
 from laconic.cost.sizes import format_nbytes
 from laconic.errors import LaconicError
 
-__all__ = ["diagnose", "render"]
-
 _PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "triton", "safetensors", "tensorboard", "wandb")
 _EXTRAS = {
     "transformers": "laconic train needs transformers: pip install 'laconic[train]'",

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from laconic.cli.arguments import Parser, add_json
 from laconic.cli.output import json_only, print_json
 
-__all__ = ["make_parser", "run"]
-
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic doctor` with `args`; return 1 if a required part is broken, else 0."""

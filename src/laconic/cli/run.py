@@ -17,8 +17,6 @@ from laconic.errors import ConfigError
 from laconic.options import ACTIVATION_BITS, ATTENTIONS, LOSSES, OPTIMIZERS
 from laconic.output_lines import say
 
-__all__ = ["make_parser", "run"]
-
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic run` with `args`; return the script's exit code, 2 if what was asked for cannot be done."""

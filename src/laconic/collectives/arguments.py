@@ -15,22 +15,6 @@ from laconic.collectives.runtime.background import Groups
 from laconic.collectives.runtime.group_facts import check_member, registered_ranks
 from laconic.errors import ConfigError, FormatError
 
-__all__ = [
-    "Group",
-    "Op",
-    "check_end",
-    "check_numel",
-    "check_group_rank",
-    "check_tensors",
-    "find_factor",
-    "find_groups",
-    "find_group_rank",
-    "find_splits",
-    "flat_group",
-    "flatten",
-    "numels_of",
-]
-
 Op = Literal["sum", "avg"]
 
 Group = dist.ProcessGroup | TwoLevel | None

@@ -17,8 +17,6 @@ from typing import Any
 from laconic.cost.sizes import format_nbytes
 from laconic.text_columns import columns
 
-__all__ = ["RAW", "Entry", "Snapshot", "record", "reset", "snapshot", "tally"]
-
 RAW = "raw"
 """Codec name of messages that are sent uncoded."""
 

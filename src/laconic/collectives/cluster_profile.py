@@ -38,8 +38,6 @@ from laconic.cost.comm.rates import (
 )
 from laconic.cost.comm.seconds import GroupShape, coded_seconds, sent_nbytes
 
-__all__ = ["measure_link", "profile"]
-
 _SIZES = tuple(1 << power for power in range(12, 25, 2))
 """Bytes that a process sends: 4 KB to 16 MB."""
 _CODEC_SIZES = (1 << 14, 1 << 18, 1 << 22)

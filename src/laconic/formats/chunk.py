@@ -22,8 +22,6 @@ from laconic.formats.safetensors_header import Element
 from laconic.ops import lossless_encode
 from laconic.ops.entropy import entropy_decode_, entropy_encode, is_entropy_coded
 
-__all__ = ["Code", "decode_chunk", "difference", "difference_pays", "encode_chunk"]
-
 Code = Literal["auto", "tiered", "window", "raw", "best"]
 _ROTATED = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes whose highest byte is fullest of exponent when the sign is moved to the other end."""

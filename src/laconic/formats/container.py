@@ -31,8 +31,6 @@ from laconic.formats.safetensors_header import HEADER_LIMIT_NBYTES, TensorEntry,
 from laconic.json_text import parse_json
 from laconic.ops.entropy import MAX_ELEMENTS_PER_BYTE, is_entropy_coded
 
-__all__ = ["CHUNK_NBYTES", "SUFFIX", "ContainerFile", "write_container"]
-
 SUFFIX = ".laconic"
 """What the name of a zipped file ends with."""
 CHUNK_NBYTES = 1 << 22

@@ -18,8 +18,6 @@ import torch
 from laconic.errors import FormatError
 from laconic.json_text import parse_json
 
-__all__ = ["HEADER_LIMIT_NBYTES", "Element", "TensorEntry", "element", "parse_header", "unique_names", "write_header"]
-
 HEADER_LIMIT_NBYTES = 100_000_000
 """What the safetensors project allows."""
 

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
-from laconic.gradients.reduce import NATIVE_BELOW_NBYTES, TwoLevel, all_reduce_q8
-
-__all__ = ["Q8HookState", "ddp_q8_hook", "q8_hook"]
+from laconic.collectives.engine.layouts import TwoLevel
+from laconic.gradients.reduce import NATIVE_BELOW_NBYTES, all_reduce_q8
 
 _Hook = Callable[["Q8HookState", GradBucket], torch.futures.Future[Tensor]]
 

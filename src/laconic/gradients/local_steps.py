@@ -43,8 +43,6 @@ from laconic.gradients.local_checks import (
 )
 from laconic.gradients.replicas import broadcast_state, check_same_settings
 
-__all__ = ["LocalSteps"]
-
 _FORMATS = {4: BlockFormat("nf4", 64, torch.bfloat16), 8: BlockFormat("int8", 128, torch.float32)}
 
 

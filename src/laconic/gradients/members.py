@@ -19,8 +19,6 @@ from laconic.formats.shards import is_deepspeeds
 from laconic.gradients.turns import Owner, own, owner_of, release
 from laconic.ops import DTYPES
 
-__all__ = ["Members", "Subset", "check_model"]
-
 _HELD = "_laconic_gradients"
 
 

@@ -15,8 +15,6 @@ from laconic.collectives.runtime.group_facts import ranks_of, registered_ranks
 from laconic.errors import ConfigError
 from laconic.formats.shards import local_part
 
-__all__ = ["broadcast_state", "check_same_settings", "largest_of_ranks", "settings_digest"]
-
 
 def check_same_settings(settings: Mapping[str, object], group: dist.ProcessGroup) -> None:
     """Compare settings, by name, with those of the other ranks of a group.

@@ -20,8 +20,6 @@ from laconic.activations.whole_model.report import Call, Measurement, Report
 from laconic.activations.whole_model.suspended import fitting, measure_both
 from laconic.errors import ModelError
 
-__all__ = ["logged", "measure_first_call"]
-
 
 def measure_first_call(model: nn.Module, then: Callable[[Measurement, Measurement], object]) -> None:
     """Measure the first training call of a converted model, exact and compressed; a slice of it where memory is short.

@@ -12,8 +12,6 @@ from types import CodeType, ModuleType, TracebackType
 
 from laconic.errors import ConfigError
 
-__all__ = ["Script"]
-
 
 class Script:
     """A Python file, or a module, that is about to run as the module `__main__`.

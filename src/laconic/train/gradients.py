@@ -40,13 +40,6 @@ from laconic.train.distributed.comm_compression import zip_codec
 from laconic.train.distributed.data_parallel import plain_model
 from laconic.train.distributed.parallel_state import ParallelState
 
-__all__ = [
-    "ExpertParallelGradients",
-    "Gradients",
-    "PassingGradients",
-    "make_gradients",
-]
-
 _CODES = BlockFormat("int8", 128)
 
 

@@ -18,8 +18,6 @@ from laconic.train.model_source import check_path, how_to_get_a_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["build_classifier", "check_batch_norm", "preprocessor_config"]
-
 _LANGUAGE_SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("tie_word_embeddings", "allow_download"),

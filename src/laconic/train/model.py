@@ -24,18 +24,6 @@ from laconic.train.model_source import check_path, find_weights
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "build_model",
-    "check_config",
-    "check_extra",
-    "family_config",
-    "load_model",
-    "no_progress_bars",
-    "path_config",
-    "random_model",
-    "sized_config",
-]
-
 logger = logging.getLogger(__name__)
 
 # Names that transformers still takes for what its configurations now hold in rope_parameters.

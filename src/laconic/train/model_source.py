@@ -18,8 +18,6 @@ from laconic.json_text import parse_json
 from laconic.train.config.schema import FINE_TUNING_RATE, LORA_RATE, ModelConfig, TrainConfig
 from laconic.train.config.tasks import find_task
 
-__all__ = ["check_path", "find_weights", "how_to_get_a_model", "own_tokenizer", "resolve_defaults", "tokenizer_files"]
-
 logger = logging.getLogger(__name__)
 
 _LOADABLE = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -20,12 +20,12 @@ from torch import nn
 
 import laconic
 from laconic.collectives.engine.handshake import first_difference
+from laconic.cost import load_plan
 from laconic.errors import ConfigError, TrainingError
 from laconic.output_lines import say
 from laconic.train.checkpoint.resume import find_start, identity_of
 from laconic.train.checkpoint.save_load import Checkpoint, save_checkpoint
 from laconic.train.config.dotted_names import flat_settings
-from laconic.train.config.plan import load_plan
 from laconic.train.config.schema import TrainConfig
 from laconic.train.config.settings import settings as settings_of
 from laconic.train.config.tasks import find_task
@@ -43,9 +43,6 @@ from laconic.train.run_lock import RunLock
 from laconic.train.signals import StopRequest
 from laconic.train.steps import Steps, make_steps
 from laconic.train.task import Task
-
-__all__ = ["run"]
-
 
 _LOCAL = ("nproc", "restarts", "tensorboard", "wandb")
 """What may differ between machines beside paths, or is taken from rank 0."""

@@ -44,8 +44,6 @@ from laconic.train.signals import StopRequest
 from laconic.train.step_timeline import TaskTime
 from laconic.train.task import Task
 
-__all__ = ["StepResult", "Trainer", "make_optimizer"]
-
 
 @dataclass(frozen=True)
 class StepResult:

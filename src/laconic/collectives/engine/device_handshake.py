@@ -28,8 +28,6 @@ from laconic.collectives.runtime.device_streams import Ready
 from laconic.collectives.runtime.group_facts import fail, raise_if_failed
 from laconic.errors import ConfigError
 
-__all__ = ["DeviceHandshake", "all_wait", "poll", "remember", "watch"]
-
 _VARYING = ("numel", "num_gradients", "splits", "src", "dst")
 """Settings that may be others in every call; the rest are a program's few kinds of calls."""
 

@@ -24,18 +24,6 @@ from torch import Tensor
 
 from laconic.errors import ConfigError
 
-__all__ = [
-    "GROUP_ENDED",
-    "MAX_INSIDE_NBYTES",
-    "Announcement",
-    "Handshake",
-    "Peers",
-    "Settings",
-    "Splits",
-    "difference",
-    "first_difference",
-]
-
 MAX_INSIDE_NBYTES = 1 << 14
 """Of a message that travels inside of an announcement."""
 

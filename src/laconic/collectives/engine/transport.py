@@ -44,8 +44,6 @@ from laconic.collectives.runtime.group_facts import fail, goes_through_host, rai
 from laconic.collectives.runtime.late_checks import LateCheck, make_checks
 from laconic.errors import CollectiveError, ConfigError, FormatError
 
-__all__ = ["WIRE_VERSION", "InFlightMessages", "Incoming", "Outgoing", "UnreadMessages", "Wire", "has_tags"]
-
 WIRE_VERSION = 5
 """Changes with anything here that ranks of different releases would understand differently."""
 

@@ -12,8 +12,6 @@ from torch._C._distributed_c10d import GradBucket
 from laconic.collectives import api
 from laconic.collectives.codec import Codec, check_codec
 
-__all__ = ["ZipHookState", "ddp_zip_hook", "zip_hook"]
-
 _Hook = Callable[["ZipHookState", GradBucket], torch.futures.Future[Tensor]]
 
 

@@ -48,20 +48,6 @@ from laconic.cost.comm.seconds import (
 )
 from laconic.errors import ConfigError
 
-__all__ = [
-    "choose",
-    "predict",
-    "leaves_raw",
-    "merge_notes",
-    "note",
-    "observe",
-    "prepare",
-    "prepared_rates",
-    "sent_by_one",
-    "use_rates",
-    "needs_sync",
-]
-
 _UNTAUGHT = "untaught"
 """Tag of estimates that are never updated."""
 

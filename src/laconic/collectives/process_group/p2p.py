@@ -36,8 +36,6 @@ from laconic.collectives.runtime.torch_compat import untraced
 from laconic.cost.comm.seconds import NO_CODE, RAW, TOO_SMALL
 from laconic.errors import CollectiveError, FormatError, LaconicError
 
-__all__ = ["CODED", "P2P", "Batches", "as_bytes"]
-
 CODED = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 """Dtypes that are coded. Integers and float64 are not."""
 

@@ -17,8 +17,6 @@ from torch._C import _distributed_c10d
 
 from laconic.collectives.runtime.torch_compat import untraced
 
-__all__ = ["prepare_reducers", "take_groups_of"]
-
 _c10d: Any = _distributed_c10d  # whose stubs lack some of it
 _Base: Any = dist.ProcessGroup
 

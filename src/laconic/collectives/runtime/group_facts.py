@@ -19,20 +19,6 @@ import torch.distributed as dist
 
 from laconic.errors import ConfigError
 
-__all__ = [
-    "check_member",
-    "fail",
-    "follow_timeout",
-    "goes_through_host",
-    "options_of",
-    "original_of",
-    "raise_if_failed",
-    "ranks_of",
-    "register_group",
-    "registered_ranks",
-    "timeout_of",
-]
-
 _CPU = torch.device("cpu")
 
 _ranks: WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = WeakKeyDictionary()

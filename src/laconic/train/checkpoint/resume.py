@@ -20,8 +20,6 @@ from laconic.train.report.run_dir import checkpoint_names, latest_name
 from laconic.train.report.run_logger import log_on_stderr
 from laconic.train.task import Task
 
-__all__ = ["find_start", "identity_of"]
-
 _FORMERLY = {"optimizer.kind": "adamw", "local_steps": 0}
 """Values, in the runs that wrote them, of settings that older checkpoints do not name."""
 

@@ -50,16 +50,6 @@ from laconic.train.distributed.world import World, is_peer_lost
 from laconic.train.pipeline import LocalChunks
 from laconic.train.report.run_dir import CHECKPOINT_NAME, checkpoint_age, checkpoint_names, latest_name
 
-__all__ = [
-    "BETAS_FILE",
-    "Checkpoint",
-    "find_checkpoint",
-    "load_checkpoint",
-    "load_weights",
-    "newest_good_checkpoint",
-    "save_checkpoint",
-]
-
 logger = logging.getLogger(__name__)
 
 BETAS_FILE = "betas_seen.json"

@@ -16,8 +16,6 @@ from laconic.errors import ConfigError
 from laconic.train.config.dotted_names import nearest
 from laconic.train.config.settings import settings
 
-__all__ = ["MAX_INT", "RULES", "check_table", "refusal", "refuse", "refuse_unused", "section"]
-
 MAX_INT = 2**63 - 1
 _MAX_ERRORS = 4
 _TEXT = "be UTF-8 text without NULs"

@@ -30,19 +30,6 @@ from laconic.train.data.sources import find_files, read_documents
 from laconic.train.data.token_file import TokenFile, TokenFileWriter
 from laconic.train.data.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = [
-    "TokenCorpus",
-    "TokenDataset",
-    "TokenStream",
-    "Vocabulary",
-    "batch",
-    "check_vocab",
-    "held_out",
-    "load_tokenizer",
-    "prepare",
-    "sample_id",
-]
-
 logger = logging.getLogger(__name__)
 
 # The unit of the train/validation split: a document, or this many tokens of a long one, so that a corpus that is one

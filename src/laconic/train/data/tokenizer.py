@@ -13,8 +13,6 @@ import numpy.typing as npt
 from laconic.errors import DataError
 from laconic.json_text import parse_json
 
-__all__ = ["BytesTokenizer", "JsonTokenizer", "TokenArray", "Tokenizer", "bytes_per_token", "load_tokenizer"]
-
 TokenArray = npt.NDArray[np.unsignedinteger]
 IdArray = npt.NDArray[np.uint32]
 StartArray = npt.NDArray[np.int64]

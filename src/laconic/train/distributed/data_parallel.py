@@ -26,8 +26,6 @@ from laconic.train.distributed.parallel_state import ParallelState
 from laconic.train.distributed.world import World
 from laconic.train.model_split import Gap, decoder_stack
 
-__all__ = ["RunningStatistics", "autocast", "decoder_layers", "plain_model", "wrap_model"]
-
 
 def wrap_model(
     model: nn.Module,

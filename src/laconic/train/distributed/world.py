@@ -22,8 +22,6 @@ from torch._C._distributed_c10d import FileStore, Store
 from laconic.collectives import agent_store
 from laconic.errors import ConfigError
 
-__all__ = ["STORE_VARIABLE", "RankInfo", "World", "is_peer_lost", "join_world", "num_cores", "read_environment"]
-
 STORE_VARIABLE = "LACONIC_STORE"
 """Environment variable with the path of the file in which processes that laconic started on this machine meet; without
 it they meet at MASTER_ADDR and MASTER_PORT."""

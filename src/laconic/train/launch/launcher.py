@@ -49,8 +49,6 @@ from laconic.train.report.run_dir import checkpoint_names, latest_name, new_run_
 from laconic.train.run_lock import keep_for_launch
 from laconic.train.signals import EXIT_INTERRUPTED, STOP_SIGNAL, StopRequest
 
-__all__ = ["launch"]
-
 # What a process takes with torch and transformers loaded: measured, 0.3 to 0.4 GiB, some of it shared.
 _PROCESS_NBYTES = 1 << 28
 

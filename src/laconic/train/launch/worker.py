@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from laconic.train.distributed.world import RankInfo
     from laconic.train.launch_record import Launch
 
-__all__ = ["leave", "main", "work"]
-
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 

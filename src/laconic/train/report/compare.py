@@ -23,9 +23,6 @@ from laconic.train.report.charts import experts_chart, left_out, sites_chart, ti
 from laconic.train.report.run_reader import Run, last_common_step, load_runs
 from laconic.train.report.side_by_side import Row, as_data, config_differences, summary_rows, text_table
 
-__all__ = ["compare", "downsample", "smooth"]
-
-
 _MAX_POINTS = 1000
 _SMOOTHING = 25  # curves are means over this share of their points
 _SCRIPTS = ("page.js", "page_charts.js", "page_maps.js")

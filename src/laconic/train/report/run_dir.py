@@ -22,19 +22,6 @@ if TYPE_CHECKING:
     from laconic.train.data.tokenizer import BytesTokenizer, JsonTokenizer
     from laconic.train.distributed.world import World
 
-__all__ = [
-    "CHECKPOINT_NAME",
-    "TOKENIZER_FILES",
-    "check_run_dir",
-    "checkpoint_age",
-    "checkpoint_names",
-    "claim_run_dir",
-    "copy_tokenizer",
-    "latest_name",
-    "new_run_dir",
-    "write_json",
-]
-
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 """step-00000200, and step-00000200-2 when that step was saved again."""
 

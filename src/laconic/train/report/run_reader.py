@@ -23,8 +23,6 @@ from laconic.train.config.toml_text import parse_toml
 from laconic.train.report.metrics import METRICS_FILE, read_metrics
 from laconic.train.step_timeline import TIMELINE_FILE
 
-__all__ = ["Run", "default_format", "last_common_step", "load_runs"]
-
 _FILES = ("config.toml", METRICS_FILE, "activations.json", "summary.json")
 _LOSSES = ("loss", "validation_loss")
 _MEASURES = (

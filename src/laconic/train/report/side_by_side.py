@@ -14,8 +14,6 @@ from laconic.train.config.dotted_names import flat_settings
 from laconic.train.config.schema import FINE_TUNING_RATE, PRETRAINING_RATE, TrainConfig
 from laconic.train.report.run_reader import LOSS_WINDOW, Run, default_format, last_common_step
 
-__all__ = ["Row", "as_data", "config_differences", "summary_rows", "text_table"]
-
 _MISSING = "-"
 """Stands where a run does not tell."""
 # Fields that differ between any two runs anyway.

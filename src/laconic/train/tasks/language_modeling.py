@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from laconic.train.distributed.parallel_state import ParallelState
     from laconic.train.distributed.world import World
 
-__all__ = ["TASK", "LanguageModeling"]
-
 logger = logging.getLogger(__name__)
 
 _SAMPLE_TOKENS = 1 << 18
