@@ -20,8 +20,6 @@ from benchmarks.registry import dtype_name
 from laconic.activations.whole_model.report import brief
 from laconic.formats.archive import unzip, zip_path
 
-__all__ = ["Coded", "checkpoints", "code"]
-
 _ZSTD_LEVEL = 3
 
 

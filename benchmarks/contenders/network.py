@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from benchmarks.slow_links import as_rank, time_all
 
-__all__ = ["KINDS"]
-
 KINDS = (
     "FSDP2 over gloo",
     "laconic, zip_collectives",

@@ -16,8 +16,6 @@ from benchmarks.kit.models import causal_model
 from laconic.train.config.schema import DataConfig
 from laconic.train.data.corpus import TokenCorpus, TokenDataset, batch, prepare
 
-__all__ = ["LENGTH", "Run", "byte_pairs", "corpus", "held_out_loss", "llama", "rate_at", "train"]
-
 LENGTH = 128
 """Bytes of a training sequence."""
 

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from laconic.train.memory import step_peak
 from laconic.train.model_split import mean_loss
 
-__all__ = ["allocated_nbytes", "peak_nbytes", "peak_of_step"]
-
 
 class _Mallinfo2(ctypes.Structure):
     """struct mallinfo2 of glibc's malloc.h."""
