@@ -64,10 +64,6 @@ class Diagnosis:
     faster: list[dict[str, str]] = field(default_factory=list)
     """What would be faster: "finding" and "remedy" of each."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return all fields as plain dicts and lists, for `--json`."""
-        return asdict(self)
-
 
 def diagnose() -> Diagnosis:
     """Inspect this machine and run the self test: about a second, and on a GPU what compiling its kernels takes."""

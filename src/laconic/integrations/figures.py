@@ -7,6 +7,7 @@ labels. So the first figure, on tokens that are made up, is replaced at the firs
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,12 +67,7 @@ class _FirstCall:
             self._then(before, after)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _for_a_copy, ()
-
-
-def _for_a_copy() -> Callable[..., None]:
-    """The hook of a copy of the model, which is not what trains."""
-    return _nothing
+        return partial, (_nothing,)  # in a copy of the model, which is not what trains
 
 
 def _nothing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import laconic
-from laconic.collectives.engine.handshake import first_difference
+from laconic.collectives.engine.handshake import difference
 from laconic.cost import load_plan
 from laconic.errors import ConfigError, TrainingError
 from laconic.output_lines import say
@@ -276,11 +276,6 @@ def _check_agreement(config: TrainConfig, world: World) -> None:
     settings |= {"laconic's version": laconic.__version__, "torch's version": str(torch.__version__)}
     if config.plan is not None:
         settings["the plan"] = load_plan(config.plan).to_dict()
-    gathered = world.gather(settings)
-    found = first_difference(gathered)
+    found = difference(dict(enumerate(world.gather(settings))))
     if found is not None:
-        name, rank = found
-        raise ConfigError(
-            f"{name} is {gathered[0].get(name)!r} on rank 0, but {gathered[rank].get(name)!r} on rank {rank}; start "
-            "all processes of a run with the same settings and versions"
-        )
+        raise ConfigError(f"{found}; start all processes of a run with the same settings and versions")

@@ -25,7 +25,7 @@ import torch
 from laconic.cache_folder import cache_folder, is_homeless
 from laconic.errors import DataError
 from laconic.train.config.schema import DataConfig
-from laconic.train.data.sampler import global_indices, sample_id
+from laconic.train.data.sampler import sample_id
 from laconic.train.data.sources import find_files, read_documents
 from laconic.train.data.token_file import TokenFile, TokenFileWriter
 from laconic.train.data.tokenizer import Tokenizer, load_tokenizer
@@ -137,26 +137,9 @@ class TokenDataset:
         start = sample * self._sequence_length
         return torch.from_numpy(self._stream.read(start, self._sequence_length + 1))
 
-
-def batch(
-    dataset: TokenDataset,
-    seed: int,
-    step: int,
-    batch_size: int,
-    accumulation: int = 1,
-    micro: int = 0,
-    rank: int = 0,
-    world: int = 1,
-) -> torch.Tensor:
-    """Micro-batch `micro` of step `step` on process `rank`, int64 [batch_size / (world * accumulation), T + 1].
-
-    The samples of a step do not depend on `world` and `accumulation`.
-
-    Raises:
-        ConfigError: batch_size is no multiple of world * accumulation.
-    """
-    indices = global_indices(step, batch_size, accumulation, micro, rank, world)
-    return torch.stack([dataset[sample_id(seed, index, len(dataset))] for index in indices])
+    def drawn(self, seed: int, indices: Iterable[int]) -> torch.Tensor:
+        """The windows at `indices` of the order that `seed` gives, int64 [number of indices, sequence_length + 1]."""
+        return torch.stack([self[sample_id(seed, index, len(self))] for index in indices])
 
 
 def check_vocab(corpus: Vocabulary, vocab_size: int) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from laconic.errors import ConfigError
 from laconic.train.config.schema import ImagesConfig, TrainConfig
 from laconic.train.config.values import refuse
-from laconic.train.data.sampler import sample_id
 from laconic.train.model_source import check_path, own_tokenizer, tokenizer_files
 from laconic.train.task import Task
 
@@ -100,10 +99,7 @@ class LanguageModeling(Task):
 
     def training_batch(self, indices: range) -> Any:
         """Windows at `indices` of the run's order, int64 [n, T + 1]."""
-        import torch
-
-        train = self._train
-        return torch.stack([train[sample_id(self._config.seed, index, len(train))] for index in indices])
+        return self._train.drawn(self._config.seed, indices)
 
     def validation_batch(self, samples: Sequence[int]) -> Any:
         """Validation windows, int64 [n, T + 1]."""
