@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,9 @@ from laconic.train.data.sampler import sample_id
 from laconic.train.data.sources import find_files, read_documents
 from laconic.train.data.token_file import TokenFile, TokenFileWriter
 from laconic.train.data.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from laconic.train.data.instructions import Examples
 
 logger = logging.getLogger(__name__)
 
@@ -92,22 +95,6 @@ class TokenCorpus:
     """Hex digest of the tokens and their split: equal fingerprints mean equal data at every step."""
 
 
-class Vocabulary(Protocol):
-    """What a model must fit of the data; see `TokenCorpus`."""
-
-    @property
-    def vocab_size(self) -> int: ...  # noqa: D102
-
-    @property
-    def max_token(self) -> int: ...  # noqa: D102
-
-    @property
-    def end_of_document(self) -> int: ...  # noqa: D102
-
-    @property
-    def tokenizer_name(self) -> str: ...  # noqa: D102
-
-
 class TokenDataset:
     """Windows of a stream: window i holds tokens [i * T, i * T + T], so inputs and targets are its first and last T."""
 
@@ -142,7 +129,7 @@ class TokenDataset:
         return torch.stack([self[sample_id(seed, index, len(self))] for index in indices])
 
 
-def check_vocab(corpus: Vocabulary, vocab_size: int) -> None:
+def check_vocab(corpus: TokenCorpus | Examples, vocab_size: int) -> None:
     """Check that a model with `vocab_size` embeddings has every id of the corpus."""
     if corpus.max_token >= vocab_size:
         raise DataError(

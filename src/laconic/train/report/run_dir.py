@@ -19,7 +19,7 @@ from laconic.train.run_lock import LOCK_FILE, RunLock
 
 if TYPE_CHECKING:
     from laconic.train.config.schema import TrainConfig
-    from laconic.train.data.tokenizer import BytesTokenizer, JsonTokenizer
+    from laconic.train.data.tokenizer import Tokenizer
     from laconic.train.distributed.world import World
 
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
@@ -139,7 +139,7 @@ def checkpoint_age(name: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 1)
 
 
-def copy_tokenizer(tokenizer: BytesTokenizer | JsonTokenizer, run_dir: Path) -> None:
+def copy_tokenizer(tokenizer: Tokenizer, run_dir: Path) -> None:
     """Keep the tokenizer with the run, so that it can be exported wherever the run is moved to."""
     from laconic.train.data.tokenizer import JsonTokenizer  # late: the launcher does without numpy
 

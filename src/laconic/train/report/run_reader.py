@@ -177,16 +177,6 @@ class Run:
         return raw / sent if raw and sent else None
 
     @property
-    def expert_load_ratio(self) -> float | None:
-        """Tokens of a layer's busiest expert over the mean, mean over layers, median over steps."""
-        return self.median("moe_load_ratio")
-
-    @property
-    def duplicate_rate(self) -> float | None:
-        """Share of assignments to experts that need no row of their own, median over steps."""
-        return self.median("moe_duplicate_rate")
-
-    @property
     def collectives_table(self) -> str | None:
         """What the collectives of all processes sent, by operation and type, and what was left raw and why."""
         counted = self.summary.get("collectives")

@@ -17,7 +17,8 @@ from laconic.train.task import Task
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from laconic.train.data.corpus import Vocabulary
+    from laconic.train.data.corpus import TokenCorpus
+    from laconic.train.data.instructions import Examples
     from laconic.train.distributed.parallel_state import ParallelState
     from laconic.train.distributed.world import World
 
@@ -30,7 +31,7 @@ class LanguageModeling(Task):
     """A Hugging Face causal language model; batches are tokens, int64 [n, T + 1]."""
 
     unit = "token"
-    _vocabulary: Vocabulary
+    _vocabulary: TokenCorpus | Examples
 
     def __init__(self, config: TrainConfig, world: World, parallel_state: ParallelState) -> None:
         from laconic.train.data.corpus import TokenDataset, prepare
