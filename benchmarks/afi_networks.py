@@ -21,8 +21,6 @@ from laconic.vision import (
     integrate,
 )
 
-__all__ = ["AFI_FAST", "AFI_NAME", "AT_BUDGET", "NETWORKS", "REDUCTION", "build", "stages"]
-
 _FULL, _SHORTER = (3, 3, 3), (3, 2, 3)
 _WIDTHS = (16, 32, 64)
 REDUCTION = 4

@@ -21,8 +21,6 @@ from benchmarks.kit.timing import seconds_of
 from benchmarks.registry import Options, Table, benchmark
 from laconic.activations import SavedTensorTracker
 
-__all__ = ["MODELS", "made", "step_of"]
-
 _NOISE = torch.Generator()
 
 

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from laconic.errors import ConfigError
 from laconic.moe.placement.search import packed
 
-__all__ = ["rebalance"]
-
 
 def rebalance(loads: Sequence[float], num_ranks: int, current: Sequence[int] | None = None) -> list[int]:
     """A slot for each expert, [E]; slot s lives on rank s // (E / num_ranks).

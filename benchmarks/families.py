@@ -30,8 +30,6 @@ from benchmarks.registry import Table
 from laconic.activations import SavedTensorTracker
 from laconic.activations.whole_model.report import Report
 
-__all__ = ["Row", "measure", "page", "rows_of", "with_rows"]
-
 
 @dataclass(frozen=True)
 class Row:

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 
-__all__ = ["KINDS", "Family", "NotBuiltError", "families", "inputs_of", "model_of", "short", "tensors_of"]
-
 KINDS = {
     "decoder": "Decoders and state-space models",
     "encoder": "Encoders",

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from laconic.errors import DataError
 
-__all__ = ["Images", "fashion_mnist", "random_images"]
-
 _MEAN, _DEVIATION = 0.2860, 0.3530
 """Of the pixels of the training images."""
 

@@ -18,8 +18,6 @@ from laconic import BlockFormat, linear_cross_entropy, ops
 from laconic.ops.dynamic_map import STATE_BLOCK_SIZE, zero_code
 from laconic.ops.lossless import EXPONENT_DTYPES, Status
 
-__all__ = ["Timer", "bits_table", "head_table", "lossless_table", "same_bits", "speed_table"]
-
 Timer = Callable[[Callable[[], object]], float]
 """Median seconds of one call."""
 

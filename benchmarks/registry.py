@@ -15,21 +15,6 @@ import torch
 
 from laconic.ops import kernels_in_use
 
-__all__ = [
-    "BENCHMARKS",
-    "CASES",
-    "Options",
-    "Table",
-    "Text",
-    "benchmark",
-    "dtype_name",
-    "how_long",
-    "kernels_note",
-    "processor",
-    "report_head",
-    "took",
-]
-
 SMOKE_ELEMENTS = 1 << 12
 """Elements of a tiny case that only shows that a benchmark runs."""
 

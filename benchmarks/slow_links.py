@@ -27,11 +27,6 @@ from benchmarks.kit.timing import Case, Timing
 from benchmarks.registry import Benchmark, Options, Table, Text
 from netlab import Lab, finish, why_not
 
-__all__ = [
-    "Network", "Timed", "as_rank", "format_size", "in_lab", "join", "leave", "networks", "run_ranks",
-    "sent", "slowest_rank", "time_all",
-]  # fmt: skip
-
 _LONGEST_SECONDS = 3600
 
 

@@ -15,8 +15,6 @@ import laconic
 from benchmarks.contenders.training import EXACT, Change, Contender, Training
 from benchmarks.kit.recompute import keeping_products
 
-__all__ = ["batch_in_halves", "checkpointed", "compiled", "compiled_layers", "compressed", "contenders"]
-
 
 def compressed(**how: Any) -> Change:
     """laconic.compress_activations."""

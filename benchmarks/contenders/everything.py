@@ -9,8 +9,6 @@ from benchmarks.contenders.losses import torch_chunked
 from benchmarks.contenders.optimizers import adamw8bit, coded_gradients, peer_adamw
 from benchmarks.contenders.training import EXACT, Contender
 
-__all__ = ["contenders"]
-
 
 def contenders() -> list[Contender]:
     """The rows of the table."""

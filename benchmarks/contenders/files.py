@@ -21,8 +21,6 @@ from laconic.activations.whole_model.report import brief
 from laconic.formats.archive import unzip, zip_path
 from laconic.formats.chunk import Code
 
-__all__ = ["Coded", "checkpoints", "code"]
-
 _ZSTD_LEVEL = 3
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from benchmarks.contenders.activations import compressed
 from benchmarks.contenders.training import EXACT, Change, Contender, Training
 
-__all__ = ["contenders", "torch_chunked"]
-
 
 def _head(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Change:
     """A loss of hidden states [n, hidden], weight [vocabulary, hidden] and labels [n]."""

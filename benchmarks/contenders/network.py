@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from benchmarks.slow_links import as_rank, time_all
 
-__all__ = ["KINDS"]
-
 KINDS = (
     "FSDP2 over gloo",
     "laconic, zip_collectives",
@@ -108,7 +106,8 @@ class _Training:
         from benchmarks.contenders.training import LEARNING_RATE
         from laconic.collectives import Lossless
         from laconic.gradients import quantize_reduction
-        from laconic.train.data.corpus import TokenDataset, batch
+        from laconic.train.data.corpus import TokenDataset
+        from laconic.train.data.sampler import global_indices
 
         run = Run(**task["run"])
         model: Any = llama(run.hidden, run.layers, corpus().vocab_size, seed)
@@ -129,14 +128,14 @@ class _Training:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: rate_at(step, task["steps"]))
         self.data = TokenDataset(corpus().train, LENGTH)
-        self._batch, self._size, self._seed = batch, run.batch_size, seed
+        self._indices, self._size, self._seed = global_indices, run.batch_size, seed
         self.losses: list[float] = []
         self._number = 0
 
     def step(self) -> None:
         """Forward, backward, update on this rank's half of the batch."""
-        world = dist.get_world_size()
-        ids = self._batch(self.data, self._seed, self._number, self._size, rank=dist.get_rank(), world=world)
+        indices = self._indices(self._number, self._size, 1, 0, dist.get_rank(), dist.get_world_size())
+        ids = self.data.drawn(self._seed, indices)
         self._number += 1
         loss = self.model(input_ids=ids, labels=ids).loss
         loss.backward()

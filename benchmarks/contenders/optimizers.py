@@ -17,16 +17,6 @@ from torch import Tensor
 import laconic
 from benchmarks.contenders.training import EXACT, LEARNING_RATE, Change, Contender, Training
 
-__all__ = [
-    "adamw4bit",
-    "adamw4bit_in_backward",
-    "adamw8bit",
-    "coded_gradients",
-    "contenders",
-    "optimizer",
-    "peer_adamw",
-]
-
 _DOCUMENTED = 0.01 / LEARNING_RATE
 """The rate of GaLore, APOLLO and Adafactor, over AdamW's."""
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-__all__ = ["Point", "draw"]
-
 # Okabe and Ito's colours, which stay apart for colour-blind eyes; markers differ, too.
 _STYLES = {
     "laconic": ("#0072B2", "o"),

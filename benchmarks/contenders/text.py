@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from benchmarks.contenders.training import LEARNING_RATE, Contender, Training, built
 from benchmarks.kit.models import causal_model
 from laconic.train.config.schema import DataConfig
-from laconic.train.data.corpus import TokenCorpus, TokenDataset, batch, prepare
-
-__all__ = ["LENGTH", "Run", "byte_pairs", "corpus", "held_out_loss", "llama", "rate_at", "train"]
+from laconic.train.data.corpus import TokenCorpus, TokenDataset, prepare
 
 LENGTH = 128
 """Bytes of a training sequence."""
@@ -97,7 +95,7 @@ def train(contender: Contender, run: Run, seed: int) -> tuple[float, bool]:
     """
     model = llama(run.hidden, run.layers, corpus().vocab_size, seed)
     data = TokenDataset(corpus().train, LENGTH)
-    ids = [batch(data, seed, step, run.batch_size) for step in range(run.steps)]
+    ids = list(data.drawn(seed, range(run.steps * run.batch_size)).split(run.batch_size))
     training = built(contender, copy.deepcopy(model).train(), ids[0], LEARNING_RATE)
     if contender.changes and _same_bits(training, Training(model.train()), ids[0]):
         return float("nan"), True

@@ -20,20 +20,6 @@ from laconic.activations import SavedTensorTracker
 from laconic.activations.whole_model.report import brief
 from laconic.train.config.schema import PRETRAINING_RATE
 
-__all__ = [
-    "EXACT",
-    "LEARNING_RATE",
-    "Change",
-    "Contender",
-    "Measured",
-    "Training",
-    "built",
-    "exact_optimizer",
-    "measured",
-    "tensor_nbytes",
-    "why",
-]
-
 EXACT = "exact"
 
 

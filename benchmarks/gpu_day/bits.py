@@ -25,8 +25,6 @@ from laconic.ops.declarations.bits import MASK_DTYPES
 from laconic.ops.lossless import EXPONENT_DTYPES
 from laconic.ops.self_check import difference, examples
 
-__all__ = ["compare", "run"]
-
 Kernels = Callable[[str], Callable[..., Any]]
 Choices = tuple[Any, ...]
 

@@ -13,8 +13,6 @@ from benchmarks.registry import Table
 from laconic.errors import ConfigError
 from laconic.infer.transformers_seam import check_transformers
 
-__all__ = ["run"]
-
 
 def run(setting: Setting) -> None:
     """Both alone. A transformers that the engine does not know leaves its reason in the table."""

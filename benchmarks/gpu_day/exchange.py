@@ -30,8 +30,6 @@ from laconic import collectives, ops
 from laconic.collectives import Blockwise, Codec, Lossless, Raw
 from laconic.formats import BlockFormat
 
-__all__ = ["OPERATIONS", "call", "run"]
-
 _NUM_RANKS = 2
 _TIMEOUT = timedelta(seconds=30)
 """Of one collective: a rank that has failed costs the others that much."""

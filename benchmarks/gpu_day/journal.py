@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Attempt", "Journal"]
-
 _NAME = "gpu_day.jsonl"
 
 

@@ -9,8 +9,6 @@ from benchmarks.kit.kernel_cases import KernelCase, kernel_cases
 from benchmarks.kit.peers import bitsandbytes_cases, installed
 from benchmarks.registry import Table
 
-__all__ = ["ELEMENTS", "run"]
-
 ELEMENTS = 1 << 24
 """What `gpu-code` predicts for."""
 

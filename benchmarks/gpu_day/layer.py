@@ -15,8 +15,6 @@ from benchmarks.gpu_day.setting import Setting
 from benchmarks.kit.models import DecoderLayers, decoder_layers
 from benchmarks.registry import Table
 
-__all__ = ["run"]
-
 _TOKENS = (4096, 2048, 8192, 512)
 """What was predicted comes first."""
 _COMPILED_TOKENS = (2048, 8192, 512)

@@ -8,8 +8,6 @@ from benchmarks.gpu_day.journal import Attempt, Journal
 from benchmarks.gpu_day.parts import DayPart
 from benchmarks.gpu_day.predictions import Comparison, compare
 
-__all__ = ["REHEARSED", "comparisons", "failures", "render"]
-
 REHEARSED = "Rehearsal on the CPU: no device measured this."
 """Stands under every table of a rehearsal."""
 

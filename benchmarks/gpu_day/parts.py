@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["PARTS", "DayPart"]
-
 
 def _module_command(name: str, rehearses: bool) -> list[str]:
     return [sys.executable, "-m", "benchmarks.gpu_day", name, *(["--rehearse"] if rehearses else [])]

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from benchmarks.kit.data_sheets import BYTES_PER_SECOND
 
-__all__ = ["EXPLAINED_BEYOND", "Comparison", "compare", "predictions"]
-
 EXPLAINED_BEYOND = 0.2
 """Share of the prediction by which a figure may be off without an explanation."""
 

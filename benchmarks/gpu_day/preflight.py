@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["INFERENCE", "WHEELS", "Findings", "build", "check", "unpack"]
-
 WHEELS = ("pydantic", "pydantic_core", "annotated_types", "typing_inspection", "tomli_w")
 """What laconic imports and the machine does not have; tools/gpu_wheels.py fetches it."""
 

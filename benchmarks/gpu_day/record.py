@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["MARK", "Report", "parse", "reason_of"]
-
 MARK = "@gpu-day "
 """Begins the lines that are records; all other lines of a part are its log."""
 

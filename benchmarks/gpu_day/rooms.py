@@ -24,8 +24,6 @@ from laconic.activations.recognize.sites import Site
 from laconic.formats import BlockFormat
 from laconic.moe import GatedExperts, MoELayer, SoftmaxGate
 
-__all__ = ["run"]
-
 _NEAR = 2e-2
 """Relative error of values that bf16 products on a device and fp32 ones on the CPU may have of each other."""
 

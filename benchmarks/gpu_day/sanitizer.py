@@ -24,8 +24,6 @@ from benchmarks.registry import Table
 from laconic.ops.declarations import OPS
 from laconic.ops.self_check import examples
 
-__all__ = ["call_each", "run"]
-
 _TOOL_SECONDS = 45
 _SLOWEST = 5
 _METRICS = {

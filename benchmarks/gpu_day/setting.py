@@ -19,8 +19,6 @@ from benchmarks.gpu_day.record import Report
 from benchmarks.kit.timing import Timing, in_rounds
 from benchmarks.registry import Table
 
-__all__ = ["Setting", "is_fatal", "kernel_of", "relative_error"]
-
 T = TypeVar("T")
 _FATAL = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
 """Words of CUDA's errors, which Triton hands on as a RuntimeError."""

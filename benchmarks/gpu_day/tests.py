@@ -20,8 +20,6 @@ from pathlib import Path
 from benchmarks.gpu_day.setting import Setting
 from benchmarks.registry import Table
 
-__all__ = ["Outcome", "run", "table_of"]
-
 _ROOT = Path(__file__).resolve().parents[2]
 _HEADER = ["tests", "passed", "failed", "made for the CPU", "skipped", "s"]
 

@@ -14,8 +14,6 @@ from benchmarks.gpu_day.setting import Setting
 from benchmarks.registry import Table
 from laconic.optim import AdamW8bit
 
-__all__ = ["run"]
-
 _LAYERS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True}
 _SIZES: dict[str, dict[str, Any]] = {
     "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256, **_LAYERS},

@@ -17,27 +17,12 @@ from torch import Tensor, nn
 from laconic.train.memory import step_peak
 from laconic.train.model_split import mean_loss
 
-__all__ = ["allocated_nbytes", "peak_nbytes", "peak_of_step"]
-
 
 class _Mallinfo2(ctypes.Structure):
     """struct mallinfo2 of glibc's malloc.h."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in [
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        ]
-    ]
+    _NAMES = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _NAMES.split()]
 
 
 def allocated_nbytes() -> int:

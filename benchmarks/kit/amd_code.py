@@ -16,8 +16,6 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from benchmarks.kit.kernel_launches import Launch
 
-__all__ = ["AMD_TARGETS", "MOST_WARPS", "AmdCode", "compile_for_amd", "read_amd_code"]
-
 AMD_TARGETS = {"gfx942": GPUTarget("hip", "gfx942", 64)}
 """MI300X, by what the compiler calls it; 64 threads make a warp."""
 

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from laconic.train.config.schema import ModelConfig
 from laconic.train.model import build_model
 
-__all__ = ["LENGTH", "Captured", "batch_of_text", "capture", "capture_routing", "trained"]
-
 LENGTH = 128
 _BATCH = 16
 

@@ -17,8 +17,6 @@ from laconic.moe import ChunkedSchedule, MoELayer
 from laconic.schedule.execute import Execution, InlineStream
 from laconic.schedule.moe import COMPUTE, INTER, INTRA, ChunkTime, LayerTimes
 
-__all__ = ["Parts", "layer_times"]
-
 Parts = dict[str, dict[str, float]]
 """Seconds of all chunks of each step, by direction."""
 

@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["call", "normal"]
-
 
 def normal(numel: int) -> Tensor:
     """bf16 [numel] from a normal distribution, as weights are; different on each rank."""

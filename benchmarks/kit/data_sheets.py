@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["BYTES_PER_SECOND", "DENSE_BF16_FLOPS"]
-
 BYTES_PER_SECOND = {"H200": 4.8e12, "H100": 3.35e12, "RTX 4090": 1.008e12}
 """Of device memory."""
 

@@ -11,8 +11,6 @@ from torch._decomp.decompositions import _fused_rms_norm, _fused_rms_norm_backwa
 
 from laconic.activations.backward import norms
 
-__all__ = ["fused_norms"]
-
 
 @contextmanager
 def fused_norms() -> Iterator[None]:

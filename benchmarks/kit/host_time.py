@@ -18,8 +18,6 @@ from benchmarks.kit.models import DecoderLayers
 from benchmarks.kit.timing import in_rounds
 from laconic.activations.keep.witnesses import ALWAYS
 
-__all__ = ["TINY", "TINY_HEAD", "TINY_TOKENS", "host_seconds"]
-
 TINY, TINY_HEAD, TINY_TOKENS = 64, 16, 8
 """Hidden size, size of a head and tokens of the layer."""
 

@@ -13,8 +13,6 @@ from typing import NamedTuple, get_args
 from laconic.errors import ScheduleError
 from laconic.schedule.inference import InferencePlan, Order, Times, Travel, checked_word, layers_of, order_word
 
-__all__ = ["best_word", "layer_words", "lower_bound_seconds", "word_seconds"]
-
 
 def layer_words(num_micro_batches: int) -> Iterator[str]:
     """Yield all orders of one layer in which micro-batches keep their order; Catalan's number of r1 counts them.

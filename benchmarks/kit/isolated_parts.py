@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-__all__ = ["Part", "end_with_parent", "run_part", "run_parts"]
-
 _GRACE_SECONDS = 2.0
 """For the end of the output of a process that has ended."""
 

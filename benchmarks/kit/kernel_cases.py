@@ -20,8 +20,6 @@ from laconic.ops.declarations import OPS
 from laconic.ops.triton import accumulate, adamw, blockwise, gated, lossless, reduce, rows
 from laconic.ops.triton import bits as one_bit
 
-__all__ = ["KernelCase", "kernel_cases"]
-
 _BF16 = torch.bfloat16
 
 

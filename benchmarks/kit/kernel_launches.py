@@ -23,8 +23,6 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import laconic.ops.triton
 
-__all__ = ["Launch", "Recording", "kernels", "record"]
-
 _TARGET = GPUTarget("cuda", 80, 32)
 """Specialization is the same for every CUDA device; the kernels are compiled for the devices asked for."""
 _NO_LAUNCH = {"empty", "empty_like", "new_empty", "empty_strided", "view", "_unsafe_view", "reshape", "detach", "slice"}

@@ -22,8 +22,6 @@ from triton.compiler import ASTSource
 
 from benchmarks.kit.kernel_launches import Launch
 
-__all__ = ["ARCHITECTURES", "Architecture", "MachineCode", "compile_launch", "compiler_version", "missing_tools"]
-
 _WIDTHS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128}
 """Bits by the suffix of a load or store in machine code; none is 32."""
 _ACCESS = re.compile(r"\b(LDG|STG|LDL|STL|LDS|STS|ATOM|ATOMG|RED|REDG)((?:\.[A-Z0-9_]+)*)\b")

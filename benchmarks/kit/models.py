@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 import laconic
 
-__all__ = ["HEAD_DIM", "DecoderLayers", "causal_model", "decoder_layers"]
-
 HEAD_DIM = 64
 
 

@@ -29,20 +29,6 @@ from laconic.moe.tuning.measure_cluster import measure_moe
 from laconic.moe.tuning.measure_layer import Timed, medians, samples_in_turn
 from netlab import Lab
 
-__all__ = [
-    "GRIDS",
-    "INT8",
-    "NEAR",
-    "SCALES",
-    "Case",
-    "Timings",
-    "layer_of",
-    "run_as_rank",
-    "run_cases",
-    "timed_plans",
-    "timed_twice",
-]
-
 INT8 = Blockwise(BlockFormat("int8", 128))
 GRIDS = {"ep": {"ep": 4}, "mp": {"mp": 2, "ep": 2, "esp": 2}}
 SCALES = {1e9: 3}

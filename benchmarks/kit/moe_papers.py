@@ -25,24 +25,6 @@ from laconic.schedule.moe import (
 )
 from laconic.topology import Levels
 
-__all__ = [
-    "A_CORRECTED",
-    "HIERMOE_CLUSTER",
-    "HIERMOE_FITS",
-    "PAPER_DEGREES",
-    "TESTBED_A",
-    "TESTBED_B",
-    "Cluster",
-    "StackLayer",
-    "chunk_time",
-    "fsmoe_layers",
-    "fsmoe_schedules",
-    "hiermoe_rates",
-    "line_of_ms",
-    "parm_layers",
-    "parm_plans",
-]
-
 
 def line_of_ms(alpha: float, beta: float) -> Line:
     """A fitted line from milliseconds, and milliseconds per unit of volume."""

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from benchmarks.registry import dtype_name
 
-__all__ = ["BITSANDBYTES_CODES", "bitsandbytes_cases", "coders", "installed"]
-
 BITSANDBYTES_CODES = {"nf4": "nf4", "e2m1": "fp4", "int8": ""}
 """Our codes, and what bitsandbytes calls those that are nearest; its 8-bit code is a dynamic one."""
 

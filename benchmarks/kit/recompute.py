@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-__all__ = ["keeping_products"]
-
 _SAVED = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,

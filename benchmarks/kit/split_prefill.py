@@ -34,8 +34,6 @@ from laconic.infer.transformers_seam import (
 )
 from laconic.schedule.inference import InferencePlan
 
-__all__ = ["LayerTrace", "Model", "Prefill", "Trace", "load_share", "save_model", "traced"]
-
 _VOCABULARY = 512
 _PAGES_FOR_THE_ANSWER = 2
 _PASS_SECONDS = 120.0

@@ -7,8 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["heavy_tailed_gradients"]
-
 _REGION = 512
 """Elements whose gradients are of one size."""
 

@@ -12,19 +12,6 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
-__all__ = [
-    "Case",
-    "Clock",
-    "Protocol",
-    "Timing",
-    "in_rounds",
-    "processor_clock",
-    "protocols",
-    "seconds_of",
-    "summary",
-    "wall_clock",
-]
-
 Case = Callable[[], object]
 
 Clock = Callable[[Case], Callable[[], float]]

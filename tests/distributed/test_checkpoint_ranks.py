@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from laconic.errors import CheckpointError
 from laconic.train.checkpoint.save_load import find_checkpoint, load_checkpoint, save_checkpoint
 from laconic.train.checkpoint.zipped_storage import CheckpointReader, ZippedWriter
-from laconic.train.distributed.peer_loss import is_peer_lost
-from laconic.train.distributed.world import World
+from laconic.train.distributed.world import World, is_peer_lost
 from laconic.train.launch.worker import leave
 from tests.distributed.processes import run_joined, run_ranks
 from tests.patience import patient

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from laconic import collectives
 from laconic.collectives.codec import Blockwise, Codec, Lossless, Raw
-from laconic.collectives.engine import announcement_watch, device_handshake
+from laconic.collectives.engine import device_handshake
 from laconic.collectives.engine.device_handshake import DeviceHandshake
 from laconic.collectives.engine.handshake import Announcement
 from laconic.collectives.runtime import torch_compat
@@ -74,7 +74,7 @@ def uneven(rank: int, world: int, folder: str, backend: str) -> None:
         mock.patch.object(torch_compat, "all_gather", count_gathered),
         mock.patch.object(DeviceHandshake, "read", count_reads),
         mock.patch.object(DeviceHandshake, "are_here", False),
-        mock.patch.object(announcement_watch, "_compare_those_here"),
+        mock.patch.object(device_handshake, "_compare_those_here"),
     ):
         for step in range(50):
             table = torch.randint(0, 200, (world, world), generator=generator)
@@ -93,9 +93,9 @@ def uneven(rank: int, world: int, folder: str, backend: str) -> None:
         assert carrier.num_calls["all_gather"] == 0
         assert reads[0] == 1  # by the first call; with 49 others the host does not wait
         assert len(device_handshake._known[group]) == 1
-        assert len(announcement_watch._pending) <= 50
-        announcement_watch.poll(group)
-        assert not announcement_watch._pending
+        assert len(device_handshake._pending) <= 50
+        device_handshake.poll(group)
+        assert not device_handshake._pending
     dist.barrier()
     leave(0)
 
@@ -114,14 +114,14 @@ def many_kinds(rank: int, world: int, folder: str) -> None:
         path_of("in_order"),
         mock.patch.object(DeviceHandshake, "are_here", False),
         mock.patch.object(device_handshake, "_MAX_KINDS", 8),
-        mock.patch.object(announcement_watch, "_MAX_PENDING", 8),
+        mock.patch.object(device_handshake, "_MAX_PENDING", 8),
     ):
         for number in range(20):
             collectives.all_gather(torch.empty(8), x, group, codec=Lossless(capacity_bits=40 + number))
             assert 0 < len(device_handshake._known[group]) <= 8
         for _ in range(20):
             collectives.all_gather(torch.empty(8), x, group, codec=Raw())
-            assert len(announcement_watch._pending) <= 9
+            assert len(device_handshake._pending) <= 9
     dist.barrier()
     leave(0)
 
@@ -141,10 +141,10 @@ def test_a_broken_device_leaves_nothing_to_compare_and_the_thread_alive() -> Non
 
     group, announcement = Group(), Announcement({"function": "all_reduce"})
     for _ in range(2):
-        announcement_watch.watch(group, Broken(), announcement, [0, 1])  # type: ignore[arg-type]
-        wait_until(lambda: not announcement_watch._pending, 10)
-    assert announcement_watch._thread is not None
-    assert announcement_watch._thread.is_alive()
+        device_handshake.watch(group, Broken(), announcement, [0, 1])  # type: ignore[arg-type]
+        wait_until(lambda: not device_handshake._pending, 10)
+    assert device_handshake._thread is not None
+    assert device_handshake._thread.is_alive()
 
 
 @pytest.mark.parametrize("line", [b"", b"\xff" * 300, b"[1, 2]", b'"function"', b"1e5"])

@@ -151,7 +151,7 @@ def test_a_bad_loss_on_the_last_stage_is_skipped_by_all(folder: Path) -> None:
         ("stages", "pipeline.stages is 3, but it must divide the number of processes (2)"),
         ("uneven", "batch_size is 4, but it must be a multiple of replicas x micro-batches (1 x 3)"),
         ("layers", "the model has 2 decoder layers, but pipeline.stages x pipeline.virtual_stages asks for 4"),
-        ("settings", "optimizer.learning_rate is 0.001 on rank 0, but 0.002 on rank 1"),
+        ("settings", "optimizer.learning_rate is 0.001 on rank 0 and 0.002 on rank 1"),
     ],
 )
 def test_every_process_refuses_what_cannot_be_done(folder: Path, name: str, message: str) -> None:

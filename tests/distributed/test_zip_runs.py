@@ -107,4 +107,4 @@ def test_auto_leaves_ddp_alone_where_torch_is_faster_and_goes_on_so(folder: Path
 @pytest.mark.parametrize("rank", [0, 1])
 def test_processes_with_different_settings_are_refused(folder: Path, rank: int) -> None:
     error = (folder / f"different.{rank}.txt").read_text()
-    assert error.startswith("ConfigError: zip is 'on' on rank 0, but 'off' on rank 1")
+    assert error.startswith("ConfigError: zip is 'on' on rank 0 and 'off' on rank 1")

@@ -637,7 +637,7 @@ REFUSALS = {
     "momentum": "ConfigError: outer_momentum is 1.0",
     "other every": "ConfigError: every is 2 on rank 0 and 3 on rank 1",
     "other bits": "ConfigError: bits is 4 on rank 0 and 8 on rank 1",
-    "other parameters": "ConfigError: parameter first.bias is float32 [11] on rank 0 and missing on rank 1",
+    "other parameters": "ConfigError: parameter first.bias is 'float32 [11]' on rank 0 and missing on rank 1",
 }
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments, set_seed
 
 from laconic.activations.host.tracker import SavedTensorTracker
-from laconic.integrations.config import LaconicConfig, compress, logged, report_of
-from laconic.integrations.figures import measure_first_call
+from laconic.integrations.config import LaconicConfig, compress, report_of
+from laconic.integrations.figures import logged, measure_first_call
 from laconic.integrations.huggingface import LaconicCallback, LaconicTrainer
 from tests.grid import grid, slow_but
 

@@ -15,7 +15,7 @@ import laconic
 from laconic.errors import ConfigError, ModelError
 from laconic.gradients.turns import owner_of
 from laconic.integrations import LaconicConfig
-from laconic.integrations.config import logged
+from laconic.integrations.figures import logged
 from tests.distributed.processes import free_port, rank_environment, run_ranks
 from tests.integrations.test_huggingface import llama
 from tests.wandb_files import offline_runs, wandb_offline

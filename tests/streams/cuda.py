@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from laconic.activations.keep import witnesses
 from laconic.activations.keep.offload import offloader_of
-from laconic.collectives.engine import announcement_watch
+from laconic.collectives.engine import device_handshake
 from laconic.collectives.runtime import background
 from laconic.moe.parallel import link_streams
 from laconic.ops import constants
@@ -168,8 +168,8 @@ def cuda(is_prompt: bool = False, num_devices: int = 1) -> Iterator[Device]:
         mock.patch.dict(link_streams._wires, clear=True),
         _constants_forgotten(),
         # The device records one thread; announcements are compared by the next call.
-        mock.patch.object(announcement_watch, "_start"),
-        mock.patch.object(announcement_watch, "_pending", []),
+        mock.patch.object(device_handshake, "_start"),
+        mock.patch.object(device_handshake, "_pending", []),
         # What is left to be looked at on a device that is gone would fail the next one's first forward.
         mock.patch.object(witnesses, "_LEFT", []),
         _patched(device),

@@ -10,7 +10,7 @@ import torch
 
 from laconic.collectives import all_reduce
 from laconic.collectives.codec import Raw
-from laconic.collectives.engine import announcement_watch
+from laconic.collectives.engine import device_handshake
 from laconic.gradients import all_reduce_q8
 from tests.streams.cuda import CUDA, cuda
 from tests.streams.device import Node
@@ -37,6 +37,6 @@ def test_the_host_waits_in_the_first_call_of_a_kind_whatever_the_sizes(size: int
                 found.append(waits[0])
         assert found == [2, 0, 0, 0]
         assert x[0].item() == size**2  # the host waits here
-        announcement_watch.poll(group)
-        assert len(announcement_watch._pending) == 0
+        device_handshake.poll(group)
+        assert len(device_handshake._pending) == 0
     device.check()

@@ -24,8 +24,7 @@ from laconic.formats.archive import manifest_sha256
 from laconic.optim import AdamW8bit
 from laconic.train.checkpoint import save_load
 from laconic.train.checkpoint.save_load import find_checkpoint, load_checkpoint, load_weights, save_checkpoint
-from laconic.train.distributed.peer_loss import is_peer_lost
-from laconic.train.distributed.world import World
+from laconic.train.distributed.world import World, is_peer_lost
 from laconic.train.report.run_dir import latest_name
 from tests.distributed.processes import run_ranks
 from tests.train.runs import ALONE

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from laconic.errors import ConfigError, DataError
 from laconic.train.config.schema import DataConfig
 from laconic.train.data import corpus, sources
-from laconic.train.data.corpus import TokenCorpus, TokenDataset, TokenStream, batch, check_vocab, prepare
+from laconic.train.data.corpus import TokenCorpus, TokenDataset, TokenStream, check_vocab, prepare
 from laconic.train.data.sampler import global_indices, sample_id
 from laconic.train.data.sources import find_files, read_documents, standard_library_files
 from laconic.train.data.token_file import TokenFile, TokenFileWriter
@@ -512,9 +512,9 @@ def test_sample_order_is_frozen() -> None:
 @pytest.mark.parametrize(("world", "accumulation"), [(1, 1), (2, 1), (1, 4), (2, 2), (4, 2), (3, 2)])
 def test_step_has_the_same_samples_on_any_number_of_processes(world: int, accumulation: int) -> None:
     dataset = TokenDataset(TokenStream(np.arange(1000, dtype=np.uint16), [0], [1000]), 4)
-    whole = batch(dataset, seed=5, step=7, batch_size=24)
+    whole = dataset.drawn(5, global_indices(7, 24, 1, 0, 0, 1))
     parts = [
-        batch(dataset, 5, 7, 24, accumulation, micro, rank, world)
+        dataset.drawn(5, global_indices(7, 24, accumulation, micro, rank, world))
         for micro in range(accumulation)
         for rank in range(world)
     ]
@@ -525,7 +525,7 @@ def test_step_has_the_same_samples_on_any_number_of_processes(world: int, accumu
 
 def test_steps_walk_through_the_epoch() -> None:
     dataset = TokenDataset(TokenStream(np.arange(41, dtype=np.uint16), [0], [41]), 4)
-    first_tokens = [int(row[0]) for step in range(5) for row in batch(dataset, 3, step, 2)]
+    first_tokens = [int(row[0]) for row in dataset.drawn(3, range(10))]
     assert sorted(first_tokens) == list(range(0, 40, 4))
 
 

@@ -12,8 +12,7 @@ from laconic.activations.recognize.plan import ATTENTION
 from laconic.cli.main import main
 from laconic.errors import DataError
 from laconic.train.config.toml import load_config, save_config
-from laconic.train.report.compare import compare
-from laconic.train.report.html import downsample, smooth
+from laconic.train.report.compare import compare, downsample, smooth
 from laconic.train.report.metrics import MetricsWriter
 from laconic.train.report.run_reader import load_runs
 from laconic.train.report.side_by_side import config_differences, summary_rows

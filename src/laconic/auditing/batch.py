@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["first_rows", "num_rows"]
-
 
 def num_rows(batch: Any) -> int | None:
     """How many samples a batch has: the size that most of its tensors have first; None if it has no such tensor."""

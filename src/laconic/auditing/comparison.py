@@ -28,8 +28,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["NEGLIGIBLE", "TOLERANCE", "Difference", "compare", "in_doubles", "relative_error", "same_bits"]
-
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-4, torch.float16: 2.0**-4, torch.bfloat16: 2.0**-3}
 """Relative error of a gradient that the order of sums may make, by dtype."""
 

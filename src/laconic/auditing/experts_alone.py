@@ -43,8 +43,6 @@ from laconic.moe.huggingface.layer import ExpertsLayer
 from laconic.moe.layer import MoELayer, has_active_dropout, moe_layers, num_experts_of
 from laconic.moe.routing import Routing
 
-__all__ = ["ExpertsWatch", "watching_experts"]
-
 _FIRST_TOKENS = 8
 _MAX_TOKENS = 64
 _MAX_VALUES = 1 << 16

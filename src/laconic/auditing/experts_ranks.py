@@ -17,8 +17,6 @@ from laconic.moe.dispatch.flat import FlatDispatcher
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.dispatch.parm import BaselineDispatcher, S1Dispatcher, S2Dispatcher
 
-__all__ = ["ExpertRanks", "gathered", "ranks_of_experts", "summed"]
-
 
 @dataclass(frozen=True)
 class ExpertRanks:

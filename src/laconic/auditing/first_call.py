@@ -39,8 +39,6 @@ from laconic.optim import AdamW8bit
 from laconic.optim.in_backward import UsedGradient
 from laconic.output_lines import say
 
-__all__ = ["audit_first_call", "audit_now", "say_left_out"]
-
 
 def audit_first_call(model: nn.Module, *, agrees: bool = True) -> None:
     """Audit `model`, or a part with most of its parameters: whichever is first called in training, with gradients.

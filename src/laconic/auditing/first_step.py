@@ -37,8 +37,6 @@ from laconic.optim import AdamW8bit
 if TYPE_CHECKING:
     from laconic.auditing.experts_alone import ExpertsWatch
 
-__all__ = ["AuditReport", "audit", "audit_call", "audit_loss", "has_experts"]
-
 _ROWS = 2  # norms over the batch need two
 _TOKENS = 512
 _MAX_NAMES = 4

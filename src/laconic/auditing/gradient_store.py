@@ -21,8 +21,6 @@ from laconic.formats.gradient import GRADIENT_FORMAT
 from laconic.formats.shards import local_part
 from laconic.gradients import CompressedGradients
 
-__all__ = ["check_store"]
-
 _BLOCK = GRADIENT_FORMAT.block_size
 _MAX_BLOCKS = 64
 _ROUNDINGS = 4

@@ -29,8 +29,6 @@ from laconic.optim import AdamW8bit
 from laconic.optim.adamw import BETAS_SEEN
 from laconic.optim.moments import MOMENTS, dequantize_moment, is_coded, rows_of, state_bits
 
-__all__ = ["check_updates"]
-
 _MAX_ROWS = 32
 _MAX_NUMEL = 1 << 16
 _SMALLEST = 2.0**-50

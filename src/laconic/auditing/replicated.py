@@ -9,10 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from laconic.gradients.subset import Subset
+from laconic.gradients.members import Subset
 from laconic.replicas import ReplicaReport, verify_replicas
-
-__all__ = ["compare_replicas", "is_sharded_by_fsdp", "spread_experts"]
 
 
 def spread_experts(model: nn.Module) -> dict[nn.Parameter, dist.ProcessGroup | None]:

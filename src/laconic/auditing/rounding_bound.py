@@ -17,8 +17,6 @@ from laconic.activations.keep.rounding import quantized
 from laconic.formats import BlockFormat
 from laconic.ops.codebooks import AFFINE, ARITHMETIC, LEVEL_MAX, codebook
 
-__all__ = ["Rounding", "unrounded"]
-
 
 def unrounded(x: Tensor, format: BlockFormat, center: Tensor | None) -> Tensor:
     """A copy of x."""

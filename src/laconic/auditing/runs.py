@@ -20,8 +20,6 @@ from laconic.errors import AuditError
 from laconic.formats.digest import digest
 from laconic.formats.shards import local_part
 
-__all__ = ["Outcome", "Runs", "RunKind"]
-
 RunKind = Literal["exact", "unrounded", "rounded", "compressed", "nudged"]
 """Ways to compute that comparison.py tells apart; `nudged` is exact, but for noise of some roundings in backward."""
 

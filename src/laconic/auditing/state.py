@@ -15,8 +15,6 @@ from laconic.activations.forwards.attention import attention_core_of
 from laconic.activations.forwards.replacement import replacements_of
 from laconic.activations.keep.rounding import seeds_restored
 
-__all__ = ["ModelState"]
-
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None))
 _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that nn.Module keeps itself (parameters, hooks); those of a model are beside them."""

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from laconic.errors import ModelError
 
-__all__ = ["LossOf", "TrainingCall", "copied", "find_loss"]
-
 LossOf = Callable[[Any], Tensor]
 
 

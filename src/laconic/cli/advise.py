@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from laconic.advice import Advice
     from laconic.auditing.training_call import LossOf
 
-__all__ = ["make_parser", "run"]
-
 _MADE_UP = ("batch_size", "sequence_length", "image_size")
 """Flags of batches that are made up, and their defaults."""
 

@@ -10,8 +10,6 @@ from typing import Any, NoReturn
 from laconic.errors import ConfigError
 from laconic.train.config.dotted_names import nearest
 
-__all__ = ["PATH_METAVARS", "Parser", "add_json", "flag_hint"]
-
 PATH_METAVARS = ("FILE", "DIR", "PATH", "FILE|DIR", "RUN", "BASE", "MODEL", "SCRIPT", "TARGET")
 """Names in the help of arguments that are paths; shells complete files for them."""
 _TYPES = {"int": "an integer", "integer": "an integer", "float": "a number"}
@@ -51,9 +49,6 @@ class Parser(argparse.ArgumentParser):
         Args:
             flags: as they are written, "--out".
             why: they have none, as the end of a sentence.
-
-        Raises:
-            ConfigError: one of them was given.
         """
         refused = {self._option_string_actions[flag] for flag in flags}
         unused = dict.fromkeys(one for one in self._flags_given() if self._option_string_actions.get(one) in refused)

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from laconic.infer.bench.plans import BenchPlan, Kind
     from laconic.infer.token_engine import TokenEngine
 
-__all__ = ["make_parser", "run"]
-
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic bench` with `args`."""
@@ -35,10 +33,7 @@ def run(args: Sequence[str]) -> int:
         return 0
     if args[0] != "infer":
         raise ConfigError(f"laconic bench {args[0]} is no command, it must be: laconic bench infer")
-    return _infer(parser.parse_args(args[1:]))
-
-
-def _infer(options: argparse.Namespace) -> int:
+    options = parser.parse_args(args[1:])
     with json_only(options.json) as emit:
         return _measure(options, emit)
 

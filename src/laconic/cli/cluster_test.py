@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from laconic.train.distributed.world import World
 
-__all__ = ["make_parser", "run"]
-
 _COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast", "gather", "scatter")
 _CLOCK_SECONDS = 0.1
 """From which difference on logs of two machines are hard to read side by side."""

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from laconic.cli.arguments import Parser, add_json
 
-__all__ = ["make_parser", "run"]
-
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic compare` with `args`."""

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from laconic.cli.arguments import PATH_METAVARS, Parser
 from laconic.cli.main import COMMANDS, module_of
 
-__all__ = ["make_parser", "run"]
-
 _TWO_WORDS = {"infer": "plan", "bench": "infer"}
 """Commands whose arguments follow a second word."""
 _PATHS = "files"

@@ -28,8 +28,6 @@ from laconic.cli.host import improvements, links, read_host
 from laconic.cost.sizes import format_nbytes
 from laconic.errors import LaconicError
 
-__all__ = ["diagnose", "render"]
-
 _PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "triton", "safetensors", "tensorboard", "wandb")
 _EXTRAS = {
     "transformers": "laconic train needs transformers: pip install 'laconic[train]'",
@@ -65,10 +63,6 @@ class Diagnosis:
     hints: list[str] = field(default_factory=list)
     faster: list[dict[str, str]] = field(default_factory=list)
     """What would be faster: "finding" and "remedy" of each."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return all fields as plain dicts and lists, for `--json`."""
-        return asdict(self)
 
 
 def diagnose() -> Diagnosis:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from laconic.cli.arguments import Parser, add_json
 from laconic.cli.output import json_only, print_json
-
-__all__ = ["make_parser", "run"]
 
 
 def run(args: Sequence[str]) -> int:
@@ -27,7 +26,7 @@ def run(args: Sequence[str]) -> int:
     with json_only(options.json):
         diagnosis = diagnose()
     if options.json:
-        print_json(diagnosis.as_dict())
+        print_json(asdict(diagnosis))
     else:
         print(render(diagnosis))
     return 1 if diagnosis.problems else 0

@@ -13,9 +13,6 @@ from laconic.options import EXPERT_FORMATS
 if TYPE_CHECKING:
     from laconic.infer import AutoPlan, Engine, InferencePlan
 
-__all__ = ["add_engine_flags", "serve_if_not_first", "start_engine"]
-
-
 _EXPECTED = ("prompt", "output", "requests")
 
 

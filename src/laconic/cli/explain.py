@@ -22,8 +22,6 @@ from laconic.cost.sizes import parse_nbytes
 from laconic.errors import ConfigError
 from laconic.topology import GridLayout, Levels
 
-__all__ = ["make_parser", "run"]
-
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic explain` with `args`."""

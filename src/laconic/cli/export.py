@@ -8,8 +8,6 @@ from laconic.cli.arguments import Parser, add_json
 from laconic.cli.output import json_only
 from laconic.cli.progress import working
 
-__all__ = ["make_parser", "run"]
-
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic export` with `args`."""

@@ -19,8 +19,6 @@ from laconic.train.config.dotted_names import flat_settings
 from laconic.train.config.settings import Setting, settings
 from laconic.train.config.toml_text import TooDeepError, parse_toml
 
-__all__ = ["flags_parser", "parse_flags"]
-
 _PAIR = re.compile(r"[a-z][\w-]*=")
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")

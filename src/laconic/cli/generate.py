@@ -15,8 +15,6 @@ from laconic.errors import ConfigError
 if TYPE_CHECKING:
     from laconic.infer.tokenizer import TextTokenizer
 
-__all__ = ["make_parser", "run"]
-
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic generate` with `args`."""

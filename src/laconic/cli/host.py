@@ -21,8 +21,6 @@ import torch
 from laconic.cost.sizes import format_nbytes
 from laconic.installation import source
 
-__all__ = ["Host", "Improvement", "improvements", "links", "read_host"]
-
 _TESTED_TORCH = (2, 13)
 """Newest torch that CI runs."""
 _MIN_OPEN_FILES = 4096

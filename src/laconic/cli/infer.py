@@ -35,8 +35,6 @@ from laconic.schedule.gantt import save_gantt
 from laconic.schedule.inference import inference_plan
 from laconic.schedule.streams import Timeline, simulate
 
-__all__ = ["make_parser", "run"]
-
 _DRAWN_LAYERS = 3
 
 

@@ -19,8 +19,6 @@ from laconic.cost.infer.rates import ExchangeCosts, InferenceRates, LinkPair
 from laconic.cost.moe.shape import LayerShape
 from laconic.infer.exchange_costs import measure_attention_end, measure_experts_end
 
-__all__ = ["fit_products", "measure_infer"]
-
 _ROWS, _QUICK_ROWS = (1, 4, 16, 64, 256), (1, 16, 64)
 _LENGTHS, _QUICK_LENGTHS = (128, 256, 512, 1024), (32, 64)
 _HEADS, _HEAD_DIM = 8, 64

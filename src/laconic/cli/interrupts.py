@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["ending_in_order", "interrupted_between_imports"]
-
 _LOOK_AGAIN_SECONDS = 0.05
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 

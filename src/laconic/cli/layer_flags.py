@@ -8,8 +8,6 @@ from collections.abc import Callable
 from laconic.cost.comm.rates import ITEM_NBYTES
 from laconic.cost.moe.shape import LayerShape
 
-__all__ = ["LAYER_FLAGS", "add_layer", "layer_shape"]
-
 _NUMBERS = {
     "tokens": (1024, "of a process"),
     "model-dim": (1024, "of a token"),

@@ -20,8 +20,6 @@ from laconic.cli.interrupts import ending_in_order, interrupted_between_imports
 from laconic.errors import ConfigError, LaconicError
 from laconic.output_lines import say
 
-__all__ = ["COMMANDS", "main", "module_of"]
-
 COMMANDS = {
     "train": "train a model; without arguments, a small demo",
     "run": "run your own training script with the savings switched on",

@@ -11,8 +11,6 @@ from typing import Any
 
 from laconic.json_text import json_number
 
-__all__ = ["json_only", "json_text", "print_json"]
-
 
 def json_text(data: Any) -> str:
     """`data` as JSON; numbers that are not finite are "NaN", "Infinity" and "-Infinity", as in metrics.jsonl."""

@@ -25,8 +25,6 @@ from laconic.errors import PlanError
 from laconic.options import OPTIMIZERS
 from laconic.schedule import SCHEDULES
 
-__all__ = ["make_parser", "run"]
-
 _UNIFORM = {"exact": 16, **{f"uniform{bits}": bits for bits in (2, 4, 5, 6, 8)}}
 _SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "vocab_size")
 _ALL_SIZES = (*_SIZES, "num_kv_heads", "head_dim", "num_experts", "experts_per_token", "tied")

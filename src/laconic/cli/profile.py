@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from laconic.collectives.codec import Codec
     from laconic.train.distributed.world import World
 
-__all__ = ["make_parser", "run", "start_processes"]
-
 _SECONDS_TO_END = 5.0
 
 

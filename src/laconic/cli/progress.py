@@ -16,8 +16,6 @@ from typing import Any, TextIO
 from laconic.cost.sizes import format_nbytes
 from laconic.output_lines import say
 
-__all__ = ["progress_bar", "working"]
-
 _SILENT_SECONDS = 2.0
 """What is done sooner says nothing."""
 _SECONDS_PER_LINE = 15.0

@@ -17,8 +17,6 @@ from laconic.errors import ConfigError
 from laconic.options import ACTIVATION_BITS, ATTENTIONS, LOSSES, OPTIMIZERS
 from laconic.output_lines import say
 
-__all__ = ["make_parser", "run"]
-
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic run` with `args`; return the script's exit code, 2 if what was asked for cannot be done."""
@@ -76,11 +74,7 @@ def _flags_behind(parser: Parser, arguments: Sequence[str]) -> list[str]:
 
 
 def _check_json(file: str | None) -> None:
-    """Check before the script runs that the summary can be written.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Check before the script runs that the summary can be written."""
     if file is None:
         return
     if not file.endswith(".json"):  # a script's name where the file's is missing must not be written over

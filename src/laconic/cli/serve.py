@@ -17,8 +17,6 @@ from laconic.cli.arguments import Parser
 from laconic.cli.engine_flags import add_engine_flags, serve_if_not_first, start_engine
 from laconic.errors import ConfigError
 
-__all__ = ["make_parser", "run"]
-
 _KEY_VARIABLE = "LACONIC_API_KEY"
 
 

@@ -15,8 +15,6 @@ import psutil
 from laconic.errors import ConfigError
 from laconic.json_text import parse_json
 
-__all__ = ["read_stacks", "render_stacks"]
-
 _SECONDS = 30.0
 _SHOWN_FRAMES = 16
 

@@ -20,8 +20,6 @@ from laconic.train.config.schema import TrainConfig
 from laconic.train.config.settings import Setting
 from laconic.train.config.toml import build_config, dump_config, json_schema, merge, read_toml
 
-__all__ = ["make_parser", "resolve", "run"]
-
 _WITH_SUMMARY = (0, 130, 143)
 """Exit codes of a run that has ended as it should: done, or stopped and saved."""
 
@@ -113,7 +111,8 @@ def resolve(args: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
         layers.append(read_toml(saved))
     above = asked  # layers above the recipe
     if (plan := asked.get("plan")) is not None:
-        from laconic.train.config.plan import load_plan, plan_settings  # late: few runs have one
+        from laconic.cost import load_plan  # late: few runs have one
+        from laconic.train.config.plan import plan_settings
 
         planned = plan_settings(load_plan(plan))
         if functools.reduce(merge, [*layers, asked])["model"]["path"] is not None:
@@ -132,11 +131,7 @@ def resolve(args: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
 def _check_recipe(
     name: str | None, named: Mapping[str, Any], above: Mapping[str, Any], values: Mapping[str, Any]
 ) -> None:
-    """Check that a run that is resumed with `values` follows its recipe, but for what layers above it say.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Check that a run that is resumed with `values` follows its recipe, but for what layers above it say."""
     given, resolved = flat_settings(above), flat_settings(values)
     for field, value in flat_settings(named).items():
         if field not in given and resolved[field] != value:

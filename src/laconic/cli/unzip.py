@@ -10,8 +10,6 @@ from laconic.cli.progress import progress_bar
 from laconic.cli.verify import add_zipped, note_unlisted
 from laconic.cli.zip import path_of, print_json
 
-__all__ = ["make_parser", "run"]
-
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic unzip` with `args`."""

@@ -11,8 +11,6 @@ from laconic.cli.progress import progress_bar
 from laconic.cli.zip import add_jobs, path_of, print_json
 from laconic.output_lines import say
 
-__all__ = ["add_zipped", "note_unlisted", "make_parser", "run"]
-
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic verify` with `args`."""

@@ -18,8 +18,6 @@ from laconic.output_lines import say
 if TYPE_CHECKING:
     from laconic.formats.archive import Summary
 
-__all__ = ["add_jobs", "path_of", "print_json", "make_parser", "run"]
-
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic zip` with `args`."""

@@ -42,8 +42,6 @@ from laconic.collectives.policy.selector import leaves_raw
 from laconic.collectives.runtime.background import Work
 from laconic.errors import ConfigError, FormatError
 
-__all__ = ["Op", "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce_scatter", "scatter"]
-
 T = TypeVar("T")
 
 

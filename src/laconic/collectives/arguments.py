@@ -15,22 +15,6 @@ from laconic.collectives.runtime.background import Groups
 from laconic.collectives.runtime.group_facts import check_member, registered_ranks
 from laconic.errors import ConfigError, FormatError
 
-__all__ = [
-    "Group",
-    "Op",
-    "check_end",
-    "check_numel",
-    "check_group_rank",
-    "check_tensors",
-    "find_factor",
-    "find_groups",
-    "find_group_rank",
-    "find_splits",
-    "flat_group",
-    "flatten",
-    "numels_of",
-]
-
 Op = Literal["sum", "avg"]
 
 Group = dist.ProcessGroup | TwoLevel | None
@@ -88,11 +72,7 @@ def find_group_rank(group: dist.ProcessGroup, rank: int, name: str) -> int:
 
 
 def check_group_rank(name: str, rank: int, size: int) -> None:
-    """Check that `rank` is a rank within a group of `size`; torch checks it in other groups than the default one.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Check that `rank` is a rank within a group of `size`; torch checks it in other groups than the default one."""
     if not 0 <= rank < size:
         raise ConfigError(f"{name} is {rank}, but the group has {size} ranks, 0 to {size - 1}; pass one of them")
 
@@ -124,11 +104,7 @@ def check_tensors(**tensors: Tensor) -> None:
 
 
 def check_numel(name: str, x: Tensor, numel: int, rule: str) -> None:
-    """Check the number of elements of the argument `name`; `rule` explains the expected number in the error.
-
-    Raises:
-        FormatError: it is another one.
-    """
+    """Check the number of elements of the argument `name`; `rule` explains the expected number in the error."""
     if x.numel() != numel:
         raise FormatError(f"{name} has {x.numel()} elements, but it must have {numel}, {rule}")
 

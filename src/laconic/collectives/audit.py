@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count as counter
@@ -16,8 +17,6 @@ from typing import Any
 
 from laconic.cost.sizes import format_nbytes
 from laconic.text_columns import columns
-
-__all__ = ["RAW", "Entry", "Snapshot", "record", "reset", "snapshot", "tally"]
 
 RAW = "raw"
 """Codec name of messages that are sent uncoded."""
@@ -93,7 +92,7 @@ class Snapshot:
 
     def __sub__(self, earlier: Snapshot) -> Snapshot:
         before = {_key(entry): entry for entry in earlier.entries}
-        left = (_minus(entry, before[_key(entry)]) if _key(entry) in before else entry for entry in self.entries)
+        left = (_plus(entry, before[_key(entry)], -1) if _key(entry) in before else entry for entry in self.entries)
         return Snapshot(tuple(entry for entry in left if entry.num_calls))
 
     def __add__(self, other: Snapshot) -> Snapshot:
@@ -174,7 +173,7 @@ _MAX_TALLIES = 4096
 """Bound on memory for programs whose sizes never repeat."""
 
 _lock = threading.Lock()
-_sums: dict[_Key, _Sums] = {}
+_sums: defaultdict[_Key, _Sums] = defaultdict(_Sums)
 _tallies: dict[tuple[_Key, str, int], _Tally] = {}
 
 
@@ -203,7 +202,7 @@ def record(
     """
     key = (operation, str(dtype).removeprefix("torch."), codec)
     with _lock:
-        sums = _sums_of(key)
+        sums = _sums[key]
         sums.num_calls += 1
         sums.raw_nbytes += raw_nbytes
         sums.sent_nbytes += sent_nbytes
@@ -248,18 +247,11 @@ def _take_tallies() -> None:
     for one in _tallies.values():
         num_calls = one.take()
         if num_calls:
-            sums = _sums_of(one.key)
+            sums = _sums[one.key]
             sums.num_calls += num_calls
             sums.raw_nbytes += num_calls * one.nbytes
             sums.sent_nbytes += num_calls * one.nbytes
             _count(sums.reasons, one.reason, num_calls)
-
-
-def _sums_of(key: _Key) -> _Sums:
-    found = _sums.get(key)
-    if found is None:
-        found = _sums[key] = _Sums()
-    return found
 
 
 def _count(reasons: dict[str, int], reason: str, count: int) -> None:
@@ -293,10 +285,6 @@ def _plus(a: Entry, b: Entry, sign: int = 1) -> Entry:
         saved_seconds=a.saved_seconds + sign * b.saved_seconds,
         reasons={reason: count for reason, count in reasons.items() if count},
     )
-
-
-def _minus(a: Entry, b: Entry) -> Entry:
-    return _plus(a, b, -1)
 
 
 def _amounts(raw_nbytes: int, sent_nbytes: int, ratio: float, coding: float, saved: float) -> list[str]:

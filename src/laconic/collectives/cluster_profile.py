@@ -7,7 +7,7 @@ take no longer than fast ones: some ten seconds per kind of group.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median, quantiles
@@ -37,8 +37,6 @@ from laconic.cost.comm.rates import (
     fit_line,
 )
 from laconic.cost.comm.seconds import GroupShape, coded_seconds, sent_nbytes
-
-__all__ = ["measure_link", "profile"]
 
 _SIZES = tuple(1 << power for power in range(12, 25, 2))
 """Bytes that a process sends: 4 KB to 16 MB."""
@@ -286,7 +284,8 @@ def _extra(
             repeats = min(3 * _MAX_REPEATS, max(_MAX_REPEATS, int(_SECONDS_PER_CASE / once)))
             # Lower quartiles: what disturbs a machine only ever makes things slower, and a difference of two medians of
             # disturbed times is mostly disturbance.
-            without, with_codec = map(_lower_quartile, zip(*ranks.in_turn([raw, coded], repeats), strict=True))
+            times = zip(*ranks.in_turn([raw, coded], repeats), strict=True)
+            without, with_codec = (quantiles(one, n=4)[0] for one in times)
             nbytes = sent / sent_nbytes(operation, 1.0, world)
             num_chunks = _num_chunks(operation, nbytes, world)
             predicted = coded_seconds(operation, nbytes, world, link, codec, codec.ratio, num_chunks)
@@ -295,10 +294,6 @@ def _extra(
         per_byte = max(0.0, (more - less) / (large - small))
         found[operation] = Line(max(0.0, less - per_byte * small), per_byte)
     return found | {SEND: found["broadcast"]}
-
-
-def _lower_quartile(values: Iterable[float]) -> float:
-    return quantiles(values, n=4)[0]
 
 
 def _num_chunks(operation: str, nbytes: float, world: int) -> int:

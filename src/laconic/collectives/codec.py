@@ -24,19 +24,6 @@ from laconic.ops.lossless import DTYPE_NUMBERS, EXPONENT_DTYPES, HEADER_NBYTES, 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-__all__ = [
-    "Auto",
-    "Blockwise",
-    "Codec",
-    "Lossless",
-    "Raw",
-    "bytes_of",
-    "check_codec",
-    "is_auto",
-    "is_unread",
-    "setting_of",
-]
-
 
 class Codec(Protocol):
     """Conversion of values to bytes and back. Equal codecs have equal names."""

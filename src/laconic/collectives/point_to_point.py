@@ -28,8 +28,6 @@ from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.collectives.runtime.thread_state import as_here
 from laconic.errors import ConfigError
 
-__all__ = ["recv", "send"]
-
 T = TypeVar("T")
 S = TypeVar("S")
 

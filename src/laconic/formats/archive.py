@@ -23,8 +23,6 @@ from laconic.formats.safetensors_header import unique_names
 from laconic.formats.zipped import is_zipped, open_tensors
 from laconic.json_text import parse_json
 
-__all__ = ["MANIFEST", "Summary", "tensors_nbytes", "unzip", "verify", "zip_path"]
-
 MANIFEST = "laconic-zip.json"
 _VERSION = 1
 _PIECE_NBYTES = 1 << 20

@@ -20,8 +20,6 @@ from laconic.ops.codebooks import AFFINE, scales_per_block
 from laconic.ops.declarations.blockwise import check_format
 from laconic.options import ACTIVATION_BITS, DEFAULT_CODES, listed, takes
 
-__all__ = ["BlockFormat", "BlockTensor"]
-
 
 @dataclass(frozen=True)
 class BlockFormat:

@@ -17,13 +17,10 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FormatError
-from laconic.formats.checksum import checksum_of
-from laconic.formats.lossless import decode_into, read_header
+from laconic.formats.lossless import checksum_of, decode_into, read_header
 from laconic.formats.safetensors_header import Element
 from laconic.ops import lossless_encode
 from laconic.ops.entropy import entropy_decode_, entropy_encode, is_entropy_coded
-
-__all__ = ["Code", "decode_chunk", "difference", "difference_pays", "encode_chunk"]
 
 Code = Literal["auto", "tiered", "window", "raw", "best"]
 _ROTATED = (torch.bfloat16, torch.float16, torch.float32)

@@ -22,8 +22,6 @@ from laconic.formats.gradient import QuantizedGradient
 from laconic.formats.shards import local_part, sharded_like
 from laconic.ops import DTYPES
 
-__all__ = ["CodedGradient", "Use", "quantized_gradient", "set_quantized_gradient"]
-
 Use = Literal["add", "scale", "zero", "write", "read"]
 """What is done with a gradient: more is added, it is multiplied, zeroed, values are replaced, values are used."""
 

@@ -22,16 +22,14 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FormatError
-from laconic.formats.checksum import Checksum, checksum_of
 from laconic.formats.chunk import Code, decode_chunk, difference, difference_pays, encode_chunk
 from laconic.formats.durable import begin_writeback
+from laconic.formats.lossless import Checksum, checksum_of
 from laconic.formats.mapped import TensorSource, map_file
 from laconic.formats.pipeline import in_order
 from laconic.formats.safetensors_header import HEADER_LIMIT_NBYTES, TensorEntry, parse_header, unique_names
 from laconic.json_text import parse_json
 from laconic.ops.entropy import MAX_ELEMENTS_PER_BYTE, is_entropy_coded
-
-__all__ = ["CHUNK_NBYTES", "SUFFIX", "ContainerFile", "write_container"]
 
 SUFFIX = ".laconic"
 """What the name of a zipped file ends with."""

@@ -33,8 +33,6 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from laconic.errors import CheckpointError
 
-__all__ = ["DcpReader", "SafeLoadPlanner", "read_dcp_metadata"]
-
 _METADATA = "torch.distributed.checkpoint.metadata"
 _RECORDS = {
     (_METADATA, "BytesStorageMetadata"),

@@ -18,8 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from laconic.formats.shards import Runs, local_runs
 
-__all__ = ["in_pieces"]
-
 
 def in_pieces(value: Any) -> Any:
     """Return what DCP takes in place of `value`: itself, or for a DTensor of several blocks a view that lists them."""

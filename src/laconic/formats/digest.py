@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["DIGEST_NBYTES", "digest"]
-
 DIGEST_NBYTES = 8
 _WIDTH = 512
 """Words in a row: they lie one behind the other, which torch adds up several times faster than what lies apart."""

@@ -16,8 +16,6 @@ from typing import IO, Any
 
 from laconic.errors import CheckpointError
 
-__all__ = ["begin_writeback", "fsync_directory", "fsync_file", "new_directory", "new_file", "sha256_of"]
-
 _WRITEBACK_NBYTES = 1 << 22
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS}

@@ -19,8 +19,6 @@ from laconic.errors import FormatError
 from laconic.formats.blockwise import BlockFormat, BlockTensor
 from laconic.ops import DTYPES, accumulate_blockwise_, square_sum_blockwise
 
-__all__ = ["GRADIENT_FORMAT", "RESIDUAL_FORMAT", "QuantizedGradient"]
-
 GRADIENT_FORMAT = BlockFormat("int8", block_size=128, scale_dtype=torch.float32)
 RESIDUAL_FORMAT = BlockFormat("int4", block_size=128, scale_dtype=torch.float32)
 

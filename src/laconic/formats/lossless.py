@@ -26,9 +26,11 @@ from laconic.ops.lossless import (
 )
 
 __all__ = [
+    "Checksum",
     "Expect",
     "Header",
     "check_has_bytes",
+    "checksum_of",
     "decode",
     "decode_add",
     "decode_into",
@@ -267,3 +269,34 @@ def _check_front(buffer: Tensor, header: Header) -> None:
     """Check that a header that has been parsed is the one that was written."""
     if front_checksum(buffer[: header.payload_offset].cpu()) != header.header_sum:
         raise DamagedMessage(Status.HEADER_SUM)
+
+
+_MASK = (1 << 64) - 1
+
+
+def checksum_of(data: Tensor) -> tuple[int, int]:
+    """sum and weighted_sum (docs/formats.md) of uint8 data."""
+    if not data.numel():
+        return 0, 0
+    header = read_header(encode(data, "raw"))
+    return header.sum, header.weighted_sum
+
+
+class Checksum:
+    """The checksum of bytes that are added piece by piece; all pieces but the last have a multiple of 4 bytes."""
+
+    def __init__(self) -> None:
+        self._sum = self._weighted_sum = self._num_words = 0
+
+    def add(self, sum_: int, weighted_sum: int, nbytes: int) -> None:
+        """Add a piece of `nbytes` whose own checksum is known."""
+        self._weighted_sum = (self._weighted_sum + weighted_sum + self._num_words * sum_) & _MASK
+        self._sum = (self._sum + sum_) & _MASK
+        self._num_words += nbytes // 4
+
+    def add_bytes(self, data: Tensor) -> None:
+        """Add a piece, uint8."""
+        self.add(*checksum_of(data), data.numel())
+
+    def __str__(self) -> str:
+        return f"{self._sum:016x}{self._weighted_sum:016x}"

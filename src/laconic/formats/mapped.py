@@ -15,11 +15,8 @@ import torch
 from torch import Tensor
 
 from laconic.errors import CheckpointError, FormatError
-from laconic.formats.checksum import Checksum
-from laconic.formats.lossless import check_has_bytes
+from laconic.formats.lossless import Checksum, check_has_bytes
 from laconic.formats.safetensors_header import HEADER_LIMIT_NBYTES, TensorEntry, element, parse_header
-
-__all__ = ["SafetensorsFile", "TensorSource", "TensorsInMemory", "map_file"]
 
 _PIECE_NBYTES = 1 << 23
 

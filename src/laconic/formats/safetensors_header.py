@@ -18,8 +18,6 @@ import torch
 from laconic.errors import FormatError
 from laconic.json_text import parse_json
 
-__all__ = ["HEADER_LIMIT_NBYTES", "Element", "TensorEntry", "element", "parse_header", "unique_names", "write_header"]
-
 HEADER_LIMIT_NBYTES = 100_000_000
 """What the safetensors project allows."""
 
@@ -116,7 +114,8 @@ def parse_header(text: bytes, data_nbytes: int, where: str) -> tuple[list[Tensor
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise FormatError(f"{where}: __metadata__ must be a table of strings")
-    entries = sorted((_entry(name, fields, where) for name, fields in header.items()), key=_position)
+    entries = [_entry(name, fields, where) for name, fields in header.items()]
+    entries.sort(key=lambda entry: (entry.start, entry.nbytes))
     end = 0
     for entry in entries:
         if entry.start != end:
@@ -164,10 +163,6 @@ def _entry(name: str, fields: Any, where: str) -> TensorEntry:
 
 def _is_sizes(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= 64 and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
-
-
-def _position(entry: TensorEntry) -> tuple[int, int]:
-    return entry.start, entry.nbytes
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

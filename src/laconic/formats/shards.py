@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["Runs", "is_deepspeeds", "local_part", "local_runs", "sharded_like", "taken"]
-
 Runs = list[list[tuple[int, int]]]
 """For each dimension the (start, stop) of the whole tensor that a rank holds, in its order; one each where the local
 part is one block."""

@@ -15,8 +15,6 @@ from laconic.formats.mapped import SafetensorsFile, TensorsInMemory, TensorSourc
 from laconic.formats.safetensors_header import TensorEntry, unique_names
 from laconic.json_text import parse_json
 
-__all__ = ["is_zipped", "load_zipped", "open_tensors"]
-
 _INDEX = "model.safetensors.index.json"
 _INDEX_LIMIT_NBYTES = 100_000_000
 

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from laconic.collectives.runtime.background import Work
 from laconic.errors import TrainingError
 
-__all__ = ["Buckets"]
-
 
 class Buckets:
     """Parameters 0 .. n - 1, cut into buckets that are reduced one after the other.

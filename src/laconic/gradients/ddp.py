@@ -3,35 +3,29 @@
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants classes, not strings.
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
-from laconic.gradients.reduce import NATIVE_BELOW_NBYTES, TwoLevel, all_reduce_q8
-
-__all__ = ["Q8HookState", "ddp_q8_hook", "q8_hook"]
+from laconic.collectives.engine.layouts import TwoLevel
+from laconic.gradients.reduce import NATIVE_BELOW_NBYTES, all_reduce_q8
 
 _Hook = Callable[["Q8HookState", GradBucket], torch.futures.Future[Tensor]]
 
 
+@dataclass(eq=False)
 class Q8HookState:
-    """State of `q8_hook`.
+    """State of `q8_hook`; the arguments are those of `ddp_q8_hook`."""
 
-    Args:
-        group: the ranks of the DDP model; the default group if None; `TwoLevel` reduces inside each node first.
-        error_feedback: keep what each rank's codes lose, and add it to the next gradient.
-        min_nbytes: a bucket of fewer bytes is averaged by the native all-reduce.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | TwoLevel | None, error_feedback: bool, min_nbytes: int) -> None:
-        self.group = group
-        self.error_feedback = error_feedback
-        self.min_nbytes = min_nbytes
-        # By parameter and not by bucket: DDP cuts its buckets anew after the first step.
-        self.errors: dict[Tensor, Tensor] = {}
-        """With error feedback: what this rank's codes of each parameter's gradient have lost, fp32 [numel]."""
+    group: dist.ProcessGroup | TwoLevel | None
+    error_feedback: bool
+    min_nbytes: int
+    # By parameter and not by bucket: DDP cuts its buckets anew after the first step.
+    errors: dict[Tensor, Tensor] = field(default_factory=dict)
+    """With error feedback: what this rank's codes of each parameter's gradient have lost, fp32 [numel]."""
 
 
 def ddp_q8_hook(

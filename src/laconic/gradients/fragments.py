@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from laconic.collectives.runtime.background import Work
 from laconic.errors import ConfigError
 
-__all__ = ["MAX_BLOCK_SIZE", "Fragment", "Pending", "cut"]
-
 MAX_BLOCK_SIZE = 128
 """Parameters and fragments are filled up to whole blocks of every format: no block has values of two parameters, and
 ranks cut at the same places whatever their number."""

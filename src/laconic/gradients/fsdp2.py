@@ -7,11 +7,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic.collectives.arguments import Op
 from laconic.collectives.integrations.fsdp2 import OwnBuffers, ReduceScatter
 from laconic.errors import ConfigError
-from laconic.gradients.reduce import NATIVE_BELOW_NBYTES, Op, reduce_scatter_q8
-
-__all__ = ["Q8ReduceScatter"]
+from laconic.gradients.reduce import NATIVE_BELOW_NBYTES, reduce_scatter_q8
 
 
 class Q8ReduceScatter(OwnBuffers, ReduceScatter):

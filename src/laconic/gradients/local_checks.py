@@ -16,17 +16,6 @@ from laconic.gradients.turns import owner_of
 from laconic.ops import DTYPES
 from laconic.options import DIFFERENCE_BITS, refused, takes
 
-__all__ = [
-    "WatchedLoads",
-    "averaged_elsewhere",
-    "change_of",
-    "check_alone",
-    "check_arguments",
-    "check_names",
-    "kind_of",
-    "trainable",
-]
-
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that require a gradient, by name."""

@@ -43,8 +43,6 @@ from laconic.gradients.local_checks import (
 )
 from laconic.gradients.replicas import broadcast_state, check_same_settings
 
-__all__ = ["LocalSteps"]
-
 _FORMATS = {4: BlockFormat("nf4", 64, torch.bfloat16), 8: BlockFormat("int8", 128, torch.float32)}
 
 
@@ -496,11 +494,7 @@ class LocalSteps:
         return found
 
     def _check_own(self, call: str) -> None:
-        """Check that parameters are this rank's own.
-
-        Raises:
-            TrainingError: they are at the common point.
-        """
+        """Check that parameters are this rank's own."""
         if self._is_at_common_point:
             raise TrainingError(
                 f"{call} inside of at_common_point(), where parameters are the common point and not this rank's own; "

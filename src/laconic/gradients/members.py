@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -18,8 +18,6 @@ from laconic.errors import ModelError
 from laconic.formats.shards import is_deepspeeds
 from laconic.gradients.turns import Owner, own, owner_of, release
 from laconic.ops import DTYPES
-
-__all__ = ["Members", "check_model"]
 
 _HELD = "_laconic_gradients"
 
@@ -112,11 +110,7 @@ class Members:
         self._handles[id(parameter)] = handle
 
     def check_engine(self, parameter: nn.Parameter) -> None:
-        """Check, when a gradient arrives, that no DeepSpeed engine has been made of the model since.
-
-        Raises:
-            ModelError: one has; both would reduce.
-        """
+        """Check, when a gradient arrives, that no DeepSpeed engine was made of the model since."""
         if is_deepspeeds(parameter) or _has_engine(self._model):
             _refuse_deepspeed(self._places[id(parameter)][1])
 
@@ -150,11 +144,7 @@ def _let_go(parameter: nn.Parameter) -> None:
 
 
 def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Check that a model's gradients can be compressed.
-
-    Raises:
-        ModelError: they cannot be.
-    """
+    """Check that a model's gradients can be compressed."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"model is {type(model).__name__}, but it must be a torch.nn.Module")
     check_modules(model, dist_group=group is not None)
@@ -189,11 +179,7 @@ def check_replicas(name: str, parameter: Tensor, group: dist.ProcessGroup | None
 
 
 def _check_experts(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Check that a group is apart from the ranks that a layer of experts sends its rows to, which hold other experts.
-
-    Raises:
-        ModelError: it is not.
-    """
+    """Check that a group is apart from the ranks that a layer of experts sends its rows to, which hold others."""
     for name, module in model.named_modules():
         dispatcher = getattr(module, "dispatcher", None)
         # By its name: this room knows nothing of laconic.moe.
@@ -219,9 +205,6 @@ def check_modules(model: nn.Module, dist_group: bool) -> None:
     Args:
         model: the module with all its submodules.
         dist_group: whether gradients are reduced here.
-
-    Raises:
-        ModelError: it has one.
     """
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"
@@ -264,3 +247,18 @@ def check_dtype(name: str, parameter: Tensor) -> None:
             f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, but its gradient can be compressed"
             " only from float32, bfloat16 or float16; convert or freeze it"
         )
+
+
+class Subset(nn.Module):
+    """Some of a model's parameters, as a module with their names; buffers are left out."""
+
+    def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        known = {id(parameter) for parameter in parameters}
+        self._held = {name: p for name, p in model.named_parameters() if id(p) in known}
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters under their names in the model."""
+        return ((prefix + name, parameter) for name, parameter in self._held.items())

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
 
-__all__ = ["PART_SIZES", "Message", "Parts", "num_blocks"]
-
 T = TypeVar("T")
 
 PART_SIZES = (GRADIENT_BLOCK_SIZE, 1, GRADIENT_BLOCK_SIZE // 2, 1)

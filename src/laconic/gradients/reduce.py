@@ -34,15 +34,6 @@ from laconic.gradients.message import PART_SIZES, Message, Parts, num_blocks
 from laconic.ops import DTYPES, dequantize_blockwise, quantize_blockwise, sum_blockwise, sum_requantize_blockwise
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
 
-__all__ = [
-    "NATIVE_BELOW_NBYTES",
-    "Op",
-    "TwoLevel",
-    "all_reduce_q8",
-    "all_reduce_quantized",
-    "reduce_scatter_q8",
-]
-
 NATIVE_BELOW_NBYTES = 1 << 18
 """Tensors below this size are reduced by the native collective: their messages cost latency, not bytes."""
 

@@ -18,8 +18,6 @@ from laconic.gradients.reduce import all_reduce_quantized
 from laconic.gradients.replicas import check_same_settings, largest_of_ranks, settings_digest
 from laconic.gradients.turns import Turn, TurnGuard, set_turn, turn_of
 
-__all__ = ["Reduction", "settings_of", "zeros_for"]
-
 
 class Reduction:
     """The ranks that reduce together, their buckets, and the gradients whose reduction has started in this step.

@@ -10,12 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from laconic.collectives.engine.handshake import first_difference
+from laconic.collectives.engine.handshake import difference
 from laconic.collectives.runtime.group_facts import ranks_of, registered_ranks
 from laconic.errors import ConfigError
 from laconic.formats.shards import local_part
-
-__all__ = ["broadcast_state", "check_same_settings", "largest_of_ranks", "settings_digest"]
 
 
 def check_same_settings(settings: Mapping[str, object], group: dist.ProcessGroup) -> None:
@@ -33,15 +31,8 @@ def check_same_settings(settings: Mapping[str, object], group: dist.ProcessGroup
         return
     texts = [""] * group.size()
     dist.all_gather_object(texts, text, group=group)
-    ranks = ranks_of(group)
-    found = first_difference([json.loads(other) for other in texts])
-    assert found is not None, "digests differ, settings do not"
-    name, index = found
-    first, other = json.loads(texts[0]), json.loads(texts[index])
-    raise ConfigError(
-        f"{name} is {first.get(name, 'missing')} on rank {ranks[0]} and {other.get(name, 'missing')} on"
-        f" rank {ranks[index]}, but all ranks of a group must agree; start every rank with the same settings"
-    )
+    found = difference(dict(zip(ranks_of(group), map(json.loads, texts), strict=True)))
+    raise ConfigError(f"{found}, but all ranks of a group must agree; start every rank with the same settings")
 
 
 def settings_digest(settings: Mapping[str, object]) -> int:

@@ -29,8 +29,6 @@ from laconic.gradients.replicas import broadcast_state, check_same_settings
 from laconic.gradients.turns import Turn, TurnGuard, is_marked_reduced, is_zero, mark_reduced, turn_of
 from laconic.ops import DTYPES
 
-__all__ = ["CompressedGradients", "compress_gradients"]
-
 
 def compress_gradients(
     model: nn.Module,

@@ -27,20 +27,6 @@ from laconic.errors import TrainingError
 from laconic.formats import CodedGradient
 from laconic.formats.coded_gradient import Use, coded_gradient
 
-__all__ = [
-    "Owner",
-    "Turn",
-    "TurnGuard",
-    "is_marked_reduced",
-    "is_zero",
-    "mark_reduced",
-    "own",
-    "owner_of",
-    "release",
-    "set_turn",
-    "turn_of",
-]
-
 
 class Turn(enum.Enum):
     """State of a gradient: whose values it holds."""

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic.collectives.engine.layouts import TwoLevel
 from laconic.errors import ConfigError, ModelError
 from laconic.gradients.ddp import ddp_q8_hook
-from laconic.gradients.reduce import NATIVE_BELOW_NBYTES, TwoLevel, all_reduce_q8
+from laconic.gradients.reduce import NATIVE_BELOW_NBYTES, all_reduce_q8
 from laconic.ops import DTYPES
-
-__all__ = ["QuantizedReduction", "quantize_reduction"]
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,8 @@ from laconic.auditing import audit_first_call
 from laconic.errors import ConfigError
 from laconic.gradients import CompressedGradients, compress_gradients
 from laconic.gradients.turns import owner_of
-from laconic.integrations.figures import logged, measure_first_call
+from laconic.integrations.figures import measure_first_call
 from laconic.options import ACTIVATION_BITS, ATTENTIONS, GRADIENT_BITS, LOSSES, MODES, OPTIMIZERS, refused, takes
-
-__all__ = ["LaconicConfig", "compress", "given", "hold_gradients", "logged", "release_gradients", "report_of"]
 
 _OPTIMIZERS = ("host", *OPTIMIZERS)
 

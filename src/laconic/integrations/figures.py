@@ -7,6 +7,7 @@ labels. So the first figure, on tokens that are made up, is replaced at the firs
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,6 @@ from laconic.activations.recognize.largest_parts import largest_parts
 from laconic.activations.whole_model.report import Call, Measurement, Report
 from laconic.activations.whole_model.suspended import fitting, measure_both
 from laconic.errors import ModelError
-
-__all__ = ["logged", "measure_first_call"]
 
 
 def measure_first_call(model: nn.Module, then: Callable[[Measurement, Measurement], object]) -> None:
@@ -68,12 +67,7 @@ class _FirstCall:
             self._then(before, after)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _for_a_copy, ()
-
-
-def _for_a_copy() -> Callable[..., None]:
-    """The hook of a copy of the model, which is not what trains."""
-    return _nothing
+        return partial, (_nothing,)  # in a copy of the model, which is not what trains
 
 
 def _nothing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -15,7 +15,8 @@ from transformers.training_args import OptimizerNames
 from laconic.activations.whole_model.report import Report
 from laconic.errors import ConfigError
 from laconic.integrations.accelerate import Attached, attach_anew, check_fsdp_not_dropped
-from laconic.integrations.config import LaconicConfig, compress, given, logged, report_of
+from laconic.integrations.config import LaconicConfig, compress, given, report_of
+from laconic.integrations.figures import logged
 from laconic.integrations.whole_states import groups_of_one_process, take_whole_states, whole_states
 from laconic.moe.huggingface.blocks import is_fused_experts
 from laconic.moe.huggingface.experts import FusedExperts

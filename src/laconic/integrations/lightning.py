@@ -19,7 +19,8 @@ from laconic.activations.whole_model.report import Report
 from laconic.collectives.runtime.torch_compat import sent_in_background_nbytes
 from laconic.errors import ConfigError, ModelError
 from laconic.gradients import CompressedGradients
-from laconic.integrations.config import LaconicConfig, compress, given, hold_gradients, logged, report_of
+from laconic.integrations.config import LaconicConfig, compress, given, hold_gradients, report_of
+from laconic.integrations.figures import logged
 from laconic.integrations.whole_states import take_whole_states, whole
 from laconic.moe.huggingface.gradients import clip
 from laconic.moe.huggingface.spread import is_cut_otherwise, is_spread, saved_by_host

@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 from laconic.formats.shards import local_runs, sharded_like, taken
 from laconic.optim.moments import new_state
 
-__all__ = ["groups_of_one_process", "take_whole_states", "whole", "whole_states"]
-
 
 def whole(tree: Any) -> Any:
     """Return dicts and lists with whole tensors in place of DTensors: on the CPU of rank 0, and None elsewhere.

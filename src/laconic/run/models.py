@@ -28,8 +28,6 @@ from laconic.auditing import audit_now, say_left_out
 from laconic.errors import ConfigError, LaconicError, ModelError
 from laconic.options import ACTIVATION_BITS, ATTENTIONS, LOSSES, OPTIMIZERS, Loss, Optimizer, refused, takes
 
-__all__ = ["Model", "Refusal", "Wishes", "holders_of", "model_of"]
-
 
 class Refusal(LaconicError):
     """Something that was asked for by name cannot be done in this script."""

@@ -17,8 +17,6 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-__all__ = ["ModulesAlive"]
-
 
 class ModulesAlive:
     """Context manager that knows the modules that were made before it, and takes note of those made in it."""

@@ -39,8 +39,6 @@ from laconic.run.models import Model, Refusal, Wishes, holders_of, model_of
 from laconic.run.modules_alive import ModulesAlive
 from laconic.run.tcp import tcp_sent_nbytes
 
-__all__ = ["Savings"]
-
 _PATIENCE = 60.0
 """Seconds that a call waits for another thread's, which is converted, measured and audited."""
 

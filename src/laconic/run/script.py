@@ -8,11 +8,9 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import find_spec
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, ModuleType
 
 from laconic.errors import ConfigError
-
-__all__ = ["Script"]
 
 
 class Script:
@@ -75,7 +73,8 @@ class Script:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            own = _script_frames(error.__traceback__)
+            # Without the frame that started the script.
+            own = error.__traceback__ and error.__traceback__.tb_next
             sys.excepthook(type(error), error.with_traceback(own), own)
             return 1
         return 0
@@ -118,8 +117,3 @@ def _exit_code(stop: SystemExit) -> int:
         return stop.code
     print(stop.code, file=sys.stderr)
     return 1
-
-
-def _script_frames(found: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frame that started the script."""
-    return None if found is None else found.tb_next

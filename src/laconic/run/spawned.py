@@ -26,8 +26,6 @@ from laconic.run.savings import Savings
 from laconic.run.summary import summarize
 from laconic.run.zipped_groups import ZippedGroups
 
-__all__ = ["Spawned"]
-
 
 @dataclass(frozen=True)
 class _Reached:

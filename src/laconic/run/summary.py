@@ -10,8 +10,6 @@ from laconic.run.models import Model
 from laconic.run.savings import Savings
 from laconic.run.zipped_groups import ZippedGroups
 
-__all__ = ["render", "summarize"]
-
 
 def summarize(savings: Savings, groups: ZippedGroups | None = None) -> dict[str, Any]:
     """The outcome as plain data for JSON.

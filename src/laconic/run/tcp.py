@@ -11,8 +11,6 @@ import stat
 import struct
 import sys
 
-__all__ = ["tcp_sent_nbytes"]
-
 _BYTES_SENT = 200
 """Offset of tcpi_bytes_sent and tcpi_bytes_retrans, two of 8 bytes, in the tcp_info of Linux 4.19 and later."""
 

@@ -16,8 +16,6 @@ from laconic.collectives import audit
 from laconic.collectives.codec import Lossless
 from laconic.run.models import Refusal
 
-__all__ = ["Sent", "ZippedGroups", "laconic_backend"]
-
 _WHOLE = {"undefined": "cpu:gloo,cuda:nccl", "gloo": "cpu:gloo,cuda:gloo", "nccl": "cuda:nccl", "cpu:gloo": "gloo"}
 _NAMES = {
     frozenset({"cpu:gloo", "cuda:nccl"}): "laconic",

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.activations import Report
-from laconic.train.config.plan import activation_plan, check_plan, load_plan
+from laconic.cost import load_plan
+from laconic.train.config.plan import activation_plan, check_plan
 from laconic.train.config.schema import TrainConfig
 from laconic.train.data.sampler import global_indices
 from laconic.train.distributed.data_parallel import autocast, decoder_layers
@@ -22,8 +23,6 @@ from laconic.train.task import Task
 
 if TYPE_CHECKING:
     from laconic.cost import Plan
-
-__all__ = ["Conversion", "convert_model"]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 All kinds have the same methods, so the loop is the same for all:
 
-- `PlainGradients`: `parameter.grad`; DDP or FSDP2 has reduced them when the last backward ends.
+- `Gradients`: `parameter.grad`; DDP or FSDP2 has reduced them when the last backward ends.
 - `PassingGradients`: the same, measured and gone in backward, whose end they do not reach.
 - `ExpertParallelGradients`: the same with expert parallelism: gradients of experts are averaged over other groups.
 - `OverlappedGradients`: those again, the dense ones averaged while backward of expert layers leaves links idle.
@@ -12,13 +12,15 @@ All kinds have the same methods, so the loop is the same for all:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from laconic.auditing.comparison import relative_error
 from laconic.collectives import api
@@ -26,7 +28,7 @@ from laconic.collectives.codec import Blockwise, Codec, Raw
 from laconic.formats import BlockFormat, quantized_gradient
 from laconic.formats.shards import local_part
 from laconic.gradients import CompressedGradients, all_reduce_q8, all_reduce_quantized, compress_gradients
-from laconic.gradients.subset import Subset
+from laconic.gradients.members import Subset
 from laconic.moe.huggingface import Parallelized
 from laconic.moe.huggingface import gradients as spread
 from laconic.moe.parallel.grid import Grid
@@ -35,68 +37,14 @@ from laconic.moe.pipeline.grad_reduce_fsdp2 import reduce_in_slots
 from laconic.moe.pipeline.schedule import ChunkedSchedule
 from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.comm_compression import zip_codec
-from laconic.train.distributed.data_parallel import (
-    accumulate,
-    clip_gradients,
-    full_value,
-    gradient_norm,
-    plain_model,
-)
+from laconic.train.distributed.data_parallel import plain_model
 from laconic.train.distributed.parallel_state import ParallelState
-
-__all__ = [
-    "ExpertParallelGradients",
-    "Gradients",
-    "PassingGradients",
-    "make_gradients",
-]
 
 _CODES = BlockFormat("int8", 128)
 
 
-class Gradients(ABC):
-    """The gradients of this process's parameters."""
-
-    @abstractmethod
-    def last_backward(self, num_backwards: int = 1) -> AbstractContextManager[object]:
-        """Context of the last micro-batch of a step, or of all `num_backwards` of a pipeline."""
-
-    @abstractmethod
-    def earlier_backward(self) -> AbstractContextManager[object]:
-        """Context of a micro-batch before the last."""
-
-    @abstractmethod
-    def reduce(self) -> None:
-        """Average over the replicas the gradients that backward has not averaged yet."""
-
-    @abstractmethod
-    def add_copies(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        """Add up the gradients of parameters that each process of `group` has a copy of."""
-
-    @abstractmethod
-    def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """2-norm of the gradients of `parameters` together, 0-dim, the same on all replicas."""
-
-    @abstractmethod
-    def clip(self, norm: Tensor, max_norm: float) -> None:
-        """Scale all gradients so that their 2-norm, `norm` now, is at most `max_norm`; 0 leaves them alone."""
-
-    @abstractmethod
-    def prepare_update(self) -> None:
-        """Put gradients where the optimizer reads them."""
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Drop all gradients."""
-
-    @property
-    def overlapped_nbytes(self) -> int | None:
-        """Bytes of dense gradients that the last backward averaged during expert layers; None without that overlap."""
-        return None
-
-
-class PlainGradients(Gradients):
-    """Gradients as autograd makes them.
+class Gradients:
+    """Gradients as autograd makes them: DDP or FSDP2 has averaged them when the last backward ends.
 
     Args:
         model: plain, or wrapped in DDP or FSDP2, or the local chunks of a pipeline whose modules are wrapped.
@@ -108,19 +56,21 @@ class PlainGradients(Gradients):
         self._codec = codec
 
     def last_backward(self, num_backwards: int = 1) -> AbstractContextManager[object]:
-        """Context in which DDP or FSDP2 reduces."""
-        return accumulate(self._model, last=True)
+        """Context of the last micro-batch of a step, or of all `num_backwards` of a pipeline."""
+        return nullcontext()
 
     def earlier_backward(self) -> AbstractContextManager[object]:
-        """Context in which DDP does not reduce."""
-        return accumulate(self._model, last=False)
+        """Context of a micro-batch before the last, in which DDP does not reduce.
+
+        FSDP2 reduces in each, so that gradients are never held in full.
+        """
+        return self._model.no_sync() if isinstance(self._model, DistributedDataParallel) else nullcontext()
 
     def reduce(self) -> None:
-        """Does nothing: the wrapper has averaged."""
-        pass
+        """Average over the replicas the gradients that backward has not averaged yet."""
 
     def add_copies(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        """Sum over `group` by an all-reduce per parameter; a missing gradient counts as zero."""
+        """Add up the gradients of parameters that each process of `group` has a copy of; a missing one is zero."""
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -131,23 +81,28 @@ class PlainGradients(Gradients):
                 api.all_reduce(gradient, group, op="sum", codec=self._codec)
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """2-norm of `parameter.grad`, gathered where parameters are sharded."""
-        return full_value(gradient_norm(parameters))
+        """2-norm of the gradients of `parameters` together, 0-dim, the same on all replicas."""
+        return _whole(get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None]))
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
-        """Scale `parameter.grad` of all parameters."""
-        clip_gradients(self._model.parameters(), norm, max_norm)
+        """Scale all gradients so that their 2-norm, `norm` now, is at most `max_norm`; 0 leaves them alone."""
+        if max_norm > 0:
+            clip_grads_with_norm_(self._model.parameters(), max_norm, norm)
 
     def prepare_update(self) -> None:
-        """Does nothing: the optimizer reads `parameter.grad`."""
-        pass
+        """Put gradients where the optimizer reads them."""
 
     def clear(self) -> None:
-        """Set `parameter.grad` to None."""
+        """Drop all gradients."""
         self._model.zero_grad(set_to_none=True)
 
+    @property
+    def overlapped_nbytes(self) -> int | None:
+        """Bytes of dense gradients that the last backward averaged during expert layers; None without that overlap."""
+        return None
 
-class PassingGradients(PlainGradients):
+
+class PassingGradients(Gradients):
     """Gradients that an optimizer uses in backward, each as soon as it is whole.
 
     Make it before the optimizer's `update_in_backward`, whose hooks come after these.
@@ -175,7 +130,7 @@ class PassingGradients(PlainGradients):
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """2-norm of the gradients that have passed."""
         norms = [self._norms[parameter] for parameter in parameters if parameter in self._norms]
-        return full_value(torch.linalg.vector_norm(torch.stack(norms)))
+        return _whole(torch.linalg.vector_norm(torch.stack(norms)))
 
     def clear(self) -> None:
         """Forget the norms, and let go of what stands in the place of gradients."""
@@ -183,7 +138,7 @@ class PassingGradients(PlainGradients):
         self._norms.clear()
 
 
-class ExpertParallelGradients(PlainGradients):
+class ExpertParallelGradients(Gradients):
     """Gradients of a model with expert parallelism.
 
     Backward has brought an expert the gradients of all tokens of its EP group. They are added up over the processes
@@ -365,7 +320,7 @@ def make_gradients(
 
     Args:
         config, parallel_state: of the run.
-        model: as in `PlainGradients`, except that with 8 or 12 bits it is not wrapped in DDP.
+        model: as in `Gradients`, except that with 8 or 12 bits it is not wrapped in DDP.
         experts: of the model, if it has expert parallelism.
     """
     if config.optimizer.update_in_backward:
@@ -373,7 +328,7 @@ def make_gradients(
     grid = None if experts is None else experts.grid
     if config.gradients.bits == 32:
         if experts is None or grid is None:
-            return PlainGradients(model, zip_codec(config))
+            return Gradients(model, zip_codec(config))
         if config.moe.overlap_grad_reduce and parallel_state.stage_group is not None:
             return OverlappedGradients(model, experts, grid, config, parallel_state.stage_group)
         return ExpertParallelGradients(model, experts, grid, config)
@@ -388,6 +343,11 @@ def make_gradients(
     return StoredGradients(
         [compress_gradients(Subset(model, experts.dense()), group, bits=bits), sums], unpack, divided=sums
     )
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """A scalar that FSDP2 may have sharded as one plain tensor, the same on each process."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _some(gradient: Tensor) -> Tensor:

@@ -18,8 +18,6 @@ from laconic.train.model_source import check_path, how_to_get_a_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["build_classifier", "check_batch_norm", "preprocessor_config"]
-
 _LANGUAGE_SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("tie_word_embeddings", "allow_download"),
@@ -80,11 +78,7 @@ def build_classifier(config: ModelConfig, corpus: ImageCorpus, seed: int) -> Pre
 
 
 def _check_fit(model: Any, corpus: ImageCorpus) -> None:
-    """Check that `model` has a logit for every class and takes the data's channels and size.
-
-    Raises:
-        DataError: it does not.
-    """
+    """Check that `model` has a logit for every class and takes the data's channels and size."""
     num_classes, config = model.config.num_labels, model.config
     if num_classes < len(corpus.classes):
         raise DataError(

@@ -17,8 +17,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["LAUNCH_FILE", "Launch", "Restart", "StepFile", "launch_of_torchrun", "now", "record_launch", "restarts_of"]
-
 LAUNCH_FILE = "launch.json"
 """Its name in a run directory, and in the folder where our launcher tells its processes about it."""
 

@@ -25,8 +25,6 @@ from laconic.train.config.dotted_names import nearest
 from laconic.train.config.schema import TrainConfig
 from laconic.train.model_source import find_weights
 
-__all__ = ["BASE_HASH", "add_adapters", "freeze_in_bf16", "with_adapters"]
-
 logger = logging.getLogger(__name__)
 
 BASE_HASH = "weights of model.path"

@@ -6,8 +6,6 @@ import math
 
 from laconic.train.config.schema import OptimizerConfig
 
-__all__ = ["learning_rate"]
-
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """Learning rate of optimizer step `step` (0-based) in a run of `steps`: linear warm-up, then half a cosine.

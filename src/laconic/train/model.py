@@ -24,18 +24,6 @@ from laconic.train.model_source import check_path, find_weights
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "build_model",
-    "check_config",
-    "check_extra",
-    "family_config",
-    "load_model",
-    "no_progress_bars",
-    "path_config",
-    "random_model",
-    "sized_config",
-]
-
 logger = logging.getLogger(__name__)
 
 # Names that transformers still takes for what its configurations now hold in rope_parameters.
@@ -126,11 +114,7 @@ def check_extra(config: ModelConfig, known: Collection[str]) -> None:
 
 
 def check_config(hf_config: Any, origin: str) -> None:
-    """Check that a configuration names no code on the hub, which transformers would fetch and run.
-
-    Raises:
-        ModelError: it does.
-    """
+    """Check that a configuration names no code on the hub, which transformers would fetch and run."""
     for part in (hf_config, hf_config.get_text_config()):
         chosen = getattr(part, "_attn_implementation", None)
         if isinstance(chosen, str) and "/" in chosen:
@@ -240,11 +224,7 @@ def _entries(parameters: dict[str, Any], name: str) -> list[Any]:
 
 
 def _check_experts(hf_config: Any, origin: str) -> None:
-    """Check that a token takes no more experts than there are: transformers would fail in the forward.
-
-    Raises:
-        ConfigError: it does.
-    """
+    """Check that a token takes no more experts than there are: transformers would fail in the forward."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     num_experts = next((number for name in names if (number := getattr(hf_config, name, None)) is not None), None)
     top_k = getattr(hf_config, "num_experts_per_tok", None)

@@ -18,8 +18,6 @@ from laconic.json_text import parse_json
 from laconic.train.config.schema import FINE_TUNING_RATE, LORA_RATE, ModelConfig, TrainConfig
 from laconic.train.config.tasks import find_task
 
-__all__ = ["check_path", "find_weights", "how_to_get_a_model", "own_tokenizer", "resolve_defaults", "tokenizer_files"]
-
 logger = logging.getLogger(__name__)
 
 _LOADABLE = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -57,11 +55,7 @@ def resolve_defaults(config: TrainConfig) -> TrainConfig:
 
 
 def check_path(config: ModelConfig) -> None:
-    """Refuse a model.path that is no directory of a model, where no hub may be asked, or one of adapters.
-
-    Raises:
-        ConfigError, ModelError: as the name says.
-    """
+    """Refuse a model.path that is no directory of a model, where no hub may be asked, or one of adapters."""
     if config.path is not None and (Path(config.path) / "adapter_config.json").is_file():
         raise ModelError(
             f"model.path {config.path!r} holds an adapter_config.json, so its weights belong to a model elsewhere; "

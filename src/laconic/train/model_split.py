@@ -22,8 +22,6 @@ from laconic.activations.whole_model.causal_loss import causal_loss
 from laconic.cost.memory import split as layer_split
 from laconic.errors import ConfigError, ModelError
 
-__all__ = ["ModelChunk", "Gap", "balanced_split", "decoder_stack", "mean_loss", "split_model"]
-
 _TRIAL_TOKENS = 8
 
 

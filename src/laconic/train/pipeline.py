@@ -32,8 +32,6 @@ from laconic.train.distributed.world import World
 from laconic.train.model_split import ModelChunk, balanced_split, split_model
 from laconic.train.step_timeline import TaskTime
 
-__all__ = ["LocalChunks", "Pipeline"]
-
 IGNORED = -100
 """A label that does not count."""
 

@@ -15,17 +15,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+import laconic
+from laconic.collectives.engine.handshake import difference
+from laconic.cost import load_plan
 from laconic.errors import ConfigError, TrainingError
 from laconic.output_lines import say
 from laconic.train.checkpoint.resume import find_start, identity_of
 from laconic.train.checkpoint.save_load import Checkpoint, save_checkpoint
+from laconic.train.config.dotted_names import flat_settings
 from laconic.train.config.schema import TrainConfig
+from laconic.train.config.settings import settings as settings_of
 from laconic.train.config.tasks import find_task
 from laconic.train.config.toml import save_config
 from laconic.train.conversion import Conversion, convert_model
-from laconic.train.distributed.consistency import check_agreement
 from laconic.train.distributed.parallel_state import ParallelState, make_parallel_state
 from laconic.train.distributed.world import World
 from laconic.train.launch_record import Launch, Restart, record_launch, restarts_of
@@ -39,7 +44,8 @@ from laconic.train.signals import StopRequest
 from laconic.train.steps import Steps, make_steps
 from laconic.train.task import Task
 
-__all__ = ["run"]
+_LOCAL = ("nproc", "restarts", "tensorboard", "wandb")
+"""What may differ between machines beside paths, or is taken from rank 0."""
 
 
 def run(
@@ -228,7 +234,7 @@ def _check_settings(
     """
     with log_on_stderr(world):
         config = resolve_defaults(config)
-    check_agreement(config, world)
+    _check_agreement(config, world)
     check_experts(config, world)
     parallel_state = make_parallel_state(config, world)
     check_loggers(config, world)
@@ -254,3 +260,22 @@ def _has_summary(run_dir: Path, done: int) -> bool:
         return int(json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["steps"]) >= done
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def _check_agreement(config: TrainConfig, world: World) -> None:
+    """Check that all processes have the same settings and versions; all of them call it together.
+
+    Paths may differ; their contents are compared where they are read.
+
+    Raises:
+        ConfigError: on every process; the message names a difference.
+    """
+    local = {*_LOCAL, *(one.name for one in settings_of(TrainConfig) if one.is_path)}
+    settings = flat_settings(asdict(config))
+    settings = {name: value for name, value in settings.items() if name not in local}
+    settings |= {"laconic's version": laconic.__version__, "torch's version": str(torch.__version__)}
+    if config.plan is not None:
+        settings["the plan"] = load_plan(config.plan).to_dict()
+    found = difference(dict(enumerate(world.gather(settings))))
+    if found is not None:
+        raise ConfigError(f"{found}; start all processes of a run with the same settings and versions")

@@ -32,8 +32,6 @@ from laconic.errors import CheckpointError, ConfigError
 from laconic.formats.durable import fsync_file
 from laconic.json_text import parse_json
 
-__all__ = ["LOCK_FILE", "RunLock", "keep_for_launch"]
-
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "lock.json"

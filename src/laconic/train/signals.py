@@ -25,15 +25,6 @@ from typing import Any
 
 from laconic.interrupts import ending_signals
 
-__all__ = [
-    "EXIT_INTERRUPTED",
-    "EXIT_PEER_LOST",
-    "INTERRUPTED",
-    "STOP_SIGNAL",
-    "StopRequest",
-    "listen_to_launcher",
-]
-
 EXIT_INTERRUPTED = 130
 """Exit code after SIGINT, by the shell's convention of 128 + signal number: stopped early, and saved. So for others."""
 EXIT_PEER_LOST = 75

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from laconic.schedule.streams import Timeline
 
-__all__ = ["TIMELINE_FILE", "TaskTime", "machine", "recorded_step", "timeline_of_layer", "timeline_of_pipeline"]
-
 TIMELINE_FILE = "timeline.json"
 _VERSION = 1
 _RECORDED = 3

@@ -32,8 +32,6 @@ from laconic.train.step_timeline import recorded_step
 from laconic.train.task import Task
 from laconic.train.trainer import StepResult, Trainer, make_optimizer
 
-__all__ = ["Steps", "make_steps"]
-
 _MAX_SKIPPED_STEPS = 5
 _MAX_LOAD_ROWS = 100
 """Steps of a run that say how many tokens each expert got; all of them would outgrow the other metrics."""

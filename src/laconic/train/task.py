@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from laconic.train.distributed.parallel_state import ParallelState
     from laconic.train.distributed.world import World
 
-__all__ = ["Task"]
-
 
 class Task(ABC):
     """Data, model and loss of a run; the loop decides which samples a process takes and does the rest.

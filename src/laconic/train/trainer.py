@@ -32,9 +32,8 @@ from laconic.gradients import LocalSteps
 from laconic.optim import OPTIMIZER_CLASSES
 from laconic.train.config.schema import OptimizerConfig, TrainConfig
 from laconic.train.data.sampler import evenly, global_indices, split_mix
-from laconic.train.distributed.data_parallel import autocast, plain_model
+from laconic.train.distributed.data_parallel import RunningStatistics, autocast, plain_model
 from laconic.train.distributed.parallel_state import ParallelState
-from laconic.train.distributed.running_statistics import RunningStatistics
 from laconic.train.distributed.traffic import WireCounter
 from laconic.train.distributed.world import World
 from laconic.train.gradients import ExpertParallelGradients, Gradients, PassingGradients
@@ -44,8 +43,6 @@ from laconic.train.pipeline import Pipeline
 from laconic.train.signals import StopRequest
 from laconic.train.step_timeline import TaskTime
 from laconic.train.task import Task
-
-__all__ = ["StepResult", "Trainer", "make_optimizer"]
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,6 @@ from laconic.collectives.runtime.thread_state import may_write
 from laconic.cost.comm.seconds import RAW, AlgorithmChoice
 from laconic.errors import CollectiveError
 
-__all__ = ["REDUCIBLE", "Call", "Exchange", "Route", "find_route", "finish", "slices"]
-
 T = TypeVar("T")
 
 REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16)

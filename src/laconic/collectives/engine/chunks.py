@@ -15,18 +15,6 @@ from torch import Tensor
 from laconic.collectives.codec import Codec, Lossless
 from laconic.collectives.engine.transport import Incoming, InFlightMessages, Outgoing, Wire
 
-__all__ = [
-    "all_gather_chunk",
-    "all_reduce_chunk",
-    "all_to_all_chunk",
-    "broadcast_chunk",
-    "move_chunk",
-    "overlap",
-    "reduce_scatter_chunk",
-    "ring_all_reduce_chunk",
-    "ring_reduce_scatter_chunk",
-]
-
 
 def overlap(chunks: Iterable[Iterator[None]]) -> None:
     """Run chunks so that each is one wait behind the one before it: the same order of messages on every rank."""

@@ -6,22 +6,27 @@ settings are new would meet the messages of those that know them already.
 
 Reading an announcement makes the host wait for the device. A rank does so where it has not yet seen its settings agreed
 on in this group (everything but what may vary from call to call), and where it waits for lengths anyway. Else the
-announcements are copied to the host behind the values, and announcement_watch.py reads them when they are there.
+announcements are copied to the host behind the values, and compared when they are there, by the group's next call or
+by a thread. Where ranks disagree although each knows its settings, messages of unequal length may have met already:
+they hang. Then the thread aborts the group, so that what waits for it goes on, and every rank raises the same error.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping, Sequence
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives.engine.handshake import Announcement, Peers, Splits
+from laconic.collectives.engine.handshake import GROUP_ENDED, Announcement, Peers, Splits
 from laconic.collectives.runtime.device_streams import Ready
-
-__all__ = ["DeviceHandshake", "all_wait", "remember"]
+from laconic.collectives.runtime.group_facts import fail, raise_if_failed
+from laconic.errors import ConfigError
 
 _VARYING = ("numel", "num_gradients", "splits", "src", "dst")
 """Settings that may be others in every call; the rest are a program's few kinds of calls."""
@@ -111,3 +116,96 @@ class DeviceHandshake:
 def _host_tensor(nbytes: int, device: torch.device) -> Tensor:
     """Memory of the host, uint8 [nbytes], from and to which copies do not make the host wait."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda", device="cpu")
+
+
+# --- announcements that no host waits for ---
+
+_POLL_SECONDS = 0.05
+
+_MAX_PENDING = 256
+"""Announcements of a group that are not compared yet; the host waits for the oldest when there are more."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Pending:
+    group: ref[dist.ProcessGroup]
+    handshake: DeviceHandshake
+    announcement: Announcement
+    ranks: Sequence[int]
+
+    def compare(self) -> None:
+        """Compare; if ranks differ, end the group."""
+        group = self.group()
+        try:
+            self.announcement.check(self.handshake.read(), self.ranks, GROUP_ENDED)
+        except ConfigError as error:
+            if group is not None:
+                fail(group, error)
+
+
+_changed = threading.Condition()
+_pending: list[_Pending] = []
+_thread: threading.Thread | None = None
+
+
+def watch(
+    group: dist.ProcessGroup, handshake: DeviceHandshake, announcement: Announcement, ranks: Sequence[int]
+) -> None:
+    """Compare the announcements of a call later; `collect` was called."""
+    entry = _Pending(ref(group), handshake, announcement, ranks)
+    with _changed:
+        _pending[:] = [*(other for other in _pending if other.group() is not None), entry]
+        _start()
+        _changed.notify()
+
+
+def poll(group: dist.ProcessGroup) -> None:
+    """Compare announcements of earlier calls on `group` that are there.
+
+    Raises:
+        ConfigError: ranks disagreed in one of them.
+    """
+    with _changed:
+        of_group = [entry for entry in _pending if entry.group() is group]
+    for entry in of_group[: max(0, len(of_group) - _MAX_PENDING)]:
+        _compare(entry)
+    _compare_those_here(of_group)
+    raise_if_failed(group)
+
+
+def _start() -> None:
+    """Start the thread if it does not run."""
+    global _thread
+    if _thread is None or not _thread.is_alive():
+        _thread = threading.Thread(target=_serve, name="laconic-announcements", daemon=True)
+        _thread.start()
+
+
+def _serve() -> None:
+    while True:
+        with _changed:
+            while not _pending:
+                _changed.wait()
+            entries = list(_pending)
+        _compare_those_here(entries)
+        time.sleep(_POLL_SECONDS)
+
+
+def _compare_those_here(entries: Sequence[_Pending]) -> None:
+    for entry in entries:
+        try:
+            if entry.handshake.are_here:
+                _compare(entry)
+        except RuntimeError:  # of the device: there is nothing to compare any more, and other calls report it
+            _remove(entry)
+
+
+def _compare(entry: _Pending) -> None:
+    entry.compare()
+    _remove(entry)
+
+
+def _remove(entry: _Pending) -> None:
+    with _changed:
+        if entry in _pending:
+            _pending.remove(entry)

@@ -24,18 +24,6 @@ from torch import Tensor
 
 from laconic.errors import ConfigError
 
-__all__ = [
-    "GROUP_ENDED",
-    "MAX_INSIDE_NBYTES",
-    "Announcement",
-    "Handshake",
-    "Peers",
-    "Settings",
-    "Splits",
-    "difference",
-    "first_difference",
-]
-
 MAX_INSIDE_NBYTES = 1 << 14
 """Of a message that travels inside of an announcement."""
 
@@ -242,24 +230,15 @@ class Handshake:
         return self._received[peer][0][len(self._front) : len(self._front) + nbytes]
 
 
-def first_difference(settings: Sequence[Mapping[str, Any]]) -> tuple[str, int] | None:
-    """The first setting in which some rank differs from the first one, and that rank's index; None if all agree."""
-    first = settings[0]
-    for index, other in enumerate(settings):
-        for name in dict.fromkeys([*first, *other]):
-            if first.get(name) != other.get(name):
-                return name, index
-    return None
-
-
 def difference(settings: Mapping[int, Mapping[str, Any]]) -> str | None:
     """What differs first between the settings of ranks, in the group's order, and in whose; None if all agree."""
-    found = first_difference(list(settings.values()))
-    if found is None:
-        return None
-    (name, index), ranks = found, list(settings)
-    first, other = settings[ranks[0]].get(name), settings[ranks[index]].get(name)
-    return f"{name} is {first!r} on rank {ranks[0]} and {other!r} on rank {ranks[index]}"
+    (here, first), *others = settings.items()
+    for there, other in others:
+        for name in dict.fromkeys([*first, *other]):
+            if first.get(name) != other.get(name):
+                a, b = (repr(one[name]) if name in one else "missing" for one in (first, other))
+                return f"{name} is {a} on rank {here} and {b} on rank {there}"
+    return None
 
 
 def disagreement(settings: Mapping[int, Mapping[str, Any]], outcome: str) -> ConfigError:

@@ -22,8 +22,6 @@ from laconic.collectives.runtime.group_facts import check_member
 if TYPE_CHECKING:
     from laconic.collectives.engine.call import Exchange
 
-__all__ = ["OneRank", "TwoLevel", "TwoLevelExchange"]
-
 
 @dataclass(frozen=True)
 class TwoLevel:

@@ -4,7 +4,7 @@ Every two ranks shake hands in every call: each announces the settings of its ca
 waits for that at once: values are encoded and offered meanwhile. Through gloo that is safe because it moves no byte
 before a receive with the same tag stands, and tags carry a fingerprint of the call, so that messages of different calls
 never meet. They do meet through NCCL, which has no tags; there ranks wait for announcements that may differ
-(device_handshake.py), and a group whose ranks differ nevertheless is ended (announcement_watch.py).
+(device_handshake.py), and a group whose ranks differ nevertheless is ended.
 
 Where gloo carries a GPU's tensors, their messages are copied to the host and back, and are coded on the GPU.
 
@@ -36,17 +36,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives.codec import Codec, Lossless, Raw, bytes_of, is_unread
-from laconic.collectives.engine import announcement_watch
-from laconic.collectives.engine.device_handshake import DeviceHandshake, all_wait, remember
+from laconic.collectives.engine.device_handshake import DeviceHandshake, all_wait, poll, remember, watch
 from laconic.collectives.engine.handshake import GROUP_ENDED, MAX_INSIDE_NBYTES, Announcement, Handshake, Peers
 from laconic.collectives.runtime import torch_compat
 from laconic.collectives.runtime.failure_diagnosis import broke_off
-from laconic.collectives.runtime.group_facts import goes_through_host, timeout_of
-from laconic.collectives.runtime.group_failures import fail, raise_if_failed
+from laconic.collectives.runtime.group_facts import fail, goes_through_host, raise_if_failed, timeout_of
 from laconic.collectives.runtime.late_checks import LateCheck, make_checks
 from laconic.errors import CollectiveError, ConfigError, FormatError
-
-__all__ = ["WIRE_VERSION", "InFlightMessages", "Incoming", "Outgoing", "UnreadMessages", "Wire", "has_tags"]
 
 WIRE_VERSION = 5
 """Changes with anything here that ranks of different releases would understand differently."""
@@ -145,7 +141,7 @@ class Wire:
         if self.has_tags:
             self._handshake = Handshake(group, peers, announcement, self.send, self.receive, self.wait)
         elif kind is None:
-            announcement_watch.poll(group)
+            poll(group)
             self._device_handshake = DeviceHandshake(group, peers, announcement, device)
             self.count(self._device_handshake.sent_nbytes)
         self._agreed = self._handshake is None and self._device_handshake is None
@@ -193,7 +189,7 @@ class Wire:
         if must_wait or not handshake.is_known or handshake.are_here:
             self._read(handshake)
         else:
-            announcement_watch.watch(self.group, handshake, self.announcement, self.peers.ranks)
+            watch(self.group, handshake, self.announcement, self.peers.ranks)
 
     def _read(self, handshake: DeviceHandshake) -> None:
         self._fronts = handshake.read()

@@ -31,18 +31,6 @@ from laconic.collectives.runtime.group_facts import goes_through_host, timeout_o
 from laconic.collectives.runtime.thread_state import as_here
 from laconic.collectives.runtime.torch_compat import name_of
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "gather",
-    "recv",
-    "reduce_scatter",
-    "scatter",
-    "send",
-]
-
 R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")

@@ -12,8 +12,6 @@ from torch import Tensor
 from laconic.collectives import api
 from laconic.collectives.codec import Codec
 
-__all__ = ["all_to_all"]
-
 
 def all_to_all(
     x: Tensor,

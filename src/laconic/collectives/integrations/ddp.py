@@ -3,6 +3,7 @@
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants classes, not strings.
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,27 +13,19 @@ from torch._C._distributed_c10d import GradBucket
 from laconic.collectives import api
 from laconic.collectives.codec import Codec, check_codec
 
-__all__ = ["ZipHookState", "ddp_zip_hook", "zip_hook"]
-
 _Hook = Callable[["ZipHookState", GradBucket], torch.futures.Future[Tensor]]
 
 
+@dataclass(eq=False)
 class ZipHookState:
-    """State of `zip_hook`.
+    """State of `zip_hook`."""
 
-    Attributes:
-        group: the ranks of the DDP model; the default group if None.
-        codec: as in `api.all_reduce`.
-        native: average as DDP does without a hook, which a model that has one cannot get rid of.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, codec: Codec | str) -> None:
-        self.group = group
-        """The ranks of the DDP model; the default group if None."""
-        self.codec = codec
-        """As in `api.all_reduce`."""
-        self.native = False
-        """Average as DDP does without a hook, which a model that has one cannot get rid of."""
+    group: dist.ProcessGroup | None
+    """The ranks of the DDP model; the default group if None."""
+    codec: Codec | str
+    """As in `api.all_reduce`."""
+    native: bool = False
+    """Average as DDP does without a hook, which a model that has one cannot get rid of."""
 
 
 def ddp_zip_hook(group: dist.ProcessGroup | None = None, *, codec: Codec | str = "auto") -> tuple[ZipHookState, _Hook]:

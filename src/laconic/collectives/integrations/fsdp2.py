@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from laconic.collectives import api
+from laconic.collectives.arguments import Op
 from laconic.collectives.codec import Blockwise, Codec, check_codec, is_unread
 from laconic.collectives.runtime.background import BackgroundWork
 from laconic.errors import ConfigError, ModelError
@@ -173,7 +174,7 @@ class ZipReduceScatter(OwnBuffers, ReduceScatter):
                 f"op is {op}, but a reduce-scatter over a codec does SUM and AVG; with a gradient divide factor call"
                 " set_force_sum_reduction_for_comms(True) on the module"
             )
-        name: api.Op = "avg" if op == dist.ReduceOp.AVG else "sum"
+        name: Op = "avg" if op == dist.ReduceOp.AVG else "sum"
         if async_op:
             started = api.reduce_scatter(output_tensor, input_tensor, group, op=name, codec=self.codec, async_op=True)
             return BackgroundWork(started, [output_tensor])

@@ -23,8 +23,6 @@ from laconic.collectives import audit
 from laconic.collectives.codec import Codec
 from laconic.errors import ConfigError, FormatError
 
-__all__ = ["ZipStage"]
-
 _Arriving = tuple[Tensor, Tensor, int]
 """The buffer that receives a message, the destination of its values, and the rank it comes from."""
 

@@ -15,8 +15,6 @@ from laconic.collectives.integrations.zip import ZippedCollectives, ZippedPart, 
 from laconic.errors import ConfigError, ModelError
 from laconic.formats import BlockFormat
 
-__all__ = ["quantize_gathers"]
-
 _FORMATS = {8: "int8", 6: "int6", 5: "int5", 4: "nf4"}
 _BLOCK_SIZE = 128
 

@@ -19,8 +19,6 @@ from laconic.collectives.codec import Codec, Lossless, check_codec, setting_of
 from laconic.collectives.integrations.ddp import ZipHookState, ddp_zip_hook
 from laconic.errors import ConfigError, ModelError
 
-__all__ = ["ZippedCollectives", "ZippedPart", "gather_of", "refuse_unwrapped", "zip_collectives"]
-
 
 @dataclass(frozen=True)
 class ZippedPart:

@@ -27,8 +27,6 @@ from laconic.cost.comm.seconds import (
 )
 from laconic.errors import FormatError
 
-__all__ = ["NOTE_NBYTES", "Call", "Chooser", "Refusal"]
-
 _NOTE = struct.Struct("<QQQQI")
 """Bytes of messages, those expected of Gaussian data, nanoseconds of a coded call, of a raw one, checksum."""
 

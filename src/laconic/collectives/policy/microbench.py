@@ -22,17 +22,6 @@ from laconic.cost.comm.rates import CODES, OPERATIONS, RING, CodecRates, Line, L
 from laconic.cost.comm.seconds import MIN_CODED_NBYTES, GroupShape, sent_nbytes
 from laconic.formats import lossless
 
-__all__ = [
-    "Exchange",
-    "Ranks",
-    "brief_codecs",
-    "brief_link",
-    "codec_rates",
-    "host_name",
-    "pass_around",
-    "group_shape_of",
-]
-
 Exchange = Callable[[Sequence[int]], list[list[int]]]
 """All-gather of whole numbers: what every rank of a group passed, in rank order."""
 

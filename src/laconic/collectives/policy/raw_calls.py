@@ -21,8 +21,6 @@ from laconic.collectives import audit
 from laconic.collectives.policy.chooser import Refusal
 from laconic.collectives.runtime.callbacks import here
 
-__all__ = ["RawCalls", "RawRoute", "forget_routes", "is_plain", "is_plain_strided", "known_route", "raw_calls_of"]
-
 T = TypeVar("T")
 
 _MAX_KNOWN = 1024

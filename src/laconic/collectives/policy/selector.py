@@ -20,7 +20,6 @@ import os
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -47,20 +46,6 @@ from laconic.cost.comm.seconds import (
     sent_nbytes,
 )
 from laconic.errors import ConfigError
-
-__all__ = [
-    "choose",
-    "predict",
-    "leaves_raw",
-    "merge_notes",
-    "note",
-    "observe",
-    "prepare",
-    "prepared_rates",
-    "sent_by_one",
-    "use_rates",
-    "needs_sync",
-]
 
 _UNTAUGHT = "untaught"
 """Tag of estimates that are never updated."""
@@ -303,15 +288,11 @@ def _chooser_of(operation: str, group: dist.ProcessGroup, device: torch.device) 
         choosers[key] = Chooser(
             group_shape,
             rates,
-            None if sends else partial(_with_codec, ranks),
+            None if sends else lambda known, dtype: _with_codecs(ranks, known, [getattr(torch, dtype)]),
             learns=not sends and device.type != "cuda",
             repeats=rates.source != _SOURCE,
         )
     return choosers[key]
-
-
-def _with_codec(ranks: Ranks, rates: WireRates, dtype: str) -> WireRates:
-    return _with_codecs(ranks, rates, [getattr(torch, dtype)])
 
 
 def _with_codecs(ranks: Ranks, rates: WireRates, dtypes: Sequence[torch.dtype]) -> WireRates:

@@ -18,8 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 from laconic.collectives.process_group.work_handles import after
 
-__all__ = ["averages_of_integers", "is_integer"]
-
 _Method = Callable[..., dist.Work]
 
 _OPTIONS = ("timeout", "asyncOp", "rootRank", "rootTensor")  # and the reduction, which is a sum where none is set

@@ -16,8 +16,6 @@ from laconic.collectives.runtime.group_facts import register_group
 from laconic.errors import ConfigError
 from laconic.shared_secret import seal, unseal
 
-__all__ = ["Backends", "compare", "connect", "forget"]
-
 Backends = dict[torch.device, tuple[Any, Any]]
 """Kind and backend that carry the tensors of a device."""
 

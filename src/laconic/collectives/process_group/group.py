@@ -31,16 +31,15 @@ from torch._C._distributed_c10d import AllgatherOptions, Store
 
 from laconic.autoload import register
 from laconic.collectives import api, audit
-from laconic.collectives.arguments import check_group_rank
+from laconic.collectives.arguments import Op, check_group_rank
 from laconic.collectives.codec import Codec, check_codec, is_auto, setting_of
 from laconic.collectives.policy.raw_calls import raw_calls_of
 from laconic.collectives.policy.selector import predict, prepare
 from laconic.collectives.process_group.averages import averages_of_integers
 from laconic.collectives.process_group.backends import compare, connect, forget
-from laconic.collectives.process_group.ddp_reducer import prepare_reducers
-from laconic.collectives.process_group.monitored_barrier import take_groups_of
 from laconic.collectives.process_group.p2p import CODED, P2P, as_bytes
 from laconic.collectives.process_group.strided import on_dense
+from laconic.collectives.process_group.torch_patches import prepare_reducers, take_groups_of
 from laconic.collectives.process_group.work_handles import Ordered, RawWork, WorkGroup
 from laconic.collectives.runtime import background, callbacks
 from laconic.collectives.runtime.background import BackgroundWork
@@ -50,8 +49,6 @@ from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.collectives.runtime.torch_compat import method_of, untraced
 from laconic.cost.comm.seconds import NO_CODE, ONE_RANK, RAW, TOO_SMALL, sent_nbytes
 from laconic.errors import ConfigError, FormatError
-
-__all__ = ["ProcessGroupLaconic", "ProcessGroupOptions", "create", "given"]
 
 register()
 
@@ -504,13 +501,13 @@ class ProcessGroupLaconic(_Base):
             self._raw.add(call, x, operation, nbytes, reason)
 
 
-def _op(reduce_op: Any) -> api.Op | None:
+def _op(reduce_op: Any) -> Op | None:
     if reduce_op == dist.ReduceOp.SUM:
         return "sum"
     return "avg" if reduce_op == dist.ReduceOp.AVG else None
 
 
-def _op_of(opts: Any) -> api.Op:
+def _op_of(opts: Any) -> Op:
     op = _op(opts.reduceOp)
     assert op is not None, "taken"
     return op

@@ -29,14 +29,13 @@ from laconic.collectives.arguments import check_group_rank
 from laconic.collectives.codec import Codec, Lossless, Raw, is_auto
 from laconic.collectives.policy.selector import predict
 from laconic.collectives.process_group.work_handles import AfterWork, PeerWork
+from laconic.collectives.runtime.background import TensorsWork
 from laconic.collectives.runtime.device_streams import Ready
 from laconic.collectives.runtime.failure_diagnosis import is_own, reason_of
 from laconic.collectives.runtime.group_facts import options_of, ranks_of
 from laconic.collectives.runtime.torch_compat import untraced
 from laconic.cost.comm.seconds import NO_CODE, RAW, TOO_SMALL
 from laconic.errors import CollectiveError, FormatError, LaconicError
-
-__all__ = ["CODED", "P2P", "Batches", "as_bytes"]
 
 CODED = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 """Dtypes that are coded. Integers and float64 are not."""
@@ -229,11 +228,10 @@ class _Batch:
 
 
 @untraced
-class _BatchedWork(dist.Work):
+class _BatchedWork(TensorsWork):
     def __init__(self, batch: _Batch, tensor: Tensor) -> None:
-        super().__init__()
+        super().__init__([tensor])  # which has to live until it is sent
         self._batch = batch
-        self._tensor = tensor  # has to live until it is sent
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         return self._batch.work().wait(timeout)
@@ -242,10 +240,4 @@ class _BatchedWork(dist.Work):
         return self._batch.work().is_completed()
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        return self._batch.work().get_future().then(lambda done: (done.value(), [self._tensor])[1])
-
-    def result(self) -> list[Tensor]:
-        return [self._tensor]
-
-    def synchronize(self) -> None:
-        self.wait()
+        return self._batch.work().get_future().then(lambda done: (done.value(), self._tensors)[1])

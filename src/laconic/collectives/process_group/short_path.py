@@ -15,8 +15,6 @@ from laconic.collectives.policy.raw_calls import is_plain
 from laconic.collectives.process_group.group import ProcessGroupLaconic, given
 from laconic.collectives.runtime.torch_compat import method_of, untraced
 
-__all__ = ["QuickGroup"]
-
 _AVG: Any = dist.ReduceOp.AVG  # whose type the stubs do not accept
 
 

@@ -19,8 +19,6 @@ from laconic.collectives.policy.raw_calls import is_plain
 from laconic.collectives.process_group.work_handles import after
 from laconic.errors import FormatError
 
-__all__ = ["on_dense"]
-
 _Method = Callable[..., dist.Work]
 
 

@@ -20,8 +20,6 @@ from laconic.collectives.runtime.thread_state import as_here
 from laconic.collectives.runtime.torch_compat import untraced
 from laconic.errors import CollectiveTimeoutError
 
-__all__ = ["AfterWork", "BackgroundWork", "Ordered", "PeerWork", "RawWork", "WorkGroup", "after"]
-
 _NO_TIMEOUT = timedelta()
 
 _GOES_ON = "Operation timed out"

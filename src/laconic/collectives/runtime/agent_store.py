@@ -21,8 +21,6 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from laconic.errors import ConfigError
 
-__all__ = ["agree_on_start", "agent_store"]
-
 _POLL_SECONDS = 0.02
 _KEYS = "laconic/start"
 

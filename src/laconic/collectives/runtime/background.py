@@ -35,31 +35,15 @@ from laconic.collectives.runtime.device_streams import Ready
 from laconic.collectives.runtime.failure_diagnosis import broke_off
 from laconic.collectives.runtime.group_facts import (
     follow_timeout,
-    original_of,
+    raise_if_failed,
     ranks_of,
     register_group,
     timeout_of,
 )
-from laconic.collectives.runtime.group_failures import raise_if_failed
 from laconic.collectives.runtime.late_checks import LateCheck, left_on, make_checks
 from laconic.collectives.runtime.thread_state import as_here
 from laconic.collectives.runtime.torch_compat import in_background, untraced
 from laconic.errors import CollectiveTimeoutError
-
-__all__ = [
-    "BackgroundWork",
-    "Groups",
-    "Job",
-    "TensorsWork",
-    "Work",
-    "close",
-    "done",
-    "future_of",
-    "has_executor",
-    "executors_of",
-    "original_of",
-    "run_in_background",
-]
 
 T = TypeVar("T")
 S = TypeVar("S")

@@ -30,8 +30,6 @@ from torch import Tensor
 
 from laconic.collectives.runtime.thread_state import as_here
 
-__all__ = ["CallbackFuture", "CallbackQueue", "depth", "follow", "here", "queue_of"]
-
 T = TypeVar("T")
 S = TypeVar("S")
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["Ready"]
-
 
 class Ready:
     """The work that the current stream of a device has been given so far. On the CPU there is nothing to wait for.

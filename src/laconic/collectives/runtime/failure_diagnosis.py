@@ -25,8 +25,6 @@ from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.errors import CollectiveError, ConfigError
 from laconic.shared_secret import seal, unseal
 
-__all__ = ["absent", "broke_off", "broken_off", "is_own", "losses_named", "reason_of"]
-
 _GRACE_SECONDS = 2.0
 """Time to wait for entries of other ranks. Ranks that waited for each other give up at about the same time."""
 

@@ -1,4 +1,4 @@
-"""What is known of a process group wherever it comes from: global ranks, the group that it is a copy of, its timeout.
+"""What is known of a process group wherever it comes from: global ranks, its original, its timeout, why it has ended.
 
 torch's registry knows the groups that `init_process_group` and `new_group` made, until they are destroyed. Executors
 run on private copies, a laconic group has a backend group inside, and other libraries make groups by hand. And settings
@@ -7,7 +7,9 @@ of a group may change while it lives, so that copies have to ask the original.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -16,18 +18,6 @@ import torch
 import torch.distributed as dist
 
 from laconic.errors import ConfigError
-
-__all__ = [
-    "check_member",
-    "follow_timeout",
-    "goes_through_host",
-    "options_of",
-    "original_of",
-    "ranks_of",
-    "register_group",
-    "registered_ranks",
-    "timeout_of",
-]
 
 _CPU = torch.device("cpu")
 
@@ -72,11 +62,7 @@ def registered_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def check_member(group: object) -> None:
-    """Refuse what torch gives a process that is not in a new group, in the place of one.
-
-    Raises:
-        ConfigError: it is that.
-    """
+    """Refuse what torch gives a process that is not in a new group, in the place of one."""
     if group is dist.GroupMember.NON_GROUP_MEMBER or isinstance(group, int):  # which it is in torch 2.13
         raise ConfigError("group does not contain this process; call on members of the group only")
 
@@ -125,3 +111,29 @@ def follow_timeout(copies: Iterable[dist.ProcessGroup]) -> None:
         wanted, backend = timeout_of(copy), copy._get_backend(_CPU)
         if wanted and backend.options._timeout != wanted:
             backend._set_default_timeout(wanted)
+
+
+_failed: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+
+
+def fail(group: dist.ProcessGroup, error: ConfigError) -> None:
+    """End a group: its messages under way are aborted, and every later call on it raises `error`.
+
+    The error is also logged, because the thread that issued the call may wait for the device meanwhile.
+    """
+    if group in _failed:
+        return
+    _failed[group] = str(error)
+    logging.getLogger(__name__).error("%s", error)
+    with suppress(RuntimeError):  # backends that cannot
+        group.abort()
+
+
+def raise_if_failed(group: dist.ProcessGroup) -> None:
+    """Raise the error with which a group was ended.
+
+    Raises:
+        ConfigError: ranks disagreed in an earlier call.
+    """
+    if group in _failed:
+        raise ConfigError(_failed[group])

@@ -25,8 +25,6 @@ from torch import Tensor
 from laconic.collectives.runtime.device_streams import Ready
 from laconic.collectives.runtime.thread_state import as_here
 
-__all__ = ["LateCheck", "leave", "left_on", "make_checks"]
-
 
 class LateCheck:
     """What the host has to look at before the values of one call are used.

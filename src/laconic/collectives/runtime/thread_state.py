@@ -14,8 +14,6 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["ThreadState", "as_here", "may_write", "thread_state"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

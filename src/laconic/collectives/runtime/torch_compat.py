@@ -26,24 +26,6 @@ from torch.utils._pytree import tree_map
 
 from laconic.collectives.runtime.group_facts import goes_through_host, timeout_of
 
-__all__ = [
-    "Started",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_messages",
-    "all_to_all_uneven",
-    "count_sent",
-    "in_background",
-    "method_of",
-    "name_of",
-    "pass_around",
-    "reduce_scatter",
-    "sent_in_background_nbytes",
-    "untraced",
-]
-
-
 _eval_frame: Any = getattr(_dynamo, "eval_frame", None)  # private: a torch that has moved it traces as before
 
 

@@ -11,8 +11,6 @@ from laconic.cost.sizes import format_nbytes
 from laconic.errors import ConfigError
 from laconic.text_columns import columns
 
-__all__ = ["SWEEP_NBYTES", "explain_one", "explain_sweep", "explained", "format_seconds", "rates_text"]
-
 SWEEP_NBYTES = tuple(1 << power for power in range(12, 31, 2))
 """Sizes of `explain_sweep`: 4 KiB to 1 GiB."""
 

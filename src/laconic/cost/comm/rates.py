@@ -25,24 +25,6 @@ from laconic.cost.hardware.rates_file import (
 )
 from laconic.errors import ConfigError
 
-__all__ = [
-    "CODES",
-    "GROUP_KINDS",
-    "ITEM_NBYTES",
-    "OPERATIONS",
-    "RING",
-    "SEND",
-    "CodecRates",
-    "Line",
-    "LinkRates",
-    "WireRates",
-    "default_path",
-    "fit_line",
-    "read_codecs",
-    "read_line",
-    "read_link",
-]
-
 SEND = "send"
 RING = "ring"
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "gather", "scatter", SEND)

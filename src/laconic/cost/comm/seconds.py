@@ -19,31 +19,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from laconic.cost.comm.rates import CODES, ITEM_NBYTES, OPERATIONS, RING, SEND, CodecRates, Line, LinkRates, WireRates
+from laconic.cost.comm.rates import CODES, ITEM_NBYTES, OPERATIONS, RING, SEND, CodecRates, LinkRates, WireRates
 from laconic.errors import ConfigError
-
-__all__ = [
-    "MAX_CHUNKS",
-    "MIN_CHUNK_NBYTES",
-    "MIN_CODED_NBYTES",
-    "MIN_GAIN",
-    "RAW",
-    "Candidate",
-    "AlgorithmChoice",
-    "CodecRates",
-    "Line",
-    "LinkRates",
-    "WireRates",
-    "GroupShape",
-    "candidates",
-    "chunk_numbers",
-    "coded_seconds",
-    "decide",
-    "left_raw",
-    "pays",
-    "send_pays",
-    "sent_nbytes",
-]
 
 RAW = "raw"
 

@@ -20,8 +20,6 @@ from laconic.train.model import check_config, load_model, no_progress_bars, path
 from laconic.train.model_source import check_path
 from laconic.train.report.run_dir import PREPROCESSOR_FILE, TOKENIZER_FILES
 
-__all__ = ["export"]
-
 
 def export(
     run_dir: str | os.PathLike[str],

@@ -12,8 +12,6 @@ from laconic.formats.archive import manifest_sha256
 from laconic.formats.durable import sha256_of
 from laconic.json_text import parse_json
 
-__all__ = ["MANIFEST", "VERSION", "check_file", "read_manifest"]
-
 MANIFEST = "manifest.json"
 VERSION = 1
 _PLAIN_FILE = re.compile(r"[A-Za-z0-9._-]+")

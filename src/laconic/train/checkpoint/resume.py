@@ -20,8 +20,6 @@ from laconic.train.report.run_dir import checkpoint_names, latest_name
 from laconic.train.report.run_logger import log_on_stderr
 from laconic.train.task import Task
 
-__all__ = ["find_start", "identity_of"]
-
 _FORMERLY = {"optimizer.kind": "adamw", "local_steps": 0}
 """Values, in the runs that wrote them, of settings that older checkpoints do not name."""
 
@@ -93,11 +91,7 @@ def _stopped_before_a_save(run_dir: Path) -> bool:
 
 
 def _check_identity(now: dict[str, Any], then: dict[str, Any], path: Path) -> None:
-    """Check that the settings `now` are those `then`, of the checkpoint at `path`.
-
-    Raises:
-        ConfigError: one of them has changed.
-    """
+    """Check that the settings `now` are those `then`, of the checkpoint at `path`."""
     # Through JSON, like the manifest: tuples become lists.
     here = flat_settings(json.loads(json.dumps(now)))
     there = flat_settings({name: then.get(name, _FORMERLY.get(name)) for name in now})

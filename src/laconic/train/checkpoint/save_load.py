@@ -46,20 +46,9 @@ from laconic.ops.adamw_scalars import BetaRanges, widened
 from laconic.optim.adamw import BETAS_SEEN
 from laconic.train.checkpoint.manifest import MANIFEST, VERSION, check_file, read_manifest
 from laconic.train.checkpoint.zipped_storage import CheckpointReader, ZippedWriter
-from laconic.train.distributed.peer_loss import is_peer_lost
-from laconic.train.distributed.world import World
+from laconic.train.distributed.world import World, is_peer_lost
 from laconic.train.pipeline import LocalChunks
 from laconic.train.report.run_dir import CHECKPOINT_NAME, checkpoint_age, checkpoint_names, latest_name
-
-__all__ = [
-    "BETAS_FILE",
-    "Checkpoint",
-    "find_checkpoint",
-    "load_checkpoint",
-    "load_weights",
-    "newest_good_checkpoint",
-    "save_checkpoint",
-]
 
 logger = logging.getLogger(__name__)
 

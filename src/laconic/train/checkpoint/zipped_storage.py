@@ -33,8 +33,6 @@ from laconic.formats.dcp import DcpReader
 from laconic.formats.durable import fsync_file
 from laconic.formats.safetensors_header import element, write_header
 
-__all__ = ["CheckpointReader", "ZippedWriter"]
-
 _SUFFIX = ".safetensors" + SUFFIX
 
 

@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["flat_settings", "nearest", "nested_settings"]
-
 _RENAMED = {
     "moe.rows": "moe.dispatch_codec",
     "moe.windows": "moe.overlap_grad_reduce",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from laconic.cost import Plan, load_plan
+from laconic.cost import Plan
 from laconic.errors import PlanError
 from laconic.train.config.schema import TrainConfig
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from laconic.activations import ActivationPlan
     from laconic.train.distributed.parallel_state import ParallelState
-
-__all__ = ["activation_plan", "check_plan", "load_plan", "plan_settings"]
 
 
 def plan_settings(plan: Plan) -> dict[str, Any]:

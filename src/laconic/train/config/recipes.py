@@ -11,8 +11,6 @@ from typing import Any
 
 from laconic.errors import ConfigError
 
-__all__ = ["RECIPES", "recipe"]
-
 
 def exact() -> dict[str, Any]:
     """Compress nothing: the reference for comparisons."""

@@ -32,25 +32,6 @@ from laconic.train.config.settings import IS_PATH
 from laconic.train.config.tasks import DEFAULT_TASK, find_task, task_names
 from laconic.train.config.values import MAX_INT, check_table, refuse, refuse_unused, section
 
-__all__ = [
-    "FINE_TUNING_RATE",
-    "LORA_RATE",
-    "PRETRAINING_RATE",
-    "ActivationsConfig",
-    "CheckpointConfig",
-    "DataConfig",
-    "GradientsConfig",
-    "ImagesConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "MoEConfig",
-    "OptimizerConfig",
-    "OuterConfig",
-    "PipelineConfig",
-    "TrainConfig",
-    "VerifyConfig",
-]
-
 Size = Annotated[int, Strict(), Field(ge=1, le=2**31 - 1)]
 """A number of processes, sequences or tokens, or of entries of a dimension."""
 PositiveInt = Annotated[int, Strict(), Field(ge=1, le=MAX_INT)]

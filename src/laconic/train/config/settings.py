@@ -10,8 +10,6 @@ import types
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["IS_PATH", "Setting", "field_docs", "settings"]
-
 IS_PATH = "is a path"
 """Marks, in `Annotated`, a text that names a file or a directory."""
 

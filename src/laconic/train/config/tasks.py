@@ -12,8 +12,6 @@ from laconic.train import tasks
 if TYPE_CHECKING:
     from laconic.train.task import Task
 
-__all__ = ["DEFAULT_TASK", "find_task", "task_names"]
-
 DEFAULT_TASK = "language-modeling"
 
 

@@ -24,16 +24,6 @@ from laconic.train.config.settings import field_docs, settings
 from laconic.train.config.toml_text import TooDeepError, parse_toml
 from laconic.train.config.values import RULES, refusal
 
-__all__ = [
-    "build_config",
-    "dump_config",
-    "json_schema",
-    "load_config",
-    "merge",
-    "read_toml",
-    "save_config",
-]
-
 _TREE = TypeAdapter(TrainConfig)
 
 

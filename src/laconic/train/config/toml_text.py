@@ -6,8 +6,6 @@ import re
 import tomllib
 from typing import Any
 
-__all__ = ["TooDeepError", "parse_toml"]
-
 MAX_KEY_PARTS = 32
 """Parts of a dotted key: Python's reader takes time by their square, and what writes out tables recurs for each."""
 # Strings and comments whole, as dots in them separate nothing.

@@ -16,8 +16,6 @@ from laconic.errors import ConfigError
 from laconic.train.config.dotted_names import nearest
 from laconic.train.config.settings import settings
 
-__all__ = ["MAX_INT", "RULES", "check_table", "refusal", "refuse", "refuse_unused", "section"]
-
 MAX_INT = 2**63 - 1
 _MAX_ERRORS = 4
 _TEXT = "be UTF-8 text without NULs"
@@ -88,9 +86,6 @@ def refuse(section: object, name: str, rule: str) -> NoReturn:
         section: the object that has the field.
         name: dotted name of the field in `section`.
         rule: what the value must do, as the message says it after "but it must".
-
-    Raises:
-        ConfigError: always.
     """
     value = functools.reduce(getattr, name.split("."), section)
     if type(value) in _PREFIXES:  # a whole section: what is set in it
@@ -99,11 +94,7 @@ def refuse(section: object, name: str, rule: str) -> NoReturn:
 
 
 def refuse_unused(section: object, names: Iterable[str], rule: str) -> None:
-    """Refuse the first field of `names`, or of all if there are none, that has not its default, which `rule` asks for.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Refuse the first field of `names`, or of all if there are none, that has not its default, as `rule` asks."""
     fields: dict[str, dataclasses.Field[Any]] = vars(type(section))["__dataclass_fields__"]
     for name in names or fields:
         described = fields[name]

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -25,23 +25,13 @@ import torch
 from laconic.cache_folder import cache_folder, is_homeless
 from laconic.errors import DataError
 from laconic.train.config.schema import DataConfig
-from laconic.train.data.sampler import global_indices, sample_id
+from laconic.train.data.sampler import sample_id
 from laconic.train.data.sources import find_files, read_documents
 from laconic.train.data.token_file import TokenFile, TokenFileWriter
 from laconic.train.data.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = [
-    "TokenCorpus",
-    "TokenDataset",
-    "TokenStream",
-    "Vocabulary",
-    "batch",
-    "check_vocab",
-    "held_out",
-    "load_tokenizer",
-    "prepare",
-    "sample_id",
-]
+if TYPE_CHECKING:
+    from laconic.train.data.instructions import Examples
 
 logger = logging.getLogger(__name__)
 
@@ -105,22 +95,6 @@ class TokenCorpus:
     """Hex digest of the tokens and their split: equal fingerprints mean equal data at every step."""
 
 
-class Vocabulary(Protocol):
-    """What a model must fit of the data; see `TokenCorpus`."""
-
-    @property
-    def vocab_size(self) -> int: ...  # noqa: D102
-
-    @property
-    def max_token(self) -> int: ...  # noqa: D102
-
-    @property
-    def end_of_document(self) -> int: ...  # noqa: D102
-
-    @property
-    def tokenizer_name(self) -> str: ...  # noqa: D102
-
-
 class TokenDataset:
     """Windows of a stream: window i holds tokens [i * T, i * T + T], so inputs and targets are its first and last T."""
 
@@ -150,34 +124,13 @@ class TokenDataset:
         start = sample * self._sequence_length
         return torch.from_numpy(self._stream.read(start, self._sequence_length + 1))
 
-
-def batch(
-    dataset: TokenDataset,
-    seed: int,
-    step: int,
-    batch_size: int,
-    accumulation: int = 1,
-    micro: int = 0,
-    rank: int = 0,
-    world: int = 1,
-) -> torch.Tensor:
-    """Micro-batch `micro` of step `step` on process `rank`, int64 [batch_size / (world * accumulation), T + 1].
-
-    The samples of a step do not depend on `world` and `accumulation`.
-
-    Raises:
-        ConfigError: batch_size is no multiple of world * accumulation.
-    """
-    indices = global_indices(step, batch_size, accumulation, micro, rank, world)
-    return torch.stack([dataset[sample_id(seed, index, len(dataset))] for index in indices])
+    def drawn(self, seed: int, indices: Iterable[int]) -> torch.Tensor:
+        """The windows at `indices` of the order that `seed` gives, int64 [number of indices, sequence_length + 1]."""
+        return torch.stack([self[sample_id(seed, index, len(self))] for index in indices])
 
 
-def check_vocab(corpus: Vocabulary, vocab_size: int) -> None:
-    """Check that a model with `vocab_size` embeddings has every id of the corpus.
-
-    Raises:
-        DataError: it lacks one.
-    """
+def check_vocab(corpus: TokenCorpus | Examples, vocab_size: int) -> None:
+    """Check that a model with `vocab_size` embeddings has every id of the corpus."""
     if corpus.max_token >= vocab_size:
         raise DataError(
             f"the data holds token id {corpus.max_token}, but the model's vocabulary ends at {vocab_size - 1}; "

@@ -18,8 +18,6 @@ from laconic.train.config.schema import ImagesConfig
 from laconic.train.data.images import ImageCorpus, ImageSet
 from laconic.train.data.sampler import sample_id, split_mix
 
-__all__ = ["ImageBatch", "ImageBatches"]
-
 
 class ImageBatch(NamedTuple):
     """Normalized pixels, fp32 [n, C, H, W], and classes, int64 [n]."""

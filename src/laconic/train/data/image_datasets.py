@@ -22,8 +22,6 @@ from laconic.train.config.schema import ImagesConfig
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["ImageRows", "is_dataset", "read_splits"]
-
 _MARKS = ("dataset_info.json", "dataset_dict.json")
 _END = b"\xff\xff\xff\xff\0\0\0\0"
 """Of an Arrow stream."""

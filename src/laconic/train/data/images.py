@@ -26,8 +26,6 @@ from laconic.train.data.sampler import split_mix
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["ImageCorpus", "ImageSet", "load_images"]
-
 logger = logging.getLogger(__name__)
 
 _SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}

@@ -24,8 +24,6 @@ from laconic.train.data.corpus import held_out
 from laconic.train.data.sources import find_files, read_records
 from laconic.train.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 
-__all__ = ["Examples", "load_examples"]
-
 logger = logging.getLogger(__name__)
 
 _LINES_AT_ONCE = 1024

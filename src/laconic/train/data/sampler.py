@@ -13,8 +13,6 @@ import functools
 
 from laconic.errors import ConfigError
 
-__all__ = ["evenly", "global_indices", "sample_id", "split_mix"]
-
 _MASK = (1 << 64) - 1
 _ROUNDS = 6
 

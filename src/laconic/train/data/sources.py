@@ -18,8 +18,6 @@ from typing import Any
 
 from laconic.errors import DataError
 
-__all__ = ["find_files", "read_documents", "read_records", "standard_library_files"]
-
 logger = logging.getLogger(__name__)
 
 # What a directory contributes; a file that is named, or matched by a glob, is read whatever its name.

@@ -40,8 +40,6 @@ from laconic.errors import DataError
 from laconic.formats.durable import fsync_directory, fsync_file, sha256_of
 from laconic.train.data.tokenizer import TokenArray, Tokenizer
 
-__all__ = ["TokenFile", "TokenFileWriter"]
-
 _HEADER = struct.Struct("<8sIIQQQQQ32s32s32s")
 _MAGIC = b"LACTOKEN"
 _VERSION = 1

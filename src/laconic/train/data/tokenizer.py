@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from laconic.errors import DataError
 from laconic.json_text import parse_json
-
-__all__ = ["BytesTokenizer", "JsonTokenizer", "TokenArray", "Tokenizer", "bytes_per_token", "load_tokenizer"]
 
 TokenArray = npt.NDArray[np.unsignedinteger]
 IdArray = npt.NDArray[np.uint32]
@@ -23,41 +21,17 @@ StartArray = npt.NDArray[np.int64]
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
 
 
-class Tokenizer(Protocol):
-    """Text in, token ids out."""
-
-    name: str
-    """What the configuration calls it."""
-    vocab_size: int
-    """One more than the largest id it can give."""
-    end_of_document: int
-    """The id written after each document."""
-    fingerprint: bytes
-    """32 bytes that change when any token id could."""
-
-    def encode(self, text: str) -> TokenArray:
-        """Ids of `text`, 1-D, uint16 where the vocabulary fits and uint32 otherwise; no special tokens are added."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
-        """`encode` of each text, in parallel where the tokenizer can."""
-        ...
-
-    def encode_with_starts(self, texts: Sequence[str], special: bool) -> list[tuple[IdArray, StartArray]]:
-        """Ids of each text, uint32 [tokens], and the characters that tokens begin at, int64 [tokens].
-
-        `special`: add the tokens that the tokenizer puts around a text; they begin at -1.
-        """
-        ...
-
-
 class BytesTokenizer:
     """UTF-8 bytes as ids 0-255, and 256 as the end of a document."""
 
     name = "bytes"
+    """What the configuration calls it."""
     vocab_size = 257
+    """One more than the largest id it can give."""
     end_of_document = 256
+    """The id written after each document."""
     fingerprint = hashlib.sha256(b"laconic bytes tokenizer, version 1").digest()
+    """32 bytes that change when any token id could."""
 
     def encode(self, text: str) -> TokenArray:
         """The UTF-8 bytes of `text`, uint16 [bytes]."""
@@ -68,7 +42,10 @@ class BytesTokenizer:
         return [self.encode(text) for text in texts]
 
     def encode_with_starts(self, texts: Sequence[str], special: bool) -> list[tuple[IdArray, StartArray]]:
-        """See Tokenizer; nothing is put around a text."""
+        """Ids of each text, uint32 [tokens], and the characters that tokens begin at, int64 [tokens].
+
+        `special`: add the tokens that a tokenizer puts around a text, at -1; here there are none.
+        """
         return [
             (
                 self.encode(text).astype(np.uint32),
@@ -126,7 +103,7 @@ class JsonTokenizer:
         self.fingerprint = hashlib.sha256(content + b"%d" % self.end_of_document).digest()
 
     def encode(self, text: str) -> TokenArray:
-        """Ids of `text`, uint16 or uint32 [tokens]."""
+        """Ids of `text`, uint16 where the vocabulary fits, else uint32 [tokens]; no special tokens are added."""
         return self.encode_batch([text])[0]
 
     def decode(self, ids: npt.ArrayLike) -> str | None:
@@ -144,7 +121,7 @@ class JsonTokenizer:
         ]
 
     def encode_with_starts(self, texts: Sequence[str], special: bool) -> list[tuple[IdArray, StartArray]]:
-        """See Tokenizer."""
+        """As of `BytesTokenizer`; special tokens begin at -1."""
         found = []
         for item in self._tokenizer.encode_batch(list(texts), add_special_tokens=special):
             starts = np.array([start for start, _ in item.offsets], np.int64)
@@ -153,7 +130,11 @@ class JsonTokenizer:
         return found
 
 
-def bytes_per_token(tokenizer: BytesTokenizer | JsonTokenizer, ids: npt.ArrayLike) -> float | None:
+Tokenizer = BytesTokenizer | JsonTokenizer
+"""Text in, token ids out."""
+
+
+def bytes_per_token(tokenizer: Tokenizer, ids: npt.ArrayLike) -> float | None:
     """UTF-8 bytes of text per token of `ids` (1-D, not empty); ends of documents are tokens without bytes.
 
     None for a tokenizer that cannot give its text back.
@@ -165,7 +146,7 @@ def bytes_per_token(tokenizer: BytesTokenizer | JsonTokenizer, ids: npt.ArrayLik
     return None if text is None else len(text.encode()) / values.size
 
 
-def load_tokenizer(spec: str, end_of_document: str | None = None) -> BytesTokenizer | JsonTokenizer:
+def load_tokenizer(spec: str, end_of_document: str | None = None) -> Tokenizer:
     """The tokenizer that `spec` names: "bytes", a tokenizer.json or a directory that holds one.
 
     Raises:

@@ -24,8 +24,6 @@ from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.parallel_state import ParallelState
 from laconic.train.distributed.world import World
 
-__all__ = ["STATE_FILE", "stage_codec", "zip_codec", "zip_model"]
-
 STATE_FILE = "collectives.json"
 """What `zip_model`'s state is called in a checkpoint."""
 

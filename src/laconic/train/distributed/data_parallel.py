@@ -8,17 +8,16 @@ same calls.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from laconic.gradients import quantize_reduction
 from laconic.moe.huggingface import Parallelized
@@ -26,17 +25,6 @@ from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.parallel_state import ParallelState
 from laconic.train.distributed.world import World
 from laconic.train.model_split import Gap, decoder_stack
-
-__all__ = [
-    "accumulate",
-    "autocast",
-    "clip_gradients",
-    "decoder_layers",
-    "full_value",
-    "gradient_norm",
-    "plain_model",
-    "wrap_model",
-]
 
 
 def wrap_model(
@@ -112,31 +100,42 @@ def autocast(
     return nullcontext()
 
 
-def accumulate(model: nn.Module, last: bool) -> AbstractContextManager[object]:
-    """The context of one micro-batch's forward and backward; gradients are final after the `last`.
+class RunningStatistics:
+    """Running mean, variance and number of batches of all batch normalizations of `model`; often there are none.
 
-    DDP reduces once, after the last. FSDP2 reduces each micro-batch, so that gradients are never held in full.
+    Each replica normalizes over its own micro-batch, as DDP does by default, and its statistics follow its own images.
+    After each step they are averaged, so that evaluations and checkpoints do not depend on the rank.
+
+    Args:
+        model: plain or wrapped.
+        world, num_replicas: with one replica, nothing is averaged.
     """
-    if isinstance(model, DistributedDataParallel) and not last:
-        return model.no_sync()
-    return nullcontext()
 
+    def __init__(self, model: nn.Module, world: World, num_replicas: int) -> None:
+        self._world = world
+        self._num_replicas = num_replicas
+        self._buffers: list[Tensor] = [
+            buffer
+            for module in model.modules()
+            if isinstance(module, _BatchNorm)
+            for buffer in (module.running_mean, module.running_var, module.num_batches_tracked)
+            if buffer is not None
+        ]
 
-class _Distributed(Protocol):
-    def full_tensor(self) -> torch.Tensor: ...
+    def copy(self) -> list[Tensor]:
+        """The statistics as they are now."""
+        return [buffer.clone() for buffer in self._buffers]
 
+    def restore(self, statistics: list[Tensor]) -> None:
+        """Go back to statistics that `copy` returned."""
+        for buffer, value in zip(self._buffers, statistics, strict=True):
+            buffer.copy_(value)
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """The 2-norm of all gradients together, 0-dim fp32; under FSDP2 a DTensor, which `full_value` makes plain."""
-    return get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-
-
-def full_value(norm: torch.Tensor) -> torch.Tensor:
-    """A scalar that may be sharded, as one plain tensor, the same on each process."""
-    return cast(_Distributed, norm).full_tensor() if hasattr(norm, "full_tensor") else norm
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale all gradients in place so that their 2-norm, `norm` now, is at most `max_norm`; 0 leaves them alone."""
-    if max_norm > 0:
-        clip_grads_with_norm_(parameters, max_norm, norm)
+    def average(self) -> None:
+        """Average mean and variance over the replicas; all processes call it together."""
+        floating = [buffer for buffer in self._buffers if buffer.is_floating_point()]
+        if self._num_replicas == 1 or not floating:
+            return
+        flat = self._world.sum(torch.cat([buffer.flatten() for buffer in floating]).float()) / self._num_replicas
+        for buffer, part in zip(floating, flat.split([buffer.numel() for buffer in floating]), strict=True):
+            buffer.copy_(part.view_as(buffer))

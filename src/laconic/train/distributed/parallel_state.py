@@ -16,8 +16,6 @@ from laconic.errors import ConfigError
 from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.world import World
 
-__all__ = ["ParallelState", "check_division", "make_parallel_state"]
-
 
 @dataclass(frozen=True)
 class ParallelState:

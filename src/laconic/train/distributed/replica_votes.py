@@ -16,8 +16,6 @@ from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.parallel_state import ParallelState
 from laconic.train.distributed.world import World
 
-__all__ = ["ReplicaVotes"]
-
 
 class ReplicaVotes:
     """Compares weights, optimizer state and buffers between the processes that hold the same.

@@ -29,8 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from laconic.collectives.runtime.torch_compat import sent_in_background_nbytes
 
-__all__ = ["WireCounter"]
-
 
 class WireCounter(TorchDispatchMode):
     """Context manager: after the block, `nbytes` is what this process sent inside it.

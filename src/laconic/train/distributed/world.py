@@ -22,8 +22,6 @@ from torch._C._distributed_c10d import FileStore, Store
 from laconic.collectives import agent_store
 from laconic.errors import ConfigError
 
-__all__ = ["STORE_VARIABLE", "RankInfo", "World", "join_world", "num_cores", "read_environment"]
-
 STORE_VARIABLE = "LACONIC_STORE"
 """Environment variable with the path of the file in which processes that laconic started on this machine meet; without
 it they meet at MASTER_ADDR and MASTER_PORT."""
@@ -220,3 +218,16 @@ def _init_process_group(info: RankInfo, device: torch.device, timeout_seconds: f
             f"WORLD_SIZE is {info.world_size}, but rank {info.rank} on {socket.gethostname()} could not meet that "
             f"many processes {where} within {timeout_seconds:g} s: {text.splitlines()[0]}"
         ) from error
+
+
+# What gloo and NCCL say; the last one is gloo's of a group in which something has timed out before.
+_SIGNS = ("gloo/transport", "NCCL", "Application timeout caused pair closure")
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Whether a collective failed because of another process: gloo says so in plain RuntimeErrors, which DCP wraps."""
+    from torch.distributed.checkpoint.api import CheckpointException  # takes a second to load
+
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, (RuntimeError, CheckpointException)) and any(sign in str(error) for sign in _SIGNS)

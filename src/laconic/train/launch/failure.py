@@ -14,8 +14,6 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from laconic.errors import CheckpointError, CollectiveError, CorruptionError, LaconicError, TrainingError
 from laconic.train.signals import EXIT_INTERRUPTED, EXIT_PEER_LOST, INTERRUPTED, STOP_SIGNAL
 
-__all__ = ["Failure", "failure_of", "was_asked_for", "why_no_restart"]
-
 # Exit codes of processes that were stopped because of another one: by themselves, or by the agent before they listened.
 _BYSTANDER_CODES = (EXIT_PEER_LOST, -signal.SIGTERM)
 # Errors of ours that need not come back when the same steps are done again; the others are about what the user gave.

@@ -9,11 +9,15 @@ of their own); it passes them on as a request to finish the step, save and leave
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
@@ -38,15 +42,12 @@ from laconic.train.distributed.parallel_state import check_division
 from laconic.train.distributed.world import join_world, num_cores, read_environment
 from laconic.train.launch.failure import Failure, failure_of, was_asked_for, why_no_restart
 from laconic.train.launch.rendezvous import BACKEND, LOOPBACK, local_rendezvous
-from laconic.train.launch.scratch import scratch_folder
 from laconic.train.launch.worker import leave, work
 from laconic.train.launch.workers import WORKER, Workers
 from laconic.train.launch_record import Launch, Restart, launch_of_torchrun, now
 from laconic.train.report.run_dir import checkpoint_names, latest_name, new_run_dir
 from laconic.train.run_lock import keep_for_launch
 from laconic.train.signals import EXIT_INTERRUPTED, STOP_SIGNAL, StopRequest
-
-__all__ = ["launch"]
 
 # What a process takes with torch and transformers loaded: measured, 0.3 to 0.4 GiB, some of it shared.
 _PROCESS_NBYTES = 1 << 28
@@ -110,7 +111,7 @@ def _launch_workers(config: TrainConfig) -> int:
     failures: list[Failure] = []
     with _quiet_elastic(), _pass_on_signals() as requests, keep_for_launch(run_dir, launch.id):
         while True:
-            with scratch_folder() as folder:  # a new one, as what cleans up temporary files may have removed the last
+            with _scratch_folder() as folder:  # a new one, as what cleans up temporary files may have removed the last
                 launch.save(folder)
                 ending = _attempt(config, folder, requests)
             if isinstance(ending, int):
@@ -253,3 +254,41 @@ def _exposure(environment: Mapping[str, str]) -> str:
         f"all interfaces, every process {where}, without authentication; whoever can connect can change this run or "
         "run code as this user, so keep these ports inside a network you trust"
     )
+
+
+# Processes of a launcher that was killed leave at once, but may still be writing: hence a second and a third try.
+_REMOVER = """
+import shutil, sys, time
+sys.stdin.buffer.read()
+for pause in (0, 1, 3):
+    time.sleep(pause)
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+"""
+_LEAVE_SECONDS = 10.0
+
+
+@contextmanager
+def _scratch_folder() -> Iterator[Path]:
+    """A new folder that only this user can enter; removed at the end of the block or of this process, however it ends.
+
+    A small process of its own waits at a pipe whose other end only this one holds. When that end closes, whatever
+    closed it, the folder is removed.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="laconic-"))
+    # Isolated and without site-packages it starts in some 20 ms; a session of its own keeps Ctrl-C away from it.
+    remover = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _REMOVER, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        remover.kill()  # the folder is gone
+        assert remover.stdin is not None
+        with contextlib.suppress(OSError):
+            remover.stdin.close()
+        remover.wait(_LEAVE_SECONDS)

@@ -26,8 +26,6 @@ from torch.distributed.elastic.rendezvous import (
 from laconic.errors import ConfigError
 from laconic.train.distributed.world import STORE_VARIABLE
 
-__all__ = ["BACKEND", "LOOPBACK", "local_rendezvous"]
-
 BACKEND = "laconic-local"
 """Name of the rendezvous that torch's elastic agent is to use for processes of one machine."""
 LOOPBACK = "127.0.0.1"

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from laconic.train.distributed.world import RankInfo
     from laconic.train.launch_record import Launch
 
-__all__ = ["leave", "main", "work"]
-
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 
@@ -60,8 +58,7 @@ def work(
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     from laconic.errors import CollectiveError, LaconicError
-    from laconic.train.distributed.peer_loss import is_peer_lost
-    from laconic.train.distributed.world import join_world
+    from laconic.train.distributed.world import is_peer_lost, join_world
     from laconic.train.run import run
 
     who = f"rank {info.rank} on {socket.gethostname()}"

@@ -15,8 +15,6 @@ import psutil
 
 from laconic.train.launch_record import StepFile
 
-__all__ = ["WORKER", "Workers", "step_file"]
-
 WORKER = "laconic.train.launch.worker"
 """The module that the processes run."""
 

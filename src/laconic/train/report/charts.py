@@ -9,8 +9,6 @@ from typing import Any
 
 from laconic.train.report.run_reader import LOADS, Run
 
-__all__ = ["experts_chart", "left_out", "sites_chart", "timeline_chart"]
-
 _MAX_STEPS = 60
 _MAX_LAYERS = 12
 _MAX_CELLS = 24_000

@@ -24,17 +24,6 @@ from laconic.json_text import json_number, parse_json
 from laconic.output_lines import say
 from laconic.train.report.wandb_run import WandbRun
 
-__all__ = [
-    "METRICS_FILE",
-    "METRICS_VERSION",
-    "MetricsWriter",
-    "Progress",
-    "check_tensorboard",
-    "memory_nbytes",
-    "peak_memory_nbytes",
-    "read_metrics",
-]
-
 METRICS_FILE = "metrics.jsonl"
 METRICS_VERSION = 1
 """Version of the rows of metrics.jsonl; summary.json has it as metrics_version."""
@@ -130,11 +119,7 @@ class MetricsWriter:
 
 
 def check_tensorboard() -> None:
-    """Check that TensorBoard is installed.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Check that TensorBoard is installed."""
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError("tensorboard is True, but TensorBoard is not installed: pip install 'laconic[tensorboard]'")
 

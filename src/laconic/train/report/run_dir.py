@@ -19,21 +19,8 @@ from laconic.train.run_lock import LOCK_FILE, RunLock
 
 if TYPE_CHECKING:
     from laconic.train.config.schema import TrainConfig
-    from laconic.train.data.tokenizer import BytesTokenizer, JsonTokenizer
+    from laconic.train.data.tokenizer import Tokenizer
     from laconic.train.distributed.world import World
-
-__all__ = [
-    "CHECKPOINT_NAME",
-    "TOKENIZER_FILES",
-    "check_run_dir",
-    "checkpoint_age",
-    "checkpoint_names",
-    "claim_run_dir",
-    "copy_tokenizer",
-    "latest_name",
-    "new_run_dir",
-    "write_json",
-]
 
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 """step-00000200, and step-00000200-2 when that step was saved again."""
@@ -84,11 +71,7 @@ def claim_run_dir(lock: RunLock, run_dir: Path, resume: bool, world: World, own:
 
 
 def _check(run_dir: Path, resume: bool) -> None:
-    """Check that a run can begin, or go on, in `run_dir`.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Check that a run can begin, or go on, in `run_dir`."""
     shown = f"run_dir is {str(run_dir)!r}"
     try:
         if resume:
@@ -156,7 +139,7 @@ def checkpoint_age(name: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 1)
 
 
-def copy_tokenizer(tokenizer: BytesTokenizer | JsonTokenizer, run_dir: Path) -> None:
+def copy_tokenizer(tokenizer: Tokenizer, run_dir: Path) -> None:
     """Keep the tokenizer with the run, so that it can be exported wherever the run is moved to."""
     from laconic.train.data.tokenizer import JsonTokenizer  # late: the launcher does without numpy
 

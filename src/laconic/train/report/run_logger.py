@@ -38,8 +38,6 @@ from laconic.train.report.wandb_run import check_wandb
 from laconic.train.step_timeline import TIMELINE_FILE, machine, timeline_of_layer, timeline_of_pipeline
 from laconic.train.trainer import StepResult, Trainer
 
-__all__ = ["RunLogger", "check_loggers", "closing_words", "log_on_stderr"]
-
 
 class RunLogger:
     """Logs each step and each validation loss, on all processes alike; a context manager around the steps.

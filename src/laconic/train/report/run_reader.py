@@ -23,8 +23,6 @@ from laconic.train.config.toml_text import parse_toml
 from laconic.train.report.metrics import METRICS_FILE, read_metrics
 from laconic.train.step_timeline import TIMELINE_FILE
 
-__all__ = ["Run", "default_format", "last_common_step", "load_runs"]
-
 _FILES = ("config.toml", METRICS_FILE, "activations.json", "summary.json")
 _LOSSES = ("loss", "validation_loss")
 _MEASURES = (
@@ -177,16 +175,6 @@ class Run:
         """Bytes without lossless coding over bytes sent; None where nothing is sent."""
         raw, sent = self.wire_raw_nbytes, self.wire_nbytes
         return raw / sent if raw and sent else None
-
-    @property
-    def expert_load_ratio(self) -> float | None:
-        """Tokens of a layer's busiest expert over the mean, mean over layers, median over steps."""
-        return self.median("moe_load_ratio")
-
-    @property
-    def duplicate_rate(self) -> float | None:
-        """Share of assignments to experts that need no row of their own, median over steps."""
-        return self.median("moe_duplicate_rate")
 
     @property
     def collectives_table(self) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import methodcaller
 from typing import Any
 
 from laconic.cost.sizes import format_nbytes
@@ -13,8 +14,6 @@ from laconic.text_columns import columns
 from laconic.train.config.dotted_names import flat_settings
 from laconic.train.config.schema import FINE_TUNING_RATE, PRETRAINING_RATE, TrainConfig
 from laconic.train.report.run_reader import LOSS_WINDOW, Run, default_format, last_common_step
-
-__all__ = ["Row", "as_data", "config_differences", "summary_rows", "text_table"]
 
 _MISSING = "-"
 """Stands where a run does not tell."""
@@ -94,12 +93,12 @@ def summary_rows(runs: Sequence[Run]) -> list[Row]:
         row("before lossless coding", lambda run: run.wire_raw_nbytes, nbytes),
         row("lossless coding's ratio", lambda run: run.wire_ratio, _Form("{:.3f}".format, False, False)),
         *(
-            row(label, value, _Form("{:.3f}".format, False, lower_is_better))
-            for label, value, lower_is_better in (
-                ("busiest expert over mean", lambda run: run.expert_load_ratio, True),
-                ("duplicate rate", lambda run: run.duplicate_rate, None),
+            row(label, methodcaller("median", field), _Form("{:.3f}".format, False, lower_is_better))
+            for label, field, lower_is_better in (
+                ("busiest expert over mean", "moe_load_ratio", True),
+                ("duplicate rate", "moe_duplicate_rate", None),
             )
-            if any(value(run) is not None for run in runs)
+            if any(run.series(field) for run in runs)
         ),
     ]
 

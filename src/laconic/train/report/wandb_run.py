@@ -18,8 +18,6 @@ from typing import Any
 from laconic.errors import ConfigError
 from laconic.output_lines import say
 
-__all__ = ["WandbRun", "check_wandb"]
-
 _FOLDER = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
 _PROJECT = "laconic"
 

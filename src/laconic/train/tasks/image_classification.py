@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from laconic.train.distributed.parallel_state import ParallelState
     from laconic.train.distributed.world import World
 
-__all__ = ["TASK", "ImageClassification"]
-
 
 class ImageClassification(Task):
     """A Hugging Face image classifier; batches are `ImageBatch`."""

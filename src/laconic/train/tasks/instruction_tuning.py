@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from laconic.train.distributed.parallel_state import ParallelState
     from laconic.train.distributed.world import World
 
-__all__ = ["TASK", "InstructionTuning"]
-
 
 class ExampleBatch(NamedTuple):
     """Examples, each in a row of its own, filled up behind its end, where a causal model's answers do not look."""

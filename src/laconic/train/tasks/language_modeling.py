@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING, Any
 from laconic.errors import ConfigError
 from laconic.train.config.schema import ImagesConfig, TrainConfig
 from laconic.train.config.values import refuse
-from laconic.train.data.sampler import sample_id
 from laconic.train.model_source import check_path, own_tokenizer, tokenizer_files
 from laconic.train.task import Task
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from laconic.train.data.corpus import Vocabulary
+    from laconic.train.data.corpus import TokenCorpus
+    from laconic.train.data.instructions import Examples
     from laconic.train.distributed.parallel_state import ParallelState
     from laconic.train.distributed.world import World
-
-__all__ = ["TASK", "LanguageModeling"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +31,7 @@ class LanguageModeling(Task):
     """A Hugging Face causal language model; batches are tokens, int64 [n, T + 1]."""
 
     unit = "token"
-    _vocabulary: Vocabulary
+    _vocabulary: TokenCorpus | Examples
 
     def __init__(self, config: TrainConfig, world: World, parallel_state: ParallelState) -> None:
         from laconic.train.data.corpus import TokenDataset, prepare
@@ -102,10 +100,7 @@ class LanguageModeling(Task):
 
     def training_batch(self, indices: range) -> Any:
         """Windows at `indices` of the run's order, int64 [n, T + 1]."""
-        import torch
-
-        train = self._train
-        return torch.stack([train[sample_id(self._config.seed, index, len(train))] for index in indices])
+        return self._train.drawn(self._config.seed, indices)
 
     def validation_batch(self, samples: Sequence[int]) -> Any:
         """Validation windows, int64 [n, T + 1]."""
@@ -152,11 +147,7 @@ class LanguageModeling(Task):
 
 
 def _check_batch(config: TrainConfig, num_replicas: int) -> None:
-    """Check that the token ids of a step alone fit into this machine's memory.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Check that the token ids of a step alone fit into this machine's memory."""
     import psutil
 
     sequences = config.batch_size // num_replicas

@@ -1,9 +1,14 @@
-"""What C++ of DDP keeps of a laconic group: its Reducer outlives Python objects, and ends while Python waits for it."""
+"""What torch itself does otherwise for laconic's groups, from the first of them on: DDP's Reducer, `monitored_barrier`.
+
+What C++ of DDP keeps of a group, its Reducer, outlives Python objects, and ends while Python waits for it.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from datetime import timedelta
+from functools import cache, wraps
 from typing import Any
 from weakref import finalize
 
@@ -11,8 +16,6 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from laconic.collectives.runtime.torch_compat import untraced
-
-__all__ = ["prepare_reducers"]
 
 _c10d: Any = _distributed_c10d  # whose stubs lack some of it
 _Base: Any = dist.ProcessGroup
@@ -90,3 +93,25 @@ class _GroupOfReducer(_Base):
         """Gather from all ranks."""
         work: dist.Work = self._group.allgather(*arguments)
         return work
+
+
+@cache  # a second call changes nothing
+def take_groups_of(kind: type[Any]) -> None:
+    """Let `torch.distributed.monitored_barrier` ask the groups of a class.
+
+    torch's function refuses every group whose backend is not called gloo, before it asks the group. So a function in
+    front of it asks these groups and hands all others on; a program that makes no such group keeps torch's own.
+    """
+    original = dist.monitored_barrier
+
+    @wraps(original)
+    def monitored_barrier(
+        group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        found: Any = dist.group.WORLD if group is None else group
+        if isinstance(found, kind):
+            found.monitored_barrier(timeout, wait_all_ranks)
+        else:
+            original(group, timeout, wait_all_ranks)
+
+    dist.monitored_barrier = dist.distributed_c10d.monitored_barrier = monitored_barrier
