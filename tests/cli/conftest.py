@@ -9,7 +9,6 @@ import pytest
 from laconic.cost.memory.traced import TracedModel
 from laconic.train.memory import trace
 
-
 _traced: dict[str, TracedModel] = {}
 
 
