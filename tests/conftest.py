@@ -42,8 +42,8 @@ _FIRST = (
     "tests/trust/test_restarts.py",
     "tests/vision/test_resnet.py",
 )
-"""Groups that take longest, in the slow suite up to minutes, or long and would come last: one that begins last keeps two
-of three workers waiting."""
+"""Groups that take longest, in the slow suite up to minutes, or that are long and would come last: one that begins last
+keeps two of three workers waiting."""
 
 
 _ROOMS = tuple(
