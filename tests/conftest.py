@@ -37,8 +37,13 @@ _FIRST = (
     "tests/distributed/test_spread_runs.py",
     "tests/distributed/test_faults.py",
     "tests/ops/test_interpreted.py",
+    "tests/test_examples.py",
+    "tests/train/test_lora.py",
+    "tests/trust/test_restarts.py",
+    "tests/vision/test_resnet.py",
 )
-"""Groups that take longest, in the slow suite minutes each: one that begins last keeps two of three workers waiting."""
+"""Groups that take longest, in the slow suite up to minutes, or that are long and would come last: one that begins last
+keeps two of three workers waiting."""
 
 
 _ROOMS = tuple(

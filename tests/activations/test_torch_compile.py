@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 import pytest
@@ -161,30 +162,6 @@ class Viewed(nn.Module):
         return tuple(_VIEWS[how](results[number]) for number, how in self.chosen)
 
 
-# Views beside what they are of: of a norm, a linear layer and a function, and of the last layer.
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        [(0, "whole"), (0, "itself"), (1, "whole"), (1, "itself"), (2, "whole"), (2, "flat")],
-        [(4, "itself"), (4, "whole"), (4, "part")],
-    ],
-    ids=["inner", "last"],
-)
-def test_views_that_a_graph_returns_keep_their_gradients(chosen: list[tuple[int, str]]) -> None:
-    check_views(chosen)
-
-
-# Each layer's result in each view, alone and beside itself, and generated choices of several.
-@pytest.mark.slow
-@given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from(sorted(_VIEWS))), min_size=1, max_size=5, unique=True))
-@example([(0, "whole"), (0, "itself")])
-@example([(1, "whole"), (1, "itself")])
-@example([(2, "whole"), (2, "flat")])
-@settings(max_examples=8, deadline=None)
-def test_any_views_that_a_graph_returns_keep_their_gradients(chosen: list[tuple[int, str]]) -> None:
-    check_views(chosen)
-
-
 def check_views(chosen: list[tuple[int, str]]) -> None:
     torch._dynamo.reset()
     model, x = Viewed(chosen), torch.randn(8, 32)
@@ -200,6 +177,30 @@ def check_views(chosen: list[tuple[int, str]]) -> None:
     assert found[1].keys() == found[0].keys()
     whole = [torch.cat([grad.flatten() for grad in grads.values()]) for grads in found]
     assert relative_error(whole[1], whole[0]) < 0.05
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from(sorted(_VIEWS))), min_size=1, max_size=5, unique=True))
+@example([(0, "whole"), (0, "itself")])
+@example([(1, "whole"), (1, "itself")])
+@example([(2, "whole"), (2, "flat")])
+@settings(max_examples=8, deadline=None)
+def check_generated_views(chosen: list[tuple[int, str]]) -> None:
+    check_views(chosen)
+
+
+# Views beside what they are of: of a norm, a linear layer and a function, and of the last layer; each layer's result in
+# each view, alone and beside itself, and generated choices of several.
+@pytest.mark.parametrize(
+    "check",
+    [
+        partial(check_views, [(0, "whole"), (0, "itself"), (1, "whole"), (1, "itself"), (2, "whole"), (2, "flat")]),
+        partial(check_views, [(4, "itself"), (4, "whole"), (4, "part")]),
+        pytest.param(check_generated_views, marks=pytest.mark.slow),
+    ],
+    ids=["inner", "last", "any"],
+)
+def test_views_that_a_graph_returns_keep_their_gradients(check: Callable[[], None]) -> None:
+    check()
 
 
 @pytest.mark.slow

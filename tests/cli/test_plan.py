@@ -48,7 +48,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
 
     def trace_config(source: str, batch: Batch, precision: Precision, *, chunked: bool, **_: Any) -> TracedModel:
-        assert source == str(tmp_path)
+        assert source in (str(tmp_path), str(tmp_path / "config.json"))
         return traced_llama(shape_of("llama3-8b"), batch, precision, "chunked" if chunked else "exact")
 
     monkeypatch.setattr("laconic.train.memory.trace.trace_config", trace_config)
@@ -280,6 +280,7 @@ _GIVEN = {"hidden-size": 64, "intermediate-size": 96, "num-heads": 4, "vocab-siz
 _SIZES = [part for name, size in _GIVEN.items() for part in (f"--{name}", str(size))]
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.ci
 def test_the_largest_model_fits_and_a_deeper_one_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["plan", *_SIZES, "--memory", "4MB", "--optimizer", "adamw8bit", "--json"]
@@ -318,6 +319,7 @@ def test_sizes_beside_a_directory_are_refused(model: str, size: str, capsys: pyt
     assert "--hidden-size is given beside" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.ci
 def test_flags_of_train_are_those_of_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--hidden-size", "--intermediate-size", "--num-layers", "--num-heads")
@@ -338,6 +340,7 @@ def test_flags_of_train_are_those_of_plan(tmp_path: Path, capsys: pytest.Capture
     assert known <= {flag for action in train_parser().flags() for flag in action.option_strings}
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_updates_in_backward_are_planned_and_carried_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = [*_SIZES, "--num-layers", "2", "--optimizer", "adamw8bit", "--hardware", "xeon-core", "--precision", "fp32"]
     plans = []
@@ -360,6 +363,7 @@ def test_updates_in_backward_are_planned_and_carried_out(tmp_path: Path, capsys:
         check_plan(after, load_config(None, one), ParallelState(), made.config, False)
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
@@ -413,10 +417,9 @@ def test_flags_of_train_are_refused_by_their_names(
 
 
 @pytest.mark.parametrize("file", ["", "config.json"])
-def test_a_plan_carries_the_directory_that_it_is_for(tmp_path: Path, file: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": 64, "num_hidden_layers": 2}))
+def test_a_plan_carries_the_directory_that_it_is_for(model: str, tmp_path: Path, file: str) -> None:
     out = tmp_path / "plan.json"
-    assert main(["plan", str(tmp_path / file), "--sequence-length", "32", "--out", str(out)]) == 0
-    assert resolve(["--plan", str(out)])[0].model.path == str(tmp_path)
+    assert main(["plan", str(Path(model, file)), "--sequence-length", "32", "--out", str(out)]) == 0
+    assert resolve(["--plan", str(out)])[0].model.path == model
     other = tmp_path / "other"
     assert resolve(["--plan", str(out), "--init", str(other)])[0].model.path == str(other)

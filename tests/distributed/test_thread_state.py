@@ -236,7 +236,7 @@ def callbacks_see_the_callers(rank: int, world: int, folder: str) -> None:
     "work",
     [
         pytest.param(every_collective, marks=pytest.mark.slow),
-        every_collective_of_a_group,
+        pytest.param(every_collective_of_a_group, marks=pytest.mark.ci),
         reductions_in_8_bits,
         a_refusal_of_torch_is_no_fault_of_a_rank,
         callbacks_see_the_callers,

@@ -16,6 +16,8 @@ from tests.distributed.processes import run_joined
 from tests.train.runs import exact_metrics, resumed, tiny_config, train_alone
 from tests.train.test_updates_in_backward import AFTER, DURING
 
+pytestmark = pytest.mark.ci  # a dozen trainings of two processes
+
 RUNS: dict[str, dict[str, Any]] = {
     "fp32": FSDP | DROPOUT,
     "bf16": FSDP | {"precision": "bf16", "model.tie_word_embeddings": False, "optimizer.kind": "adamw4bit"},

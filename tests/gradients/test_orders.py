@@ -375,11 +375,19 @@ def raw_collective(rank: int) -> Found:
     return {"error": error_of(lambda: dist.all_reduce(gradient))}
 
 
+def found_by_ranks(directory: Path, slow: bool) -> list[Found]:
+    run_ranks(work, (str(directory), slow), WORLD)
+    return [torch.load(directory / f"{rank}.pt") for rank in range(WORLD)]
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    directory = tmp_path_factory.mktemp("orders")
-    run_ranks(work, (str(directory), False), WORLD)
-    return [torch.load(Path(directory) / f"{rank}.pt") for rank in range(WORLD)]
+    return found_by_ranks(tmp_path_factory.mktemp("orders"), False)
+
+
+@pytest.fixture(scope="module")
+def found_in_more(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    return found_by_ranks(tmp_path_factory.mktemp("more"), True)
 
 
 def assert_all_right(found: list[Found], case: str) -> None:
@@ -389,11 +397,13 @@ def assert_all_right(found: list[Found], case: str) -> None:
     assert all(ranks[0][events][1] == ranks[1][events][1] for events in ranks[0]), "ranks were refused other calls"
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_any_order_is_right_or_refused(found: list[Found], case: str) -> None:
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)])
+def test_any_order_is_right_or_refused(request: pytest.FixtureRequest, case: str) -> None:
+    found = request.getfixturevalue("found_in_more" if case in SLOW_CASES else "found")
     assert_all_right(found, case)
     logs = [log for _, log in found[0][case].values()]
-    if case != "group, short":  # most of what is random does something
+    if case in CASES and case != "group, short":  # most of what is random does something
         assert sum("s" in log.replace("[s]", "") for log in logs) > len(logs) / 2
 
 
@@ -408,15 +418,6 @@ def test_steps_in_their_order_are_never_refused(found: list[Found]) -> None:
 def test_replicas_are_equal_to_the_last_bit(found: list[Found]) -> None:
     for case in ("unfrozen", "closure"):
         assert torch.equal(found[0][case]["end"], found[1][case]["end"])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_any_longer_order_is_right_or_refused(tmp_path: Path) -> None:
-    run_ranks(work, (str(tmp_path), True), WORLD)
-    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD)]
-    for case in SLOW_CASES:
-        assert_all_right(found, case)
 
 
 def test_wrapping_what_a_group_reduces_is_refused(found: list[Found]) -> None:

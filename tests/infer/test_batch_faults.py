@@ -23,11 +23,9 @@ from laconic.infer.split import Split
 from laconic.infer.transformers_seam import Finished
 from laconic.schedule.inference import InferencePlan
 from tests.distributed.processes import wait_until
+from tests.infer.failing_worker import FLAG, POISON
 from tests.infer.models import NEW_TOKENS, PROMPTS, expected, generated, make
 from tests.infer.serving import running
-
-POISON = 96
-"""A token that is in no good prompt, nor in the load's check of this model by the seed that it has."""
 
 
 @pytest.fixture(scope="module")
@@ -246,29 +244,12 @@ def test_what_exceeds_the_positions_is_refused_before_it_runs(tmp_path: Path) ->
         assert engine.generate([PROMPTS[0]], 27) == wanted
 
 
-WORKER = """
-import os, sys
-from laconic.infer import attention_worker, worker
-load = attention_worker.load_attention_model
-def before(module, args, kwargs):
-    if os.path.exists({flag!r}) and "cu_seq_lens_q" in kwargs and os.path.getsize({flag!r}) == 0:
-        raise RuntimeError("out of memory")
-    if (kwargs["input_ids"] == 96).any():
-        raise RuntimeError("poison")
-def loaded(*args):
-    model = load(*args)
-    model.register_forward_pre_hook(before, with_kwargs=True)
-    return model
-attention_worker.load_attention_model = loaded
-worker.main()
-"""
-
-
 @pytest.mark.ci
 def test_health_and_ready_say_what_an_engine_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failing request leaves all well; an engine that fails restarts as often as is wanted, and then says so."""
     path, flag = make("llama", tmp_path), tmp_path / "fails"
-    monkeypatch.setattr(LocalWorker, "program", ("-c", WORKER.format(flag=str(flag))))
+    monkeypatch.setenv(FLAG, str(flag))
+    monkeypatch.setattr(LocalWorker, "program", ("-m", "tests.infer.failing_worker"))
     with Engine(path, threads=1, max_restarts=1) as engine:
         app = create_app(engine, ByteTokenizer(), ServerSettings("tiny", api_key="k"))
         with running(app) as url:
@@ -278,7 +259,7 @@ def test_health_and_ready_say_what_an_engine_does(tmp_path: Path, monkeypatch: p
 
             assert (status("health"), status("ready")) == (200, 200)
             with pytest.raises(CollectiveError, match="failed: poison"):
-                engine.submit([96]).result(60)
+                engine.submit([POISON]).result(60)
             assert (status("health"), status("ready")) == (200, 200)
             assert engine.generate(PROMPTS, NEW_TOKENS) == expected(path)
 

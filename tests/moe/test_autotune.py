@@ -43,6 +43,10 @@ E, M, H, N = 8, 16, 32, 24
 WIRE = WireRates({"node": LinkRates(2, {"all_to_all": Line(1e-3, 1e-9)}, 0.0, 0.0)}, {})
 
 
+_brief = patch.multiple(autotune_module, _WHOLE_SECONDS=0.5, _CHUNKS_SECONDS=0.25)
+"""For what does not ask which plan wins."""
+
+
 def _layer(grid: Grid) -> MoELayer:
     torch.manual_seed(0)
     gate, experts = SoftmaxGate(E, M, top_k=3), GatedExperts(E, M, H)
@@ -68,8 +72,10 @@ def _told(mine: object) -> list[object]:
     return told
 
 
+@_brief
 def _measured_choice_is_alike_and_changes_no_output() -> None:
-    grid = Grid(ep=2, device_type="cpu") if dist.get_world_size() == 2 else Grid(mp=2, ep=2, esp=2, device_type="cpu")
+    two = dist.get_world_size() == 2
+    grid = Grid(ep=2, device_type="cpu") if two else Grid(mp=2, ep=2, esp=2, device_type="cpu")
     layer, x = _layer(grid), _tokens(grid)
     before = layer(x)
     grads = torch.autograd.grad(before.square().sum(), [*layer.parameters()])
@@ -77,7 +83,7 @@ def _measured_choice_is_alike_and_changes_no_output() -> None:
     said: list[str] = []
     int8 = Blockwise(BlockFormat("int8"))
     shape = LayerShape(N, M, H, E, top_k=3, item_nbytes=4)
-    rates = measure_moe(grid, shape, dtype=torch.float32, wire=WIRE, codecs=[int8], quick=True)
+    rates = measure_moe(grid, shape, dtype=torch.float32, wire=WIRE, codecs=[int8], routes=two, quick=True)
     tuned = autotune(layer, grid, x, rates=rates, codecs=(Raw(), int8), report=said.append, cache=False)
     assert torch.equal(random, torch.get_rng_state())
     assert all(p.grad is None for p in layer.parameters())
@@ -138,6 +144,7 @@ def _a_layer_is_priced_anew_by_its_last_forward() -> None:
     assert _told(candidates) == [candidates] * 2
 
 
+@_brief
 def _layers_of_one_shape_are_measured_once_and_once_per_cluster() -> None:
     grid = Grid(ep=2, device_type="cpu")
     model, x = torch.nn.Sequential(_layer(grid), _layer(grid)), _tokens(grid)

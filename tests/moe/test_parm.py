@@ -279,6 +279,7 @@ FOUR: list[Scenario] = [
     partial(every_path_equals_the_whole, 2, 2, 2, "gpt"),
     partial(every_path_equals_the_whole, 4, 2, 2),
     partial(every_path_equals_the_whole, 4, 4, 1),
+    partial(every_path_equals_the_whole, 1, 2, 2),  # more shards than ranks of an MP group
     partial(every_path_equals_the_whole, 2, 2, 2, "gpt", 3),  # 2 experts and 1
     partial(every_path_equals_the_whole, 2, 4, 1, "gated", 5),  # 2, 2, 1 and none
     partial(steps_do_not_change_a_bit, 2, 2, 2),
@@ -289,7 +290,6 @@ MORE_OF_FOUR: list[Scenario] = [
     partial(every_path_equals_the_whole, 2, 4, 1),
     partial(every_path_equals_the_whole, 2, 2, 1),
     partial(every_path_equals_the_whole, 4, 2, 1),
-    partial(every_path_equals_the_whole, 1, 2, 2),
     partial(ranks_without_tokens_or_rows_take_part, 2, 2, 2),
     partial(steps_do_not_change_a_bit, 4, 4, 1),
     experts_see_each_row_once_per_shard,
@@ -320,29 +320,16 @@ EIGHT: list[Scenario] = [
 ]
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    run_world(TWO, 2, tmp_path)
-
-
-@pytest.mark.ci
-def test_four_ranks(tmp_path: Path) -> None:
-    run_world(FOUR, 4, tmp_path)
-
-
-def test_six_ranks_whose_groups_do_not_lie_in_one_another(tmp_path: Path) -> None:
-    run_world(SIX, 6, tmp_path)
-
-
-@pytest.mark.slow
-def test_six_ranks_on_more_grids(tmp_path: Path) -> None:
-    run_world(MORE_OF_SIX, 6, tmp_path)
-
-
-@pytest.mark.slow
-def test_four_ranks_on_more_grids(tmp_path: Path) -> None:
-    run_world(MORE_OF_FOUR, 4, tmp_path)
-
-
-@pytest.mark.slow
-def test_eight_ranks(tmp_path: Path) -> None:
-    run_world(EIGHT, 8, tmp_path)
+@pytest.mark.parametrize(
+    ("world", "scenarios"),
+    [
+        pytest.param(2, TWO, id="2"),
+        pytest.param(4, FOUR, id="4", marks=pytest.mark.ci),
+        pytest.param(6, SIX, id="6"),  # groups do not lie in one another
+        pytest.param(4, MORE_OF_FOUR, id="4-more", marks=pytest.mark.slow),
+        pytest.param(6, MORE_OF_SIX, id="6-more", marks=pytest.mark.slow),
+        pytest.param(8, EIGHT, id="8", marks=pytest.mark.slow),
+    ],
+)
+def test_every_path_is_the_whole_layer_on_ranks(world: int, scenarios: list[Scenario], tmp_path: Path) -> None:
+    run_world(scenarios, world, tmp_path)

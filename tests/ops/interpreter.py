@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,15 @@ from _pytest.mark.structures import ParameterSet
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
+
+if INTERPRETED:
+    from triton import language
+    from triton.runtime import interpreter
+
+    # At each call of a function within a kernel Triton looks through its language for what it has replaced by numpy
+    # already, which takes three quarters of the time. Nothing compiles in this process, so all of it stays replaced.
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
+    interpreter._patch_lang = lambda function: SimpleNamespace(restore=lambda: None)
 
 on_device = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="runs in the interpreter, started by test_interpreted.py"
