@@ -251,4 +251,7 @@ def load_plan(path: str | Path) -> Plan:
         raise PlanError(f"plan is {str(path)!r}, but it must be a file: {error}") from error
     except ValueError as error:
         raise PlanError(f"plan {path} is not JSON: {error}") from error
-    return Plan.from_dict(data)
+    try:
+        return Plan.from_dict(data)
+    except PlanError as error:
+        raise PlanError(f"plan {path}: {error}") from error
