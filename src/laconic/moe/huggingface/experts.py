@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
 
 from laconic.errors import CheckpointError, ModelError
 from laconic.formats.shards import local_part, local_runs, sharded_like, taken
@@ -23,6 +26,9 @@ from laconic.moe.placement.expert_map import Placement
 
 __all__ = ["FusedExperts", "check"]
 
+_AROUND_ROWS = ("torch.distributed.fsdp.", "laconic.")
+"""Modules with hooks that are about the parameters and what is saved for backward, not about the block's call."""
+_HOOKS_OF_CALLS = tuple(name for name in vars(nn.Module()) if name.endswith(("forward_hooks", "forward_pre_hooks")))
 _NAMES = {"gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"}
 
 
@@ -92,6 +98,29 @@ class FusedExperts(Experts):
     def stand_for(self, layer: MoELayer) -> None:
         """Forward calls of the block to `layer`; see laconic.moe.huggingface.layer [Note: the seam]."""
         self.__dict__["layer"] = layer
+
+    def register_forward_hook(self, hook: Any, **options: Any) -> RemovableHandle:
+        """Register a hook around the block's call, or around `forward` if it is FSDP's; so do all such methods."""
+        return self._register("register_forward_hook", hook, options)
+
+    def register_forward_pre_hook(self, hook: Any, **options: Any) -> RemovableHandle:
+        """See `register_forward_hook`."""
+        return self._register("register_forward_pre_hook", hook, options)
+
+    def register_full_backward_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """See `register_forward_hook`."""
+        return self._register("register_full_backward_hook", hook, {"prepend": prepend})
+
+    def register_full_backward_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """See `register_forward_hook`."""
+        return self._register("register_full_backward_pre_hook", hook, {"prepend": prepend})
+
+    def _register(self, method: str, hook: Any, options: Mapping[str, Any]) -> RemovableHandle:
+        function = hook.func if isinstance(hook, partial) else hook
+        around_rows = str(getattr(function, "__module__", "")).startswith(_AROUND_ROWS)
+        layer = self.__dict__.get("layer")
+        handle: RemovableHandle = getattr(super() if layer is None or around_rows else layer, method)(hook, **options)
+        return handle
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the layer with the block's arguments, or with (rows, counts) and while the layer runs `forward`."""
@@ -207,6 +236,8 @@ def check(original: Any, name: str, num_shards: int = 1) -> None:
     }
 
     # 2. Route a token to every expert; a token may choose one expert twice. Or give each expert three rows.
+    bare = copy.copy(original)  # hooks are not tried
+    bare.__dict__.update({hooks: OrderedDict() for hooks in _HOOKS_OF_CALLS})
     rows_only = takes_rows(original)
     x = torch.randn(
         3 * num_experts if rows_only else num_experts + 3, 8, generator=generator, dtype=torch.float32, device="cpu"
@@ -232,7 +263,7 @@ def check(original: Any, name: str, num_shards: int = 1) -> None:
     ]
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         try:
-            expected = functional_call(original, narrow, (x,) if rows_only else (x, indices, weights))
+            expected = functional_call(bare, narrow, (x,) if rows_only else (x, indices, weights))
         except Exception as error:  # foreign code may raise anything
             raise ModelError(f"{name} cannot be tried as fused experts: {type(error).__name__}: {error}") from error
         experts, order = indices.flatten().sort(stable=True)
