@@ -36,7 +36,7 @@ from laconic.moe.huggingface.blocks import (
     unknown_experts,
 )
 from laconic.moe.huggingface.dispatching import choose_dispatcher
-from laconic.moe.huggingface.experts import FusedExperts, check
+from laconic.moe.huggingface.experts import FusedExperts, check, is_of
 from laconic.moe.huggingface.gate import GivenRouting, RoutedRows, RouterGate
 from laconic.moe.huggingface.gradients import clip
 from laconic.moe.huggingface.layer import ExpertsLayer
@@ -356,13 +356,14 @@ def _check_movable(model: nn.Module, blocks: dict[str, Block], cuts: bool) -> No
                     f"{what} is {' and '.join(places.values())} at once, but experts over layers of their own would"
                     " not stay the same; untie them, or share the whole block"
                 )
-        for hooks in (hooks for hooks in vars(experts) if "state_dict" in hooks and vars(experts)[hooks]):
+        for kind in (kind for kind, found in vars(experts).items() if "state_dict" in kind and found):
             raise ModelError(
-                f"{name} has {hooks.strip('_')}, which the module in its place would not have; register them after"
+                f"{name} has {kind.strip('_')}, which the module in its place would not have; register them after"
                 " parallelize"
             )
         for what, p in tensors.items():
-            if p._backward_hooks or p._post_accumulate_grad_hooks:
+            hooks = [*(p._backward_hooks or {}).values(), *(p._post_accumulate_grad_hooks or {}).values()]
+            if not all(is_of(hook, "laconic.") for hook in hooks):  # ours follow the parameter, or refuse
                 raise ModelError(
                     f"{what} has hooks on its gradient, but a process's part of it is another parameter; register them"
                     " after parallelize"

@@ -24,7 +24,7 @@ from laconic.moe.layer import MoELayer
 from laconic.moe.parallel.calling_host import check_not_listed
 from laconic.moe.placement.expert_map import Placement
 
-__all__ = ["FusedExperts", "check"]
+__all__ = ["FusedExperts", "check", "is_of"]
 
 _AROUND_ROWS = ("torch.distributed.fsdp.", "laconic.")
 """Modules with hooks that are about the parameters and what is saved for backward, not about the block's call."""
@@ -116,10 +116,9 @@ class FusedExperts(Experts):
         return self._register("register_full_backward_pre_hook", hook, {"prepend": prepend})
 
     def _register(self, method: str, hook: Any, options: Mapping[str, Any]) -> RemovableHandle:
-        function = hook.func if isinstance(hook, partial) else hook
-        around_rows = str(getattr(function, "__module__", "")).startswith(_AROUND_ROWS)
         layer = self.__dict__.get("layer")
-        handle: RemovableHandle = getattr(super() if layer is None or around_rows else layer, method)(hook, **options)
+        owner = super() if layer is None or is_of(hook, *_AROUND_ROWS) else layer
+        handle: RemovableHandle = getattr(owner, method)(hook, **options)
         return handle
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -194,6 +193,12 @@ class FusedExperts(Experts):
         return f"num_experts={self.num_experts} of {self.num_global_experts}"
 
 
+def is_of(hook: Any, *modules: str) -> bool:
+    """Return whether a hook was written in one of some modules, by the beginnings of their names."""
+    function = hook.func if isinstance(hook, partial) else hook
+    return str(getattr(function, "__module__", "")).startswith(modules)
+
+
 def _halves(parameters: Mapping[str, Tensor], original: Any) -> list[dict[str, Tensor]]:
     """Cut the hidden dimension of all parameters in two."""
     halves: list[dict[str, Tensor]] = [{}, {}]
@@ -236,8 +241,6 @@ def check(original: Any, name: str, num_shards: int = 1) -> None:
     }
 
     # 2. Route a token to every expert; a token may choose one expert twice. Or give each expert three rows.
-    bare = copy.copy(original)  # hooks are not tried
-    bare.__dict__.update({hooks: OrderedDict() for hooks in _HOOKS_OF_CALLS})
     rows_only = takes_rows(original)
     x = torch.randn(
         3 * num_experts if rows_only else num_experts + 3, 8, generator=generator, dtype=torch.float32, device="cpu"
@@ -261,6 +264,8 @@ def check(original: Any, name: str, num_shards: int = 1) -> None:
         FusedExperts(original, {key: nn.Parameter(p) for key, p in part.items()}, adds_down_bias=number == 0)
         for number, part in enumerate(_halves(narrow, original) if num_shards > 1 else [narrow])
     ]
+    bare = copy.copy(original)  # hooks are not tried
+    bare.__dict__.update({hooks: OrderedDict() for hooks in _HOOKS_OF_CALLS})
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         try:
             expected = functional_call(bare, narrow, (x,) if rows_only else (x, indices, weights))
