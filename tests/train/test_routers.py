@@ -99,6 +99,38 @@ def test_biases_follow_the_load() -> None:
     assert torch.equal(gates[0].get_buffer("e_score_correction_bias"), before)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_layers_that_share_a_router_are_balanced_together(whole: bool) -> None:
+    """The router alone, or the block; by the logits of all calls, of which transformers records some twice."""
+    ids = torch.randint(0, 64, (3, 16), generator=torch.Generator().manual_seed(0))
+    theirs, ours = model_of(MIXTRAL), model_of(MIXTRAL)
+    for model in (theirs, ours):
+        one, other = (model.get_submodule(f"model.layers.{number}") for number in (0, 2))
+        if whole:
+            other.mlp = one.mlp
+        else:
+            other.get_submodule("mlp").gate = one.get_submodule("mlp.gate")
+    logits: list[torch.Tensor] = []
+    for number in (0, 1):
+        router = theirs.get_submodule(f"model.layers.{number}.mlp.gate")
+        router.register_forward_hook(lambda _, __, out: logits.append(out[0]))
+    expected = theirs(input_ids=ids, labels=ids).loss
+    aux_loss = load_balancing_loss_func(tuple(logits), 4, 2)
+    assert isinstance(aux_loss, torch.Tensor)
+    (expected + 0.1 * aux_loss).backward()
+    routers = watched(ours, aux_loss_coef=0.1)
+    routers.begin()
+    plain, found = ours(input_ids=ids, labels=ids).loss, routers.loss()
+    assert found is not None
+    assert len(logits) == 3
+    torch.testing.assert_close(found, 0.1 * aux_loss)
+    (plain + found).backward()
+    for one, two in zip(theirs.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(two.grad, one.grad)
+    routers.after_step(False, count_loads=True)
+    assert [sum(load) for load in routers.loads or ()] == [2 * 2 * ids.numel(), 2 * ids.numel()]
+
+
 def test_evaluation_is_not_watched() -> None:
     model = model_of(MIXTRAL).eval()
     routers = watched(model, aux_loss_coef=1.0)

@@ -44,6 +44,11 @@ class CountedBias:
         """Add int64 [E], tokens of each expert in a forward."""
         self._load = load if self._load is None else self._load + load
 
+    @property
+    def key(self) -> int:
+        """The same for all that count for one bias, as blocks do that share a router."""
+        return id(self._owner)
+
     def take(self) -> Tensor:
         """Return what was counted, int64 [E] on the bias's device, and begin anew."""
         load, self._load = self._load, None
@@ -78,16 +83,24 @@ def update_router_biases(model: nn.Module, *, rate: float = 1e-3, group: dist.Pr
     """
     layers = moe_layers(model)
     found = [(layer, bias) for layer in layers.values() if (bias := _bias_of(layer)) is not None]
+    shared: dict[int, list[CountedBias | SigmoidGate]] = {}
+    for _, bias in found:
+        shared.setdefault(bias.key if isinstance(bias, CountedBias) else id(bias), []).append(bias)
     if not found:
         missing = f"no router of {type(model).__name__} has an {_NAME}; balance it by a loss, as router_aux_loss_coef"
         raise ConfigError(missing if layers else f"{type(model).__name__} has no layers yet; call parallelize first")
-    loads = [bias.take() if isinstance(bias, CountedBias) else bias.load for _, bias in found]
+    loads = [
+        torch.stack([one.take() for one in biases if isinstance(one, CountedBias)]).sum(0)
+        if isinstance(biases[0], CountedBias)
+        else biases[0].load
+        for biases in shared.values()
+    ]
     grid = getattr(found[0][0], "grid", None)
     if group is None and dist.is_initialized():
         group = dist.group.WORLD if grid is None else grid.dp
     if group is not None:
         loads = [*summed_counts(torch.cat(loads), group).split([len(load) for load in loads])]
-    for (_, bias), load in zip(found, loads, strict=True):
+    for (bias, *_), load in zip(shared.values(), loads, strict=True):
         if isinstance(bias, CountedBias):
             bias.follow(load, rate)
         else:

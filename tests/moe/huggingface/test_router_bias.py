@@ -76,6 +76,26 @@ def test_sigmoid_gates_move_by_their_own_rate() -> None:
     assert not gate.load.any()
 
 
+def test_layers_that_share_a_router_move_its_bias_once() -> None:
+    gate = SigmoidGate(4, 8, 1, bias_rate=0.5)
+    model = nn.Sequential(*(MoELayer(gate, GatedExperts(4, 8, 16)) for _ in range(2)))
+    model(torch.randn(16, 8))
+    load = gate.load.float()
+    assert load.sum() == 32
+    update_router_biases(model)
+    assert gate.bias.tolist() == (0.5 * (load.mean() - load).sign()).tolist()
+
+    model = make_model("deepseek_v3", num_hidden_layers=3, first_k_dense_replace=1, experts_implementation="eager")
+    model.get_submodule("model.layers.2.mlp").gate = model.get_submodule("model.layers.1.mlp.gate")
+    parallelize(model)
+    step(model, make_ids(2, 8))
+    loads = [layer.load for layer in moe_layers(model).values()]
+    assert len(loads) == 2
+    load = torch.stack([load for load in loads if load is not None]).sum(0).float()
+    update_router_biases(model, rate=0.25)
+    assert biases(model)[0].tolist() == (0.25 * (load.mean() - load).sign()).tolist()
+
+
 def test_models_without_such_biases_are_refused() -> None:
     with pytest.raises(ConfigError, match="has no layers yet; call parallelize first"):
         update_router_biases(tiny())

@@ -80,7 +80,8 @@ class FusedExperts(Experts):
         if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
             raise CheckpointError(
                 "experts are spread over processes, whose groups can be neither pickled nor copied; save the model with"
-                " save_pretrained, or with laconic.moe.huggingface.save_sharded, which all processes call"
+                " save_pretrained, or with laconic.moe.huggingface.save_sharded, which all processes call; for a second"
+                " one here, as averages of weights need it, parallelize a new model and load this one's state_dict()"
             )
         return super().__reduce_ex__(protocol)
 

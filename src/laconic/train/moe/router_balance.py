@@ -8,7 +8,7 @@ processes that share the batch. A layer that a forward leaves out, on some proce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ _BIAS_RATE = 1e-3
 
 @dataclass(frozen=True)
 class _Seen:
-    """Decisions of one router in one forward."""
+    """Decisions of one router in one call."""
 
     probabilities: Tensor
     """fp32 [E], mean over tokens; with a graph."""
@@ -65,9 +65,12 @@ class Routers:
         bias_rate: float = 0.0,
     ) -> None:
         self.aux_loss_coef, self.z_loss_coef, self.bias_rate = aux_loss_coef, z_loss_coef, bias_rate
-        self._routers = {block.router: block.num_experts for block in blocks if block.router is not None}
+        named = {block.router: block for block in blocks if block.router is not None}
+        # Blocks may share a router.
+        first = {id(model.get_submodule(name)): name for name in reversed(named)}
+        self._routers = {name: block.num_experts for name, block in named.items() if name in first.values()}
         self._model, self._world = model, world
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, list[_Seen]] = {}
         # Sums since the last step: balance losses, z-losses, number of forwards, calls of routers.
         self._sums = torch.zeros(4, dtype=torch.float64, device=world.device)
         self._loads: dict[str, Tensor] = {}
@@ -75,9 +78,11 @@ class Routers:
         self.loads: list[list[int]] | None = None
         """Tokens of each expert by layer, over all processes, in the last step that was asked for them."""
         for name, num_experts in self._routers.items():
+            model.get_submodule(name).register_forward_hook(self._watch(name, num_experts))
+        for name in named:
             router = model.get_submodule(name)
-            router.register_forward_hook(self._watch(name, num_experts))
-            model.get_submodule(name.rpartition(".")[0]).register_forward_hook(self._check_called(name, router))
+            check = self._check_called(first[id(router)], router)
+            model.get_submodule(name.rpartition(".")[0]).register_forward_hook(check)
 
     def begin(self) -> None:
         """Start a forward: drop records of an unfinished one, and of layers that ran a second time in backward."""
@@ -92,27 +97,27 @@ class Routers:
         Raises:
             ModelError: the logits of routers have no graph.
         """
-        seen = self._seen
-        for name in seen:
-            counts = seen[name].counts
+        seen = [one for calls in self._seen.values() for one in calls]
+        for name, calls in self._seen.items():
+            counts = torch.stack([one.counts for one in calls]).sum(0)
             self._loads[name] = self._loads[name] + counts if name in self._loads else counts
         total: Tensor | None = None
         self._sums[2] += 1
         self._sums[3] += len(seen)
         if self.aux_loss_coef:
-            balance = self._balance()
+            balance = self._balance(seen)
             self._sums[0] += balance.detach()
             total = self.aux_loss_coef * balance
         if self.z_loss_coef:
-            z = torch.stack([one.z for one in seen.values()]).mean() if seen else self._sums.new_zeros(()).float()
+            z = torch.stack([one.z for one in seen]).mean() if seen else self._sums.new_zeros(()).float()
             self._sums[1] += z.detach()
             total = self.z_loss_coef * z if total is None else total + self.z_loss_coef * z
         if seen and total is not None and not total.requires_grad:
             raise ModelError(
-                f"the logits of router {next(iter(seen))} have no gradient, so no loss can balance them; set "
+                f"the logits of router {next(iter(self._seen))} have no gradient, so no loss can balance them; set "
                 "moe.router_aux_loss_coef = 0 and moe.router_z_loss_coef = 0"
             )
-        seen.clear()
+        self._seen.clear()
         return total
 
     def after_step(self, skipped: bool, count_loads: bool = False) -> dict[str, float]:
@@ -171,12 +176,13 @@ class Routers:
                         f"router {name} returns probabilities, but balance and z-loss need logits; set"
                         " moe.router_aux_loss_coef and moe.router_z_loss_coef to 0"
                     )
-            self._seen[name] = _Seen(
+            seen = _Seen(
                 logits.softmax(-1).sum(0) / max(num_tokens, 1) if self.aux_loss_coef else logits.new_zeros(num_experts),
                 torch.bincount(indices.flatten(), minlength=num_experts),
                 num_tokens,
                 z_loss(logits) if self.z_loss_coef else logits.new_zeros(()),
             )
+            self._seen.setdefault(name, []).append(seen)
 
         return watch
 
@@ -192,9 +198,8 @@ class Routers:
 
         return check
 
-    def _balance(self) -> Tensor:
+    def _balance(self, seen: Sequence[_Seen]) -> Tensor:
         """E * sum over experts of (assignments per token) * (mean probability), both means over layers too; 0-dim."""
-        seen = list(self._seen.values())
         num_experts = next(iter(self._routers.values()))  # of each layer
         counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=self._world.device)
         for one in seen:
