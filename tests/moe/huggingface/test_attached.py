@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from laconic.errors import ConfigError, ModelError
+from laconic.errors import ConfigError, ModelError, TrainingError
+from laconic.moe import ChunkedSchedule, copy_hot_experts
 from laconic.moe.huggingface import parallelize
 from laconic.moe.parallel.grid import Grid
 from tests.activations.models import make_ids, make_model
@@ -185,5 +187,26 @@ def what_is_attached_to_parameters() -> None:
     assert _experts(model).down_proj.no_weight_decay
 
 
+def weights_that_change_before_backward() -> None:
+    """Refused as autograd refuses it of plain parameters: gradients would be of other weights than outputs."""
+    for kind in ("plain", "ddp", "chunks", "copies"):
+        grid, model = Grid(ep=2), _model()
+        done = parallelize(model, grid, schedule=ChunkedSchedule(2, 2) if kind == "chunks" else None)
+        if kind == "copies":
+            loads = [torch.arange(layer.gate.num_experts) ** 3 for layer in done.layers.values()]
+            copy_hot_experts(list(done.layers.values()), grid, 1, loads=loads)
+        host = DistributedDataParallel(model) if kind == "ddp" else model
+        optimizer, ids = torch.optim.AdamW(done.experts()), make_ids(2, 8)
+        for _ in range(2):  # a step behind backward is what there is every time
+            host(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            model.zero_grad()
+        first, second = (host(input_ids=ids, labels=ids, use_cache=False).loss for _ in range(2))
+        (first if kind != "ddp" else first + 0 * second).backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(TrainingError, match="were changed in place between a forward and its backward"):
+            (second if kind != "ddp" else first + second).backward()
+
+
 def test_a_pair_keeps_or_refuses_what_is_attached(tmp_path: Path) -> None:
-    run_world([hooks_of_a_pair, what_is_attached_to_parameters], 2, tmp_path)
+    run_world([hooks_of_a_pair, what_is_attached_to_parameters, weights_that_change_before_backward], 2, tmp_path)

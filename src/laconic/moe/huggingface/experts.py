@@ -18,6 +18,7 @@ from laconic.errors import CheckpointError, ModelError
 from laconic.formats.shards import local_part, local_runs, sharded_like, taken
 from laconic.moe.experts.grouped_mm import expert_by_expert, grouped_mm, runs_expert_by_expert, way_of
 from laconic.moe.experts.modules import Experts
+from laconic.moe.experts.shard import local_weights
 from laconic.moe.huggingface.blocks import FLAGS, takes_rows
 from laconic.moe.huggingface.sharding import hidden_placement
 from laconic.moe.layer import MoELayer
@@ -173,7 +174,7 @@ class FusedExperts(Experts):
     def _local(self, name: str) -> Tensor:
         """Return this process's part of a parameter, with what adapters add to it."""
         parameter = getattr(self, name)
-        held = local_part(parameter)
+        held = local_weights(parameter)
         for adapter in self.adapters:
             held = adapter.added_to(name, held, parameter)
         return held
