@@ -139,8 +139,8 @@ class ExpertsLayer(MoELayer):
         torch.compile breaks its graph here: the number of rows of an expert is known only when they arrive.
         """
         hidden_states, routing = self.gate.of_call(*call)
-        if self.router_bias is not None and self.training and torch.is_grad_enabled() and isinstance(routing, Routing):
-            self.router_bias.count(routing.counts())
+        if self.router_bias is not None and self.training and isinstance(routing, Routing):
+            self.router_bias.count(routing)
         return self.run(hidden_states, routing)
 
     def run(self, x: Tensor, routing: Routing | SoftRouting | None = None) -> Tensor:
