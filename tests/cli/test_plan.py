@@ -20,6 +20,7 @@ from laconic.cost.memory.saved_tensors import Precision
 from laconic.cost.sizes import format_nbytes, parse_nbytes
 from laconic.errors import PlanError
 from laconic.train.config.plan import check_plan, plan_settings
+from laconic.train.config.schema import MoEConfig
 from laconic.train.config.toml import load_config
 from laconic.train.distributed.parallel_state import ParallelState
 from laconic.train.model import build_model
@@ -95,6 +96,23 @@ def test_sizes_do_instead_of_a_directory(tmp_path: Path, capsys: pytest.CaptureF
         plan.check(made.config.to_dict(), stages=2)
     assert main(["plan", *flags, *rest, "--num-experts", "4"]) == 2
     assert "num_local_experts" in capsys.readouterr().err
+
+
+def test_what_experts_over_processes_take_beyond_one_all_to_all_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden-size": 64, "intermediate-size": 96, "num-layers": 2, "num-heads": 4, "vocab-size": 257, "batch": 1}
+    flags = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
+    flags += ["--family", "mixtral", "--num-experts", "4", "--experts-per-token", "2", "--sequence-length", "32"]
+    for spread in (False, True):
+        more = ["--dp", "2", "--ep", "2"] if spread else ["--dp", "2"]
+        assert main(["plan", *flags, *more]) == 0
+        text = capsys.readouterr().out
+        assert main(["plan", *flags, *more, "--json"]) == 0
+        data = json.loads(capsys.readouterr().out)
+        for name in ("dispatcher", "chunks", "copies", "dispatch_codec"):
+            assert (f"\n  moe.{name} (" in text) == spread
+            assert (f"moe.{name}" in data["predicted"].get("not_counted", {})) == spread
+            assert hasattr(MoEConfig(expert_parallel=2), name)
+        assert Plan.from_dict(data).to_dict()["predicted"] == data["predicted"]
 
 
 @pytest.mark.parametrize(

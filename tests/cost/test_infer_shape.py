@@ -116,6 +116,8 @@ def test_a_directory_or_its_file_can_be_read_and_its_dtype_counts(tmp_path: Path
         ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
         ({"mlp_only_layers": [0, 1, 2, 3]}, "at least one layer must have experts"),
         ({"moe_intermediate_size": True}, "moe_intermediate_size is True"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers is 3, but it must be a list or null"),
+        ({"num_hidden_layers": 2**70}, "num_hidden_layers is 1180591620717411303424, but it must be at most 100000"),
     ],
 )
 def test_refusals_name_the_field(change: dict[str, Any], message: str) -> None:

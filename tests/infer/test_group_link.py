@@ -22,7 +22,7 @@ from laconic.errors import CollectiveError, ConfigError, FormatError
 from laconic.infer import AutoPlan, Engine, InferencePlan
 from laconic.infer.device import take_device
 from laconic.infer.group_link import GroupConnection, GroupExpertLink, LinkGroups, join_link
-from laconic.infer.links import TcpExpertLink, serve
+from laconic.infer.links import TcpExpertLink, WorkerLink, serve
 from laconic.infer.messages import Header, Rows, pack_rows
 from laconic.infer.payload import INT8, Coder
 from laconic.infer.remote_experts import RemoteExperts
@@ -421,6 +421,55 @@ def test_a_launcher_need_not_say_how_many_workers_a_machine_has(monkeypatch: pyt
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert local_place(settings) == (1, 8)
     assert local_place(replace(settings, store="file:///store")) == (9, 16)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({}, "LOCAL_RANK is not set in the environment, but it must be an integer of at least 0.*torchrun"),
+        ({"LOCAL_RANK": "first"}, "LOCAL_RANK is 'first' in the environment"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK is '-1' in the environment"),
+        ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE is '3' .* an integer of at least 4"),
+    ],
+)
+def test_a_launcher_says_which_worker_of_a_machine_this_is(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
+) -> None:
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        local_place(WorkerSettings(9, "model", split=Split(8, 8), store="tcp://10.0.0.1:29500", link="group"))
+
+
+@pytest.mark.parametrize("kind", ["tcp", "group"])
+def test_rows_wait_for_one_answer_at_a_time(kind: str) -> None:
+    """An answer is found by its micro-batch and slice: a second message of the same would take the first's."""
+    link: WorkerLink
+    if kind == "tcp":
+        mine, theirs = pair()
+        threading.Thread(target=serve, args=([theirs], negated), daemon=True).start()
+        link = TcpExpertLink(mine, "expert worker 0", 5.0)
+    else:
+        groups = join(2)
+        serving(groups[1], 1, negated)
+        link = GroupExpertLink(groups[0], 1, "expert worker 0", 5.0)
+    first, second = rows_of(1, 0, 0, 2), rows_of(2, 0, 0, 2)
+    with pytest.raises(CollectiveError, match="of those waiting for an answer none are of this micro_batch"):
+        link.receive(first)
+    link.send(first)
+    for again in (first, second):
+        with pytest.raises(CollectiveError, match=r"but the answer to those of layer 1 .* has not been received"):
+            link.send(again)
+    with pytest.raises(CollectiveError, match=r"to 2 rows of layer 2, .* an answer 2 of layer 1 are of this"):
+        link.receive(second)
+    assert torch.equal(link.receive(first), -first.hidden)  # nothing was lost
+    with pytest.raises(CollectiveError, match="send rows once, and receive their answer once"):
+        link.receive(first)
+    link.send(second)
+    assert torch.equal(link.receive(second), -second.hidden)
+    link.close()
 
 
 def test_workers_of_a_group_need_a_device_each(monkeypatch: pytest.MonkeyPatch) -> None:

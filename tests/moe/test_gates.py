@@ -400,3 +400,24 @@ def test_layer_with_any_gate_equals_every_token_on_its_own_gate_gradients_includ
         return routed.weights, *routed.losses.values()
 
     assert torch.autograd.gradcheck(weights_and_losses, (x[:3].detach().requires_grad_(), *gate.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("top_k", 9, "top_k = 9 must be from 1 to num_experts = 8"),
+        ("top_k", 0, "top_k = 0 must be from 1"),
+        ("top_k", 3, "top_groups = 1 must be from 1 to num_groups = 4 and leave at least top_k = 3 experts"),
+        ("top_groups", 5, "top_groups = 5 must be from 1 to num_groups = 4"),
+        ("num_groups", 3, "num_groups = 3 must divide num_experts = 8"),
+        ("capacity_factor", 0.0, "capacity_factor = 0.0 must be positive"),
+        ("eval_capacity_factor", -1.0, "eval_capacity_factor = -1.0 must be positive"),
+    ],
+)
+def test_what_is_changed_later_is_checked_too(name: str, value: float, message: str) -> None:
+    """More experts than the open groups have would be closed ones; no capacity would drop every token."""
+    gate = SoftmaxGate(8, 16, 2, num_groups=4, top_groups=1)
+    gate(torch.randn(3, 16))
+    setattr(gate, name, value)
+    with pytest.raises(RoutingError, match=message):
+        gate(torch.randn(3, 16))

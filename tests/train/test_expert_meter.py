@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from laconic.collectives.codec import Blockwise, Codec, Raw
 from laconic.formats import BlockFormat
@@ -212,3 +213,15 @@ def test_a_capacity_drops_what_is_beyond_it(factor: float, most: int) -> None:
     assert int(layer.load.max()) <= most
     layer.train()(x)
     assert layer.num_dropped == 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_tokens_of_a_layer_that_runs_again_are_counted_once(reentrant: bool) -> None:
+    meter = ExpertMeter(ALONE, 1)
+    layer = layer_with((meter,))
+    out = checkpoint(layer, torch.randn(20, 16).requires_grad_(), use_reentrant=reentrant)
+    assert isinstance(out, torch.Tensor)
+    out.sum().backward()
+    use = meter.take([layer])
+    assert use is not None
+    assert sum(use.loads[0]) == 20 * 3

@@ -15,6 +15,7 @@ from laconic.moe.layer import MoELayer
 from laconic.train.config.schema import MoEConfig
 from laconic.train.moe import hot_experts
 from laconic.train.moe.hot_experts import HotExperts
+from tests.damaged import damaged_texts
 
 SAVED: dict[str, Any] = {
     **{"expert_parallel": 2, "num_per_rank": 1, "num_experts": [8, 6]},
@@ -29,13 +30,14 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hot_experts, "copy_hot_experts", lambda *args, **named: [])
 
 
-def restored(**changes: Any) -> HotExperts:
+def restored(text: str | None = None, **changes: Any) -> HotExperts:
     """Copies of 8 and 6 experts on two processes, one of each layer on each, that go on from what is saved."""
     layers = {str(n): MoELayer(SoftmaxGate(n, 16, top_k=2), GatedExperts(n, 16, 8)) for n in (8, 6)}
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     model, grid = SimpleNamespace(layers=layers), SimpleNamespace(ep=group)
     config = MoEConfig(expert_parallel=2, copies=1)
-    return HotExperts(model, grid, config, json.dumps(SAVED | changes))  # type: ignore[arg-type]  # what it reads
+    saved = json.dumps(SAVED | changes) if text is None else text
+    return HotExperts(model, grid, config, saved)  # type: ignore[arg-type]  # what it reads
 
 
 def test_saved_copies_and_loads_are_taken() -> None:
@@ -67,3 +69,18 @@ def test_saved_copies_and_loads_are_taken() -> None:
 def test_saved_copies_that_cannot_be_are_refused(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(CheckpointError, match=rf"does not say which experts have copies \(.*{why}"):
         restored(**changes)
+
+
+def test_a_damaged_file_is_refused_or_means_something() -> None:
+    for words, text in damaged_texts(SAVED):
+        try:
+            again = json.loads(restored(text).state())
+        except CheckpointError as error:
+            assert "does not say which experts have copies" in str(error), words  # noqa: PT017  # of each
+        else:
+            given = json.loads(text)
+            applies = all(given[name] == SAVED[name] for name in ("expert_parallel", "num_per_rank", "num_experts"))
+            expected = given if applies else SAVED | {"copies": [[], []], "loads": [], "busiest": None}
+            for name in ("copies", "loads"):  # a table without entries is none
+                assert [*again[name]] == [[*one] for one in expected[name]], words
+            assert again["busiest"] == (expected["busiest"] and expected["busiest"][:2]), words

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from laconic.errors import ConfigError
+from laconic.errors import ConfigError, ModelError
 from laconic.moe.huggingface import find_blocks
 from laconic.train.config.schema import ModelConfig
 from laconic.train.config.toml import load_config
+from laconic.train.distributed.world import World
 from laconic.train.model import build_model
 from laconic.train.moe.router_balance import Routers, watch_routers
 from laconic.train.report.metrics import read_metrics
+from tests.moe.worlds import run_world
 from tests.train.runs import ALONE, losses, resumed, tiny_config, train_alone, trained_model
 
 MIXTRAL: dict[str, Any] = {
@@ -94,12 +99,129 @@ def test_biases_follow_the_load() -> None:
     assert torch.equal(gates[0].get_buffer("e_score_correction_bias"), before)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_layers_that_share_a_router_are_balanced_together(whole: bool) -> None:
+    """The router alone, or the block; by the logits of all calls, of which transformers records some twice."""
+    ids = torch.randint(0, 64, (3, 16), generator=torch.Generator().manual_seed(0))
+    theirs, ours = model_of(MIXTRAL), model_of(MIXTRAL)
+    for model in (theirs, ours):
+        one, other = (model.get_submodule(f"model.layers.{number}") for number in (0, 2))
+        if whole:
+            other.mlp = one.mlp
+        else:
+            other.get_submodule("mlp").gate = one.get_submodule("mlp.gate")
+    logits: list[torch.Tensor] = []
+    for number in (0, 1):
+        router = theirs.get_submodule(f"model.layers.{number}.mlp.gate")
+        router.register_forward_hook(lambda _, __, out: logits.append(out[0]))
+    expected = theirs(input_ids=ids, labels=ids).loss
+    aux_loss = load_balancing_loss_func(tuple(logits), 4, 2)
+    assert isinstance(aux_loss, torch.Tensor)
+    (expected + 0.1 * aux_loss).backward()
+    routers = watched(ours, aux_loss_coef=0.1)
+    routers.begin()
+    plain, found = ours(input_ids=ids, labels=ids).loss, routers.loss()
+    assert found is not None
+    assert len(logits) == 3
+    torch.testing.assert_close(found, 0.1 * aux_loss)
+    (plain + found).backward()
+    for one, two in zip(theirs.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(two.grad, one.grad)
+    routers.after_step(False, count_loads=True)
+    assert [sum(load) for load in routers.loads or ()] == [2 * 2 * ids.numel(), 2 * ids.numel()]
+
+
 def test_evaluation_is_not_watched() -> None:
     model = model_of(MIXTRAL).eval()
     routers = watched(model, aux_loss_coef=1.0)
     model(input_ids=torch.arange(16)[None])
-    with pytest.raises(Exception, match="was not called in a training forward"):
-        routers.loss()
+    routers.loss()
+    with pytest.raises(ModelError, match="was not called in a training forward, nor was any other"):
+        routers.after_step(skipped=False)
+
+
+def test_a_router_that_its_block_does_not_call_is_refused() -> None:
+    model = model_of(MIXTRAL)
+    watched(model, aux_loss_coef=1.0)
+    block = model.get_submodule("model.layers.1.mlp")
+    block.forward = lambda hidden: hidden @ block.get_parameter("gate.weight").T @ block.get_parameter("gate.weight")
+    with pytest.raises(ModelError, match=r"its router model\.layers\.1\.mlp\.gate was not called"):
+        model(input_ids=torch.arange(16)[None])
+
+
+def _skip(model: nn.Module, layers: Iterable[int]) -> None:
+    """Let decoder layers do nothing, as LayerDrop does."""
+    for number in layers:
+        model.get_submodule(f"model.layers.{number}").forward = lambda hidden, *_, **__: hidden
+
+
+def biases_with_layers_left_out() -> None:
+    """The second process leaves out one layer with experts in the first step, and all of them in the second."""
+    rank = dist.get_rank()
+    model = model_of(DEEPSEEK)
+    names = [str(block.router) for block in find_blocks(model).values()]
+    routers = Routers(model, find_blocks(model).values(), World(rank, 2, rank, torch.device("cpu")), bias_rate=0.25)
+    loads = {name: torch.zeros(4, dtype=torch.int64) for name in names}
+
+    def count(name: str, _: nn.Module, __: object, out: tuple[torch.Tensor, ...]) -> None:
+        loads[name] += torch.bincount(out[2].flatten(), minlength=4)
+
+    for name in names:
+        model.get_submodule(name).register_forward_hook(partial(count, name))
+    expected = torch.zeros(len(names), 4)
+    for left_out in ([1], [1, 2]):
+        if rank:
+            _skip(model, left_out)
+        routers.begin()
+        model(input_ids=torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(rank)))
+        assert routers.loss() is None
+        routers.after_step(skipped=False, count_loads=True)
+        load = torch.stack([*loads.values()])
+        dist.all_reduce(load)
+        assert routers.loads == load.tolist()
+        expected += 0.25 * (load.float().mean(1, keepdim=True) - load).sign()
+        for name, bias in zip(names, expected, strict=True):
+            assert torch.equal(model.get_submodule(name).get_buffer("e_score_correction_bias"), bias)
+        for one in loads.values():
+            one.zero_()
+
+
+def losses_with_layers_left_out() -> None:
+    rank, ids = (
+        dist.get_rank(),
+        [torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(n)) for n in (0, 1)],
+    )
+    for left_out in ([2], [0, 1, 2]):
+        model, seen = model_of(MIXTRAL), []
+        router_of = [model.get_submodule(f"model.layers.{number}.mlp.gate") for number in range(3)]
+        for router in router_of:
+            router.register_forward_hook(
+                lambda _, __, out, seen=seen: seen.append((out[0].softmax(-1).mean(0), out[2]))
+            )
+        world = World(rank, 2, rank, torch.device("cpu"))
+        routers = Routers(model, find_blocks(model).values(), world, aux_loss_coef=0.5, z_loss_coef=0.0)
+        if rank:
+            _skip(model, left_out)
+        routers.begin()
+        plain = model(input_ids=ids[rank], labels=ids[rank]).loss
+        found = routers.loss()
+        counts = torch.stack(
+            [torch.bincount(chosen.flatten(), minlength=4) for _, chosen in seen] or [torch.zeros(4).long()]
+        )
+        counts = torch.cat([counts.sum(0), torch.tensor([sum(len(chosen) for _, chosen in seen)])])
+        dist.all_reduce(counts)
+        assert found is not None
+        if seen:
+            mean = torch.stack([one for one, _ in seen]).mean(0)
+            torch.testing.assert_close(found, 0.5 * 4 * (counts[:4] / counts[4] * mean).sum())
+        else:
+            assert found == 0
+        (plain + found).backward()
+        routers.after_step(skipped=False)
+
+
+def test_processes_that_leave_out_layers_agree(tmp_path: Path) -> None:
+    run_world([biases_with_layers_left_out, losses_with_layers_left_out], 2, tmp_path)
 
 
 @pytest.mark.parametrize(

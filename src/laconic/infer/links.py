@@ -46,7 +46,7 @@ class ExpertLink(Protocol):
         """Send rows without waiting for their answer.
 
         Raises:
-            CollectiveError: the expert worker is lost.
+            CollectiveError: the expert worker is lost, or others of this micro-batch and slice wait for their answer.
         """
         ...
 
@@ -54,13 +54,54 @@ class ExpertLink(Protocol):
         """Wait for the answer [m, M] to `rows`, which were sent before.
 
         Raises:
-            CollectiveError: the expert worker is lost.
+            CollectiveError: the expert worker is lost, or the rows were not sent.
         """
         ...
 
     def arrived_ns(self, rows: Rows) -> int:
         """Return when the answer to `rows`, which has been received, was here: nanoseconds of the monotonic clock."""
         ...
+
+
+class _Unanswered:
+    """Rows that were sent over a link of an expert worker and whose answers have not been taken."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._rows: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def check_sendable(self, rows: Rows) -> None:
+        """Refuse rows whose answer could be taken for that of others.
+
+        Raises:
+            CollectiveError: others of the same micro-batch and slice wait for theirs.
+        """
+        if (other := self._rows.get((rows.micro_batch, rows.slice))) is not None:
+            raise CollectiveError(
+                f"rows of layer {rows.layer}, micro_batch {rows.micro_batch}, slice {rows.slice} are sent to"
+                f" {self._name}, but the answer to those of layer {other[0]} of the same micro_batch and slice has not"
+                " been received; receive it first, or give the rows another slice"
+            )
+
+    def add(self, rows: Rows) -> None:
+        """Note that rows have been sent."""
+        self._rows[rows.micro_batch, rows.slice] = rows.layer, len(rows.hidden)
+
+    def take(self, rows: Rows) -> None:
+        """Note that the answer to rows is asked for.
+
+        Raises:
+            CollectiveError: they were not sent, or their answer has been taken.
+        """
+        asked, place = (rows.layer, len(rows.hidden)), (rows.micro_batch, rows.slice)
+        if (sent := self._rows.get(place)) != asked:
+            what = "none" if sent is None else f"{sent[1]} of layer {sent[0]}"
+            raise CollectiveError(
+                f"the answer of {self._name} to {asked[1]} rows of layer {asked[0]}, micro_batch {place[0]}, slice"
+                f" {place[1]} is asked for, but of those waiting for an answer {what} are of this micro_batch and"
+                " slice; send rows once, and receive their answer once"
+            )
+        del self._rows[place]
 
 
 class LocalLink:
@@ -120,6 +161,7 @@ class WorkerLink(ABC):
     def __init__(self, name: str, timeout_seconds: float, on_lost: Callable[[str], None]) -> None:
         self.a2e_traffic, self.e2a_traffic = LinkTraffic(), LinkTraffic()
         self._name, self._timeout_seconds, self._on_lost = name, timeout_seconds, on_lost
+        self._unanswered = _Unanswered(name)
         self._sending = threading.Lock()
         self._changed = threading.Condition()
         self._lost: str | None = None
@@ -188,9 +230,11 @@ class TcpExpertLink(WorkerLink):
         header, body = pack_rows(rows, self._coder)
         with self._sending:
             self.check()
+            self._unanswered.check_sendable(rows)
             try:
                 self._connection.send(header, body)
                 self.a2e_traffic += header.traffic
+                self._unanswered.add(rows)
             except ConnectionError as error:
                 self._lose(str(error))
                 self.check()
@@ -198,6 +242,8 @@ class TcpExpertLink(WorkerLink):
     def receive(self, rows: Rows) -> Tensor:
         """See ExpertLink."""
         place = (rows.micro_batch, rows.slice)
+        self.check()
+        self._unanswered.take(rows)
         with self._changed:
             answered = self._changed.wait_for(
                 lambda: place in self._answers or self._lost is not None, self._timeout_seconds

@@ -34,7 +34,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
-from laconic.errors import LaconicError
+from laconic.errors import ConfigError, LaconicError
 from laconic.infer.recorder import Recorder
 from laconic.infer.settings import WorkerSettings
 
@@ -119,12 +119,31 @@ def _work(settings: WorkerSettings, events: _Events, commands: IO[str]) -> None:
 
 
 def local_place(settings: WorkerSettings) -> tuple[int, int]:
-    """Return the number of a worker among those of this machine, and how many these are, as far as it is known."""
+    """Return the number of a worker among those of this machine, and how many these are, as far as it is known.
+
+    Raises:
+        ConfigError: the launcher does not say it, or says it wrong.
+    """
     if not settings.store.startswith("tcp://"):
         return settings.rank, settings.split.num_workers
     # Under torchrun, whose store has an address, several machines have ranks; other launchers may not count them.
-    local_rank = int(os.environ["LOCAL_RANK"])
-    return local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    local_rank = _number_of("LOCAL_RANK", 0)
+    return local_rank, _number_of("LOCAL_WORLD_SIZE", local_rank + 1, local_rank + 1)
+
+
+def _number_of(variable: str, least: int, default: int | None = None) -> int:
+    text = os.environ.get(variable, default)
+    try:
+        number = int(text if text is not None else "")
+    except ValueError:
+        number = least - 1
+    if number < least:
+        found = "not set" if text is None else repr(text)
+        raise ConfigError(
+            f"{variable} is {found} in the environment, but it must be an integer of at least {least}: it says which"
+            " device of this machine a worker takes; start the workers with torchrun, or set it in the launcher"
+        )
+    return number
 
 
 def _join_group(settings: WorkerSettings, store: Store) -> ProcessGroup:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from laconic.errors import ConfigError
 from laconic.formats.shards import local_part, local_runs, taken
-from laconic.moe.gates.losses import load_step, summed_counts
+from laconic.moe.gates.losses import FirstRuns, load_step, summed_counts
 from laconic.moe.gates.sigmoid import SigmoidGate
 from laconic.moe.layer import MoELayer, moe_layers
+from laconic.moe.routing import Routing
 
 __all__ = ["CountedBias", "update_router_biases"]
 
@@ -32,6 +33,7 @@ class CountedBias:
     def __init__(self, owner: nn.Module, num_experts: int) -> None:
         self._owner, self._num_experts = owner, num_experts
         self._load: Tensor | None = None
+        self._runs = FirstRuns()
 
     @classmethod
     def of_block(cls, block: nn.Module, num_experts: int) -> CountedBias | None:
@@ -40,13 +42,21 @@ class CountedBias:
         owners = [part for part in owners if getattr(part, _NAME).numel() == num_experts]
         return cls(owners[0], num_experts) if len(owners) == 1 else None
 
-    def count(self, load: Tensor) -> None:
-        """Add int64 [E], tokens of each expert in a forward."""
-        self._load = load if self._load is None else self._load + load
+    def count(self, routing: Routing) -> None:
+        """Add the tokens of each expert in a forward in training."""
+        if self._runs.is_first():
+            load = routing.counts()
+            self._load = load if self._load is None else self._load + load
+
+    @property
+    def key(self) -> int:
+        """The same for all that count for one bias, as blocks do that share a router."""
+        return id(self._owner)
 
     def take(self) -> Tensor:
         """Return what was counted, int64 [E] on the bias's device, and begin anew."""
         load, self._load = self._load, None
+        self._runs.forget()
         device = getattr(self._owner, _NAME).device
         return torch.zeros(self._num_experts, dtype=torch.int64, device=device) if load is None else load.to(device)
 
@@ -78,21 +88,29 @@ def update_router_biases(model: nn.Module, *, rate: float = 1e-3, group: dist.Pr
     """
     layers = moe_layers(model)
     found = [(layer, bias) for layer in layers.values() if (bias := _bias_of(layer)) is not None]
+    shared: dict[int, list[CountedBias | SigmoidGate]] = {}
+    for _, bias in found:
+        shared.setdefault(bias.key if isinstance(bias, CountedBias) else id(bias), []).append(bias)
     if not found:
         missing = f"no router of {type(model).__name__} has an {_NAME}; balance it by a loss, as router_aux_loss_coef"
         raise ConfigError(missing if layers else f"{type(model).__name__} has no layers yet; call parallelize first")
-    loads = [bias.take() if isinstance(bias, CountedBias) else bias.load for _, bias in found]
+    loads = [
+        torch.stack([one.take() for one in biases if isinstance(one, CountedBias)]).sum(0)
+        if isinstance(biases[0], CountedBias)
+        else biases[0].load
+        for biases in shared.values()
+    ]
     grid = getattr(found[0][0], "grid", None)
     if group is None and dist.is_initialized():
         group = dist.group.WORLD if grid is None else grid.dp
     if group is not None:
         loads = [*summed_counts(torch.cat(loads), group).split([len(load) for load in loads])]
-    for (_, bias), load in zip(found, loads, strict=True):
+    for (bias, *_), load in zip(shared.values(), loads, strict=True):
         if isinstance(bias, CountedBias):
             bias.follow(load, rate)
         else:
             bias.bias += load_step(load, bias.bias_rate, bias.bias.dtype)
-            bias.load.zero_()
+            bias.forget_load()
 
 
 def _bias_of(layer: MoELayer) -> CountedBias | SigmoidGate | None:

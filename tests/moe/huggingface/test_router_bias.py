@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from laconic.errors import ConfigError
 from laconic.moe import (
@@ -74,6 +76,52 @@ def test_sigmoid_gates_move_by_their_own_rate() -> None:
     update_router_biases(nn.Sequential(MoELayer(gate, GatedExperts(4, 8, 16))))
     assert gate.bias.tolist() == [-0.5, 0.0, 0.0, 0.5]
     assert not gate.load.any()
+
+
+def test_layers_that_share_a_router_move_its_bias_once() -> None:
+    gate = SigmoidGate(4, 8, 1, bias_rate=0.5)
+    model = nn.Sequential(*(MoELayer(gate, GatedExperts(4, 8, 16)) for _ in range(2)))
+    model(torch.randn(16, 8))
+    load = gate.load.float()
+    assert load.sum() == 32
+    update_router_biases(model)
+    assert gate.bias.tolist() == (0.5 * (load.mean() - load).sign()).tolist()
+
+    model = make_model("deepseek_v3", num_hidden_layers=3, first_k_dense_replace=1, experts_implementation="eager")
+    model.get_submodule("model.layers.2.mlp").gate = model.get_submodule("model.layers.1.mlp.gate")
+    parallelize(model)
+    step(model, make_ids(2, 8))
+    loads = [layer.load for layer in moe_layers(model).values()]
+    assert len(loads) == 2
+    load = torch.stack([load for load in loads if load is not None]).sum(0).float()
+    update_router_biases(model, rate=0.25)
+    assert biases(model)[0].tolist() == (0.25 * (load.mean() - load).sign()).tolist()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_runs_again_is_counted_once(reentrant: bool) -> None:
+    """Micro-batches that run again would otherwise weigh twice as much as others."""
+    gate = SigmoidGate(4, 8, 1)
+    layer, expected = MoELayer(gate, GatedExperts(4, 8, 16)), torch.zeros(4, dtype=torch.int64)
+    model, of_model = tiny(), torch.zeros(4, dtype=torch.int64)
+    parallelize(model)
+    (spread,) = moe_layers(model).values()
+    block = model.get_submodule("model.layers.1.mlp")
+    plain = block.forward
+    for number, again in enumerate((True, False, True, True)):
+        x = torch.randn(2 * number + 1, 8, generator=torch.Generator().manual_seed(number)).requires_grad_()
+        out = checkpoint(layer, x, use_reentrant=reentrant) if again else layer(x)
+        assert layer.load is not None
+        expected += layer.load
+        assert isinstance(out, Tensor)
+        out.sum().backward()
+        block.forward = partial(checkpoint, plain, use_reentrant=reentrant) if again else plain
+        step(model, make_ids(1, 4 + number, number))
+        assert spread.load is not None
+        of_model += spread.load
+    assert torch.equal(gate.load, expected)
+    assert spread.router_bias is not None
+    assert torch.equal(spread.router_bias.take(), of_model)
 
 
 def test_models_without_such_biases_are_refused() -> None:

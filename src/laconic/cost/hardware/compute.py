@@ -75,6 +75,8 @@ class Sensitivity:
         """
         try:
             return cls.from_dict(parse_json(Path(path).read_text(encoding="utf-8")))
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
         except OSError as error:
             raise PlanError(f"calibration is {str(path)!r}, but it must be a file: {error}") from error
         except ValueError as error:

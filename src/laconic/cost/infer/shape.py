@@ -23,6 +23,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = parse_json(
 )
 """Configurations of FinDEP's two models, by name: the fields that `InferenceShape.from_config` reads."""
 
+_MOST_LAYERS = 100_000
 _SCALE_BITS = 16
 _QUANTIZED = "quantization_config"
 
@@ -248,8 +249,18 @@ class _Reader:
         assert value is not None
         return value
 
+    def entries(self, name: str) -> list[Any] | None:
+        value = self.config.get(name)
+        if not (value is None or isinstance(value, list)):
+            raise PlanError(f"{name} is {value!r}, but it must be a list or null; see the model's config")
+        return value
+
     def fields(self) -> dict[str, Any]:
         hidden, layers = self.size("hidden_size"), self.size("num_hidden_layers")
+        if layers > _MOST_LAYERS:
+            raise PlanError(
+                f"num_hidden_layers is {layers}, but it must be at most {_MOST_LAYERS}; see the model's config"
+            )
         deepseek, gpt_oss = self.family.startswith("deepseek"), self.family == "gpt_oss"
         attention = self._latent_attention(hidden) if deepseek else self._grouped_attention(hidden)
         small = attention.pop("small") + 2 * hidden  # the norms in front of attention and experts
@@ -331,17 +342,17 @@ class _Reader:
             return min(layers, self.size("first_k_dense_replace", 0))
         if not self.family.startswith("qwen"):
             return 0
-        step, only = self.size("decoder_sparse_step", 1), self.config.get("mlp_only_layers") or ()
+        step, only = self.size("decoder_sparse_step", 1), self.entries("mlp_only_layers") or ()
         return sum(layer in only or not step or (layer + 1) % step != 0 for layer in range(layers))
 
     def _windows(self, layers: int) -> tuple[int | None, int]:
         """Window, and number of layers without one."""
         if self.family == "gpt_oss":
-            kinds = self.config.get("layer_types")
+            kinds = self.entries("layer_types")
             full = layers // 2 if kinds is None else sum(kind == "full_attention" for kind in kinds[:layers])
             return self.size("sliding_window", 128), full
         if self.family == "mixtral":
-            return self.config.get("sliding_window"), 0
+            return (None if self.config.get("sliding_window") is None else self.size("sliding_window")), 0
         if self.family.startswith("qwen") and self.config.get("use_sliding_window"):
             return self.size("sliding_window", 4096), min(layers, self.size("max_window_layers", 28))
         return None, layers

@@ -190,6 +190,11 @@ class Job:
         return precision_of(self.settings, self.layout)
 
     @property
+    def not_counted(self) -> Mapping[str, str]:
+        """Settings of `[moe]` whose bytes are in no prediction, if a run has them, and what those bytes are."""
+        return _NOT_COUNTED if self.layout.expert_parallel > 1 else {}
+
+    @property
     def layer_input(self) -> tuple[int, int]:
         """Rows and columns of what a layer takes in."""
         return self.model.layer_input
@@ -224,6 +229,14 @@ class Job:
             made.append(Stage(self, index, tuple(range(start, start + count)), index == 0, index == len(counts) - 1))
             start += count
         return made
+
+
+_NOT_COUNTED: Mapping[str, str] = {
+    "dispatcher": "hierarchical: rows gathered for the levels",
+    "chunks": "rows of chunks that travel while others are computed",
+    "copies": "weights and gradients of copied experts",
+    "dispatch_codec": "coded rows",
+}
 
 
 def _check_updates_in_backward(layout: Layout) -> None:

@@ -117,7 +117,7 @@ class SwapPeriod:
     that they take more than QUERY_SHARE of the all-to-alls' time.
 
     Raises:
-        ConfigError: seconds are negative, or periods are no range.
+        ConfigError: seconds are negative or no numbers, steps are no integers, or periods are no range.
     """
 
     cost_seconds: float
@@ -139,11 +139,20 @@ class SwapPeriod:
     """Gain per step of the swap found, by the last query that weighed it."""
 
     def __post_init__(self) -> None:
+        for name in ("min_period", "max_period", "next_step", "last_swap", "last_look"):
+            if type(value := getattr(self, name)) is not int and not (name == "last_swap" and value is None):
+                raise ConfigError(f"{name} is {value!r}, but it must be an integer")
+        for name in ("cost_seconds", "lost_seconds", "last_gain_seconds"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) and not (name == "last_gain_seconds" and value is None):
+                raise ConfigError(f"{name} is {value!r}, but it must be a number")
         if not self.cost_seconds >= 0:
             raise ConfigError(f"cost_seconds is {self.cost_seconds}, but seconds must not be negative")
         if not 1 <= self.min_period <= self.max_period:
             raise ConfigError(f"min_period is {self.min_period}, but it must be from 1 to max_period {self.max_period}")
-        self.pairs = tuple((int(a), int(b)) for a, b in self.pairs)  # JSON has lists
+        self.pairs = tuple((a, b) for a, b in self.pairs)  # JSON has lists
+        if not all(type(slot) is int for pair in self.pairs for slot in pair):
+            raise ConfigError(f"pairs are {self.pairs}, but slots must be integers")
 
     def due(self, step: int) -> bool:
         """Return whether to query in this step."""

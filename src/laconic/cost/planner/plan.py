@@ -105,6 +105,7 @@ class Plan:
         settings = asdict(job.settings)
         if not job.settings.update_in_backward:
             del settings["update_in_backward"]  # likewise
+        uncounted = {"not_counted": {f"moe.{name}": what for name, what in job.not_counted.items()}}
         return {
             "format": _FORMAT,
             "version": _VERSION,
@@ -124,6 +125,7 @@ class Plan:
             "predicted": {
                 "ranks": [rank.to_dict() for rank in prediction.ranks],
                 "saved_nbytes_per_micro_batch": dict(prediction.saved_nbytes),
+                **(uncounted if job.not_counted else {}),
             },
         }
 
@@ -251,4 +253,7 @@ def load_plan(path: str | Path) -> Plan:
         raise PlanError(f"plan is {str(path)!r}, but it must be a file: {error}") from error
     except ValueError as error:
         raise PlanError(f"plan {path} is not JSON: {error}") from error
-    return Plan.from_dict(data)
+    try:
+        return Plan.from_dict(data)
+    except PlanError as error:
+        raise PlanError(f"plan {path}: {error}") from error

@@ -57,6 +57,9 @@ def plan_text(job: Job, chosen: Chosen, budget_nbytes: int | None) -> str:
     else:
         over = format_nbytes(fullest.total_nbytes - budget_nbytes)
         parts.append(f"does not fit: {peak}, {over} more than {format_nbytes(budget_nbytes)}")
+    if job.not_counted:
+        uncounted = "".join(f"\n  moe.{name} ({what})" for name, what in job.not_counted.items())
+        parts.append(f"not counted, if the run has them; experts are shared by one raw all-to-all here:{uncounted}")
     parts.append(largest_terms_text(job, chosen))
     return "\n\n".join(parts)
 

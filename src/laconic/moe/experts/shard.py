@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from laconic.errors import ConfigError
+from laconic.errors import ConfigError, TrainingError
+from laconic.formats.shards import local_part
 from laconic.moe.dispatch.staged import experts_of
 from laconic.moe.experts.modules import GatedExperts, GptExperts
 from laconic.moe.parallel.grid import Grid
 
-__all__ = ["expert_shard"]
+__all__ = ["expert_shard", "local_weights"]
 
 AnyExperts = TypeVar("AnyExperts", GptExperts, GatedExperts)
 
@@ -72,3 +74,28 @@ def _fill(parameter: nn.Parameter, values: Tensor, whole: Tensor) -> None:
     parameter.data = parameter.data[: len(values)]  # one too many where a rank has no expert
     parameter.copy_(values)
     parameter.requires_grad_(whole.requires_grad)
+
+
+def local_weights(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a parameter, with which backward refuses to run once the parameter has changed.
+
+    Autograd refuses that for plain parameters; the local part of a DTensor has no version in common with it.
+    """
+    held = local_part(parameter)
+    if held is not parameter and held.requires_grad:
+        held.register_hook(partial(_check_version, parameter, parameter._version))
+    return held
+
+
+def _check_version(parameter: Tensor, version: int, _: Tensor) -> None:
+    """Refuse gradients by weights that were not those of the forward.
+
+    Raises:
+        TrainingError: they were changed in place since.
+    """
+    if parameter._version != version:
+        raise TrainingError(
+            f"weights of experts {list(parameter.shape)} were changed in place between a forward and its backward, so"
+            " that gradients would be of other weights; call backward() before optimizer.step() and before weights are"
+            " loaded or moved"
+        )

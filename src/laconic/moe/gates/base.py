@@ -77,18 +77,6 @@ class TokenChoiceGate(Gate):
         check_logits: bool = True,
     ) -> None:
         super().__init__()
-        if not 1 <= top_k <= num_experts:
-            raise RoutingError(f"top_k = {top_k} must be from 1 to num_experts = {num_experts}; change one of them")
-        if num_groups < 1 or num_experts % num_groups:
-            raise RoutingError(f"num_groups = {num_groups} must divide num_experts = {num_experts}; change one of them")
-        if not 1 <= top_groups <= num_groups or top_groups * (num_experts // num_groups) < top_k:
-            raise RoutingError(
-                f"top_groups = {top_groups} must be from 1 to num_groups = {num_groups} and leave at least "
-                f"top_k = {top_k} experts; a group has {num_experts // num_groups}, so change one of them"
-            )
-        for name, factor in (("capacity_factor", capacity_factor), ("eval_capacity_factor", eval_capacity_factor)):
-            if factor is not None and not factor > 0:
-                raise RoutingError(f"{name} = {factor} must be positive; None drops nothing")
         if sequence_coef and sequence_length is None:
             raise RoutingError(
                 f"sequence_coef = {sequence_coef} needs sequence_length, because a gate sees tokens and no sequences;"
@@ -102,6 +90,24 @@ class TokenChoiceGate(Gate):
         self.balance_coef, self.z_coef, self.balance_group = balance_coef, z_coef, balance_group
         self.sequence_coef, self.sequence_length = sequence_coef, sequence_length
         self.check_logits = check_logits
+        self._check_choice()
+
+    def _check_choice(self) -> None:
+        """Refuse numbers that cannot be; they may have been changed since the gate was made."""
+        top_k, num_experts, num_groups, top_groups = self.top_k, self.num_experts, self.num_groups, self.top_groups
+        if not 1 <= top_k <= num_experts:
+            raise RoutingError(f"top_k = {top_k} must be from 1 to num_experts = {num_experts}; change one of them")
+        if num_groups < 1 or num_experts % num_groups:
+            raise RoutingError(f"num_groups = {num_groups} must divide num_experts = {num_experts}; change one of them")
+        if not 1 <= top_groups <= num_groups or top_groups * (num_experts // num_groups) < top_k:
+            raise RoutingError(
+                f"top_groups = {top_groups} must be from 1 to num_groups = {num_groups} and leave at least "
+                f"top_k = {top_k} experts; a group has {num_experts // num_groups}, so change one of them"
+            )
+        for name in ("capacity_factor", "eval_capacity_factor"):
+            factor = getattr(self, name)
+            if factor is not None and not factor > 0:
+                raise RoutingError(f"{name} = {factor} must be positive; None drops nothing")
 
     def logits(self, x: Tensor) -> Tensor:
         """Return logits [n, E] of tokens x [n, M]."""
@@ -134,8 +140,10 @@ class TokenChoiceGate(Gate):
         """See `Gate.forward`.
 
         Raises:
-            RoutingError: tokens have another width, or, with `check_logits`, a logit is NaN or infinite.
+            RoutingError: tokens have another width, `top_k`, groups or factors have been changed to what cannot be, or,
+                with `check_logits`, a logit is NaN or infinite.
         """
+        self._check_choice()
         logits = self.logits(x)
         if self.check_logits:
             checked(logits)

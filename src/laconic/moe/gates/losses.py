@@ -9,7 +9,7 @@ from torch import Tensor
 from laconic.collectives.runtime import torch_compat
 from laconic.errors import RoutingError
 
-__all__ = ["load_balance_loss", "load_step", "sequence_balance_loss", "summed_counts", "z_loss"]
+__all__ = ["FirstRuns", "load_balance_loss", "load_step", "sequence_balance_loss", "summed_counts", "z_loss"]
 
 
 def load_balance_loss(probabilities: Tensor, counts: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -74,6 +74,32 @@ def summed_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = counts.clone()
     torch_compat.all_reduce(total, group).wait()
     return total
+
+
+class FirstRuns:
+    """Tells the forwards of a layer in training from those that a checkpoint runs again in backward."""
+
+    def __init__(self) -> None:
+        self._without_graph = 0
+
+    def is_first(self) -> bool:
+        """Return whether a forward's tokens are to be counted; called once in each forward in training.
+
+        One without gradients may be that of a reentrant checkpoint, which runs it again with gradients in backward:
+        that run counts. Others run in backward for a forward that has counted.
+        """
+        if torch.compiler.is_compiling():
+            return torch.is_grad_enabled()
+        if torch._C._current_graph_task_id() == -1:
+            self._without_graph += not torch.is_grad_enabled()
+            return torch.is_grad_enabled()
+        counts = self._without_graph > 0
+        self._without_graph -= counts
+        return counts
+
+    def forget(self) -> None:
+        """Forget forwards without gradients that nothing has run again."""
+        self._without_graph = 0
 
 
 def load_step(load: Tensor, rate: float, dtype: torch.dtype) -> Tensor:

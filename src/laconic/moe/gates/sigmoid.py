@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.moe.gates.base import LinearGate
-from laconic.moe.gates.losses import load_step, summed_counts
+from laconic.moe.gates.losses import FirstRuns, load_step, summed_counts
 from laconic.moe.routing import Routing
 
 __all__ = ["SigmoidGate"]
@@ -37,6 +37,7 @@ class SigmoidGate(LinearGate):
     ) -> None:
         super().__init__(num_experts, model_dim, top_k, **options)
         self.bias_rate, device = bias_rate, self.weight.device
+        self._runs = FirstRuns()
         self.register_buffer("bias", torch.zeros(num_experts, device=device, dtype=torch.float32))
         load = torch.zeros(num_experts, device=device, dtype=torch.int64)
         self.register_buffer("load", load, persistent=False)
@@ -55,7 +56,7 @@ class SigmoidGate(LinearGate):
 
     def chose(self, routing: Routing) -> None:
         """See `TokenChoiceGate.chose`: counts the load."""
-        if self.training and torch.is_grad_enabled():
+        if self.training and self._runs.is_first():
             self.load += routing.counts()
 
     @torch.no_grad()
@@ -67,4 +68,9 @@ class SigmoidGate(LinearGate):
         """
         load = self.load if group is None else summed_counts(self.load, group)
         self.bias += load_step(load, self.bias_rate, self.bias.dtype)
+        self.forget_load()
+
+    def forget_load(self) -> None:
+        """Count anew."""
         self.load.zero_()
+        self._runs.forget()

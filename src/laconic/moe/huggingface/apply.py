@@ -36,7 +36,7 @@ from laconic.moe.huggingface.blocks import (
     unknown_experts,
 )
 from laconic.moe.huggingface.dispatching import choose_dispatcher
-from laconic.moe.huggingface.experts import FusedExperts, check
+from laconic.moe.huggingface.experts import FusedExperts, check, is_of
 from laconic.moe.huggingface.gate import GivenRouting, RoutedRows, RouterGate
 from laconic.moe.huggingface.gradients import clip
 from laconic.moe.huggingface.layer import ExpertsLayer
@@ -208,8 +208,8 @@ def parallelize(
             a forward in which their dropout is active.
 
     Raises:
-        ModelError: there are no fused experts, or some compute something else, or are sharded already; `gate` or a
-            router has other parameters.
+        ModelError: there are no fused experts, or some compute something else, are sharded already, or have tied
+            parameters, gradients or hooks that would be lost; `gate` or a router has other parameters.
         ConfigError: there are fewer experts than N_EP, esp does not divide their hidden dimension, the mesh does not
             fit, or the dispatcher would add up other things than this grid's.
     """
@@ -340,8 +340,41 @@ def _gate_of(
     return RouterGate(made, router, block.router, block.top_k, check_logits)
 
 
+def _check_movable(model: nn.Module, blocks: dict[str, Block], cuts: bool) -> None:
+    """Refuse experts to which something is attached that a module in their place, or a part of them, would not have."""
+    holders: dict[int, dict[tuple[int, str], str]] = {}
+    for name, module in model.named_modules():
+        for key, held in [*module._modules.items(), *module._parameters.items()]:
+            if held is not None:
+                holders.setdefault(id(held), {})[id(module), key] = f"{name}.{key}".lstrip(".")
+    for name in blocks:
+        experts = model.get_submodule(name)
+        tensors = {f"{name}.{key}": p for key, p in experts.named_parameters()} if cuts else {}
+        for what, held in {name: experts, **tensors}.items():
+            if len(places := holders[id(held)]) > 1:
+                raise ModelError(
+                    f"{what} is {' and '.join(places.values())} at once, but experts over layers of their own would"
+                    " not stay the same; untie them, or share the whole block"
+                )
+        for kind in (kind for kind, found in vars(experts).items() if "state_dict" in kind and found):
+            raise ModelError(
+                f"{name} has {kind.strip('_')}, which the module in its place would not have; register them after"
+                " parallelize"
+            )
+        for what, p in tensors.items():
+            hooks = [*(p._backward_hooks or {}).values(), *(p._post_accumulate_grad_hooks or {}).values()]
+            if not all(is_of(hook, "laconic.") for hook in hooks):  # ours follow the parameter, or refuse
+                raise ModelError(
+                    f"{what} has hooks on its gradient, but a process's part of it is another parameter; register them"
+                    " after parallelize"
+                )
+            if p.grad is not None:
+                raise ModelError(f"{what} has a gradient, which would be lost; call zero_grad() before parallelize")
+
+
 def _check_fit(model: nn.Module, blocks: dict[str, Block], grid: Grid | None) -> None:
     tried: set[tuple[object, ...]] = set()
+    _check_movable(model, blocks, grid is not None and grid.layout.joint > 1)
     for name, block in blocks.items():
         experts = described(model.get_submodule(name))
         if any(isinstance(p, DTensor) for p in experts.parameters()) or getattr(experts, "_is_expert_parallel", False):

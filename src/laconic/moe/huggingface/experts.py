@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
 
 from laconic.errors import CheckpointError, ModelError
 from laconic.formats.shards import local_part, local_runs, sharded_like, taken
 from laconic.moe.experts.grouped_mm import expert_by_expert, grouped_mm, runs_expert_by_expert, way_of
 from laconic.moe.experts.modules import Experts
+from laconic.moe.experts.shard import local_weights
 from laconic.moe.huggingface.blocks import FLAGS, takes_rows
 from laconic.moe.huggingface.sharding import hidden_placement
 from laconic.moe.layer import MoELayer
 from laconic.moe.parallel.calling_host import check_not_listed
 from laconic.moe.placement.expert_map import Placement
 
-__all__ = ["FusedExperts", "check"]
+__all__ = ["FusedExperts", "check", "is_of"]
 
+_AROUND_ROWS = ("torch.distributed.fsdp.", "laconic.")
+"""Modules with hooks that are about the parameters and what is saved for backward, not about the block's call."""
+_HOOKS_OF_CALLS = tuple(name for name in vars(nn.Module()) if name.endswith(("forward_hooks", "forward_pre_hooks")))
 _NAMES = {"gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"}
 
 
@@ -74,7 +81,8 @@ class FusedExperts(Experts):
         if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
             raise CheckpointError(
                 "experts are spread over processes, whose groups can be neither pickled nor copied; save the model with"
-                " save_pretrained, or with laconic.moe.huggingface.save_sharded, which all processes call"
+                " save_pretrained, or with laconic.moe.huggingface.save_sharded, which all processes call; for a second"
+                " one here, as averages of weights need it, parallelize a new model and load this one's state_dict()"
             )
         return super().__reduce_ex__(protocol)
 
@@ -92,6 +100,28 @@ class FusedExperts(Experts):
     def stand_for(self, layer: MoELayer) -> None:
         """Forward calls of the block to `layer`; see laconic.moe.huggingface.layer [Note: the seam]."""
         self.__dict__["layer"] = layer
+
+    def register_forward_hook(self, hook: Any, **options: Any) -> RemovableHandle:
+        """Register a hook around the block's call, or around `forward` if it is FSDP's; so do all such methods."""
+        return self._register("register_forward_hook", hook, options)
+
+    def register_forward_pre_hook(self, hook: Any, **options: Any) -> RemovableHandle:
+        """See `register_forward_hook`."""
+        return self._register("register_forward_pre_hook", hook, options)
+
+    def register_full_backward_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """See `register_forward_hook`."""
+        return self._register("register_full_backward_hook", hook, {"prepend": prepend})
+
+    def register_full_backward_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """See `register_forward_hook`."""
+        return self._register("register_full_backward_pre_hook", hook, {"prepend": prepend})
+
+    def _register(self, method: str, hook: Any, options: Mapping[str, Any]) -> RemovableHandle:
+        layer = self.__dict__.get("layer")
+        owner = super() if layer is None or is_of(hook, *_AROUND_ROWS) else layer
+        handle: RemovableHandle = getattr(owner, method)(hook, **options)
+        return handle
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the layer with the block's arguments, or with (rows, counts) and while the layer runs `forward`."""
@@ -144,7 +174,7 @@ class FusedExperts(Experts):
     def _local(self, name: str) -> Tensor:
         """Return this process's part of a parameter, with what adapters add to it."""
         parameter = getattr(self, name)
-        held = local_part(parameter)
+        held = local_weights(parameter)
         for adapter in self.adapters:
             held = adapter.added_to(name, held, parameter)
         return held
@@ -163,6 +193,12 @@ class FusedExperts(Experts):
     def extra_repr(self) -> str:
         """Show the numbers of local and of all experts."""
         return f"num_experts={self.num_experts} of {self.num_global_experts}"
+
+
+def is_of(hook: Any, *modules: str) -> bool:
+    """Return whether a hook was written in one of some modules, by the beginnings of their names."""
+    function = hook.func if isinstance(hook, partial) else hook
+    return str(getattr(function, "__module__", "")).startswith(modules)
 
 
 def _halves(parameters: Mapping[str, Tensor], original: Any) -> list[dict[str, Tensor]]:
@@ -230,9 +266,11 @@ def check(original: Any, name: str, num_shards: int = 1) -> None:
         FusedExperts(original, {key: nn.Parameter(p) for key, p in part.items()}, adds_down_bias=number == 0)
         for number, part in enumerate(_halves(narrow, original) if num_shards > 1 else [narrow])
     ]
+    bare = copy.copy(original)  # hooks are not tried
+    bare.__dict__.update({hooks: OrderedDict() for hooks in _HOOKS_OF_CALLS})
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         try:
-            expected = functional_call(original, narrow, (x,) if rows_only else (x, indices, weights))
+            expected = functional_call(bare, narrow, (x,) if rows_only else (x, indices, weights))
         except Exception as error:  # foreign code may raise anything
             raise ModelError(f"{name} cannot be tried as fused experts: {type(error).__name__}: {error}") from error
         experts, order = indices.flatten().sort(stable=True)

@@ -9,7 +9,10 @@ from laconic.errors import ModelError, RoutingError
 from laconic.moe.gates.base import Gate, checked
 from laconic.moe.routing import Routing, SoftRouting
 
-__all__ = ["GivenRouting", "RoutedRows", "RouterGate"]
+__all__ = ["READ_BY_GATE", "GivenRouting", "RoutedRows", "RouterGate"]
+
+READ_BY_GATE = "_laconic_gate_reads"
+"""Attribute of a router whose weight a gate reads: its name."""
 
 
 class GivenRouting(Gate):
@@ -114,6 +117,7 @@ class RouterGate(GivenRouting):
         del gate.weight
         self.gate = gate
         self.__dict__["router"] = router  # which is the model's, not this layer's
+        router.__dict__[READ_BY_GATE] = name
 
     def routing(self, x: Tensor, indices: Tensor, weights: Tensor) -> Routing | SoftRouting:
         """Route tokens x [..., M]; of the router's decision only the number of experts per token is read.

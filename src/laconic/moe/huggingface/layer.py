@@ -40,7 +40,9 @@ __all__ = ["ExpertsLayer", "has_own_replicas"]
 
 _SAMPLE = 256
 """Values of the tokens that an MP group compares."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+_HOOKS = tuple(
+    name for name in vars(nn.Module()) if "hook" in name and name.startswith(("_forward", "_backward", "_is_full"))
+)
 
 
 def has_own_replicas(grid: Grid) -> bool:
@@ -77,8 +79,7 @@ class ExpertsLayer(MoELayer):
     ) -> None:
         """Replace `original` by `experts`; hooks of `original` see this layer's calls from now on."""
         super().__init__(gate, experts, order, dispatcher, schedule=schedule, hooks=hooks, placement=placement)
-        for name in _HOOKS:
-            getattr(self, name).update(getattr(original, name))
+        self.__dict__.update({name: original.__dict__[name] for name in _HOOKS})  # whose handles remove them here
         self.shared_call: SharedCall | None = None
         """Moves the block's call of its shared experts to where rows travel; None: the block calls them itself."""
         self.router_bias: CountedBias | None = None
@@ -138,8 +139,8 @@ class ExpertsLayer(MoELayer):
         torch.compile breaks its graph here: the number of rows of an expert is known only when they arrive.
         """
         hidden_states, routing = self.gate.of_call(*call)
-        if self.router_bias is not None and self.training and torch.is_grad_enabled() and isinstance(routing, Routing):
-            self.router_bias.count(routing.counts())
+        if self.router_bias is not None and self.training and isinstance(routing, Routing):
+            self.router_bias.count(routing)
         return self.run(hidden_states, routing)
 
     def run(self, x: Tensor, routing: Routing | SoftRouting | None = None) -> Tensor:

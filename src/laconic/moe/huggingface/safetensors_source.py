@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from laconic.errors import CheckpointError
 from laconic.formats.shards import Runs, local_part, local_runs, taken
+from laconic.json_text import parse_json
 
 __all__ = ["Converted", "Plain", "Source", "Stacked", "TensorFiles"]
 
@@ -230,7 +230,7 @@ def _index(directory: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        files = json.loads(path.read_text("utf-8"))["weight_map"]
+        files = parse_json(path.read_text("utf-8"))["weight_map"]
         for name in files.values():
             if not _PLAIN_FILE.fullmatch(name):
                 raise ValueError(f"{name} is no file of the directory")

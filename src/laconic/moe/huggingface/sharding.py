@@ -54,4 +54,6 @@ def shard(name: str, parameter: nn.Parameter, experts: Any, grid: Grid) -> nn.Pa
     sharded = DTensor.from_local(
         local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
-    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+    made = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)  # marks such as _no_weight_decay
+    return made

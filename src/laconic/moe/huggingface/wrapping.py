@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.errors import ConfigError
 from laconic.moe.huggingface.adapters import adapt
+from laconic.moe.huggingface.gate import READ_BY_GATE
 from laconic.moe.huggingface.layer import ExpertsLayer
 from laconic.moe.huggingface.spread import spread_layers
 from laconic.moe.layer import moe_layers
@@ -38,8 +39,24 @@ def _registered(module: nn.Module, name: str, child: nn.Module | None) -> None:
     elif isinstance(module, FullyShardedDataParallel) and child is not None:
         if any(isinstance(one, ExpertsLayer) and one.has_own_replicas for one in moe_layers(child).values()):
             raise fsdp_refused()
-    elif type(module).__name__ == "ParamWrapper" and name == "base_layer":
-        adapt(child, module)
+    elif name == "base_layer" and child is not None:
+        _check_adapted(child)
+        if type(module).__name__ == "ParamWrapper":
+            adapt(child, module)
+
+
+def _check_adapted(child: nn.Module) -> None:
+    """Refuse adapters around a router whose forward nobody asks.
+
+    Raises:
+        ConfigError: a gate reads its weight.
+    """
+    for part in child.modules():
+        if (router := part.__dict__.get(READ_BY_GATE)) is not None:
+            raise ConfigError(
+                f"adapters are put around router {router}, but the gate in its place reads its weight without them;"
+                " leave it out of target_modules and target_parameters, or call parallelize without gate"
+            )
 
 
 def _leave_experts(ddp: Any, model: nn.Module) -> None:

@@ -30,6 +30,7 @@ from laconic.formats.shards import local_part
 from laconic.moe.dispatch.flat import FlatDispatcher
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.dispatch.staged import experts_of, experts_per_rank
+from laconic.moe.experts.shard import local_weights
 from laconic.moe.layer import MoELayer
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.placement.consensus import first_answer
@@ -254,7 +255,7 @@ class ExpertCopies:
         frozen = {name: p for name, p in named.items() if name not in trained}
         mean = layer.mean_of_forward()
         through = trained.values() if mean is None else mean.through(trained.values())
-        homes = dict(zip(trained, map(local_part, through), strict=True))
+        homes = dict(zip(trained, map(local_weights, through), strict=True))
         copies: dict[str, Tensor] = {}
         if homes:
             x, *both = _Fetch.apply(self, False, x, *homes.values())

@@ -42,6 +42,7 @@ from laconic.formats.dcp import SafeLoadPlanner
 from laconic.formats.durable import fsync_directory, fsync_file, sha256_of
 from laconic.formats.shards import local_part
 from laconic.gradients import LocalSteps
+from laconic.json_text import parse_json
 from laconic.ops.adamw_scalars import BetaRanges, widened
 from laconic.optim.adamw import BETAS_SEEN
 from laconic.train.checkpoint.manifest import MANIFEST, VERSION, check_file, read_manifest
@@ -392,7 +393,7 @@ def _saved_betas(checkpoint: Checkpoint) -> BetaRanges | None:
     if text is None:
         return None
     try:
-        found = json.loads(text)
+        found = parse_json(text)
         low1, high1, low2, high2 = (
             float(found[f"{beta}_{end}"]) for beta in ("beta1", "beta2") for end in ("min", "max")
         )

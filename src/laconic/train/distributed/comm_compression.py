@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,8 @@ from laconic.collectives.policy.microbench import Ranks, gaussian
 from laconic.collectives.policy.selector import choose, prepare
 from laconic.collectives.runtime import torch_compat
 from laconic.cost.comm.seconds import MIN_CODED_NBYTES, MIN_GAIN, NOT_PREPARED, RAW, TOO_SMALL
-from laconic.errors import ModelError
+from laconic.errors import CheckpointError, ModelError
+from laconic.json_text import parse_json
 from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.parallel_state import ParallelState
 from laconic.train.distributed.world import World
@@ -60,6 +62,9 @@ def zip_model(
     Returns:
         Lines that say what was attached and what was not, and the state that a checkpoint has to keep (`STATE_FILE`),
         so that a continued run makes the same sums.
+
+    Raises:
+        CheckpointError: `saved` cannot be read.
     """
     codec = zip_codec(config)
     if codec is None or parallel_state.stage_group is None:
@@ -67,8 +72,8 @@ def zip_model(
     state = None
     ddp = [module for module in modules if isinstance(module, DistributedDataParallel)]
     if codec == "auto" and ddp and config.reduce != "q8":
-        kept = {} if saved is None else json.loads(saved)
-        if kept.get("num_replicas") != parallel_state.num_replicas:
+        kept = {"num_replicas": None} if saved is None else _kept_sums(saved)
+        if kept["num_replicas"] != parallel_state.num_replicas:
             # Stages may differ; they all do as the first process does, whose answer is saved.
             coded, reason = world.gather(_sums_of_ddp(ddp, parallel_state.stage_group, world.device))[0]
             kept = {"num_replicas": parallel_state.num_replicas, "coded": coded, "reason": reason}
@@ -83,6 +88,26 @@ def zip_model(
         except ModelError as error:
             lines.append(f"nothing is shortened losslessly: {error}")
     return list(dict.fromkeys(lines)), state
+
+
+def _kept_sums(saved: str) -> dict[str, Any]:
+    """Return what `zip_model` has saved: for how many replicas, whether DDP's sums went over a codec, and why.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    kinds = {"num_replicas": int, "coded": bool, "reason": str}
+    try:
+        kept = parse_json(saved)
+        for name, kind in kinds.items():
+            if type(kept[name]) is not kind:
+                raise TypeError(f"{name} is {kept[name]!r}, but it must be of type {kind.__name__}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{STATE_FILE} of the checkpoint does not say whether DDP's sums went over a codec ({error!r}); continue"
+            " from another checkpoint"
+        ) from None
+    return {name: kept[name] for name in kinds}
 
 
 def _sums_of_ddp(

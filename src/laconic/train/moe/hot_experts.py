@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import CheckpointError, ConfigError
+from laconic.json_text import parse_json
 from laconic.moe.dispatch.staged import experts_per_rank
 from laconic.moe.huggingface import Parallelized
 from laconic.moe.parallel.grid import Grid
@@ -108,7 +109,10 @@ class HotExperts:
 
     def _restore(self, saved: str) -> None:
         try:
-            state = json.loads(saved)
+            state = parse_json(saved)
+            for name, value in self._sharers().items():
+                if type(state[name]) is not type(value):
+                    raise TypeError(f"{name} is {state[name]!r}, but it must be of type {type(value).__name__}")
             if any(state[name] != value for name, value in self._sharers().items()):
                 return
             placements = [placement_of(layer, number) for number, layer in enumerate(self._layers)]
@@ -126,7 +130,13 @@ class HotExperts:
             busiest = None if state["busiest"] is None else (float(state["busiest"][0]), float(state["busiest"][1]))
             if not all(math.isfinite(ratio) for ratio in busiest or ()):
                 raise ValueError(f"busiest is {state['busiest']}, but it must be two finite numbers")
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            IndexError,
+            RuntimeError,
+        ) as error:  # RuntimeError: of torch, too large
             raise CheckpointError(
                 f"{STATE_FILE} of the checkpoint does not say which experts have copies ({error!r}); continue from"
                 " another one"

@@ -100,9 +100,10 @@ class ExpertMeter(Hook):
         routing = tokens.routing
         if not layer.training or not isinstance(routing, Routing):
             return
-        load = routing.counts().cpu()
-        self._loads[layer] = self._loads[layer] + load if layer in self._loads else load
-        self._counts[0] += routing.num_dropped
+        if torch._C._current_graph_task_id() == -1:  # in backward a checkpoint sends the same tokens' rows again
+            load = routing.counts().cpu()
+            self._loads[layer] = self._loads[layer] + load if layer in self._loads else load
+            self._counts[0] += routing.num_dropped
         if self.num_processes == 1:
             return
         slots = layer.by_slot(routing)

@@ -13,6 +13,7 @@ import torch
 from laconic.cost.moe.rates import MoERates, default_moe_path
 from laconic.cost.moe.swap_period import SwapPeriod
 from laconic.errors import CheckpointError, ConfigError
+from laconic.json_text import parse_json
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.huggingface import Parallelized
 from laconic.moe.parallel.grid import Grid
@@ -113,13 +114,20 @@ class Migration:
             CheckpointError: `saved` cannot be read.
         """
         try:
-            state = json.loads(saved)
+            state = parse_json(saved)
+            for name, value in self._sharers().items():
+                if type(state[name]) is not type(value):
+                    raise TypeError(f"{name} is {state[name]!r}, but it must be of type {type(value).__name__}")
             if any(state[name] != value for name, value in self._sharers().items()):
                 return
             least = self._config.swap_every
             self._periods = [replace(SwapPeriod(**period), min_period=least) for period in state["periods"]]
+            if not all(type(slot) is int for one in state["slots"] for slot in one):
+                raise TypeError(f"slots are {state['slots']}, but they must be integers")
             slots = [torch.tensor(one, dtype=torch.int64, device="cpu") for one in state["slots"]]
-            self.count = int(state["num_swaps"])
+            if type(state["num_swaps"]) is not int:
+                raise TypeError(f"num_swaps is {state['num_swaps']!r}, but it must be an integer")
+            self.count = state["num_swaps"]
             if state["periods"] and len(self._periods) != len(self._layers):
                 raise ValueError(f"periods are {len(self._periods)}, but there are {len(self._layers)} layers")
             for number, (layer, one) in enumerate(zip(self._layers, slots, strict=True)):
@@ -127,7 +135,13 @@ class Migration:
                 wanted = self._periods[number].pairs if self._periods else ()
                 if not all(0 <= place < layer.gate.num_experts for pair in wanted for place in pair):
                     raise ValueError(f"pairs of layer {number} are {wanted}, which are not all slots of it")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RuntimeError,
+        ) as error:  # RuntimeError: of torch, too large
             raise CheckpointError(
                 f"{STATE_FILE} of the checkpoint does not say where experts are ({error!r}); continue from another one"
             ) from None

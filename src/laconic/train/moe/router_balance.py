@@ -3,12 +3,12 @@
 Forward hooks on the routers read their decisions, whether the model's own blocks call them or layers of laconic.moe.
 The balance loss is that of Hugging Face's families (Switch Transformer, arXiv 2101.03961, equations 4 to 6, over all
 layers as one). Shares are counted over the micro-batches of all processes, so the loss does not depend on the number of
-processes that share the batch.
+processes that share the batch. A layer that a forward leaves out, on some processes or on all, has no share in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ _BIAS_RATE = 1e-3
 
 @dataclass(frozen=True)
 class _Seen:
-    """Decisions of one router in one forward."""
+    """Decisions of one router in one call."""
 
     probabilities: Tensor
     """fp32 [E], mean over tokens; with a graph."""
@@ -65,17 +65,24 @@ class Routers:
         bias_rate: float = 0.0,
     ) -> None:
         self.aux_loss_coef, self.z_loss_coef, self.bias_rate = aux_loss_coef, z_loss_coef, bias_rate
-        self._routers = {block.router: block.num_experts for block in blocks if block.router is not None}
-        self._model, self._names, self._world = model, tuple(self._routers), world
-        self._seen: dict[str, _Seen] = {}
-        # Sums since the last step: balance losses, z-losses, number of forwards.
-        self._sums = torch.zeros(3, dtype=torch.float64, device=world.device)
+        named = {block.router: block for block in blocks if block.router is not None}
+        # Blocks may share a router.
+        first = {id(model.get_submodule(name)): name for name in reversed(named)}
+        self._routers = {name: block.num_experts for name, block in named.items() if name in first.values()}
+        self._model, self._world = model, world
+        self._seen: dict[str, list[_Seen]] = {}
+        # Sums since the last step: balance losses, z-losses, number of forwards, calls of routers.
+        self._sums = torch.zeros(4, dtype=torch.float64, device=world.device)
         self._loads: dict[str, Tensor] = {}
         self._with_logits: set[str] = set()
         self.loads: list[list[int]] | None = None
         """Tokens of each expert by layer, over all processes, in the last step that was asked for them."""
         for name, num_experts in self._routers.items():
             model.get_submodule(name).register_forward_hook(self._watch(name, num_experts))
+        for name in named:
+            router = model.get_submodule(name)
+            check = self._check_called(first[id(router)], router)
+            model.get_submodule(name.rpartition(".")[0]).register_forward_hook(check)
 
     def begin(self) -> None:
         """Start a forward: drop records of an unfinished one, and of layers that ran a second time in backward."""
@@ -85,34 +92,32 @@ class Routers:
         """Compute the term to add to the loss of the forward that has ended; all processes call it together.
 
         Returns:
-            fp32, 0-dim, with a graph; None if both coefficients are 0.
+            fp32, 0-dim, with a graph if any router was called; None if both coefficients are 0.
 
         Raises:
-            ModelError: a router was not called, or its logits have no graph.
+            ModelError: the logits of routers have no graph.
         """
-        seen = self._seen
-        missing = [name for name in self._names if name not in seen]
-        if missing:
-            raise ModelError(f"router {missing[0]} was not called in a training forward, so it cannot be balanced")
-        for name in seen:
-            counts = seen[name].counts
+        seen = [one for calls in self._seen.values() for one in calls]
+        for name, calls in self._seen.items():
+            counts = torch.stack([one.counts for one in calls]).sum(0)
             self._loads[name] = self._loads[name] + counts if name in self._loads else counts
         total: Tensor | None = None
         self._sums[2] += 1
+        self._sums[3] += len(seen)
         if self.aux_loss_coef:
-            balance = self._balance()
+            balance = self._balance(seen)
             self._sums[0] += balance.detach()
             total = self.aux_loss_coef * balance
         if self.z_loss_coef:
-            z = torch.stack([one.z for one in seen.values()]).mean()
+            z = torch.stack([one.z for one in seen]).mean() if seen else self._sums.new_zeros(()).float()
             self._sums[1] += z.detach()
             total = self.z_loss_coef * z if total is None else total + self.z_loss_coef * z
-        if total is not None and not total.requires_grad:
+        if seen and total is not None and not total.requires_grad:
             raise ModelError(
-                f"the logits of router {self._names[0]} have no gradient, so no loss can balance them; set "
+                f"the logits of router {next(iter(self._seen))} have no gradient, so no loss can balance them; set "
                 "moe.router_aux_loss_coef = 0 and moe.router_z_loss_coef = 0"
             )
-        seen.clear()
+        self._seen.clear()
         return total
 
     def after_step(self, skipped: bool, count_loads: bool = False) -> dict[str, float]:
@@ -122,16 +127,25 @@ class Routers:
 
         Returns:
             Fields for metrics.jsonl: means over the forwards since the last call, and the range of the biases.
+
+        Raises:
+            ModelError: no router was called in these forwards, on any process.
         """
         fields: dict[str, float] = {}
-        balance, z, num_forwards = self._world.sum(self._sums.clone()).tolist()
+        balance, z, num_forwards, num_calls = self._world.sum(self._sums.clone()).tolist()
+        if num_forwards and not num_calls:
+            raise ModelError(
+                f"router {next(iter(self._routers))} was not called in a training forward, nor was any other, so none"
+                " can be balanced; train the model in training mode, or set moe.router_aux_loss_coef,"
+                " moe.router_z_loss_coef and moe.bias_rate to 0"
+            )
         if num_forwards and self.aux_loss_coef:
             fields["moe_balance_loss"] = balance / num_forwards
         if num_forwards and self.z_loss_coef:
             fields["moe_z_loss"] = z / num_forwards
-        if count_loads and self._loads:
+        if count_loads and num_forwards:
             self.loads = [load.tolist() for load in self._summed_loads()]
-        if self.bias_rate and self._loads:
+        if self.bias_rate and num_forwards:
             fields["moe_bias_range"] = self._update_biases(skipped)
         self.clear()
         return fields
@@ -162,29 +176,46 @@ class Routers:
                         f"router {name} returns probabilities, but balance and z-loss need logits; set"
                         " moe.router_aux_loss_coef and moe.router_z_loss_coef to 0"
                     )
-            self._seen[name] = _Seen(
+            seen = _Seen(
                 logits.softmax(-1).sum(0) / max(num_tokens, 1) if self.aux_loss_coef else logits.new_zeros(num_experts),
                 torch.bincount(indices.flatten(), minlength=num_experts),
                 num_tokens,
                 z_loss(logits) if self.z_loss_coef else logits.new_zeros(()),
             )
+            self._seen.setdefault(name, []).append(seen)
 
         return watch
 
-    def _balance(self) -> Tensor:
+    def _check_called(self, name: str, router: nn.Module) -> Callable[[nn.Module, Any, Any], None]:
+        """Make the forward hook of a block that refuses decisions which its router `name` did not make as a module."""
+
+        def check(_: nn.Module, __: Any, ___: Any) -> None:
+            if router.training and name not in self._seen:
+                raise ModelError(
+                    f"a block ran in a training forward, but its router {name} was not called, so it cannot be"
+                    " balanced; set moe.router_aux_loss_coef, moe.router_z_loss_coef and moe.bias_rate to 0"
+                )
+
+        return check
+
+    def _balance(self, seen: Sequence[_Seen]) -> Tensor:
         """E * sum over experts of (assignments per token) * (mean probability), both means over layers too; 0-dim."""
-        seen = list(self._seen.values())
-        num_experts = len(seen[0].counts)
-        tokens = seen[0].counts.new_tensor([sum(one.num_tokens for one in seen)])
-        counts = self._world.sum(torch.cat([torch.stack([one.counts for one in seen]).sum(0), tokens]))
+        num_experts = next(iter(self._routers.values()))  # of each layer
+        counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=self._world.device)
+        for one in seen:
+            counts[:-1] += one.counts
+            counts[-1] += one.num_tokens
+        counts = self._world.sum(counts)
         shares = counts[:num_experts].float() / counts[num_experts].clamp_min(1)
+        if not seen:
+            return shares.new_zeros(())
         return num_experts * torch.dot(shares, torch.stack([one.probabilities for one in seen]).mean(0))
 
     @torch.no_grad()
     def _update_biases(self, skipped: bool) -> float:
         """Lower biases of experts above the mean load, raise those below; return the widest layer's max - min."""
         widest = 0.0
-        for name, load in zip(self._names, self._summed_loads(), strict=True):
+        for name, load in zip(self._routers, self._summed_loads(), strict=True):
             bias = self._model.get_submodule(name).get_buffer(_BIAS)
             if not skipped:
                 bias += load_step(load, self.bias_rate, bias.dtype)
@@ -192,9 +223,13 @@ class Routers:
         return widest
 
     def _summed_loads(self) -> tuple[Tensor, ...]:
-        """Tokens of each expert since the last step over all processes, int64 [E] per router."""
-        sizes = [len(self._loads[name]) for name in self._names]
-        return self._world.sum(torch.cat([self._loads[name] for name in self._names])).split(sizes)
+        """Tokens of each expert since the last step over all processes, int64 [E] per router, 0 where none came."""
+        sizes = list(self._routers.values())
+        loads = torch.zeros(sum(sizes), dtype=torch.int64, device=self._world.device)
+        for name, part in zip(self._routers, loads.split(sizes), strict=True):
+            if name in self._loads:
+                part.copy_(self._loads[name])
+        return self._world.sum(loads).split(sizes)
 
 
 def _decision(name: str, out: Any, num_experts: int) -> tuple[Tensor, Tensor]:
