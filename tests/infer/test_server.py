@@ -120,6 +120,12 @@ def test_an_answer_of_a_chat_takes_what_fits_by_default(client: openai.OpenAI) -
         assert done.usage.completion_tokens == 512 - done.usage.prompt_tokens
 
 
+def test_choices_of_a_chat_share_the_cache_by_default(client: openai.OpenAI) -> None:
+    done = client.chat.completions.create(model=MODEL, messages=USER, n=64)
+    assert done.usage is not None
+    assert done.usage.completion_tokens == 64 * (4096 // 64 - done.usage.prompt_tokens)
+
+
 def test_what_a_request_does_not_say_is_the_models(engine: FakeEngine, url: str, client: openai.OpenAI) -> None:
     asked: list[Sampling] = []
 
@@ -424,8 +430,8 @@ USER: list[Any] = [{"role": "user", "content": "Hi"}]
         ("completions", {"model": MODEL, "prompt": [True]}, 400, "prompt", "a list of token ids"),
         ("completions", {"model": MODEL, "prompt": [1, 99_999]}, 400, None, "are from 0 to 256"),
         ("completions", {"model": MODEL, "prompt": {"a": 1}}, 400, "prompt", "a list of token ids"),
-        ("completions", {"model": MODEL, "prompt": "x" * 500}, 400, "prompt", "at most 512"),
-        ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 512}, 400, "prompt", "at most 512"),
+        ("completions", {"model": MODEL, "prompt": "x" * 500}, 400, "prompt", "length is 512"),
+        ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 512}, 400, "prompt", "length is 512"),
         ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 500, "n": 9}, 400, "prompt", "smaller n"),
         ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 0}, 400, "max_tokens", "echo is not true"),
         ("completions", {"model": MODEL, "prompt": "x", "max_tokens": -1}, 400, "max_tokens", "greater than or equal"),

@@ -75,7 +75,13 @@ def test_bytes_that_are_no_body_are_refused(kind: Any, content: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("content", "text"),
-    [("one", "one"), ([{"type": "text", "text": "o"}, {"type": "text", "text": "ne"}], "one"), ("", "")],
+    [
+        ("one", "one"),
+        ([{"type": "text", "text": "o"}, {"type": "text", "text": "ne"}], "one"),
+        ([{"type": "text", "text": "o", "prompt_cache_breakpoint": {"mode": "explicit"}}], "o"),
+        ([{"type": "text", "text": "o", "cache_control": {"type": "ephemeral"}}], "o"),
+        ("", ""),
+    ],
 )
 def test_contents_of_messages(content: Any, text: str) -> None:
     values = {"model": "m", "messages": [{"role": "user", "content": content, "name": "me"}]}
@@ -116,6 +122,16 @@ def test_fields_that_change_no_token_are_taken(fields: dict[str, Any]) -> None:
     body, refusal = read(ChatBody, GOOD[ChatBody] | fields)
     assert refusal is None
     assert body.rules == {}
+
+
+def test_marks_of_caches_reach_no_template() -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    tool = {"type": "function", "function": {"name": "add"}}
+    fields = {"messages": [{"role": "user", "content": "Hi"} | mark], "tools": [tool | mark]}
+    body, refusal = read(ChatBody, GOOD[ChatBody] | fields)
+    assert refusal is None
+    assert [each.for_template() for each in body.messages] == [{"role": "user", "content": "Hi"}]
+    assert [each.for_template() for each in body.tools] == [tool]
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,7 @@ def test_responses_have_formats(client: openai.OpenAI, says: Any) -> None:
         ({"input": [{"type": "function_call_output", "call_id": "1", "output": ""}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
     ],
 )

@@ -161,8 +161,9 @@ class Answers:
             if (needed := len(prompt) + max_new_tokens) > self.max_tokens:
                 raise Refusal(
                     400,
-                    f"{field} has {len(prompt)} tokens, and with an answer of {max_new_tokens} that makes {needed}, but"
-                    f" this model serves at most {self.max_tokens}; shorten {field} or max_tokens",
+                    # Begins as OpenAI's does: clients know it by these words, and shorten the conversation
+                    f"This model's maximum context length is {self.max_tokens} tokens, but {field} has {len(prompt)},"
+                    f" and with an answer of {max_new_tokens} that makes {needed}; shorten {field} or max_tokens",
                     field,
                     "context_length_exceeded",
                 )
@@ -170,7 +171,7 @@ class Answers:
             raise Refusal(
                 400,
                 f"all prompts and answers together need {generation.cache_tokens} tokens, but the cache has"
-                f" {self._engine.cache_tokens}; ask for fewer prompts or a smaller n",
+                f" {self._engine.cache_tokens}; ask for fewer prompts, a smaller n or fewer max_tokens",
                 field,
             )
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from laconic.infer.server.bodies import ChatBody, StreamOptions, make_body
-from laconic.infer.server.conversation import Strict
+from laconic.infer.server.conversation import CACHE_MARKS, Strict
 from laconic.infer.server.generation import Generation, Part
 from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.replies import Reply
@@ -45,7 +45,7 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
             isinstance(part, dict)
             and part.get("type") in _TEXTS
             and isinstance(part.get("text"), str)
-            and part.keys() <= {"type", "text", "annotations", "logprobs"}
+            and part.keys() <= {"type", "text", "annotations", "logprobs", *CACHE_MARKS}
             for part in content
         ):
             raise ValueError("must have contents of text alone; other parts are not served")
