@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import random
 import socket
@@ -382,6 +383,7 @@ def test_one_model_and_tokens_of_texts(client: openai.OpenAI) -> None:
         ("/tokenize", {}, "give one"),
         ("/tokenize", {"prompt": "x", "messages": USER}, "give one"),
         ("/detokenize", {"tokens": [-1]}, "must be a list of ids"),
+        ("/detokenize", {"tokens": [9, 257]}, "the token 257, which is none"),
     ):
         with pytest.raises(openai.APIStatusError, match=message):
             root.post(path, body=body, cast_to=dict[str, Any])
@@ -429,6 +431,7 @@ USER: list[Any] = [{"role": "user", "content": "Hi"}]
         ("completions", {"model": MODEL, "prompt": [-1]}, 400, "prompt", "a list of token ids"),
         ("completions", {"model": MODEL, "prompt": [True]}, 400, "prompt", "a list of token ids"),
         ("completions", {"model": MODEL, "prompt": [1, 99_999]}, 400, None, "are from 0 to 256"),
+        ("completions", {"model": MODEL, "prompt": [1, 9**99], "echo": True}, 400, "prompt", "none of the model's"),
         ("completions", {"model": MODEL, "prompt": {"a": 1}}, 400, "prompt", "a list of token ids"),
         ("completions", {"model": MODEL, "prompt": "x" * 500}, 400, "prompt", "length is 512"),
         ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 512}, 400, "prompt", "length is 512"),
@@ -528,6 +531,8 @@ def test_other_kinds_of_bodies_are_refused(shared_url: str) -> None:
     answered = httpx.post(address, content=b"{}", headers={"Content-Type": "text/plain"})
     assert (answered.status_code, answered.json()["error"]["type"]) == (415, "invalid_request_error")
     long, headers = b" " * 200_001, {"Content-Type": "application/json"}
+    answered = httpx.post(address, content=gzip.compress(b"{}"), headers=headers | {"Content-Encoding": "gzip"})
+    assert (answered.status_code, "Content-Encoding is 'gzip'" in answered.text) == (415, True)
     for content in (long, iter([long[:100_000], long[100_000:]])):  # with its length in a header, and without
         answered = httpx.post(address, content=content, headers=headers)
         assert answered.status_code == 413

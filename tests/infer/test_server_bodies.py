@@ -74,6 +74,20 @@ def test_bytes_that_are_no_body_are_refused(kind: Any, content: bytes) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ('"seed": 1, "n": 2, "seed": 3', "'seed' comes twice"),
+        ('"chat_template_kwargs": {"a": 1, "a": 1}', "'a' comes twice"),
+        ('"chat_template_kwargs": {"a": 1e400}', "1e400 is a number that no float can hold"),
+    ],
+)
+def test_nothing_of_a_body_is_dropped_by_its_parser(fields: str, message: str) -> None:
+    body = json.dumps(GOOD[ChatBody])[:-1] + f", {fields}}}"
+    with pytest.raises(Refusal, match=message):
+        parse_body(ChatBody, body.encode())
+
+
+@pytest.mark.parametrize(
     ("content", "text"),
     [
         ("one", "one"),
@@ -153,6 +167,7 @@ def test_rules_of_a_request(fields: dict[str, Any], rules: dict[str, Any]) -> No
     [
         ({"logit_bias": {"a": 1}}, "logit_bias is .*, but it must be an object of numbers from -100 to 100"),
         ({"logit_bias": {"1": 101}}, "logit_bias is .*, but it must be an object"),
+        ({"logit_bias": {"07": 1, "7": 2}}, "logit_bias is .*, as 7 and not 07"),
         ({"frequency_penalty": 3}, "frequency_penalty is 3, but it must be less than or equal to 2"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids is .*, but it must be a list of ids"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9, but the longest answer is 8"),

@@ -80,6 +80,10 @@ class TextTokenizer(Protocol):
         """Return whether a token adds nothing to a text."""
         ...
 
+    def knows(self, token: int) -> bool:
+        """Return whether the vocabulary has a token."""
+        ...
+
     def vocabulary(self) -> tuple[list[bytes], frozenset[int]]:
         """Return the bytes that tokens add to a text that has begun, by id, and the special tokens, with their names'.
 
@@ -234,6 +238,10 @@ class HuggingFaceTokenizer:
         """See TextTokenizer."""
         return token in self._skipped
 
+    def knows(self, token: int) -> bool:
+        """See TextTokenizer."""
+        return token in self._names
+
     def vocabulary(self) -> tuple[list[bytes], frozenset[int]]:
         """See TextTokenizer."""
         if self._decoder is None:
@@ -294,6 +302,10 @@ class ByteTokenizer:
     def is_special(self, token: int) -> bool:
         """See TextTokenizer."""
         return token >= 256
+
+    def knows(self, token: int) -> bool:
+        """See TextTokenizer."""
+        return 0 <= token <= 256
 
     def vocabulary(self) -> tuple[list[bytes], frozenset[int]]:
         """See TextTokenizer."""
