@@ -77,9 +77,18 @@ def read_config(model_dir: Path) -> PretrainedConfig:
 
 
 def num_positions(config: PretrainedConfig) -> int | None:
-    """Return how many positions a model has, prompt and answer together; None if its configuration names no number."""
-    found = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else None
+    """Return how many positions of a model are served, prompt and answer together; None if it names no number.
+
+    "longrope" has other frequencies for sequences beyond those of its first training. transformers takes them for a
+    whole batch if one of its sequences is so long, and leaves keys in the cache as they are: a request would depend on
+    its neighbours. So only shorter ones are served.
+    """
+    config = config.get_text_config()
+    ropes = getattr(config, "rope_parameters", None) or {}
+    ropes = [ropes, *(each for each in ropes.values() if isinstance(each, dict))]  # one of all layers, or of each kind
+    found = [getattr(config, "max_position_embeddings", None)]
+    found += [rope.get("original_max_position_embeddings") for rope in ropes if rope.get("rope_type") == "longrope"]
+    return min((each for each in found if isinstance(each, int) and each > 0), default=None)
 
 
 def find_experts(config: PretrainedConfig, dtype: torch.dtype | None = None) -> tuple[Any, dict[str, Block]]:
