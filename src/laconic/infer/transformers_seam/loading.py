@@ -66,6 +66,11 @@ def read_config(model_dir: Path) -> PretrainedConfig:
             f"{str(model_dir)!r} holds quantized weights, which laconic.infer does not read; load the model with"
             " dequantize=True and save it"
         )
+    if (weights := getattr(config, "transformers_weights", None)) is not None:
+        raise ModelError(
+            f"{str(model_dir / 'config.json')!r} has transformers_weights = {weights!r}, but laconic.infer reads"
+            " model.safetensors or its index; load the model with transformers and save it with save_pretrained"
+        )
     try:
         group_layers_by_attn_type(config.get_text_config())
     except Exception as error:  # layers of another kind, or no list of layers at all
@@ -200,6 +205,7 @@ def load_experts(
     config = read_config(model_dir)
     model, blocks = find_experts(config, dtype)
     shares: dict[str, Sequence[int]] = {}
+    counts: dict[str, int] = {}
     checked: set[object] = set()
     for name, block in blocks.items():
         experts = model.get_submodule(name)
@@ -209,6 +215,7 @@ def load_experts(
         held = share(block.num_experts)
         for key, parameter in list(experts.named_parameters()):
             shares[f"{name}.{key}"] = held
+            counts[f"{name}.{key}"] = block.num_experts
             experts._parameters[key] = nn.Parameter(parameter[list(held)], requires_grad=False)
 
     # 2. The checkpoint's tensors of that share, as transformers would rename and merge them.
@@ -227,11 +234,14 @@ def load_experts(
         target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
         if (held_here := shares.get(target)) is None:
             continue
-        layer = wanted[target.rpartition(".")[0]]
+        layer, count = wanted[target.rpartition(".")[0]], counts[target]
         if pattern not in merged:  # one tensor holds all experts
+            _check_number(model_dir, key, tensor.get_shape()[0] - 1, count)
             layer[key] = _Lazy(tensor, held_here)
-        elif (number := _expert_number(key)) is not None and number in held_here:
-            layer[key] = _Lazy(tensor, None)
+        elif (number := _expert_number(key)) is not None:
+            _check_number(model_dir, key, number, count)
+            if number in held_here:
+                layer[key] = _Lazy(tensor, None)
 
     # 3. Layer by layer, read and put on sorted rows; the model gives each away before the next comes.
     layers: list[Experts] = []
@@ -280,13 +290,30 @@ def _expert_number(key: str) -> int | None:
     return None if found is None else int(found[1])
 
 
+def _check_number(model_dir: Path, key: str, last: int, count: int) -> None:
+    """Refuse experts that a layer has not, of which no share would have taken notice."""
+    if last >= count:
+        raise ModelError(
+            f"the checkpoint in {str(model_dir)!r} holds expert {last} ({key}), but config.json says that a layer has"
+            f" {count} experts, from 0 on; save the model again"
+        )
+
+
 def check_weights(model_dir: Path) -> None:
     """Check that the weights are safetensors files and whole, without reading any.
 
     Raises:
-        ModelError: a file is missing, cut short or of another kind.
+        ModelError: a file is missing, cut short or of another kind, or holds codes in place of values.
     """
-    _tensors(model_dir)
+    tensors = {key: tensor.get_dtype() for key, tensor in _tensors(model_dir).items()}
+    integers = [key for key, kind in tensors.items() if key.endswith(("weight", "proj")) and kind[0] in "IU"]
+    narrow = any(kind.startswith("F8") for kind in tensors.values())
+    scales = [key for key in tensors if narrow and key.endswith(("weight_scale", "weight_scale_inv"))]
+    if coded := integers or scales:
+        raise ModelError(
+            f"{str(model_dir)!r} holds quantized weights ({coded[0]}, {tensors[coded[0]]}), though config.json has no"
+            " quantization_config; they would be taken for values: load the model with dequantize=True and save it"
+        )
 
 
 def _tensors(model_dir: Path) -> dict[str, Any]:
@@ -311,9 +338,9 @@ def _tensors(model_dir: Path) -> dict[str, Any]:
 
 
 def _weight_files(model_dir: Path) -> list[str]:
-    """Names of the safetensors files of a checkpoint, by its index if it has one."""
+    """Names of the safetensors files of a checkpoint: one, as transformers takes it first, or those of an index."""
     index = model_dir / "model.safetensors.index.json"
-    if not index.is_file():
+    if (model_dir / "model.safetensors").is_file() or not index.is_file():
         return ["model.safetensors"]
     try:
         return sorted({str(file) for file in parse_json(index.read_bytes())["weight_map"].values()})
