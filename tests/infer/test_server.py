@@ -10,15 +10,17 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import openai
 import pytest
+from openai.types import Completion
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from laconic.errors import ConfigError
+from laconic.infer.detokenizer import Detokenizer, byte_stages
 from laconic.infer.generation_config import AnswerDefaults
 from laconic.infer.sampling import ChosenToken, Sampling
 from laconic.infer.server import ByteTokenizer, HuggingFaceTokenizer, ServerSettings, TokenListener, create_app
@@ -160,6 +162,39 @@ def test_stop_strings_across_tokens_end_the_request(client: openai.OpenAI, engin
         assert "".join(choice.text for choice in choices) == full[: full.index(stop)]
         assert choices[-1].finish_reason == "stop"
         wait_until(lambda: engine.free_cache_tokens == engine.cache_tokens)
+
+
+class MarkedBytes(ChatBytes):
+    """Bytes of which "!" is a special token, whose text no answer has."""
+
+    special_tokens: ClassVar = {"<|mark|>": 33}
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return super().decode([token for token in tokens if token != 33])
+
+    def detokenizer(self) -> Detokenizer:
+        return Detokenizer(lambda token: None if token in (33, EOS) else chr(token), byte_stages())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_name_special_tokens_and_wait_for_min_tokens(engine: FakeEngine, stream: bool) -> None:
+    def said(client: openai.OpenAI, **fields: Any) -> tuple[str, str | None]:
+        asked = client.completions.create(model=MODEL, prompt="x", max_tokens=9, stream=stream, extra_body=fields)
+        choices = [each.choices[0] for each in ([asked] if isinstance(asked, Completion) else asked)]
+        return "".join(choice.text for choice in choices), choices[-1].finish_reason
+
+    engine.says("ab!cd!ef!gh")
+    with running(create_app(engine, MarkedBytes(), ServerSettings(MODEL))) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        assert said(client) == ("abcdef", "length")
+        assert said(client, stop="<|mark|>") == ("ab", "stop")
+        assert said(client, stop=["x", "<|mark|>"], min_tokens=3) == ("abcd", "stop")
+        assert said(client, stop="b", min_tokens=2) == ("abcdef", "length")
+        assert said(client, stop="bc", min_tokens=2) == ("a", "stop")  # complete with the fourth token
+        with pytest.raises(openai.BadRequestError, match=r"no answer has the text of '<\|mark\|>'") as refused:
+            said(client, stop="<|mark|>\n")
+        assert refused.value.param == "stop"
+        assert engine.free_cache_tokens == engine.cache_tokens
 
 
 def test_characters_across_tokens_come_whole(engine: FakeEngine, client: openai.OpenAI) -> None:

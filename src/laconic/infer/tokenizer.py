@@ -84,6 +84,11 @@ class TextTokenizer(Protocol):
         """Return whether the vocabulary has a token."""
         ...
 
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Special tokens by what the vocabulary calls them."""
+        ...
+
     def vocabulary(self) -> tuple[list[bytes], frozenset[int]]:
         """Return the bytes that tokens add to a text that has begun, by id, and the special tokens, with their names'.
 
@@ -113,6 +118,7 @@ class HuggingFaceTokenizer:
         added = tokenizer.added_tokens_decoder
         special = {entry.content for entry in added.values() if entry.special}
         self._skipped = {token for token, name in self._names.items() if name in special}
+        self._special = {self._names[token]: token for token in self._skipped}
         if keeps_all(self._stages()):
             logging.getLogger("laconic").warning(
                 "the text of an answer comes whole, at its end, also in a stream: what a later token can change of an"
@@ -242,6 +248,11 @@ class HuggingFaceTokenizer:
         """See TextTokenizer."""
         return token in self._names
 
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """See TextTokenizer."""
+        return self._special
+
     def vocabulary(self) -> tuple[list[bytes], frozenset[int]]:
         """See TextTokenizer."""
         if self._decoder is None:
@@ -306,6 +317,11 @@ class ByteTokenizer:
     def knows(self, token: int) -> bool:
         """See TextTokenizer."""
         return 0 <= token <= 256
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """See TextTokenizer."""
+        return {}
 
     def vocabulary(self) -> tuple[list[bytes], frozenset[int]]:
         """See TextTokenizer."""

@@ -101,6 +101,7 @@ class Answers:
                 "min_tokens",
             )
         sampling = self._sampling(body, max_new_tokens, grammar)
+        self._check_stops(body.stop or (), {*self._engine.eos_token_ids, *sampling.stop_token_ids})
         stops = self._engine.answer_defaults.stop if body.stop is None else body.stop
         generation = Generation(
             self._engine,
@@ -150,6 +151,18 @@ class Answers:
             ignore_eos=bool(body.ignore_eos),
             grammar=grammar,
         )
+
+    def _check_stops(self, stops: Sequence[str], ends: set[int]) -> None:
+        """Refuse stop strings that no text can hold; a special token in one that ends the answer goes before it."""
+        for stop in stops:
+            for name, token in self._tokenizer.special_tokens.items():
+                if name in stop and name != stop and token not in ends:
+                    raise Refusal(
+                        400,
+                        f"stop has {stop!r}, but no answer has the text of {name!r}, a special token; give {name!r}"
+                        " alone, at which the answer ends then",
+                        "stop",
+                    )
 
     def _check_size(
         self, field: str, prompts: Sequence[list[int]], max_new_tokens: int, generation: Generation
