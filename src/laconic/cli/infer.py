@@ -234,7 +234,7 @@ def _shares(path: str | None, shape: InferenceShape, rates: InferenceRates) -> t
         values = parse_json(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise PlanError(f"--routing {path} is not JSON: {error}") from error
-    if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
+    if not values or not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
         raise PlanError(f"--routing {path} must be a list of numbers, the share of rows that choose each expert")
     shares = tuple(map(float, values))
     try:

@@ -100,12 +100,21 @@ def find_experts(config: PretrainedConfig, dtype: torch.dtype | None = None) -> 
     """Build the model on the meta device and find its experts, by module name and in the order of layers.
 
     A model without any is dense.
+
+    Raises:
+        ModelError: transformers makes no model of the configuration.
     """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         wanted = dtype or config.dtype or torch.float32
-        model = AutoModelForCausalLM.from_config(config, dtype=wanted, trust_remote_code=False)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=wanted, trust_remote_code=False)
+        except Exception as error:  # foreign code may raise anything
+            raise ModelError(
+                f"transformers makes no {config.model_type} model of the config.json ({type(error).__name__}: {error});"
+                " mend its sizes or its dtype"
+            ) from error
     return model, find_blocks(model)
 
 
