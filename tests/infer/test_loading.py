@@ -70,6 +70,17 @@ def test_all_workers_read_the_same_of_two_checkpoints(tmp_path: Path) -> None:
             assert torch.equal(parameter, theirs.get_parameter(key)), key
 
 
+def test_all_workers_take_the_checkpoints_dtype_where_none_is_named(tmp_path: Path) -> None:
+    path = make("mixtral", tmp_path)
+    settings = json.loads((path / "config.json").read_text())
+    del settings["dtype"]
+    (path / "config.json").write_text(json.dumps(settings))
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(path / "model.safetensors").items()}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    found = [load_attention_model(path, None, lambda *_: torch.nn.Identity()), *load_experts(path, None, range)]
+    assert {parameter.dtype for each in found for parameter in each.parameters()} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])  # a tensor for each expert, and one for all
 def test_more_experts_than_the_model_has_are_refused(tmp_path: Path, family: str) -> None:
     path = make(family, tmp_path)

@@ -78,7 +78,25 @@ def read_config(model_dir: Path) -> PretrainedConfig:
             f"{str(model_dir)!r} is a model of type {config.model_type}, for some of whose layers transformers has no"
             f" paged cache ({error}); only models of full and sliding attention can be served"
         ) from None
+    if config.dtype is None:
+        config.dtype = _first_dtype(model_dir)
     return config
+
+
+def _first_dtype(model_dir: Path) -> torch.dtype | None:
+    """Return the dtype of the first floating tensor of a checkpoint, which transformers takes where none is named.
+
+    None if there is no such tensor. Workers that load other tensors first would take another.
+    """
+    try:
+        with safe_open(str(model_dir / _weight_files(model_dir)[0]), framework="pt") as file:
+            found = (_FLOATS.get(file.get_slice(key).get_dtype()) for key in file.keys())  # noqa: SIM118
+            return next(filter(None, found), None)
+    except (ModelError, SafetensorError, OSError, IndexError):  # what is wrong with it is said when it is loaded
+        return None
+
+
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def num_positions(config: PretrainedConfig) -> int | None:
