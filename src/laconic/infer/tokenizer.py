@@ -182,17 +182,19 @@ class HuggingFaceTokenizer:
     ) -> None:
         """Refuse what a template passes over without a word, as many do with roles that they do not know.
 
-        The conversation is rendered once more with marks in the place of what templates may leave out. Those of users
-        and assistants they all show, apart from thoughts.
+        Some take contents for lists of parts, of which a text has none. The conversation is rendered once more with
+        marks in the place of what may be left out; many templates leave out what an assistant says beside its calls.
         """
         marks: dict[str, str] = {}
         marked_messages, marked_tools = [], []
         for place, message in enumerate(messages):
             marked = dict(message)
-            if message.get("content") and message["role"] not in ("user", "assistant"):
-                marks[mark := f"laconicmessage{place}mark"] = (
-                    f"messages.{place}, whose role is {message['role']}; give it another role, or leave it out"
-                )
+            if message.get("content") and not message.get("tool_calls"):
+                remedy = "give it another role, or leave it out"
+                if message["role"] in ("user", "assistant"):
+                    remedy = "leave it out, or ask /v1/completions with a prompt"
+                what = f"messages.{place}, whose role is {message['role']}; {remedy}"
+                marks[mark := f"laconicmessage{place}mark"] = what
                 marked["content"] = mark
             if calls := message.get("tool_calls"):
                 marks[mark := f"laconiccall{place}mark"] = f"tool_calls of messages.{place}; leave them out"
