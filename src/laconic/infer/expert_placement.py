@@ -92,8 +92,8 @@ def save_loads(path: Path, loads: Sequence[Sequence[int]]) -> None:
 
 def _read(data: object) -> list[list[int]]:
     check_format(data, _FORMAT, _VERSION, _REMEDY)
-    check_known(data, ("format", "version", "loads"), "the file")
     assert isinstance(data, dict), "it has a format"
+    check_known(data, ("format", "version", "loads"), "the file")
     loads = data.get("loads")
     if not isinstance(loads, list) or not all(
         isinstance(layer, list) and all(type(load) is int and load >= 0 for load in layer) for layer in loads
