@@ -118,7 +118,7 @@ class HuggingFaceTokenizer:
         added = tokenizer.added_tokens_decoder
         special = {entry.content for entry in added.values() if entry.special}
         self._skipped = {token for token, name in self._names.items() if name in special}
-        self._special = {self._names[token]: token for token in self._skipped}
+        self._special = {self._names[token]: token for token in self._skipped if self._names[token]}
         if keeps_all(self._stages()):
             logging.getLogger("laconic").warning(
                 "the text of an answer comes whole, at its end, also in a stream: what a later token can change of an"
