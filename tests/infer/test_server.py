@@ -299,7 +299,7 @@ def test_logprobs_lose_no_token_though_texts_are_the_same(
     model, decoder = KINDS["Llama 2"]
     rust = Tokenizer(model())
     rust.decoder = decoder
-    ours = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=rust, chat_template="two"))
+    ours = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=rust, chat_template="two{{ messages[0].content }}"))
     ids = [rust.token_to_id(name) for name in ["two", "<0x74>", "<0x0A>", ".", "<0x2E>", "<0xC3>", "▁one", "▁"]]
     dot, dot_byte, by_ids = ids[3], ids[4], [f"token_id:{token}" for token in ids]
     top = tuple((token, -1.0 - place) for place, token in enumerate(ids))
