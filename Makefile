@@ -9,7 +9,7 @@
 # make trust   the tests of faults, damage, strangers and bad input, slow ones included: docs/reliability.md
 # make soak    200 faults at random moments of tiny runs, at most 60 minutes (ARGS="--seed 2" for other ones)
 # make hosts   the tests of host packages that cannot be installed beside `make test`'s: torchtitan, litgpt, torchft and others
-# make clients the tests of clients of the server: langchain-openai, lm-evaluation-harness
+# make clients the tests of clients of the server: langchain-openai, litellm, lm-evaluation-harness
 # make mutants mutation testing of what must never be wrong: docs/reliability.md (ARGS="--rooms adamw --mutants 10" for less)
 # make load    what is held for long: 100,000 collectives, 30 minutes of saves, 10,000 requests (ARGS="L1 --minutes 5" for less)
 # make sbom    dist/laconic.cdx.json, what the environment holds (CycloneDX)

@@ -30,6 +30,7 @@ def test_values_come_back(value: object) -> None:
         '{"a":' * 100_000,
         "1" + "0" * 400,
         "-1" + "0" * 5000,
+        "[1e400]",
     ],
 )
 def test_what_is_no_json_is_a_value_error(text: str | bytes) -> None:

@@ -15,11 +15,11 @@ def parse_json(text: str | bytes, object_pairs_hook: Callable[[list[tuple[str, A
     """Return the value of a JSON document, as `json.loads` does.
 
     Raises:
-        ValueError: it is no JSON, no UTF-8, holds a whole number that no float can hold, or lists and tables are nested
+        ValueError: it is no JSON, no UTF-8, holds a number that no float can hold, or lists and tables are nested
             deeper than Python's parser goes, for which `json.loads` has an error of another family.
     """
     try:
-        return json.loads(text, object_pairs_hook=object_pairs_hook, parse_int=_integer)
+        return json.loads(text, object_pairs_hook=object_pairs_hook, parse_int=_integer, parse_float=_real)
     except RecursionError:
         raise ValueError("lists and tables are nested too deeply") from None
 
@@ -28,6 +28,13 @@ def _integer(text: str) -> int:
     number = int(text)
     if abs(number) > sys.float_info.max:  # the first computation with it would raise OverflowError
         raise ValueError(f"{text[:9]}... is a whole number of {len(text)} digits")
+    return number
+
+
+def _real(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text[:9]} is a number that no float can hold")
     return number
 
 

@@ -152,6 +152,8 @@ def test_a_wrong_routing_file_is_refused(rates: list[str], tmp_path: Path, capsy
     file = tmp_path / "routing.json"
     for text, message in (
         ("[", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "must be a list of numbers"),
         ('["a"]', "must be a list of numbers"),
         ("[1]", f"--routing {file}: shares has 1 entries"),
     ):

@@ -236,6 +236,7 @@ def test_rates_come_back_from_their_file(tmp_path: Path) -> None:
         ({"link": {}}, "dispatch is None"),
         ({"links": {"3": RATES.to_dict()["link"]}}, "links names '3'"),
         ({"links": {"0:2": RATES.to_dict()["link"]}}, "links names '0:2'"),
+        ({"read_second_per_byte": 1e-9}, "the file names 'read_second_per_byte', but it must be one of format,"),
     ],
 )
 def test_wrong_rates_are_refused(change: dict[str, object], message: str) -> None:

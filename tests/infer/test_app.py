@@ -48,6 +48,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         ("MODEL", "", "LACONIC_MODEL is not set; set it to the directory"),
         ("ENGINE", "experts=2", "LACONIC_ENGINE is 'experts=2', but it must be a JSON object"),
         ("ENGINE", "[]", r"LACONIC_ENGINE is '\[\]', but it must be a JSON object"),
+        ("ENGINE", '{"experts": 2, "experts": 3}', "but it must be a JSON object: 'experts' comes twice"),
         ("ENGINE", '{"expert": 2}', "LACONIC_ENGINE has expert, but fields are attention, experts, plan"),
         ("ENGINE", '{"plan": {"r1": 2}}', "LACONIC_ENGINE has plan.r1, but fields are num_micro_batches, num_slices"),
         ("ENGINE", '{"experts": "2"}', "LACONIC_ENGINE: experts is '2', but it must be a valid integer"),

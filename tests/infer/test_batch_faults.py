@@ -238,10 +238,42 @@ def test_what_exceeds_the_positions_is_refused_before_it_runs(tmp_path: Path) ->
         assert engine.max_request_tokens == 30
         assert engine.cache_tokens == 4096
         with pytest.raises(
-            ConfigError, match=r"prompt of 29 tokens and max_new_tokens = 2 need 31 positions, .* has 30"
+            ConfigError, match=r"prompt of 29 tokens and max_new_tokens = 2 need 31 positions, .* with 30"
         ):
             engine.submit([1] * 29, 2)
         assert engine.generate([PROMPTS[0]], 27) == wanted
+
+
+def test_longrope_is_served_as_far_as_its_frequencies_are_one_requests(tmp_path: Path) -> None:
+    """Behind these positions the rows of a short prompt would have those of its longest neighbour."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 32}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0} | factors
+    path = make("phi3", tmp_path, rope_parameters=rope, original_max_position_embeddings=32)
+    prompts = [[5, 9, 2], list(range(1, 21))]
+    with Engine(path, experts=0, threads=1) as engine:
+        assert engine.max_request_tokens == 32
+        assert any("names 16384 positions, of which 32 are served" in note for note in engine.notes)
+        with pytest.raises(ConfigError, match="served with 32"):
+            engine.submit(list(range(1, 40)), 12)
+        assert engine.generate(prompts, 12) == generated(path, prompts, 12)
+
+
+WORKER = """
+import os, sys
+from laconic.infer import attention_worker, worker
+load = attention_worker.load_attention_model
+def before(module, args, kwargs):
+    if os.path.exists({flag!r}) and "cu_seq_lens_q" in kwargs and os.path.getsize({flag!r}) == 0:
+        raise RuntimeError("out of memory")
+    if (kwargs["input_ids"] == 96).any():
+        raise RuntimeError("poison")
+def loaded(*args):
+    model = load(*args)
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    return model
+attention_worker.load_attention_model = loaded
+worker.main()
+"""
 
 
 @pytest.mark.ci

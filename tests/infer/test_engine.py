@@ -140,10 +140,12 @@ def _only_bin(path: Path) -> None:
 
 
 def _missing_shard(path: Path) -> None:
+    (path / "model.safetensors").unlink()  # it would go before an index
     (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}')
 
 
 def _broken_index(path: Path) -> None:
+    (path / "model.safetensors").unlink()
     (path / "model.safetensors.index.json").write_text("[")
 
 

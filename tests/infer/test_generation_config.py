@@ -184,6 +184,17 @@ def test_draws_are_from_the_distribution_of_generate(original: Any, seed: int) -
         rules.take(token, position)
 
 
+@pytest.mark.parametrize("name", sorted(WARPED))
+@pytest.mark.parametrize("temperature", [1e-3, 1e-38, 5e-324])
+def test_the_least_temperatures_take_the_greatest(original: Any, name: str, temperature: float) -> None:
+    """transformers' own division by them makes infinities of float32."""
+    sampling = Sampling(temperature=temperature, rules={name: WARPED[name](random.Random(1))})
+    rules = make_rules(original, GenerationConfig(**NOTHING), sampling, [5], [EOS])
+    assert rules is not None
+    logits = torch.linspace(-9, 9, original.config.vocab_size).roll(40)
+    assert sample(logits, rules.sampling, 0, rules.scores(logits, 0)).token == int(logits.argmax())
+
+
 @pytest.mark.ci
 def test_what_ends_a_request(original: Any, served: Any) -> None:
     ends = {"sequence_bias": [[[EOS], 9.0]]}
@@ -256,6 +267,12 @@ def test_the_engine_honours_the_file(path: Path, original: Any) -> None:
         ({"do_sample": True, "top_k": -1}, "generation_config.json is wrong: top_k is -1, but it must"),
         ({"max_length": 2.5}, "generation_config.json is wrong: max_new_tokens is 2.5, but it must"),
         ("{", "generation_config.json.*cannot be read"),
+        ({"do_sample": "false"}, "has do_sample = 'false', but it must be true or false"),
+        ({"eos_token_id": "2"}, "has eos_token_id = '2', but it must be the id of a token"),
+        ({"eos_token_id": [5, 2.0]}, "has eos_token_id = .*, but it must be the id of a token"),
+        ({"eos_token_id": True}, "has eos_token_id = True, but it must be the id of a token"),
+        ({"stop_strings": 3}, "has stop_strings = 3, but it must be a string"),
+        ({"stop_strings": [""]}, "has stop_strings = .*, but it must be a string, or a list of them, none empty"),
     ],
 )
 def test_what_is_wrong_is_refused_before_a_process_starts(
@@ -266,6 +283,22 @@ def test_what_is_wrong_is_refused_before_a_process_starts(
     (copied / "generation_config.json").write_text(text)
     with pytest.raises(ModelError, match=message):
         Engine(copied, experts=0, threads=1)
+
+
+@pytest.mark.parametrize("fields", [{"dtype": "int8"}, {"head_dim": 0}])
+def test_a_config_of_which_there_is_no_model_is_refused(tmp_path: Path, path: Path, fields: dict[str, Any]) -> None:
+    copied = Path(shutil.copytree(path, tmp_path / "copied"))
+    settings = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(settings | fields))
+    with pytest.raises(ModelError, match=r"transformers makes no .* model of the config.json"):
+        Engine(copied, experts=0, threads=1)
+
+
+def test_an_end_that_the_model_never_makes_is_named(tmp_path: Path, path: Path) -> None:
+    copied = Path(shutil.copytree(path, tmp_path / "copied"))
+    (copied / "generation_config.json").write_text('{"eos_token_id": [5, 5000]}')
+    with Engine(copied, experts=0, threads=1) as engine:
+        assert any(note.startswith("eos_token_id names 5000, at which no answer ends") for note in engine.notes)
 
 
 def test_rules_that_transformers_refuses_are_refused_at_load(path: Path) -> None:

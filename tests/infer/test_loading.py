@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2MoeForCausalLM
 
+from laconic.errors import ModelError
 from laconic.infer.expert_share import ExpertShare
 from laconic.infer.transformers_seam import load_attention_model, load_experts
 from laconic.schedule.slices import slice_ranges
@@ -53,6 +55,39 @@ def test_a_worker_holds_any_experts(tmp_path: Path, family: str) -> None:
     for layer, one in zip(whole, some, strict=True):
         for key, parameter in layer.named_parameters():
             assert torch.equal(one.get_parameter(key), parameter[[0, -1]]), key
+
+
+def test_all_workers_read_the_same_of_two_checkpoints(tmp_path: Path) -> None:
+    """transformers takes one file before an index, which may be left of an older save."""
+    path = make("mixtral", tmp_path)
+    wanted = load_experts(path, None, range)
+    tensors = {name: tensor + 1 for name, tensor in load_file(path / "model.safetensors").items()}
+    save_file(tensors, path / "model-00001-of-00001.safetensors", {"format": "pt"})
+    index = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for ours, theirs in zip(load_experts(path, None, range), wanted, strict=True):
+        for key, parameter in ours.named_parameters():
+            assert torch.equal(parameter, theirs.get_parameter(key)), key
+
+
+def test_all_workers_take_the_checkpoints_dtype_where_none_is_named(tmp_path: Path) -> None:
+    path = make("mixtral", tmp_path)
+    settings = json.loads((path / "config.json").read_text())
+    del settings["dtype"]
+    (path / "config.json").write_text(json.dumps(settings))
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(path / "model.safetensors").items()}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    found = [load_attention_model(path, None, lambda *_: torch.nn.Identity()), *load_experts(path, None, range)]
+    assert {parameter.dtype for each in found for parameter in each.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])  # a tensor for each expert, and one for all
+def test_more_experts_than_the_model_has_are_refused(tmp_path: Path, family: str) -> None:
+    path = make(family, tmp_path)
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | {"num_local_experts": 3}))
+    with pytest.raises(ModelError, match=r"holds expert 3 \(.*, but config.json says that a layer has 3 experts"):
+        load_experts(path, None, range)
 
 
 @pytest.mark.parametrize("family", few(["llama", *SERVED_SPLIT], 6, pytest.mark.ci))

@@ -25,6 +25,7 @@ from laconic.infer.transformers_seam import (
     Finished,
     Requests,
     check_transformers,
+    check_weights,
     find_experts,
     load_attention_model,
     load_experts,
@@ -138,6 +139,30 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     settings["quantization_config"] = {"quant_method": "mxfp4"}
     (path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ModelError, match="quantized weights"):
+        read_config(path)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_quantized_weights_that_no_config_names_are_refused(tmp_path: Path, scaled: bool) -> None:
+    """transformers takes codes for values, and leaves their scales aside."""
+    path = make("mixtral", tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    coded = torch.float8_e4m3fn if scaled else torch.int8
+    tensors = {name: t.to(coded) if "experts" in name else t for name, t in tensors.items()}
+    if scaled:
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        check_weights(path)  # these may be the values
+        tensors |= {f"{name}_scale_inv": torch.ones(1) for name in list(tensors) if "experts" in name}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"quantized weights \(model\.layers\.0\..*w1\.weight"):
+        check_weights(path)
+
+
+def test_weights_by_another_name_are_refused(tmp_path: Path) -> None:
+    path = make("mixtral", tmp_path)
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | {"transformers_weights": "other.safetensors"}))
+    with pytest.raises(ModelError, match=r"transformers_weights = 'other\.safetensors'"):
         read_config(path)
 
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import random
 import socket
 import threading
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import openai
 import pytest
+from openai.types import Completion
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from laconic.errors import ConfigError
+from laconic.infer.detokenizer import Detokenizer, byte_stages
 from laconic.infer.generation_config import AnswerDefaults
 from laconic.infer.sampling import ChosenToken, Sampling
 from laconic.infer.server import ByteTokenizer, HuggingFaceTokenizer, ServerSettings, TokenListener, create_app
@@ -120,6 +123,12 @@ def test_an_answer_of_a_chat_takes_what_fits_by_default(client: openai.OpenAI) -
         assert done.usage.completion_tokens == 512 - done.usage.prompt_tokens
 
 
+def test_choices_of_a_chat_share_the_cache_by_default(client: openai.OpenAI) -> None:
+    done = client.chat.completions.create(model=MODEL, messages=USER, n=64)
+    assert done.usage is not None
+    assert done.usage.completion_tokens == 64 * (4096 // 64 - done.usage.prompt_tokens)
+
+
 def test_what_a_request_does_not_say_is_the_models(engine: FakeEngine, url: str, client: openai.OpenAI) -> None:
     asked: list[Sampling] = []
 
@@ -153,6 +162,39 @@ def test_stop_strings_across_tokens_end_the_request(client: openai.OpenAI, engin
         assert "".join(choice.text for choice in choices) == full[: full.index(stop)]
         assert choices[-1].finish_reason == "stop"
         wait_until(lambda: engine.free_cache_tokens == engine.cache_tokens)
+
+
+class MarkedBytes(ChatBytes):
+    """Bytes of which "!" is a special token, whose text no answer has."""
+
+    special_tokens: ClassVar = {"<|mark|>": 33}
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return super().decode([token for token in tokens if token != 33])
+
+    def detokenizer(self) -> Detokenizer:
+        return Detokenizer(lambda token: None if token in (33, EOS) else chr(token), byte_stages())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_name_special_tokens_and_wait_for_min_tokens(engine: FakeEngine, stream: bool) -> None:
+    def said(client: openai.OpenAI, **fields: Any) -> tuple[str, str | None]:
+        asked = client.completions.create(model=MODEL, prompt="x", max_tokens=9, stream=stream, extra_body=fields)
+        choices = [each.choices[0] for each in ([asked] if isinstance(asked, Completion) else asked)]
+        return "".join(choice.text for choice in choices), choices[-1].finish_reason
+
+    engine.says("ab!cd!ef!gh")
+    with running(create_app(engine, MarkedBytes(), ServerSettings(MODEL))) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        assert said(client) == ("abcdef", "length")
+        assert said(client, stop="<|mark|>") == ("ab", "stop")
+        assert said(client, stop=["x", "<|mark|>"], min_tokens=3) == ("abcd", "stop")
+        assert said(client, stop="b", min_tokens=2) == ("abcdef", "length")
+        assert said(client, stop="bc", min_tokens=2) == ("a", "stop")  # complete with the fourth token
+        with pytest.raises(openai.BadRequestError, match=r"no answer has the text of '<\|mark\|>'") as refused:
+            said(client, stop="<|mark|>\n")
+        assert refused.value.param == "stop"
+        assert engine.free_cache_tokens == engine.cache_tokens
 
 
 def test_characters_across_tokens_come_whole(engine: FakeEngine, client: openai.OpenAI) -> None:
@@ -257,7 +299,9 @@ def test_logprobs_lose_no_token_though_texts_are_the_same(
     model, decoder = KINDS["Llama 2"]
     rust = Tokenizer(model())
     rust.decoder = decoder
-    ours = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=rust, chat_template="two"))
+    ours = HuggingFaceTokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=rust, chat_template="two{{ messages[0].content }}")
+    )
     ids = [rust.token_to_id(name) for name in ["two", "<0x74>", "<0x0A>", ".", "<0x2E>", "<0xC3>", "▁one", "▁"]]
     dot, dot_byte, by_ids = ids[3], ids[4], [f"token_id:{token}" for token in ids]
     top = tuple((token, -1.0 - place) for place, token in enumerate(ids))
@@ -376,6 +420,7 @@ def test_one_model_and_tokens_of_texts(client: openai.OpenAI) -> None:
         ("/tokenize", {}, "give one"),
         ("/tokenize", {"prompt": "x", "messages": USER}, "give one"),
         ("/detokenize", {"tokens": [-1]}, "must be a list of ids"),
+        ("/detokenize", {"tokens": [9, 257]}, "the token 257, which is none"),
     ):
         with pytest.raises(openai.APIStatusError, match=message):
             root.post(path, body=body, cast_to=dict[str, Any])
@@ -423,9 +468,10 @@ USER: list[Any] = [{"role": "user", "content": "Hi"}]
         ("completions", {"model": MODEL, "prompt": [-1]}, 400, "prompt", "a list of token ids"),
         ("completions", {"model": MODEL, "prompt": [True]}, 400, "prompt", "a list of token ids"),
         ("completions", {"model": MODEL, "prompt": [1, 99_999]}, 400, None, "are from 0 to 256"),
+        ("completions", {"model": MODEL, "prompt": [1, 9**99], "echo": True}, 400, "prompt", "none of the model's"),
         ("completions", {"model": MODEL, "prompt": {"a": 1}}, 400, "prompt", "a list of token ids"),
-        ("completions", {"model": MODEL, "prompt": "x" * 500}, 400, "prompt", "at most 512"),
-        ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 512}, 400, "prompt", "at most 512"),
+        ("completions", {"model": MODEL, "prompt": "x" * 500}, 400, "prompt", "length is 512"),
+        ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 512}, 400, "prompt", "length is 512"),
         ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 500, "n": 9}, 400, "prompt", "smaller n"),
         ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 0}, 400, "max_tokens", "echo is not true"),
         ("completions", {"model": MODEL, "prompt": "x", "max_tokens": -1}, 400, "max_tokens", "greater than or equal"),
@@ -522,6 +568,8 @@ def test_other_kinds_of_bodies_are_refused(shared_url: str) -> None:
     answered = httpx.post(address, content=b"{}", headers={"Content-Type": "text/plain"})
     assert (answered.status_code, answered.json()["error"]["type"]) == (415, "invalid_request_error")
     long, headers = b" " * 200_001, {"Content-Type": "application/json"}
+    answered = httpx.post(address, content=gzip.compress(b"{}"), headers=headers | {"Content-Encoding": "gzip"})
+    assert (answered.status_code, "Content-Encoding is 'gzip'" in answered.text) == (415, True)
     for content in (long, iter([long[:100_000], long[100_000:]])):  # with its length in a header, and without
         answered = httpx.post(address, content=content, headers=headers)
         assert answered.status_code == 413

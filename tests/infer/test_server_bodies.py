@@ -74,8 +74,28 @@ def test_bytes_that_are_no_body_are_refused(kind: Any, content: bytes) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ('"seed": 1, "n": 2, "seed": 3', "'seed' comes twice"),
+        ('"chat_template_kwargs": {"a": 1, "a": 1}', "'a' comes twice"),
+        ('"chat_template_kwargs": {"a": 1e400}', "1e400 is a number that no float can hold"),
+    ],
+)
+def test_nothing_of_a_body_is_dropped_by_its_parser(fields: str, message: str) -> None:
+    body = json.dumps(GOOD[ChatBody])[:-1] + f", {fields}}}"
+    with pytest.raises(Refusal, match=message):
+        parse_body(ChatBody, body.encode())
+
+
+@pytest.mark.parametrize(
     ("content", "text"),
-    [("one", "one"), ([{"type": "text", "text": "o"}, {"type": "text", "text": "ne"}], "one"), ("", "")],
+    [
+        ("one", "one"),
+        ([{"type": "text", "text": "o"}, {"type": "text", "text": "ne"}], "one"),
+        ([{"type": "text", "text": "o", "prompt_cache_breakpoint": {"mode": "explicit"}}], "o"),
+        ([{"type": "text", "text": "o", "cache_control": {"type": "ephemeral"}}], "o"),
+        ("", ""),
+    ],
 )
 def test_contents_of_messages(content: Any, text: str) -> None:
     values = {"model": "m", "messages": [{"role": "user", "content": content, "name": "me"}]}
@@ -118,6 +138,16 @@ def test_fields_that_change_no_token_are_taken(fields: dict[str, Any]) -> None:
     assert body.rules == {}
 
 
+def test_marks_of_caches_reach_no_template() -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    tool = {"type": "function", "function": {"name": "add"}}
+    fields = {"messages": [{"role": "user", "content": "Hi"} | mark], "tools": [tool | mark]}
+    body, refusal = read(ChatBody, GOOD[ChatBody] | fields)
+    assert refusal is None
+    assert [each.for_template() for each in body.messages] == [{"role": "user", "content": "Hi"}]
+    assert [each.for_template() for each in body.tools] == [tool]
+
+
 @pytest.mark.parametrize(
     ("fields", "rules"),
     [
@@ -137,6 +167,7 @@ def test_rules_of_a_request(fields: dict[str, Any], rules: dict[str, Any]) -> No
     [
         ({"logit_bias": {"a": 1}}, "logit_bias is .*, but it must be an object of numbers from -100 to 100"),
         ({"logit_bias": {"1": 101}}, "logit_bias is .*, but it must be an object"),
+        ({"logit_bias": {"07": 1, "7": 2}}, "logit_bias is .*, as 7 and not 07"),
         ({"frequency_penalty": 3}, "frequency_penalty is 3, but it must be less than or equal to 2"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids is .*, but it must be a list of ids"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9, but the longest answer is 8"),

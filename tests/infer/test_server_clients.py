@@ -128,6 +128,11 @@ def test_formats_reach_the_engine_as_grammars(client: openai.OpenAI, says: Any, 
         ({"guided_json": "{"}, "guided_json", "cannot be read"),
         ({"guided_choice": []}, "guided_choice", "at least 1 item"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"name": "x", "schema": {}}}},
+            "response_format",
+            "must have type 'json_schema' and not 'json_object' beside a schema",
+        ),
         ({"response_format": {"type": "structural_tag"}}, "response_format.type", "must be 'text', 'json_object'"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "must be false"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "an answer follows one; give one"),
@@ -215,7 +220,9 @@ def test_responses_have_formats(client: openai.OpenAI, says: Any) -> None:
         ({"input": [{"type": "function_call_output", "call_id": "1", "output": ""}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"text": {"format": {"type": "json_object", "schema": {"type": "null"}}}}, "text.format"),
     ],
 )
 def test_what_responses_do_not_serve_is_refused_by_name(client: openai.OpenAI, fields: Any, param: str) -> None:

@@ -116,6 +116,20 @@ def test_what_a_template_passes_over_is_refused(role: str, tools: list[dict[str,
     assert ours.decode(ours.encode_chat([messages[0], messages[2]])) == "toolsSbrief"
 
 
+@pytest.mark.parametrize(
+    ("template", "place"),
+    [
+        ("{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}", 0),
+        ("{{ messages[-1].content }}", 0),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", 1),
+    ],
+)
+def test_a_text_that_a_template_passes_over_is_refused(template: str, place: int) -> None:
+    said = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+    with pytest.raises(ConfigError, match=rf"no place for messages\.{place}, .*; leave it out, or ask /v1/completions"):
+        HuggingFaceTokenizer(bytewise(template)).encode_chat(said)
+
+
 @pytest.mark.parametrize("shown", ["function.name", "function.arguments"])
 def test_a_call_of_a_tool_is_shown_by_its_name_or_its_arguments(shown: str) -> None:
     """Some templates print identifiers, as functions.f:0, in place of names."""
@@ -209,7 +223,7 @@ def test_the_command_serves_what_transformers_generates(served: tuple[str, subpr
         ]
         assert [choice.text for choice in drawn[0]] == [choice.text for choice in drawn[1]]
         assert len({choice.text for choices in drawn for choice in choices}) == 4
-        with pytest.raises(openai.BadRequestError, match="at most 128"):  # what the model was made for
+        with pytest.raises(openai.BadRequestError, match="length is 128"):  # what the model was made for
             client.completions.create(model="tiny", prompt="x" * 120, max_tokens=12)
 
         # A stop drains: the stream that has begun ends as it should.
@@ -229,6 +243,7 @@ def test_the_command_refuses_what_it_cannot_do(
         for flags, message in (
             (["--port", str(taken.getsockname()[1])], "another process listens there"),
             (["--port", "65536"], "from 0 to 65535"),
+            (["--drain-seconds", "-1"], "--drain-seconds is -1, but it must be at least 0"),
             (["--host", "0.0.0.0"], "there is no API key"),
             (["--host", "no.such.host.invalid", "--api-key-file", str(tmp_path / "none")], "No such file"),
             (["--api-key-file", str(tmp_path / "empty")], "which is empty"),

@@ -290,6 +290,9 @@ def test_a_marker_that_is_a_special_token_is_found(engine: FakeEngine) -> None:
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
         done = client.chat.completions.create(model=MODEL, messages=USER, tools=[ADD]).choices[0]
+        ends = {"stop_token_ids": [299]}
+        cut = client.chat.completions.create(model=MODEL, messages=USER, tools=[ADD], extra_body=ends).choices[0]
+    assert (cut.message.content, cut.message.tool_calls, cut.finish_reason) == ("", None, "stop")
     (call,) = done.message.tool_calls or []
     assert len(call.id) == 9  # as Mistral's templates ask for
     assert done.message.content is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +29,7 @@ from laconic.cost.infer.choice_text import arrivals_text, candidate_name, choice
 from laconic.cost.infer.shape import is_read
 from laconic.cost.sizes import parse_nbytes
 from laconic.errors import ConfigError, PlanError
+from laconic.json_text import parse_json
 from laconic.options import EXPERT_FORMATS
 from laconic.schedule.gantt import save_gantt
 from laconic.schedule.inference import inference_plan
@@ -229,10 +229,10 @@ def _shares(path: str | None, shape: InferenceShape, rates: InferenceRates) -> t
     if path is None:
         return ()
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        values = parse_json(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise PlanError(f"--routing {path} is not JSON: {error}") from error
-    if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
+    if not values or not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
         raise PlanError(f"--routing {path} must be a list of numbers, the share of rows that choose each expert")
     shares = tuple(map(float, values))
     try:

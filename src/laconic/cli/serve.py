@@ -25,6 +25,8 @@ def run(args: Sequence[str]) -> int:
     options = make_parser().parse_args(args)
     if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"the server needs {' and '.join(missing)}: pip install 'laconic[serve]'")
+    if options.drain_seconds < 0:
+        raise ConfigError(f"--drain-seconds is {options.drain_seconds}, but it must be at least 0")
     api_key = _api_key(options.api_key_file)
     if api_key is None and not _is_loopback(options.host):
         raise ConfigError(

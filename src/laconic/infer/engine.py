@@ -225,6 +225,11 @@ class Engine:
             self._workers.close()
             raise
         self._eos_token_ids = frozenset(int(token) for token in first["eos_token_ids"])
+        if never := sorted(token for token in self._eos_token_ids if token >= serving.vocabulary):
+            self.notes += (
+                f"eos_token_id names {', '.join(map(str, never))}, at which no answer ends: the model has"
+                f" {serving.vocabulary} tokens",
+            )
         self.notes += tuple(str(note) for note in first["notes"])
         planned = None if self.choice is None else self.choice.step_seconds
         self._recorder = RunRecorder(self._workers, self.split, self.plan, planned, lambda: self.error)

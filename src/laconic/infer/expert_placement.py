@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from laconic.cost.hardware.rates_file import check_format, load_json, save_json
+from laconic.cost.hardware.rates_file import check_format, check_known, load_json, save_json
 from laconic.errors import ConfigError
 from laconic.infer.split import Split
 from laconic.moe.placement.search import place
@@ -93,6 +93,7 @@ def save_loads(path: Path, loads: Sequence[Sequence[int]]) -> None:
 def _read(data: object) -> list[list[int]]:
     check_format(data, _FORMAT, _VERSION, _REMEDY)
     assert isinstance(data, dict), "it has a format"
+    check_known(data, ("format", "version", "loads"), "the file")
     loads = data.get("loads")
     if not isinstance(loads, list) or not all(
         isinstance(layer, list) and all(type(load) is int and load >= 0 for load in layer) for layer in loads

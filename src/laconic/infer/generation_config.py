@@ -7,7 +7,7 @@ transformers does not know either is named in a note.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,6 +95,26 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
 """Not served, unless they have one of these values, or None, which change no token."""
 
 
+def _is_token(value: object) -> bool:
+    return type(value) is int
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _listed(value: object) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+_KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "do_sample": (lambda value: isinstance(value, bool), "true or false"),
+    "eos_token_id": (lambda value: all(map(_is_token, _listed(value))), "the id of a token, or a list of ids"),
+    "stop_strings": (lambda value: all(map(_is_text, _listed(value))), "a string, or a list of them, none empty"),
+}
+"""What transformers takes as it is: the rule of each, which a value breaks without a word."""
+
+
 @dataclass(frozen=True)
 class AnswerDefaults:
     """What an answer gets whose request does not say.
@@ -178,6 +198,9 @@ def check_generation_config(config: GenerationConfig, model_dir: Path) -> tuple[
 
     has_file = (model_dir / "generation_config.json").is_file()
     where = f"{model_dir.name}/{'generation_config.json' if has_file else 'config.json'}"
+    for name, (holds, rule) in _KINDS.items():
+        if (value := getattr(config, name, None)) is not None and not holds(value):
+            raise ModelError(f"{where} has {name} = {reprlib.repr(value)}, but it must be {rule}; mend it")
     known, strange = vars(GenerationConfig()), []
     for name, value in sorted(config.to_dict().items()):
         if value is None or name.startswith("_") or name in PROCESSORS | WARPERS | DEFAULTS | NO_MEANING:

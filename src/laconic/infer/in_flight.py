@@ -238,7 +238,7 @@ class InFlight:
         if self._positions is not None and needed > self._positions:
             raise ConfigError(
                 f"a prompt of {len(prompt)} tokens and max_new_tokens = {sampling.max_new_tokens} need {needed}"
-                f" positions, but this model has {self._positions}; shorten the prompt or ask for fewer tokens"
+                f" positions, but this model is served with {self._positions}; shorten the prompt or ask for fewer"
             )
         return needed
 

@@ -19,6 +19,7 @@ from laconic.infer.sampling import Sampling
 
 __all__ = ["LogitsRules", "make_rules", "try_rules"]
 
+_LEAST_TEMPERATURE = 1e-30
 _LEAST_LENGTHS = ("min_length", "min_new_tokens")
 """Rules of a model that an answer by a grammar does not follow: it ends where the grammar allows no more."""
 
@@ -93,7 +94,9 @@ def make_rules(
     # Cuts that laconic does not make come after those that it does, and a watermark after all of them: transformers'
     # own processors make all of them then, and leave nothing but the draw.
     draws = not sampling.is_greedy and not values.keys().isdisjoint({*WARPERS, "watermarking_config"})
-    cuts = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    # Theirs divide float32: by less than this logits are infinite, and by this all but the greatest have no weight.
+    temperature = max(sampling.temperature, _LEAST_TEMPERATURE)
+    cuts = {"do_sample": True, "temperature": temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     config = GenerationConfig(**values | (cuts if draws else {}))
     config.max_length = len(prompt) + sampling.max_new_tokens
     config._eos_token_tensor = torch.tensor(eos, device="cpu") if eos else None

@@ -121,6 +121,11 @@ def plan_serving(
         plan = choice.plan
     runs, changed = _runnable(plan if isinstance(plan, InferencePlan) else InferencePlan(), split)
     vocabulary, positions = config.get_text_config().vocab_size, num_positions(config)
+    if positions != (named := getattr(config.get_text_config(), "max_position_embeddings", positions)):
+        notes += (
+            f"{model_dir.name} names {named} positions, of which {positions} are served: behind them the frequencies of"
+            " its longrope change for all requests of a batch",
+        )
     num_experts = tuple(block.num_experts for block in blocks.values())
     return ServingPlan(split, runs, choice, notes + changed, vocabulary, positions, num_experts)
 

@@ -80,6 +80,15 @@ class TextTokenizer(Protocol):
         """Return whether a token adds nothing to a text."""
         ...
 
+    def knows(self, token: int) -> bool:
+        """Return whether the vocabulary has a token."""
+        ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Special tokens by what the vocabulary calls them."""
+        ...
+
     def vocabulary(self) -> tuple[list[bytes], frozenset[int]]:
         """Return the bytes that tokens add to a text that has begun, by id, and the special tokens, with their names'.
 
@@ -109,6 +118,7 @@ class HuggingFaceTokenizer:
         added = tokenizer.added_tokens_decoder
         special = {entry.content for entry in added.values() if entry.special}
         self._skipped = {token for token, name in self._names.items() if name in special}
+        self._special = {self._names[token]: token for token in self._skipped if self._names[token]}
         if keeps_all(self._stages()):
             logging.getLogger("laconic").warning(
                 "the text of an answer comes whole, at its end, also in a stream: what a later token can change of an"
@@ -172,17 +182,19 @@ class HuggingFaceTokenizer:
     ) -> None:
         """Refuse what a template passes over without a word, as many do with roles that they do not know.
 
-        The conversation is rendered once more with marks in the place of what templates may leave out. Those of users
-        and assistants they all show, apart from thoughts.
+        Some take contents for lists of parts, of which a text has none. The conversation is rendered once more with
+        marks in the place of what may be left out; many templates leave out what an assistant says beside its calls.
         """
         marks: dict[str, str] = {}
         marked_messages, marked_tools = [], []
         for place, message in enumerate(messages):
             marked = dict(message)
-            if message.get("content") and message["role"] not in ("user", "assistant"):
-                marks[mark := f"laconicmessage{place}mark"] = (
-                    f"messages.{place}, whose role is {message['role']}; give it another role, or leave it out"
-                )
+            if message.get("content") and not message.get("tool_calls"):
+                remedy = "give it another role, or leave it out"
+                if message["role"] in ("user", "assistant"):
+                    remedy = "leave it out, or ask /v1/completions with a prompt"
+                what = f"messages.{place}, whose role is {message['role']}; {remedy}"
+                marks[mark := f"laconicmessage{place}mark"] = what
                 marked["content"] = mark
             if calls := message.get("tool_calls"):
                 marks[mark := f"laconiccall{place}mark"] = f"tool_calls of messages.{place}; leave them out"
@@ -233,6 +245,15 @@ class HuggingFaceTokenizer:
     def is_special(self, token: int) -> bool:
         """See TextTokenizer."""
         return token in self._skipped
+
+    def knows(self, token: int) -> bool:
+        """See TextTokenizer."""
+        return token in self._names
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """See TextTokenizer."""
+        return self._special
 
     def vocabulary(self) -> tuple[list[bytes], frozenset[int]]:
         """See TextTokenizer."""
@@ -294,6 +315,15 @@ class ByteTokenizer:
     def is_special(self, token: int) -> bool:
         """See TextTokenizer."""
         return token >= 256
+
+    def knows(self, token: int) -> bool:
+        """See TextTokenizer."""
+        return 0 <= token <= 256
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """See TextTokenizer."""
+        return {}
 
     def vocabulary(self) -> tuple[list[bytes], frozenset[int]]:
         """See TextTokenizer."""

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from laconic.cost.comm.rates import Line, read_line
-from laconic.cost.hardware.rates_file import cached_path, check_format, load_json, read_number, read_table, save_json
+from laconic.cost.hardware.rates_file import (
+    cached_path,
+    check_format,
+    check_known,
+    load_json,
+    read_number,
+    read_table,
+    save_json,
+)
 from laconic.errors import ConfigError
 
 __all__ = ["ExchangeCosts", "InferenceRates", "LinkPair", "default_infer_path"]
@@ -90,6 +98,7 @@ class InferenceRates:
             ConfigError: a value is missing or impossible; the message names it.
         """
         check_format(data, _FORMAT, _VERSION, "measure with laconic profile --infer")
+        check_known(data, ("format", "version", *cls.__dataclass_fields__), "the file")
         gemm, attention = (read_line(read_table(data, name, ""), name) for name in ("gemm", "attention"))
         links = {name: _read_pair(pair, f"links.{name}") for name, pair in read_table(data, "links", "").items()}
         for name in links:

@@ -101,6 +101,7 @@ class Answers:
                 "min_tokens",
             )
         sampling = self._sampling(body, max_new_tokens, grammar)
+        self._check_stops(body.stop or (), {*self._engine.eos_token_ids, *sampling.stop_token_ids})
         stops = self._engine.answer_defaults.stop if body.stop is None else body.stop
         generation = Generation(
             self._engine,
@@ -151,6 +152,18 @@ class Answers:
             grammar=grammar,
         )
 
+    def _check_stops(self, stops: Sequence[str], ends: set[int]) -> None:
+        """Refuse stop strings that no text can hold; a special token in one that ends the answer goes before it."""
+        for stop in stops:
+            for name, token in self._tokenizer.special_tokens.items():
+                if name in stop and name != stop and token not in ends:
+                    raise Refusal(
+                        400,
+                        f"stop has {stop!r}, but no answer has the text of {name!r}, a special token; give {name!r}"
+                        " alone, at which the answer ends then",
+                        "stop",
+                    )
+
     def _check_size(
         self, field: str, prompts: Sequence[list[int]], max_new_tokens: int, generation: Generation
     ) -> None:
@@ -161,8 +174,9 @@ class Answers:
             if (needed := len(prompt) + max_new_tokens) > self.max_tokens:
                 raise Refusal(
                     400,
-                    f"{field} has {len(prompt)} tokens, and with an answer of {max_new_tokens} that makes {needed}, but"
-                    f" this model serves at most {self.max_tokens}; shorten {field} or max_tokens",
+                    # Begins as OpenAI's does: clients know it by these words, and shorten the conversation
+                    f"This model's maximum context length is {self.max_tokens} tokens, but {field} has {len(prompt)},"
+                    f" and with an answer of {max_new_tokens} that makes {needed}; shorten {field} or max_tokens",
                     field,
                     "context_length_exceeded",
                 )
@@ -170,7 +184,7 @@ class Answers:
             raise Refusal(
                 400,
                 f"all prompts and answers together need {generation.cache_tokens} tokens, but the cache has"
-                f" {self._engine.cache_tokens}; ask for fewer prompts or a smaller n",
+                f" {self._engine.cache_tokens}; ask for fewer prompts, a smaller n or fewer max_tokens",
                 field,
             )
 

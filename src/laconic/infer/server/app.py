@@ -132,6 +132,7 @@ class _Server:
     async def _detokenize(self, request: Request) -> Response:
         body = parse_body(DetokenizeBody, await read_body(request, self._settings))
         self._check_model(body.model)
+        self._check_known("tokens", body.tokens)
         return JSONResponse({"prompt": await asyncio.to_thread(self._tokenizer.decode, body.tokens)})
 
     async def _show_metrics(self, request: Request) -> Response:
@@ -147,6 +148,9 @@ class _Server:
         ]
         texts = None
         if body.echo:
+            for prompt in body.prompt:
+                if not isinstance(prompt, str):
+                    self._check_known("prompt", prompt)
             texts = [
                 prompt if isinstance(prompt, str) else await asyncio.to_thread(self._tokenizer.decode, prompt)
                 for prompt in body.prompt
@@ -172,6 +176,11 @@ class _Server:
         body = parse_body(ResponsesBody, await read_body(request, self._settings), NEUTRAL_IN_RESPONSES)
         self._check_model(body.model)
         return await self._chats.respond(request, body)
+
+    def _check_known(self, field: str, tokens: list[int]) -> None:
+        """Refuse to show tokens that have no text because there are none such."""
+        if unknown := [token for token in tokens if not self._tokenizer.knows(token)]:
+            raise Refusal(400, f"{field} has the token {unknown[0]}, which is none of the model's tokenizer", field)
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model != (name := self._settings.model_name):

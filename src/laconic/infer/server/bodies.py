@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
@@ -9,12 +10,16 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import from_json
 
+from laconic.formats.safetensors_header import unique_names
 from laconic.infer.server.conversation import Message, NamedTool, Strict, Tool, ToolChoice
 from laconic.infer.server.formats import ResponseFormat, StructuredOutputs, check_false
 from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.unserved import NEUTRAL_IN_CHATS, NEUTRAL_IN_COMPLETIONS
+from laconic.json_text import parse_json
 
 __all__ = ["ChatBody", "CompletionBody", "DetokenizeBody", "RequestBody", "TokenizeBody", "make_body", "parse_body"]
+
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,17}")  # without leading zeros, so that no two name one token
 
 
 def _check_stop(value: object) -> object:
@@ -44,10 +49,10 @@ def _check_prompt(value: object) -> object:
 def _check_bias(value: object) -> object:
     if value is not None and not (
         isinstance(value, dict)
-        and all(token.isascii() and token.isdecimal() and len(token) <= 18 for token in value)
+        and all(_TOKEN_ID.fullmatch(token) for token in value)
         and all(type(bias) in (int, float) and -100 <= bias <= 100 for bias in value.values())
     ):
-        raise ValueError("must be an object of numbers from -100 to 100 by ids of tokens")
+        raise ValueError("must be an object of numbers from -100 to 100 by ids of tokens, as 7 and not 07")
     return value
 
 
@@ -286,6 +291,7 @@ def parse_body(kind: type[Body], content: bytes, neutral: Mapping[str, tuple[obj
     """
     try:
         values: Any = from_json(content, allow_inf_nan=False)
+        parse_json(content, unique_names)  # of two equal names the first would be dropped, and 1e400 be infinity
     except ValueError as error:
         raise Refusal(400, f"the body is not JSON: {error}") from None
     if not isinstance(values, dict):

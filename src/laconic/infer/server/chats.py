@@ -92,7 +92,9 @@ class Chats:
     async def _give(self, request: Request, body: ChatBody, field: str, reply: Reply) -> Response:
         grammar = await asyncio.to_thread(grammar_of, body, self._engine)
         prompt = await self.encode(body.messages, body.callable_tools, body.chat_template_kwargs, field)
-        longest = self._engine.answer_defaults.longest_answer(len(prompt), self._answers.max_tokens)
+        # Of several choices, whose longest answer nobody has named, all must fit into the cache at once.
+        most = min(self._answers.max_tokens, self._engine.cache_tokens // (body.n or 1))
+        longest = self._engine.answer_defaults.longest_answer(len(prompt), most)
         longest = body.longest_answer or min(longest, self._settings.default_max_tokens or longest)
         return await self._answers.give(request, body, field, [prompt], longest, reply, grammar)
 

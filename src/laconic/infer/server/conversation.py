@@ -7,7 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import from_json
 
-__all__ = ["Message", "NamedTool", "Strict", "Tool", "ToolChoice"]
+__all__ = ["CACHE_MARKS", "Message", "NamedTool", "Strict", "Tool", "ToolChoice"]
+
+CACHE_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
+"""Where a prompt's cache may end, as Anthropic's and OpenAI's APIs mark it: taken and not used, it changes no token."""
 
 
 class Strict(BaseModel):
@@ -26,7 +29,7 @@ def _check_content(value: object) -> object:
     if isinstance(value, list) and value:
         if not all(
             isinstance(part, dict)
-            and part.keys() == {"type", "text"}
+            and part.keys() - CACHE_MARKS == {"type", "text"}
             and part["type"] == "text"
             and isinstance(part["text"], str)
             for part in value
@@ -74,6 +77,7 @@ class Message(Strict):
         tool_call_id: of the call that a tool answers.
         annotations, audio, function_call, reasoning, reasoning_content, refusal: null or empty, as clients send answers
             back.
+        cache_control: see CACHE_MARKS.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -87,6 +91,7 @@ class Message(Strict):
     reasoning: Annotated[None, BeforeValidator(_check_nothing)] = None
     reasoning_content: Annotated[None, BeforeValidator(_check_nothing)] = None
     refusal: Annotated[None, BeforeValidator(_check_nothing)] = None
+    cache_control: dict[str, Any] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """Return what chat templates know of a message."""
@@ -113,14 +118,16 @@ class Tool(Strict):
     Attributes:
         type: there is one.
         function: its name, a description for the model, and the JSON schema of its arguments.
+        cache_control: see CACHE_MARKS.
     """
 
     type: Literal["function"]
     function: _Function
+    cache_control: dict[str, Any] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """Return what chat templates know of a tool."""
-        return self.model_dump(exclude_none=True)
+        return self.model_dump(exclude_none=True, exclude={"cache_control"})
 
 
 class NamedTool(Strict):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from laconic.infer.server.conversation import Strict
 
-__all__ = ["ResponseFormat", "StructuredOutputs", "check_false"]
+__all__ = ["ResponseFormat", "StructuredOutputs", "check_false", "check_kind"]
 
 
 def check_false(value: object) -> object:
@@ -16,6 +16,12 @@ def check_false(value: object) -> object:
     if value not in (None, False):
         raise ValueError("must be false: it is not served; leave it out")
     return None
+
+
+def check_kind(kind: str, schema: object) -> None:
+    """Refuse a schema beside a type that would not follow it, as a validator of both."""
+    if kind != "json_schema" and schema is not None:
+        raise ValueError(f"must have type 'json_schema' and not {kind!r} beside a schema")
 
 
 class _JsonSchema(Strict):
@@ -35,6 +41,11 @@ class ResponseFormat(Strict):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> ResponseFormat:
+        check_kind(self.type, self.json_schema)
+        return self
 
 
 class StructuredOutputs(Strict):

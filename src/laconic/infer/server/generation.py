@@ -53,7 +53,7 @@ class Generation:
         prompts: tokens of each prompt; there are `num_choices` choices of each, in this order.
         num_choices: of each prompt.
         sampling: of all choices, which differ by `Sampling.request`.
-        stops: strings that end a choice.
+        stops: strings that end a choice: in its text, or as the name of a special token, which has none.
         max_unread_tokens: that wait, those of the parts that are being read among them.
         on_freed: called, on the event loop, whenever the engine has got back a request's cache.
         handover: from the engine's threads to the event loop.
@@ -253,6 +253,9 @@ class _Choice:
         self.finish_reason: FinishReason | None = None
         self.found_stop = False
         self._stop_tokens = stop_tokens
+        self._least = sampling.rules.get("min_new_tokens") or 0
+        special = tokenizer.special_tokens
+        self._special_stops = frozenset(special[stop] for stop in stops if stop in special)
         self._decode, self._detokenizer = tokenizer.decode, tokenizer.detokenizer()
         self._stopper = StopFinder(stops)
         self._tokens: list[int] = []
@@ -263,9 +266,13 @@ class _Choice:
         self.count += 1
         if token.token in self._stop_tokens:
             return replace(self.end(), token=token)
+        if token.token in self._special_stops and self._may_stop:
+            part = replace(self.end(), token=token)
+            self.found_stop = True
+            return part
         self._tokens.append(token.token)
         offset = self._offset
-        shown, self.found_stop = self._stopper.push(self._take(self._detokenizer.push(token.token)))
+        shown, self.found_stop = self._stopper.push(self._take(self._detokenizer.push(token.token)), self._may_stop)
         if self.found_stop:
             self._take(self._detokenizer.flush())
             self._check_text()
@@ -280,8 +287,13 @@ class _Choice:
         self.finish_reason = "stop"
         return Part(self.index, text, None, self._offset, "stop")
 
+    @property
+    def _may_stop(self) -> bool:
+        """Whether the answer has as many tokens as the request wants at least before a stop string counts."""
+        return self.count > self._least
+
     def _rest(self) -> str:
-        text, self.found_stop = self._stopper.push(self._take(self._detokenizer.flush()))
+        text, self.found_stop = self._stopper.push(self._take(self._detokenizer.flush()), self._may_stop)
         self._check_text()
         return text if self.found_stop else text + self._stopper.flush()
 

@@ -255,6 +255,7 @@ class ChatReply(Reply):
         text, token = part.text, None if part.token is None else part.token.token
         if (
             token is not None
+            and part.finish_reason != "stop"  # a token at which the client has the answer stop is no part of it
             and parser.marker == self._tokenizer.token_name(token)
             and self._tokenizer.is_special(token)
         ):

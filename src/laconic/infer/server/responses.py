@@ -6,10 +6,11 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from laconic.infer.server.bodies import ChatBody, StreamOptions, make_body
-from laconic.infer.server.conversation import Strict
+from laconic.infer.server.conversation import CACHE_MARKS, Strict
+from laconic.infer.server.formats import check_kind
 from laconic.infer.server.generation import Generation, Part
 from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.replies import Reply
@@ -45,7 +46,7 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
             isinstance(part, dict)
             and part.get("type") in _TEXTS
             and isinstance(part.get("text"), str)
-            and part.keys() <= {"type", "text", "annotations", "logprobs"}
+            and part.keys() <= {"type", "text", "annotations", "logprobs", *CACHE_MARKS}
             for part in content
         ):
             raise ValueError("must have contents of text alone; other parts are not served")
@@ -59,6 +60,11 @@ class _TextFormat(Strict):
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> _TextFormat:
+        check_kind(self.type, self.schema_)
+        return self
 
 
 class _Text(Strict):

@@ -19,20 +19,28 @@ class StopFinder:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
+        self._passed = 0  # characters of what is held where no stop string may end
 
-    def push(self, piece: str) -> tuple[str, bool]:
+    def push(self, piece: str, may_end: bool = True) -> tuple[str, bool]:
         """Take a piece of text.
+
+        Args:
+            piece: of the text.
+            may_end: whether a stop string may be complete in it; one may begin in any case.
 
         Returns:
             The text that belongs to the answer for certain, and whether a stop string has been found after it.
         """
         text = self._held + piece
-        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if found:
+        if not may_end:
+            self._passed = len(text)
+        starts = [(text.find(stop, max(0, self._passed + 1 - len(stop))), stop) for stop in self._stops]
+        if found := [(start + len(stop), start) for start, stop in starts if start >= 0]:
             self._held = ""
             return text[: min(found)[1]], True
         held = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
+        self._passed = max(0, self._passed - len(text) + held)
         return text[: len(text) - held], False
 
     def flush(self) -> str:

@@ -86,7 +86,7 @@ NEUTRAL_IN_RESPONSES: _Neutral = {
     "context_management": ([],),
     "conversation": (),
     "image": (),
-    "include": ([],),
+    "include": ([], ["reasoning.encrypted_content"]),  # there is no reasoning to encrypt
     "max_tool_calls": (),
     "moderation": (),
     "parallel_tool_calls": (True, False),

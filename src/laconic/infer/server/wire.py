@@ -22,12 +22,15 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
     """Return the body of a request.
 
     Raises:
-        Refusal: it is not JSON by its header (415), too long (413), or does not come in time (408).
+        Refusal: it is not JSON by its header, or packed (415), too long (413), or does not come in time (408).
     """
     max_bytes, seconds = settings.max_body_bytes, settings.max_body_seconds
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # pages of other sites can send anything else without asking the browser
         raise Refusal(415, f"Content-Type is {kind!r}, but it must be application/json")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise Refusal(415, f"Content-Encoding is {coding!r}, but no body is unpacked here; send it as it is")
     too_long = Refusal(413, f"the body has more than {max_bytes} bytes, which is the most that is read")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:

@@ -66,6 +66,11 @@ def read_config(model_dir: Path) -> PretrainedConfig:
             f"{str(model_dir)!r} holds quantized weights, which laconic.infer does not read; load the model with"
             " dequantize=True and save it"
         )
+    if (weights := getattr(config, "transformers_weights", None)) is not None:
+        raise ModelError(
+            f"{str(model_dir / 'config.json')!r} has transformers_weights = {weights!r}, but laconic.infer reads"
+            " model.safetensors or its index; load the model with transformers and save it with save_pretrained"
+        )
     try:
         group_layers_by_attn_type(config.get_text_config())
     except Exception as error:  # layers of another kind, or no list of layers at all
@@ -73,25 +78,61 @@ def read_config(model_dir: Path) -> PretrainedConfig:
             f"{str(model_dir)!r} is a model of type {config.model_type}, for some of whose layers transformers has no"
             f" paged cache ({error}); only models of full and sliding attention can be served"
         ) from None
+    if config.dtype is None:
+        config.dtype = _first_dtype(model_dir)
     return config
 
 
+def _first_dtype(model_dir: Path) -> torch.dtype | None:
+    """Return the dtype of the first floating tensor of a checkpoint, which transformers takes where none is named.
+
+    None if there is no such tensor. Workers that load other tensors first would take another.
+    """
+    try:
+        with safe_open(str(model_dir / _weight_files(model_dir)[0]), framework="pt") as file:
+            found = (_FLOATS.get(file.get_slice(key).get_dtype()) for key in file.keys())  # noqa: SIM118
+            return next(filter(None, found), None)
+    except (ModelError, SafetensorError, OSError, IndexError):  # what is wrong with it is said when it is loaded
+        return None
+
+
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
 def num_positions(config: PretrainedConfig) -> int | None:
-    """Return how many positions a model has, prompt and answer together; None if its configuration names no number."""
-    found = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else None
+    """Return how many positions of a model are served, prompt and answer together; None if it names no number.
+
+    "longrope" has other frequencies for sequences beyond those of its first training. transformers takes them for a
+    whole batch if one of its sequences is so long, and leaves keys in the cache as they are: a request would depend on
+    its neighbours. So only shorter ones are served.
+    """
+    config = config.get_text_config()
+    ropes = getattr(config, "rope_parameters", None) or {}
+    ropes = [ropes, *(each for each in ropes.values() if isinstance(each, dict))]  # one of all layers, or of each kind
+    found = [getattr(config, "max_position_embeddings", None)]
+    found += [rope.get("original_max_position_embeddings") for rope in ropes if rope.get("rope_type") == "longrope"]
+    return min((each for each in found if isinstance(each, int) and each > 0), default=None)
 
 
 def find_experts(config: PretrainedConfig, dtype: torch.dtype | None = None) -> tuple[Any, dict[str, Block]]:
     """Build the model on the meta device and find its experts, by module name and in the order of layers.
 
     A model without any is dense.
+
+    Raises:
+        ModelError: transformers makes no model of the configuration.
     """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         wanted = dtype or config.dtype or torch.float32
-        model = AutoModelForCausalLM.from_config(config, dtype=wanted, trust_remote_code=False)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=wanted, trust_remote_code=False)
+        except Exception as error:  # foreign code may raise anything
+            raise ModelError(
+                f"transformers makes no {config.model_type} model of the config.json ({type(error).__name__}: {error});"
+                " mend its sizes or its dtype"
+            ) from error
     return model, find_blocks(model)
 
 
@@ -191,6 +232,7 @@ def load_experts(
     config = read_config(model_dir)
     model, blocks = find_experts(config, dtype)
     shares: dict[str, Sequence[int]] = {}
+    counts: dict[str, int] = {}
     checked: set[object] = set()
     for name, block in blocks.items():
         experts = model.get_submodule(name)
@@ -200,6 +242,7 @@ def load_experts(
         held = share(block.num_experts)
         for key, parameter in list(experts.named_parameters()):
             shares[f"{name}.{key}"] = held
+            counts[f"{name}.{key}"] = block.num_experts
             experts._parameters[key] = nn.Parameter(parameter[list(held)], requires_grad=False)
 
     # 2. The checkpoint's tensors of that share, as transformers would rename and merge them.
@@ -218,11 +261,14 @@ def load_experts(
         target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
         if (held_here := shares.get(target)) is None:
             continue
-        layer = wanted[target.rpartition(".")[0]]
+        layer, count = wanted[target.rpartition(".")[0]], counts[target]
         if pattern not in merged:  # one tensor holds all experts
+            _check_number(model_dir, key, tensor.get_shape()[0] - 1, count)
             layer[key] = _Lazy(tensor, held_here)
-        elif (number := _expert_number(key)) is not None and number in held_here:
-            layer[key] = _Lazy(tensor, None)
+        elif (number := _expert_number(key)) is not None:
+            _check_number(model_dir, key, number, count)
+            if number in held_here:
+                layer[key] = _Lazy(tensor, None)
 
     # 3. Layer by layer, read and put on sorted rows; the model gives each away before the next comes.
     layers: list[Experts] = []
@@ -271,13 +317,30 @@ def _expert_number(key: str) -> int | None:
     return None if found is None else int(found[1])
 
 
+def _check_number(model_dir: Path, key: str, last: int, count: int) -> None:
+    """Refuse experts that a layer has not, of which no share would have taken notice."""
+    if last >= count:
+        raise ModelError(
+            f"the checkpoint in {str(model_dir)!r} holds expert {last} ({key}), but config.json says that a layer has"
+            f" {count} experts, from 0 on; save the model again"
+        )
+
+
 def check_weights(model_dir: Path) -> None:
     """Check that the weights are safetensors files and whole, without reading any.
 
     Raises:
-        ModelError: a file is missing, cut short or of another kind.
+        ModelError: a file is missing, cut short or of another kind, or holds codes in place of values.
     """
-    _tensors(model_dir)
+    tensors = {key: tensor.get_dtype() for key, tensor in _tensors(model_dir).items()}
+    integers = [key for key, kind in tensors.items() if key.endswith(("weight", "proj")) and kind[0] in "IU"]
+    narrow = any(kind.startswith("F8") for kind in tensors.values())
+    scales = [key for key in tensors if narrow and key.endswith(("weight_scale", "weight_scale_inv"))]
+    if coded := integers or scales:
+        raise ModelError(
+            f"{str(model_dir)!r} holds quantized weights ({coded[0]}, {tensors[coded[0]]}), though config.json has no"
+            " quantization_config; they would be taken for values: load the model with dequantize=True and save it"
+        )
 
 
 def _tensors(model_dir: Path) -> dict[str, Any]:
@@ -302,9 +365,9 @@ def _tensors(model_dir: Path) -> dict[str, Any]:
 
 
 def _weight_files(model_dir: Path) -> list[str]:
-    """Names of the safetensors files of a checkpoint, by its index if it has one."""
+    """Names of the safetensors files of a checkpoint: one, as transformers takes it first, or those of an index."""
     index = model_dir / "model.safetensors.index.json"
-    if not index.is_file():
+    if (model_dir / "model.safetensors").is_file() or not index.is_file():
         return ["model.safetensors"]
     try:
         return sorted({str(file) for file in parse_json(index.read_bytes())["weight_map"].values()})
