@@ -258,24 +258,6 @@ def test_longrope_is_served_as_far_as_its_frequencies_are_one_requests(tmp_path:
         assert engine.generate(prompts, 12) == generated(path, prompts, 12)
 
 
-WORKER = """
-import os, sys
-from laconic.infer import attention_worker, worker
-load = attention_worker.load_attention_model
-def before(module, args, kwargs):
-    if os.path.exists({flag!r}) and "cu_seq_lens_q" in kwargs and os.path.getsize({flag!r}) == 0:
-        raise RuntimeError("out of memory")
-    if (kwargs["input_ids"] == 96).any():
-        raise RuntimeError("poison")
-def loaded(*args):
-    model = load(*args)
-    model.register_forward_pre_hook(before, with_kwargs=True)
-    return model
-attention_worker.load_attention_model = loaded
-worker.main()
-"""
-
-
 @pytest.mark.ci
 def test_health_and_ready_say_what_an_engine_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failing request leaves all well; an engine that fails restarts as often as is wanted, and then says so."""
