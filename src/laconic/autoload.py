@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["NAMES", "register"]
-
 NAMES = {
     "laconic": ("cpu", "cuda"),
     "laconic:gloo": ("cpu", "cuda"),

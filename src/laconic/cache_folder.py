@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["cache_folder", "is_homeless"]
-
 
 def cache_folder() -> Path:
     """laconic in $XDG_CACHE_HOME, or in ~/.cache; with the ~ as it is for a user without a home directory."""

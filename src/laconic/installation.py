@@ -12,8 +12,6 @@ from pathlib import Path
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
-__all__ = ["IS_RELEASED", "command", "source"]
-
 IS_RELEASED = False
 """Whether a package index has laconic. Until it has, pages and messages name a checkout or a wheel."""
 

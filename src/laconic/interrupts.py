@@ -7,8 +7,6 @@ import signal
 import threading
 from collections.abc import Iterator
 
-__all__ = ["ending_signals", "interrupts_wait"]
-
 
 def ending_signals() -> tuple[signal.Signals, ...]:
     """SIGINT, SIGTERM, and SIGHUP, which comes when a terminal is closed, unless it is ignored as nohup has it."""

@@ -6,8 +6,6 @@ import contextlib
 import sys
 from typing import TextIO
 
-__all__ = ["say"]
-
 
 def say(line: str, stream: TextIO | None = None) -> None:
     """Write a line to `stream` (None: stderr) at once, if that is possible.

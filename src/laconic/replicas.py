@@ -26,8 +26,6 @@ from laconic.errors import ConfigError, CorruptionError
 from laconic.formats.digest import digest
 from laconic.formats.shards import local_part
 
-__all__ = ["ReplicaReport", "verify_replicas"]
-
 _MAX_NAMES = 3
 
 

@@ -19,8 +19,6 @@ import time
 
 from laconic.errors import ConfigError
 
-__all__ = ["admit", "enter", "read_secret", "seal", "unseal"]
-
 _VARIABLE, _FILE_VARIABLE = "LACONIC_SECRET", "LACONIC_SECRET_FILE"
 _MIN_NBYTES = 16
 _SEAL = "laconic-hmac:"

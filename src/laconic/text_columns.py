@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Literal
 
-__all__ = ["columns"]
-
 
 def columns(
     header: Sequence[str],

@@ -21,8 +21,6 @@ from itertools import pairwise
 
 from laconic.errors import ConfigError
 
-__all__ = ["GROUPS", "GridLayout", "Levels", "Stage", "are_nested", "groups_of_ranks"]
-
 GROUPS = ("mp", "dp", "esp", "ep", "joint", "edp")
 """Groups of a grid: tensor and data parallel of the dense part; shards of an expert, experts, both together, and the
 replicas of an expert shard."""

@@ -15,8 +15,6 @@ from laconic.text_columns import columns
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["BOUND_SHARE", "Advice", "Row"]
-
 BOUND_SHARE = 0.9
 """Share of a step from which on the host is what takes it: a device that keeps up is done soon after its last order."""
 

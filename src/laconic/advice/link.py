@@ -25,8 +25,6 @@ from laconic.gradients.reduce import all_reduce_q8
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
 from laconic.text_columns import columns
 
-__all__ = ["Link", "LinkRow", "measure_link"]
-
 _BUCKET_NBYTES = 25 << 20
 """What DistributedDataParallel sends at once by default."""
 

@@ -32,8 +32,6 @@ from laconic.auditing.training_call import LossOf, TrainingCall
 from laconic.errors import LaconicError, ModelError
 from laconic.train.memory.step_peak import peak_nbytes
 
-__all__ = ["advise"]
-
 _BUDGETS = (1.0, 0.5)
 _LEAST_FACTOR = 2.0  # below it a report of compress_activations proposes mode="combined"
 _NEGLIGIBLE = 1e-3  # of the whole gradient's norm: a bias whose gradient is zero but for rounding says nothing

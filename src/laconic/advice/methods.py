@@ -15,8 +15,6 @@ from laconic.activations.keep.choice import Choice
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 
-__all__ = ["EXACT", "METHODS", "Method", "compiled", "offload_all"]
-
 EXACT = "exact"
 
 Apply = Callable[[nn.Module, Mapping[str, Any] | None], tuple[str, ...]]

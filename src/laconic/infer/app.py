@@ -21,8 +21,6 @@ from laconic.infer.transformers_seam import check_transformers, read_config
 from laconic.json_text import parse_json
 from laconic.schedule.inference import InferencePlan
 
-__all__ = ["create_app_from_env"]
-
 
 class _Plan(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)

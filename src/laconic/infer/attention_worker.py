@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from laconic.infer.sampling import ChosenToken, Sampling
     from laconic.infer.settings import WorkerSettings
 
-__all__ = ["AttentionWorker", "put_remote_experts"]
-
-
 _RECHECK = "recheck"
 
 

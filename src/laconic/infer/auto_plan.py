@@ -14,8 +14,6 @@ from laconic.infer.split import Split
 from laconic.infer.transformers_seam import planned_shape
 from laconic.schedule.inference import InferencePlan, Order, Slicing
 
-__all__ = ["AutoPlan"]
-
 _ITEM_NBYTES = {"auto": None, "float32": 4, "bfloat16": 2, "float16": 2}
 
 

@@ -19,8 +19,6 @@ from laconic.moe.experts.modules import Experts
 from laconic.moe.huggingface.experts import FusedExperts
 from laconic.options import EXPERT_BLOCK_SIZE, EXPERT_FORMATS, refused
 
-__all__ = ["CodedExperts", "check_expert_format", "keep_experts"]
-
 
 def check_expert_format(expert_format: str) -> None:
     """Check a setting.

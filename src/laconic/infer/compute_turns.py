@@ -9,8 +9,6 @@ import threading
 from collections import deque
 from typing import Literal
 
-__all__ = ["ComputeTurns", "Kind"]
-
 Kind = Literal["attention", "shared"]
 
 

@@ -17,8 +17,6 @@ import psutil
 
 from laconic.errors import ConfigError
 
-__all__ = ["ConnectionTable", "SeldomWarning", "descriptors_left", "is_shortage"]
-
 _WARNING_SECONDS = 10.0
 
 

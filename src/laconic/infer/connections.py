@@ -37,8 +37,6 @@ from laconic.shared_secret import admit, enter, seal, unseal
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["FOREVER", "Admission", "Connection", "accept_attention", "connect_expert", "keep_alive"]
-
 T = TypeVar("T")
 
 FOREVER = timedelta(days=3650)

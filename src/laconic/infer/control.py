@@ -37,17 +37,6 @@ from laconic.train.distributed.world import RankInfo, read_environment
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = [
-    "LocalWorker",
-    "RankConnections",
-    "RemoteWorker",
-    "Worker",
-    "check_world",
-    "connect_rank",
-    "master_store",
-    "open_store",
-]
-
 _LAST_WORDS_SECONDS = 1.0
 _HELLO_SECONDS = 5.0
 _HELLO_NBYTES = 4096

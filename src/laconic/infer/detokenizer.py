@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, Protocol
 
-__all__ = ["Detokenizer", "Stage", "byte_stages", "decoder_stages", "keeps_all", "token_bytes", "whole_stages"]
-
 _BYTE = re.compile(r"<0x(?:[0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
 _UNFINISHED_CONTRACTION = re.compile(r" [ n']*[vr]?$")
 _PRIMER = "\0"  # stands before a token whose text amid a sentence is wanted

@@ -10,8 +10,6 @@ import torch
 
 from laconic.errors import ConfigError
 
-__all__ = ["DeviceKind", "check_device", "take_device"]
-
 DeviceKind = Literal["cpu", "cuda"]
 
 

@@ -46,8 +46,6 @@ from laconic.options import ExpertFormat
 from laconic.schedule.inference import InferencePlan
 from laconic.shared_secret import read_secret
 
-__all__ = ["Engine", "Generation", "Recording", "WorkerReport"]
-
 _LOADS_SECONDS = 10.0
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 

@@ -22,8 +22,6 @@ from laconic.infer.messages import Rows
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["measure_attention_end", "measure_experts_end"]
-
 _EXCHANGES = 32
 """Messages that are on their way together: the scheduler's ticks and the clock do not matter then."""
 _ROUNDS = 5

@@ -12,8 +12,6 @@ from laconic.infer.split import Split
 from laconic.moe.placement.search import place
 from laconic.schedule.slices import slice_ranges
 
-__all__ = ["check_expert_placement", "place_experts", "save_loads"]
-
 _FORMAT, _VERSION = "laconic expert loads", 1
 _REMEDY = "let the engine write one, which it does where expert_loads names no file yet"
 

@@ -13,8 +13,6 @@ from laconic.infer.messages import Rows
 from laconic.moe.experts.modules import Experts
 from laconic.moe.huggingface.experts import FusedExperts
 
-__all__ = ["ExpertShare"]
-
 
 class ExpertShare:
     """A range of the experts of every layer."""

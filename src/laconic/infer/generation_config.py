@@ -17,17 +17,6 @@ from laconic.errors import ModelError
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-__all__ = [
-    "DEFAULTS",
-    "NO_MEANING",
-    "PROCESSORS",
-    "REFUSED",
-    "WARPERS",
-    "AnswerDefaults",
-    "check_generation_config",
-    "read_generation_config",
-]
-
 PROCESSORS = frozenset(
     {
         "bad_words_ids",

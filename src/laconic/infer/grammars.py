@@ -19,8 +19,6 @@ from laconic.errors import ConfigError, ModelError
 if TYPE_CHECKING:
     from laconic.infer.tokenizer import TextTokenizer
 
-__all__ = ["GrammarKind", "GrammarMask", "grammar_tokenizer", "make_grammar"]
-
 GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
 
 

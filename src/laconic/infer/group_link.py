@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store
 
-__all__ = ["GroupConnection", "GroupExpertLink", "LinkGroups", "join_link"]
-
 _HEADER, _ROWS, _SUMS = 1, 2, 3
 """Tags, by which gloo keeps messages apart; each kind arrives in the order in which it was sent."""
 _FAREWELL = timedelta(seconds=5)

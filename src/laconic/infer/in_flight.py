@@ -15,9 +15,6 @@ from laconic.errors import ConfigError, LaconicError
 from laconic.infer.sampling import ChosenToken, Sampling
 from laconic.infer.token_engine import TokenListener
 
-__all__ = ["Generation", "InFlight", "TakenRequest", "fail_all"]
-
-
 Cancel = Callable[["Generation", BaseException], bool]
 """Ends a request with what `result` is to raise; False if it has ended already."""
 

@@ -16,8 +16,6 @@ from laconic.infer.split import Split
 from laconic.interrupts import interrupts_wait
 from laconic.train.distributed.world import RankInfo, read_environment
 
-__all__ = ["Launcher", "WorkerLauncher", "torchrun_info"]
-
 Launcher = Literal["engine", "torchrun"]
 
 

@@ -33,8 +33,6 @@ from laconic.infer.messages import (
 from laconic.infer.payload import Coder, LinkTraffic
 from laconic.infer.recorder import AnswerLog, Recorder, now_ns
 
-__all__ = ["ExpertLink", "LinkKind", "LocalLink", "MessageEnd", "TcpExpertLink", "WorkerLink", "serve"]
-
 LinkKind = Literal["tcp", "group"]
 """How rows and sums travel: over connections of our own, or those of a process group of torch.distributed."""
 

@@ -26,8 +26,6 @@ from torch import Tensor
 from laconic.errors import ModelError
 from laconic.infer.transformers_seam import CacheLimits, Finished, Replay, Requests, num_positions
 
-__all__ = ["Expected", "Trial", "expected_logits", "made_up_trials", "recheck", "try_engine"]
-
 _NUM_STEPS = 4
 """Tokens of each answer: one after the prompt, the others one by one."""
 _SHARED = CacheLimits.PAGE_TOKENS

@@ -17,8 +17,6 @@ from laconic.infer.generation_config import PROCESSORS, WARPERS
 from laconic.infer.grammars import GrammarMask
 from laconic.infer.sampling import Sampling
 
-__all__ = ["LogitsRules", "make_rules", "try_rules"]
-
 _LEAST_TEMPERATURE = 1e-30
 _LEAST_LENGTHS = ("min_length", "min_new_tokens")
 """Rules of a model that an answer by a grammar does not follow: it ends where the grammar allows no more."""

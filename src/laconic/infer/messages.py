@@ -22,19 +22,6 @@ from torch import Tensor
 from laconic.errors import FormatError
 from laconic.infer.payload import DTYPES, RAW, Coder, LinkTraffic, decode_values, num_bytes_fit
 
-__all__ = [
-    "HEADER_LENGTH",
-    "ROWS",
-    "STOP",
-    "SUMS",
-    "Header",
-    "Rows",
-    "pack_rows",
-    "pack_sums",
-    "unpack_rows",
-    "unpack_sums",
-]
-
 HEADER_LENGTH = 11
 ROWS, SUMS, STOP = 1, 2, 3
 """Kinds of messages."""

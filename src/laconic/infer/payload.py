@@ -25,22 +25,6 @@ from laconic.formats.lossless import read_header
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "DTYPES",
-    "INT8",
-    "INT8_FORMAT",
-    "LOSSLESS",
-    "RAW",
-    "Coder",
-    "LinkTraffic",
-    "PayloadCoding",
-    "check_payload",
-    "coder_of",
-    "decode_values",
-    "num_bytes_fit",
-    "prepared_coder",
-]
-
 PayloadCoding = Literal["auto", "raw", "lossless", "int8"]
 """How values travel. "auto" is raw or lossless, per message, by measured rates; never int8, which changes values."""
 

@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["AnswerLog", "LayerLog", "MessageLog", "PassLog", "Recorder", "WorkerLog", "clock_name", "now_ns"]
-
 now_ns = time.monotonic_ns
 
 _MOST_ENTRIES = 50_000

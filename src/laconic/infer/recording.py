@@ -15,8 +15,6 @@ from laconic.infer.split import Split
 from laconic.infer.workers import WorkerSet
 from laconic.schedule.inference import InferencePlan
 
-__all__ = ["Recording", "RunRecorder", "check_trace_file", "check_traceable"]
-
 _RECORD_SECONDS = 60.0
 
 

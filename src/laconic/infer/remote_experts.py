@@ -23,8 +23,6 @@ from laconic.infer.recorder import LayerLog, MessageLog, PassLog, Recorder, Work
 from laconic.schedule.inference import InferencePlan
 from laconic.schedule.slices import slice_ranges
 
-__all__ = ["RemoteExperts", "RemoteLayer"]
-
 _KEY_VALUES = 8
 """Values of a row whose bits decide between copies of an expert."""
 

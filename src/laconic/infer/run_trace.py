@@ -34,8 +34,6 @@ from laconic.schedule.inference import ATTENTION, COMBINE, DISPATCH, EXPERTS, In
 from laconic.schedule.streams import Span, StreamPlan, Task, Timeline, simulate
 from laconic.schedule.trace import save_trace
 
-__all__ = ["RunTrace", "TraceSummary", "WorkerUse", "clock_offsets"]
-
 _SECONDS = 1e-9
 _Interval = tuple[float, float]
 

@@ -19,8 +19,6 @@ from torch import Tensor
 from laconic.errors import ConfigError, ModelError
 from laconic.infer.generation_config import PROCESSORS, WARPERS
 
-__all__ = ["ChosenToken", "Sampling", "report_token", "sample"]
-
 _FIRST_TRY = 512  # tokens among which top_p looks first: sorting a whole vocabulary takes as long as many layers
 
 

@@ -16,8 +16,6 @@ from laconic.infer.transformers_seam import find_experts, num_positions, read_co
 from laconic.moe.huggingface.blocks import unknown_experts
 from laconic.schedule.inference import InferencePlan, Order
 
-__all__ = ["ServingPlan", "plan_serving", "serving_split"]
-
 _OF_SLICES = ("num_slices", "slicing", "order", "shared_first")
 """What a plan says about rows that travel to expert workers."""
 _USUAL: Mapping[str, tuple[object, ...]] = {

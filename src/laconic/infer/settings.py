@@ -10,8 +10,6 @@ from typing import Any
 from laconic.infer.split import Split
 from laconic.schedule.inference import InferencePlan
 
-__all__ = ["WorkerSettings"]
-
 
 @dataclass(frozen=True)
 class WorkerSettings:

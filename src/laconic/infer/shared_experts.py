@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 from laconic.infer.remote_experts import RemoteLayer
 
-__all__ = ["overlap_shared", "shared_experts"]
-
 
 def shared_experts(block: nn.Module) -> list[nn.Module]:
     """List the shared experts among the children of `block`, which every family names so; not their gate."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from laconic.errors import ConfigError
 from laconic.schedule.slices import slice_ranges
 
-__all__ = ["Split"]
-
 
 @dataclass(frozen=True)
 class Split:

@@ -9,8 +9,6 @@ from laconic.errors import LaconicError
 from laconic.infer.generation_config import AnswerDefaults
 from laconic.infer.sampling import ChosenToken, Sampling
 
-__all__ = ["TokenEngine", "TokenHandle", "TokenListener"]
-
 
 class TokenListener(Protocol):
     """Hears of one request, on any of the engine's threads, one call after the other; calls must not block.

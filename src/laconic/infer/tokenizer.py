@@ -27,8 +27,6 @@ from laconic.infer.transformers_seam import read_config
 from laconic.train.data.tokenizer import BytesTokenizer
 from laconic.train.model_source import own_tokenizer
 
-__all__ = ["ByteTokenizer", "HuggingFaceTokenizer", "TextTokenizer", "load_text_tokenizer"]
-
 
 class TextTokenizer(Protocol):
     """Turns requests into tokens and tokens into text; on any thread."""

@@ -6,8 +6,6 @@ from typing import NoReturn
 
 from laconic.infer.control import connect_rank
 
-__all__ = ["serve_rank"]
-
 
 def serve_rank(timeout_seconds: float = 300.0) -> NoReturn:
     """Be the worker of a rank above 0 that torchrun has started, and end the process with it.

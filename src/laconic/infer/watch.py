@@ -14,8 +14,6 @@ import time
 from laconic.infer.control import Worker
 from laconic.infer.in_flight import InFlight
 
-__all__ = ["Watch", "progress_limit"]
-
 _LOOKS = 20
 """In one limit; it is exceeded by at most one part of as many."""
 _ATTRIBUTION_SECONDS = 10.0

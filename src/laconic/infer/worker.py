@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from laconic.infer.sampling import ChosenToken
     from laconic.infer.transformers_seam import Finished
 
-__all__ = ["local_place", "main", "work"]
-
 _ENGINE_KNOWS_SECONDS = 0.5
 _PROGRESS_SECONDS = 1.0
 

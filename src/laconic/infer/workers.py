@@ -27,8 +27,6 @@ from laconic.infer.sampling import ChosenToken
 from laconic.infer.split import Split
 from laconic.infer.watch import Watch
 
-__all__ = ["WorkerReport", "WorkerSet"]
-
 _LAST_WORDS_SECONDS = 1.0
 _STOP_SECONDS = 10.0
 

@@ -12,8 +12,6 @@ from laconic.moe.routing import RoutedTokens
 if TYPE_CHECKING:
     from laconic.moe.layer import MoELayer
 
-__all__ = ["Hook"]
-
 
 class Hook:
     """Override any of the six methods. Each gets the value at its place and returns a replacement; None keeps it.

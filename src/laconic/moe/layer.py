@@ -29,8 +29,6 @@ from laconic.moe.parallel.expert_mean import ExpertMean
 from laconic.moe.permute import Order, SortedOrder
 from laconic.moe.routing import RoutedTokens, Routing, SoftRouting
 
-__all__ = ["MoELayer", "Schedule", "auxiliary_losses", "has_active_dropout", "moe_layers"]
-
 T = TypeVar("T")
 
 

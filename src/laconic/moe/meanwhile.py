@@ -15,8 +15,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["Meanwhile", "ReservedPlace"]
-
 
 class ReservedPlace:
     """Sequence numbers for nodes of autograd that will be made later but belong here."""

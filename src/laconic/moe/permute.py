@@ -10,8 +10,6 @@ from torch import Tensor
 from laconic.moe.routing import Routing
 from laconic.moe.row_ops import accumulation_dtype, permuted, spread, summed, weighted_sums
 
-__all__ = ["DenseOrder", "Order", "SortedOrder"]
-
 
 class Order(Protocol):
     """Expansion of tokens to rows of experts, and the weighted sums back.

@@ -32,8 +32,6 @@ from laconic.moe.layer import MoELayer, moe_layers
 from laconic.moe.parallel.expert_mean import ExpertMean
 from laconic.moe.parallel.grid import Grid
 
-__all__ = ["fully_shard_layers", "reduce_gradients"]
-
 BUCKET_NBYTES = 25 << 20
 """Bytes of gradients in one message, as in DDP."""
 _reduced: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -16,8 +16,6 @@ from laconic.moe.gates.sigmoid import SigmoidGate
 from laconic.moe.layer import MoELayer, moe_layers
 from laconic.moe.routing import Routing
 
-__all__ = ["CountedBias", "update_router_biases"]
-
 _NAME = "e_score_correction_bias"
 """In all families of Hugging Face transformers that are balanced like this."""
 

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from laconic.errors import RoutingError
 
-__all__ = ["Routing", "SoftRouting"]
-
 
 @dataclass(frozen=True, eq=False)
 class Routing:

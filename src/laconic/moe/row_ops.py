@@ -13,8 +13,6 @@ from torch import Tensor
 
 from laconic.ops import DTYPES, sum_rows
 
-__all__ = ["accumulation_dtype", "permuted", "spread", "sum_picked", "summed", "weighted_sums"]
-
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of sums of `dtype`: fp64 for fp64, otherwise fp32."""

@@ -27,8 +27,6 @@ from laconic.optim.in_backward import UsedGradient, call_with_gradients
 from laconic.optim.moments import check_fits, check_state, is_coded, new_state, parameter_name
 from laconic.options import MOMENT_BLOCK_SIZES
 
-__all__ = ["OPTIMIZER_CLASSES", "AdamW4bit", "AdamW8bit"]
-
 
 class _Update(NamedTuple):
     """A parameter that has a gradient in this step."""

@@ -38,15 +38,6 @@ from laconic.optim.moments import (
     state_bits,
 )
 
-__all__ = [
-    "converted",
-    "from_adamw_state",
-    "from_bitsandbytes_state",
-    "matched_by_name",
-    "to_adamw_state",
-    "to_bitsandbytes_state",
-]
-
 _BNB_NUMBERS = {"exp_avg": "1", "exp_avg_sq": "2"}
 # Newer versions of bitsandbytes put tensors one level down in a state dict.
 _BNB_NESTED = "__bnb_optimizer_quant_state__"

@@ -16,8 +16,6 @@ from torch.utils._pytree import tree_iter
 
 from laconic.errors import TrainingError
 
-__all__ = ["UsedGradient", "call_with_gradients"]
-
 _aten = torch.ops.aten
 
 

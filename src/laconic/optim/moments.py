@@ -25,21 +25,6 @@ from laconic.formats.shards import local_part
 from laconic.ops import dequantize_dynamic, quantize_dynamic
 from laconic.ops.dynamic_map import BLOCK_SIZES, zero_code
 
-__all__ = [
-    "MOMENTS",
-    "check_fits",
-    "check_state",
-    "dequantize_moment",
-    "has_own_blocks",
-    "is_coded",
-    "new_state",
-    "parameter_name",
-    "placed_like",
-    "quantize_moment",
-    "rows_of",
-    "state_bits",
-]
-
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """Adam's moments by their names in a state, and whether each has a sign. In codes, <name>_codes and <name>_scales."""
 

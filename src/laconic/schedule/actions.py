@@ -13,8 +13,6 @@ from typing import Any, Literal
 
 from laconic.errors import ScheduleError
 
-__all__ = ["Action", "actions_of", "parse_action"]
-
 Kind = Literal["F", "B", "I", "W"]
 
 _PATTERN = re.compile(r"(\d+)([FBIW])(\d+)")

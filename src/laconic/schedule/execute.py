@@ -21,8 +21,6 @@ from weakref import finalize
 from laconic.errors import ScheduleError
 from laconic.schedule.streams import Span, StreamPlan, Timeline
 
-__all__ = ["Execution", "InlineStream", "Stream", "TaskHandle", "ThreadStream", "execute"]
-
 Action = Callable[[], object]
 
 

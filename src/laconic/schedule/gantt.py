@@ -15,8 +15,6 @@ from laconic.errors import ScheduleError
 from laconic.schedule.streams import Span, Task, Timeline
 from laconic.schedule.trace import named
 
-__all__ = ["gantt_html", "save_gantt"]
-
 _COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#eeca3b", "#9d755d", "#ff9da6", "#bab0ac")
 _WIDTH, _LEFT, _ROW, _TOP = 1000, 150, 30, 60  # pixels
 _LETTER = 7  # approximate width of a letter in pixels

@@ -35,20 +35,6 @@ from typing import Literal, NamedTuple, get_args
 from laconic.errors import ScheduleError
 from laconic.schedule.streams import StreamPlan, Task
 
-__all__ = [
-    "ATTENTION",
-    "COMBINE",
-    "DISPATCH",
-    "EXPERTS",
-    "BlockTimes",
-    "InferencePlan",
-    "Order",
-    "Slicing",
-    "inference_plan",
-    "inference_seconds",
-    "order_word",
-]
-
 ATTENTION, DISPATCH, EXPERTS, COMBINE = "attention", "a2e", "experts", "e2a"
 """The streams: attention workers, link to the experts, expert workers, link back."""
 
@@ -269,6 +255,7 @@ class Travel(NamedTuple):
 
     @classmethod
     def of(cls, block: BlockTimes) -> Travel:
+        """The longest ways through a layer with these times of its slices."""
         to_combine = to_experts = dispatched = worked = combined = from_experts = 0.0
         for dispatch, experts, combine in zip(block.dispatch, block.experts, block.combine, strict=True):
             dispatched += dispatch

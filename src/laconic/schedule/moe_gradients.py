@@ -22,16 +22,6 @@ from laconic.errors import ScheduleError
 from laconic.schedule.moe_pipeline import COMPUTE, DEGREES, GRADIENTS, INTER, LayerTimes, pipeline_plan, pipeline_tasks
 from laconic.schedule.streams import StreamPlan, Task, simulate
 
-__all__ = [
-    "BackwardPart",
-    "GradientPlan",
-    "GradientSlice",
-    "ReductionLine",
-    "ReductionSlot",
-    "backward_plan",
-    "fill_slots",
-]
-
 _MAX_STATES = 1000
 
 

@@ -22,21 +22,6 @@ from dataclasses import dataclass, replace
 from laconic.errors import ScheduleError
 from laconic.schedule.streams import StreamPlan, Task, simulate
 
-__all__ = [
-    "COMPUTE",
-    "DEGREES",
-    "GRADIENTS",
-    "INTER",
-    "INTRA",
-    "ChunkTime",
-    "DegreeChoice",
-    "LayerTimes",
-    "best_degree",
-    "pipeline_plan",
-    "pipeline_seconds",
-    "pipeline_tasks",
-]
-
 INTER, INTRA, COMPUTE = "inter", "intra", "compute"
 """The streams: link between nodes, link inside a node, processor."""
 

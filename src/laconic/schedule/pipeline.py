@@ -15,8 +15,6 @@ from laconic.errors import ScheduleError
 from laconic.schedule.actions import Action, actions_of, parse_action
 from laconic.schedule.streams import StreamPlan, Task, Timeline, simulate
 
-__all__ = ["PipelineSchedule"]
-
 
 @dataclass(frozen=True)
 class PipelineSchedule:

@@ -8,8 +8,6 @@ from laconic.errors import ScheduleError
 from laconic.schedule.actions import Action
 from laconic.schedule.pipeline import PipelineSchedule
 
-__all__ = ["SCHEDULES", "gpipe", "interleaved_1f1b", "make_schedule", "one_f_one_b"]
-
 
 def _check(num_ranks: int, num_micro_batches: int) -> None:
     for name, value in (("num_ranks", num_ranks), ("num_micro_batches", num_micro_batches)):

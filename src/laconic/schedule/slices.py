@@ -5,8 +5,6 @@ Planner and engine cut by the same function, so that a plan predicts what will r
 
 from __future__ import annotations
 
-__all__ = ["largest_slice", "slice_ranges"]
-
 
 def slice_ranges(length: int, count: int) -> list[range]:
     """Cut range(length) into `count` consecutive ranges whose lengths differ by at most one; some may be empty."""

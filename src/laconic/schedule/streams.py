@@ -29,8 +29,6 @@ from typing import Any
 from laconic.errors import ScheduleError
 from laconic.json_text import parse_json
 
-__all__ = ["Span", "StreamPlan", "Task", "Timeline", "simulate"]
-
 _FORMAT, _VERSION = "laconic stream plan", 1
 
 

@@ -10,8 +10,6 @@ from typing import Any
 from laconic.errors import ScheduleError
 from laconic.schedule.streams import Timeline
 
-__all__ = ["chrome_trace", "save_trace"]
-
 _MICROSECONDS = 1e6
 
 

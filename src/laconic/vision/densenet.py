@@ -16,8 +16,6 @@ from laconic.errors import ModelError
 from laconic.vision.drop_path import check_rate
 from laconic.vision.integration import AFI, concatenate
 
-__all__ = ["AFIDenseNet", "afi_densenet121"]
-
 
 class _Layer(nn.Module):
     """Bottleneck layer of a dense block: [B, C, H, W] -> [B, growth, H, W]."""

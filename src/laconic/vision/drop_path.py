@@ -6,8 +6,6 @@ from torch import Tensor, nn
 
 from laconic.errors import ModelError
 
-__all__ = ["DropPath", "check_rate"]
-
 
 def check_rate(name: str, rate: float) -> None:
     """Raise ModelError unless `rate` is a probability below 1."""

@@ -25,8 +25,6 @@ from torch import Tensor, nn
 
 from laconic.errors import ModelError
 
-__all__ = ["AFI", "Integrated", "LinearFromZero", "concatenate", "integrate"]
-
 
 class Integrated(NamedTuple):
     """The levels of a stage so far, as one average."""

@@ -14,8 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from laconic.errors import ModelError
 from laconic.vision.integration import AFI, Integrated
 
-__all__ = ["count_macs"]
-
 
 def _elementwise(*shapes: Any, out_shape: Any, **_: Any) -> int:
     """Operations of a product of two maps, or of maps and their weights, element by element."""

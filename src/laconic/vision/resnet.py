@@ -33,17 +33,6 @@ from laconic.errors import ModelError
 from laconic.vision.drop_path import DropPath, check_rate
 from laconic.vision.integration import AFI, Integrated, LinearFromZero
 
-__all__ = [
-    "AFIResNetConfig",
-    "AFIResNetForImageClassification",
-    "AFIResNetModel",
-    "AFIStage",
-    "afi_resnet50",
-    "afi_resnet101",
-    "afi_resnet152",
-]
-
-
 _READ = (
     *("embedding_size", "hidden_sizes", "layer_type", "hidden_act", "reduction", "drop_rate", "drop_path_rate"),
     *("downsample_in_first_stage", "downsample_in_bottleneck"),

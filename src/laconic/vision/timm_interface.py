@@ -15,8 +15,6 @@ from laconic.errors import ModelError
 from laconic.vision.densenet import AFIDenseNet
 from laconic.vision.resnet import AFIResNetForImageClassification
 
-__all__ = ["TimmDenseNet", "TimmModel", "TimmResNet"]
-
 
 class TimmModel(nn.Module):
     """An AFI-Net as timm has its models.

@@ -21,8 +21,6 @@ try:
 except ImportError as error:
     raise ConfigError(f"laconic.vision.timm_models needs timm ({error}): pip install 'laconic[timm]'") from error
 
-__all__ = ["afi_densenet121", "afi_resnet101", "afi_resnet152", "afi_resnet50"]
-
 _OF_WEIGHTS = ("pretrained_cfg", "pretrained_cfg_overlay", "pretrained_model_args", "cache_dir")
 _OF_FEATURES = ("out_indices", "feature_cls")
 _OF_THE_BUILDER = (

@@ -32,8 +32,6 @@ from laconic.activations.host.tracker import observe
 from laconic.errors import ModelError
 from laconic.ops import pack_bits, unpack_bits
 
-__all__ = ["Decisions", "Habit"]
-
 
 def _functions(names: str) -> frozenset[Callable[..., Any]]:
     homes = (torch, Tensor, F)

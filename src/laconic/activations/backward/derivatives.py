@@ -21,8 +21,6 @@ from laconic.activations.keep.kept import Memo, Tensors
 from laconic.errors import ModelError
 from laconic.ops.derivatives import connected, differentiable, refusal
 
-__all__ = ["derivative", "innermost_transform", "is_transformed", "refuse_more", "take"]
-
 
 def is_transformed() -> bool:
     """Whether torch.func transforms or forward-mode AD differentiate the running code; warns at the first time.

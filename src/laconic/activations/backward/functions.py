@@ -31,8 +31,6 @@ from laconic.activations.keep.witnesses import check_unchanged, glances
 from laconic.ops import GATED_ACTIVATIONS
 from laconic.ops.derivatives import edge_of, gradients
 
-__all__ = ["ACTIVATIONS", "Activation", "activate", "linear", "norm", "origin_of", "square"]
-
 
 def origin_of(y: Tensor) -> str:
     """The kind of site whose saved tensors rebuild the input of `y`, an output of one of these functions."""

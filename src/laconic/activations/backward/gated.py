@@ -28,8 +28,6 @@ from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops import gated_backward_blockwise, gated_product_blockwise, multiply_quantize_blockwise
 from laconic.ops.derivatives import connected, edge_of
 
-__all__ = ["PackedProduct", "gated_product"]
-
 
 class PackedProduct:
     """Packs one factor of a product and makes the product in the same pass.

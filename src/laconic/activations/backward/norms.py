@@ -22,8 +22,6 @@ from laconic.activations.host.traceable import argument_class
 from laconic.ops import DTYPES, native
 from laconic.ops.declarations.op import is_direct
 
-__all__ = ["NormSpec", "norm_again", "norm_backward", "norm_formula", "normalize"]
-
 
 @dataclass(frozen=True)
 class NormSpec:

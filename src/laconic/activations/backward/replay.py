@@ -17,8 +17,6 @@ from laconic.activations.host.patched import RunningCode
 from laconic.activations.host.traceable import untraced
 from laconic.errors import ModelError
 
-__all__ = ["Forgetting", "Replay", "forgets", "forgetting", "swapped_parameters"]
-
 
 def forgetting() -> AbstractContextManager[Any]:
     """While the block runs, code takes the path of training, but autograd saves nothing.

@@ -18,8 +18,6 @@ from laconic.activations.host.traceable import as_result, traceable
 from laconic.activations.keep.choice import Packing
 from laconic.activations.keep.kept import attach, held, keep, pack
 
-__all__ = ["graft", "rebuilt"]
-
 
 @traceable
 def rebuilt(x: Tensor, format: Packing, origin: str, share: bool) -> Tensor:

@@ -29,8 +29,6 @@ from laconic.activations.keep.packer import hooks_around
 from laconic.activations.keep.witnesses import check_unchanged, glance, glances
 from laconic.errors import ModelError
 
-__all__ = ["LARGE_NUMEL", "Call", "Instead", "SecondRun", "first_tensor", "hooks_of_linear", "is_no_nest"]
-
 _push: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
 _pop: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 

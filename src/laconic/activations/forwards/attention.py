@@ -46,8 +46,6 @@ from laconic.activations.keep.witnesses import named
 from laconic.activations.recognize.sites import Site
 from laconic.ops import DTYPES
 
-__all__ = ["AttentionCore", "attention_core_of"]
-
 _ATTRIBUTE = "_laconic_attention"
 
 

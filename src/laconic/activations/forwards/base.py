@@ -29,8 +29,6 @@ from laconic.activations.recognize.sites import LinearSpec, Site
 from laconic.activations.recognize.trial import PlainAttributes
 from laconic.ops import DTYPES
 
-__all__ = ["BlockMode", "LinearForward", "NormForward", "SiteForward"]
-
 
 class BlockMode(TorchFunctionMode):
     """Base of modes that replace functions in a block's own code; the sites inside of the block run without them.

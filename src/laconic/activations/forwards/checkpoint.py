@@ -43,8 +43,6 @@ from laconic.activations.keep.witnesses import glance, same
 from laconic.formats import BlockFormat
 from laconic.ops import DTYPES
 
-__all__ = ["LayerForward", "checkpoint", "is_checkpointed_layer", "is_plain", "num_modes", "run_again", "runs_twice"]
-
 
 def runs_twice() -> bool:
     """Whether tensors saved now live for one layer's backward only, or not at all.

@@ -23,8 +23,6 @@ from laconic.activations.keep.kept import attach, derive, found
 from laconic.activations.recognize.sites import Site
 from laconic.activations.recognize.trial import ForwardCode
 
-__all__ = ["DropoutForward", "dropout", "pack_mask", "unpack_mask"]
-
 
 def pack_mask(mask: Tensor) -> Tensor:
     """A mask in bits.

@@ -25,8 +25,6 @@ from laconic.activations.keep.kept import attach, derive, found, is_linear, keep
 from laconic.activations.recognize.sites import ActivationSpec, Site
 from laconic.activations.recognize.trial import PlainAttributes
 
-__all__ = ["ElementwiseForward", "activation", "is_worth_packing"]
-
 
 def is_worth_packing(x: Tensor, activation: str) -> bool:
     """Whether the input of an activation is better kept packed.

@@ -31,8 +31,6 @@ from laconic.activations.keep.kept import keep
 from laconic.activations.keep.witnesses import named
 from laconic.activations.recognize.sites import Site
 
-__all__ = ["ExpertsForward", "RouterForward"]
-
 
 class RouterForward(SiteForward):
     """Runs the router's own code; its linear layer keeps what rebuilds the input."""

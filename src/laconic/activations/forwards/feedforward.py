@@ -33,17 +33,6 @@ from laconic.activations.recognize.trial import PlainAttributes
 from laconic.formats import BlockFormat
 from laconic.ops import DTYPES
 
-__all__ = [
-    "PARTS",
-    "PRODUCTS",
-    "ActivationForward",
-    "MlpForward",
-    "ProjectionForward",
-    "RecomputedMlpForward",
-    "is_made",
-    "note_parts",
-]
-
 
 class MlpForward(SiteForward):
     """Runs the block's own code; its activation and its product save packed gate and up projections."""

@@ -37,8 +37,6 @@ from laconic.activations.keep.kept import attach, derive, found
 from laconic.activations.recognize.code_scan import TorchCalls
 from laconic.activations.recognize.sites import FunctionsSpec, Site
 
-__all__ = ["FunctionsForward"]
-
 
 class FunctionsForward(SiteForward):
     """Runs the module's own code; functions of torch that it calls keep packed tensors.

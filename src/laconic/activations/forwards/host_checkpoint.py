@@ -19,8 +19,6 @@ from laconic.activations.forwards.checkpoint import is_checkpointed_layer, packe
 from laconic.activations.forwards.replacement import Replacement
 from laconic.formats import BlockFormat
 
-__all__ = ["CheckpointingForward", "checkpoints_others"]
-
 _FUNCTION = "_gradient_checkpointing_func"
 
 

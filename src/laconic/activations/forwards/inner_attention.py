@@ -19,8 +19,6 @@ from laconic.activations.forwards.base import SiteForward
 from laconic.activations.keep.choice import Packing
 from laconic.activations.recognize.sites import InnerAttentionSpec, Site
 
-__all__ = ["InnerAttentionForward"]
-
 
 class InnerAttentionForward(SiteForward):
     """Keeps packed query, key and value; the module's own code runs again in backward.

@@ -22,8 +22,6 @@ from laconic.activations.keep.choice import Packing
 from laconic.activations.keep.function_rules import Call
 from laconic.activations.keep.packer import Packer, running_packer
 
-__all__ = ["LeafForward", "run_packed"]
-
 
 class LeafForward(Replacement):
     """Runs the layer's own code under a packer.

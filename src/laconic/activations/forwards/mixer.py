@@ -35,8 +35,6 @@ from laconic.activations.recognize.sites import Site
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 
-__all__ = ["MixerForward"]
-
 LARGEST_ERROR = 0.1
 """Relative error of a mixer's gradients, run from its packed input, above which the input is kept exactly.
 

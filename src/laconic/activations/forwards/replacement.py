@@ -24,16 +24,6 @@ from laconic.activations.keep.witnesses import RootForward
 from laconic.errors import ModelError
 from laconic.formats.shards import is_deepspeeds
 
-__all__ = [
-    "ModelReplacement",
-    "OfModule",
-    "Replacement",
-    "check_module",
-    "follow_copies",
-    "forget_copies",
-    "replacements_of",
-]
-
 
 class Replacement:
     """Base of the replaced forwards: a callable, `install`ed as the forward of a module until `remove`d.

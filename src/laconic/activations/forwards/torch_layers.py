@@ -18,8 +18,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from laconic.activations.forwards.mixer import MixerForward
 
-__all__ = ["AttentionModuleForward", "RecurrentForward", "mixer_of"]
-
 
 def mixer_of(module: nn.Module) -> type[MixerForward]:
     """The forward for a module that runs again."""

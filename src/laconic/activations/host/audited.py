@@ -17,8 +17,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from laconic.formats import BlockFormat
 
-__all__ = ["AUDITED", "StandIn", "in_an_audit", "keeping_values", "running_originals"]
-
 StandIn = Callable[[Tensor, BlockFormat, Tensor | None], Tensor]
 """(x, format, center) -> the values that are kept in the place of the codes of x; like x."""
 

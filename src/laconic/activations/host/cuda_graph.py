@@ -16,8 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from laconic.errors import ModelError
 
-__all__ = ["is_captured", "without_draws"]
-
 
 def is_captured(device: torch.device) -> bool:
     """Whether a CUDA graph is captured on the current stream of the device."""

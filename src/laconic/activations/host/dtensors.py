@@ -29,8 +29,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-__all__ = ["Placed", "has_whole_rows", "is_packable", "local_of", "on_rows", "row_dim", "warn_exact"]
-
 
 def local_of(x: Tensor) -> Tensor:
     """What this rank holds of a DTensor, without gradients; any other tensor itself."""

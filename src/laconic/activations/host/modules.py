@@ -13,8 +13,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["forward_of", "modules_of", "store_forward"]
-
 
 def forward_of(module: nn.Module) -> Callable[..., Any] | None:
     """The forward set on this very module, inside of a host's function; None if it is that of its class."""

@@ -24,8 +24,6 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from laconic.errors import ModelError
 
-__all__ = ["NATIVE", "RunningCode", "called_by", "unpatched"]
-
 NATIVE = frozenset(
     {
         BuiltinFunctionType,

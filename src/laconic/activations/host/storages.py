@@ -7,8 +7,6 @@ from torch import Tensor
 
 from laconic.formats.shards import local_part
 
-__all__ = ["dense_parts", "laid_out", "overlaps", "place_of", "storages_of"]
-
 _ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["record_reader", "stream_of"]
-
 
 def stream_of(x: Tensor) -> torch.cuda.Stream | None:
     """The current stream of the device of `x`; None on the CPU and while a graph is traced."""

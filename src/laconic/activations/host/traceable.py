@@ -33,8 +33,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.ops.codebooks import AFFINE
 
-__all__ = ["argument_class", "as_result", "direct_apply", "graphs_are_exact", "is_exporting", "traceable", "untraced"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C")
 

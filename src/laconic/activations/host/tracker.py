@@ -19,8 +19,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from laconic.activations.host.audited import AUDITED
 from laconic.activations.host.storages import dense_parts, storages_of
 
-__all__ = ["SavedTensor", "SavedTensorTracker", "kind_of", "observe", "own_storages"]
-
 _OPEN: list[SavedTensorTracker] = []
 
 

@@ -11,8 +11,6 @@ from laconic.activations.host.traceable import argument_class
 from laconic.errors import FormatError
 from laconic.formats import BlockFormat
 
-__all__ = ["RECOMPUTED", "Choice", "Offload", "Packing", "Recompute", "block_format_of", "choice_of", "entry_of"]
-
 RECOMPUTED = ("mlp", "attention", "mixer")
 """Kinds of sites that can be recomputed on their own."""
 

@@ -16,8 +16,6 @@ from torch import Tensor
 from laconic.ops import pack_bits, unpack_bits
 from laconic.ops.constants import constant_tensor
 
-__all__ = ["Coded", "Layout", "as_mask", "as_offsets", "as_shape", "mask_of_bits"]
-
 
 @dataclass(frozen=True)
 class Layout:

@@ -18,8 +18,6 @@ from torch import Tensor
 from laconic.activations.keep.exact_codes import Coded, Layout, as_mask, as_offsets, as_shape
 from laconic.activations.keep.tolerant import functions_named, least_numel
 
-__all__ = ["Call", "Side"]
-
 _NOT_READ_ON = ("cpu", "cuda")
 """Devices whose pooling reads no value of its input in backward."""
 

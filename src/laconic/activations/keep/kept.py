@@ -61,25 +61,6 @@ from laconic.activations.keep.witnesses import (
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops import BITS
 
-__all__ = [
-    "Gate",
-    "Kept",
-    "Memo",
-    "attach",
-    "derive",
-    "found",
-    "found_or_held",
-    "held",
-    "in_range",
-    "is_linear",
-    "keep",
-    "known",
-    "mark_as_linear",
-    "pack",
-    "take_all",
-    "whole_of",
-]
-
 Tensors = tuple[Tensor, ...]
 
 _ATTRIBUTE = "_laconic_kept"

@@ -17,8 +17,6 @@ from laconic.ops import pack_bits, select_bits, unpack_bits
 from laconic.ops.declarations.bits import MASK_DTYPES
 from laconic.ops.derivatives import is_batched
 
-__all__ = ["masked_relu", "may_be_masked"]
-
 
 def may_be_masked(x: Tensor, in_place: bool) -> bool:
     """Whether `masked_relu` takes this argument of a relu."""

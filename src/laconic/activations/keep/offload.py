@@ -17,8 +17,6 @@ from torch import Tensor
 from laconic.activations.host.cuda_graph import is_captured
 from laconic.errors import ModelError
 
-__all__ = ["AHEAD", "Offloader", "offloader_of"]
-
 AHEAD = 8
 """How many offloaded values are prefetched; a decoder layer sends about that many."""
 

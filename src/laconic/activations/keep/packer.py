@@ -38,8 +38,6 @@ from laconic.formats import BlockFormat
 from laconic.ops import DTYPES
 from laconic.ops.codebooks import AFFINE, LEVEL_MAX
 
-__all__ = ["Packer", "exactly", "hooks_around", "running_packer"]
-
 _MIN_NUMEL = 1024
 """Smaller tensors are not worth a call."""
 

@@ -23,8 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from laconic.activations.host.storages import place_of, storages_of
 
-__all__ = ["preserved"]
-
 _CONTAINERS = (list, dict, set, deque)
 _LEFT_OUT = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial, str, bytes, int, float)
 """What is no state, or not the model's: our own forwards note in measuring what they keep."""

@@ -22,8 +22,6 @@ from laconic.activations.host.cuda_graph import is_captured
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat, BlockTensor
 
-__all__ = ["quantized", "seed_rounding", "seeds_restored"]
-
 
 class _Seeds:
     """Numbers the tensors that are rounded, and makes a seed of each number."""

@@ -18,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["functions_named", "least_numel"]
-
 _PRODUCTS = """mul multiply square matmul mm bmm mv dot inner outer ger vdot addmm addmv addbmm baddbmm addr addcmul
     chain_matmul einsum tensordot kron linear bilinear prelu lerp dropout feature_dropout dropout1d dropout2d
     dropout3d"""

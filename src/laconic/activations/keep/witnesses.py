@@ -50,22 +50,6 @@ from laconic.ops.codebooks import AFFINE, ARITHMETIC, LEVEL_MAX, codebook
 from laconic.ops.constants import constant_tensor
 from laconic.ops.gated_activations import CURVES
 
-__all__ = [
-    "NUM_PLACES",
-    "RootForward",
-    "Witness",
-    "check_unchanged",
-    "glance",
-    "glances",
-    "named",
-    "root",
-    "same",
-    "saw_gradients",
-    "saw_product",
-    "make_checks",
-    "witness_of",
-]
-
 Tensors = tuple[Tensor, ...]
 Glances = tuple[bytes | Tensor | None, ...]
 

@@ -20,8 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["TorchCalls", "calls_of"]
-
 
 class TorchCalls:
     """Names for the functions of torch that matter here."""

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-__all__ = ["largest_parts", "numel_of"]
-
 
 def largest_parts(model: nn.Module) -> Iterator[nn.Module]:
     """The model, its child with more than half of its parameters, that one's, and so on.

@@ -7,8 +7,6 @@ from typing import Literal
 
 from torch import nn
 
-__all__ = ["LeafKind", "LeafSpec", "leaf_of"]
-
 LeafKind = Literal["conv", "channel_norm", "activation", "pool", "dropout"]
 
 _CLASSES: dict[LeafKind, tuple[type[nn.Module], ...]] = {

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from laconic.activations.recognize.trial import outcome
 
-__all__ = ["ExpertsSpec", "RouterSpec", "experts_of", "router_of"]
-
 
 @dataclass(frozen=True)
 class ExpertsSpec:

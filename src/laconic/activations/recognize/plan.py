@@ -17,8 +17,6 @@ from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
 from laconic.json_text import parse_json
 
-__all__ = ["ATTENTION", "ActivationPlan", "Policy", "careful_head", "uniform"]
-
 Policy = Callable[[Site], Choice]
 """Chooses how the activation of each site is kept."""
 

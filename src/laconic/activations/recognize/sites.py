@@ -28,18 +28,6 @@ from laconic.activations.recognize.leaf_layers import LeafKind, LeafSpec, leaf_o
 from laconic.activations.recognize.mixture import ExpertsSpec, RouterSpec, experts_of, router_of
 from laconic.activations.recognize.trial import has_plain_attributes, outcome, own_forward, settled, usual_numbers
 
-__all__ = [
-    "ActivationSpec",
-    "DropoutSpec",
-    "FunctionsSpec",
-    "InnerAttentionSpec",
-    "LinearSpec",
-    "MixerSpec",
-    "MlpSpec",
-    "Site",
-    "find_sites",
-]
-
 
 @dataclass(frozen=True)
 class LinearSpec:

@@ -22,16 +22,6 @@ from torch import Tensor, nn
 from laconic.activations.host.modules import forward_of
 from laconic.activations.host.patched import called_by
 
-__all__ = [
-    "ForwardCode",
-    "PlainAttributes",
-    "has_plain_attributes",
-    "outcome",
-    "own_forward",
-    "settled",
-    "usual_numbers",
-]
-
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",

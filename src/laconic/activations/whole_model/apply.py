@@ -46,8 +46,6 @@ from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
 from laconic.options import ACTIVATION_BITS, ATTENTIONS, CODE_BITS, LOSSES, MODES, Loss, Mode, refused, takes
 
-__all__ = ["compress_activations", "convert", "decompress_activations"]
-
 _FORWARDS: Mapping[str, type[SiteForward] | type[LeafForward]] = {
     "norm": NormForward,
     "linear": LinearForward,

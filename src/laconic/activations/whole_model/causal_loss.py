@@ -31,8 +31,6 @@ from laconic.activations.keep.witnesses import check_unchanged, glances
 from laconic.activations.recognize.trial import usual_numbers
 from laconic.ops.derivatives import connected, edge_of, gradients
 
-__all__ = ["CausalLossForward", "causal_loss", "has_causal_loss", "loss_functions"]
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _IGNORED = -100
 

@@ -21,8 +21,6 @@ from laconic.activations.host.modules import modules_of
 from laconic.activations.keep.choice import RECOMPUTED, Choice, Recompute
 from laconic.activations.recognize.sites import Site, find_sites
 
-__all__ = ["follow"]
-
 Install = Callable[[Sequence[tuple[nn.Module, Site, Choice]]], None]
 
 

@@ -41,8 +41,6 @@ from laconic.errors import DataError, ModelError
 from laconic.formats import BlockFormat
 from laconic.formats.shards import local_part
 
-__all__ = ["CausalForward", "CausalHead", "HeadForward", "find_head"]
-
 _IGNORED = -100
 """The label of tokens that do not count, in every Hugging Face loss for causal language models."""
 

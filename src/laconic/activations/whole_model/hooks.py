@@ -27,8 +27,6 @@ from laconic.activations.keep.packer import Packer, exactly
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 
-__all__ = ["ExactForward", "HooksForward"]
-
 
 class _Running(threading.local):
     """The forward in hooks mode that runs in this thread."""

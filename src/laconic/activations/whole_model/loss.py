@@ -48,8 +48,6 @@ from laconic.errors import DataError, ModelError
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops.derivatives import connected, edge_of, gradients
 
-__all__ = ["BLOCK", "ROWS", "TILES", "LossSpec", "check_range", "divisor_of", "linear_cross_entropy", "tiled_loss"]
-
 TILES = {"cpu": (1 << 10, 1 << 20), "cuda": (1 << 12, 1 << 24)}
 """By device type, the tokens of a tile unless the caller says otherwise, and the most logits that a tile holds.
 

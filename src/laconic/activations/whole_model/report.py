@@ -31,20 +31,6 @@ from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 from laconic.text_columns import columns
 
-__all__ = [
-    "SAVINGS_LOGGER",
-    "UNMEASURED",
-    "Call",
-    "Measurement",
-    "Report",
-    "SiteReport",
-    "is_measuring",
-    "measure",
-    "saved_nbytes_per_token",
-    "tensors_in",
-    "text_config",
-]
-
 SAVINGS_LOGGER = "laconic.savings"
 """Name of the logger that says how little a conversion saves: whoever tells that by a table mutes it, and no other."""
 

@@ -17,8 +17,6 @@ from laconic.activations.host.modules import forward_of, store_forward
 from laconic.activations.whole_model.report import Call, Measurement, brief, measure, only_runs_exactly, unmeasurable
 from laconic.errors import ModelError
 
-__all__ = ["fitting", "is_compressed", "measure_both", "suspended", "unwrapped"]
-
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The model inside of DDP and torch.compile."""

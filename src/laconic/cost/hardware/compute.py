@@ -18,8 +18,6 @@ from laconic.errors import PlanError
 from laconic.json_text import parse_json
 from laconic.options import BLOCK_CODES, CODE_BITS
 
-__all__ = ["Hardware", "Sensitivity", "layer_forward_flops", "pack_seconds", "recompute_seconds"]
-
 EXPOSED_OFFLOAD = 0.25
 """Share of the transfers to and from host memory that computation does not hide. An assumption, not measured."""
 

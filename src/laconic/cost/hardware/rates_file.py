@@ -13,9 +13,6 @@ from laconic.cache_folder import cache_folder, is_homeless
 from laconic.errors import ConfigError
 from laconic.json_text import parse_json
 
-__all__ = ["cached_path", "check_format", "check_known", "load_json", "read_number", "read_table", "save_json"]
-
-
 T = TypeVar("T")
 
 

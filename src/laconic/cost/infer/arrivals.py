@@ -44,8 +44,6 @@ from laconic.errors import PlanError
 from laconic.schedule.inference import InferencePlan
 from laconic.schedule.slices import largest_slice
 
-__all__ = ["ArrivalChoice", "Arrivals", "Steady", "choose_for_arrivals", "steady"]
-
 _TIE = 1e-9
 
 

@@ -11,8 +11,6 @@ from laconic.cost.infer.shape import InferenceShape
 from laconic.cost.sizes import format_nbytes
 from laconic.text_columns import columns
 
-__all__ = ["arrivals_text", "candidate_name", "choice_text", "infer_rates_text"]
-
 _NAMES = {
     "replicated": "unsplit, replicas",
     "sharded": "unsplit, experts sharded",

@@ -22,8 +22,6 @@ from laconic.errors import PlanError
 from laconic.schedule.inference import BlockTimes, InferencePlan
 from laconic.schedule.slices import largest_slice, slice_ranges
 
-__all__ = ["InferenceCostModel", "Split", "Workload", "active_experts", "reach"]
-
 
 @dataclass(frozen=True)
 class Split:

@@ -26,16 +26,6 @@ from laconic.schedule.inference import InferencePlan, Order, Slicing, inference_
 from laconic.schedule.slices import largest_slice
 from laconic.schedule.streams import simulate
 
-__all__ = [
-    "Demand",
-    "EngineChoice",
-    "EngineLimits",
-    "Fixed",
-    "choose_for_engine",
-    "engine_seconds",
-    "engine_step_seconds",
-]
-
 _TIE = 1e-9
 
 

@@ -21,8 +21,6 @@ from laconic.cost.sizes import format_nbytes
 from laconic.errors import PlanError
 from laconic.schedule.slices import largest_slice
 
-__all__ = ["ATTENTION_WORKER", "CACHE", "EXPERT_WORKER", "WHOLE_WORKER", "Limit", "largest_batch", "worker_nbytes"]
-
 ATTENTION_WORKER, EXPERT_WORKER, WHOLE_WORKER = "attention worker", "expert worker", "worker"
 WEIGHTS, CACHE, ACTIVATIONS = "weights", "key-value cache", "activations"
 _LOGIT_NBYTES = 4

@@ -33,23 +33,6 @@ from laconic.errors import PlanError
 from laconic.schedule.inference import BlockTimes, InferencePlan, Order, Slicing, inference_seconds
 from laconic.schedule.slices import largest_slice
 
-__all__ = [
-    "KINDS",
-    "Kind",
-    "Candidate",
-    "Choice",
-    "Search",
-    "Workers",
-    "choose",
-    "floor_seconds",
-    "least_seconds",
-    "pass_seconds",
-    "plans_of",
-    "priced",
-    "replicated_seconds",
-    "sharded_seconds",
-]
-
 Kind = Literal["replicated", "sharded", "naive", "pppipe", "findep"]
 KINDS: tuple[Kind, ...] = ("replicated", "sharded", "naive", "pppipe", "findep")
 """From plain to complicated."""

@@ -24,8 +24,6 @@ from laconic.cost.hardware.rates_file import (
 )
 from laconic.errors import ConfigError
 
-__all__ = ["ExchangeCosts", "InferenceRates", "LinkPair", "default_infer_path"]
-
 _FORMAT, _VERSION = "laconic inference rates", 2
 
 

@@ -13,8 +13,6 @@ from laconic.errors import PlanError
 from laconic.json_text import parse_json
 from laconic.options import CODE_BITS, EXPERT_BLOCK_SIZE, EXPERT_FORMATS, refused
 
-__all__ = ["FAMILIES", "MODELS", "InferenceShape", "is_read"]
-
 FAMILIES = ("deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """`model_type`s whose configurations say all sizes."""
 

@@ -23,8 +23,6 @@ from laconic.cost.infer.shape import InferenceShape
 from laconic.errors import PlanError
 from laconic.schedule.inference import InferencePlan
 
-__all__ = ["VllmAfd", "VllmServe", "plan_vllm_afd"]
-
 _CONNECTOR = "P2pNcclAFDConnector"
 _GATES: dict[str, bool] = {"deepseek_v2": True, "deepseek_v3": True, "qwen3_moe": False}
 """Families that plugin and planner know, and whether attention may compute the gate, as in a FinDEP plan."""

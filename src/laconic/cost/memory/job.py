@@ -14,9 +14,6 @@ from laconic.errors import PlanError
 from laconic.options import OPTIMIZERS, Optimizer
 from laconic.schedule import PipelineSchedule, make_schedule
 
-__all__ = ["Job", "Layout", "Settings", "Stage", "kept_nbytes", "precision_of", "recomputed_nbytes"]
-
-
 _MOST_ACTIONS = 1 << 20
 """Forwards of a schedule, which is written out: a file that asks for more would take all memory."""
 

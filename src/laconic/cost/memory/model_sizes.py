@@ -8,8 +8,6 @@ from typing import Any
 
 from laconic.errors import PlanError
 
-__all__ = ["ModelSizes"]
-
 _FIELDS = {
     "family": "model_type",
     "hidden_size": "hidden_size",

@@ -15,8 +15,6 @@ from laconic.cost.memory.job import Job, Stage
 from laconic.cost.memory.persistent import expert_gradients_nbytes, gradient_nbytes, persistent_nbytes
 from laconic.cost.memory.saved_tensors import EXACT, Choice
 
-__all__ = ["PeakPoint", "peak_points"]
-
 
 @dataclass(frozen=True)
 class PeakPoint:

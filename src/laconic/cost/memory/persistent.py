@@ -7,8 +7,6 @@ from collections import Counter
 from laconic.cost.memory.job import Job, Stage
 from laconic.options import MOMENT_BITS, MOMENT_BLOCK_SIZES
 
-__all__ = ["expert_gradients_nbytes", "gradient_nbytes", "persistent_nbytes"]
-
 
 def persistent_nbytes(job: Job, stages: list[Stage]) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state of a rank that holds `stages`."""

@@ -12,17 +12,6 @@ from typing import Any, Literal
 from laconic.errors import PlanError
 from laconic.options import CODE_BITS, DEFAULT_CODES, listed
 
-__all__ = [
-    "CODE_BITS",
-    "EXACT",
-    "PRECISIONS",
-    "RECOMPUTE",
-    "Batch",
-    "Choice",
-    "Precision",
-    "Unit",
-]
-
 _SCALE_NBYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 

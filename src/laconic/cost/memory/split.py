@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 
 from laconic.errors import PlanError
 
-__all__ = ["balanced_split"]
-
 
 def balanced_split(sizes: Sequence[int], num_chunks: int, first: int = 0, last: int = 0) -> tuple[int, ...]:
     """Layers per chunk such that the largest chunk is as small as it can be; of such splits the most even one.

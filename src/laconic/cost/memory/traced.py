@@ -13,8 +13,6 @@ from typing import Any
 from laconic.cost.memory.saved_tensors import Unit
 from laconic.errors import PlanError
 
-__all__ = ["POINTS", "TracedLayer", "TracedModel", "Workspace"]
-
 POINTS = ("forward", "loss", "backward", "end")
 """Moments at which a rank's memory can be largest, see laconic.cost.memory.peak."""
 

@@ -15,8 +15,6 @@ from laconic.cost.moe.shape import LayerShape, group_shape
 from laconic.schedule.moe import LayerTimes, best_degree, pipeline_seconds
 from laconic.topology import GridLayout
 
-__all__ = ["FSMOE", "fsmoe_route", "layer_times", "shares_link"]
-
 FSMOE = "fsmoe"
 """Name of FSMoE's route through a layer."""
 

@@ -33,27 +33,6 @@ if TYPE_CHECKING:
 
     Table = NDArray[Any]
 
-__all__ = [
-    "DepthChoice",
-    "LevelCost",
-    "RowCounts",
-    "best_depth",
-    "busiest_rows",
-    "count_vector",
-    "counted_groups",
-    "depth_seconds",
-    "duplicate_rate",
-    "flat_seconds",
-    "hit_share",
-    "level_costs",
-    "level_lines",
-    "level_nbytes",
-    "level_rows",
-    "rows_between",
-    "wire_rows",
-    "stage_shape",
-]
-
 
 def counted_groups(levels: Levels) -> tuple[int, ...]:
     """Return the numbers of groups that rows are counted for: U[1], ..., U[D-1], G."""

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from itertools import chain, combinations
 from math import fsum
 
-__all__ = ["Overhead", "Sample", "fit_overhead"]
-
 
 @dataclass(frozen=True)
 class Overhead:

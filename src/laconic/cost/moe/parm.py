@@ -23,8 +23,6 @@ from laconic.cost.moe.routes import Route, RouteBuilder, Step
 from laconic.cost.moe.shape import LayerShape, group_shape
 from laconic.topology import GridLayout
 
-__all__ = ["BASELINE", "S1", "S2", "parm_routes", "saa_seconds"]
-
 BASELINE, S1, S2 = "baseline", "s1", "s2"
 """Names of Parm's routes through a layer: the baseline and its two schedules."""
 

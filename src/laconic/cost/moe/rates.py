@@ -37,8 +37,6 @@ from laconic.cost.moe.overhead import Overhead
 from laconic.errors import ConfigError
 from laconic.topology import GROUPS
 
-__all__ = ["Coding", "MoERates", "Price", "default_moe_path"]
-
 _FORMAT, _VERSION = "laconic moe rates", 1
 _LEVEL = re.compile(r"inter[1-9][0-9]*|intra[0-9]+")
 _NOTHING = Line(0.0, 0.0)

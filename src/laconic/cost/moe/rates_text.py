@@ -7,8 +7,6 @@ from laconic.cost.comm.rates import Line
 from laconic.cost.moe.rates import MoERates
 from laconic.text_columns import columns
 
-__all__ = ["moe_rates_text"]
-
 
 def moe_rates_text(rates: MoERates) -> str:
     """Format tables of groups, work within a rank, codecs and routes.

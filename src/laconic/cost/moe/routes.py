@@ -11,8 +11,6 @@ from laconic.errors import ConfigError
 from laconic.schedule.moe_pipeline import ChunkTime
 from laconic.topology import GridLayout
 
-__all__ = ["Route", "RouteBuilder", "Step", "fastest"]
-
 
 @dataclass(frozen=True)
 class Step:

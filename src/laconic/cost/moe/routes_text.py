@@ -12,8 +12,6 @@ from laconic.cost.moe.search import UNEXPLAINED, Candidate, LayerPlan, best_plan
 from laconic.cost.sizes import format_nbytes
 from laconic.text_columns import columns
 
-__all__ = ["candidates_data", "candidates_text", "parts_of", "plan_text", "routes_text"]
-
 _PARTS = ("all-to-all", "other collectives", "experts", "within the rank", "unexplained", "overlapped")
 
 

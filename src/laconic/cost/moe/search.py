@@ -33,18 +33,6 @@ if TYPE_CHECKING:
 
     Table = NDArray[Any]
 
-__all__ = [
-    "FLAT",
-    "OVERHEAD",
-    "UNEXPLAINED",
-    "Candidate",
-    "LayerPlan",
-    "CostModel",
-    "best_candidate",
-    "best_plan",
-    "overhead_size",
-]
-
 FLAT, _SHARDED = "flat", "sharded"
 OVERHEAD = "fixed overhead"
 UNEXPLAINED = "unexplained"

@@ -9,8 +9,6 @@ from laconic.cost.comm.seconds import GroupShape
 from laconic.errors import ConfigError
 from laconic.topology import GridLayout, groups_of_ranks
 
-__all__ = ["LayerShape", "group_shape", "strided_group_shape"]
-
 
 @dataclass(frozen=True)
 class LayerShape:

@@ -24,16 +24,6 @@ from laconic.cost.comm.seconds import GroupShape, sent_nbytes
 from laconic.cost.moe.rates import MoERates
 from laconic.errors import ConfigError
 
-__all__ = [
-    "DIRECTIONS",
-    "QUERY_SHARE",
-    "SwapPeriod",
-    "query_distance",
-    "query_seconds",
-    "move_seconds",
-    "sampled_tokens",
-]
-
 DIRECTIONS = 4
 """All-to-alls of a layer in a training step: dispatch and combine, forward and backward."""
 

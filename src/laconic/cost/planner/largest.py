@@ -9,8 +9,6 @@ from laconic.cost.memory.job import Job
 from laconic.cost.planner.policy import Chosen
 from laconic.errors import PlanError
 
-__all__ = ["most_layers"]
-
 _MOST = 50_000
 """Layers that are tried; a layer without parameters or saved tensors would never end it."""
 

@@ -18,8 +18,6 @@ from laconic.cost.memory.predict import predict
 from laconic.cost.memory.saved_tensors import EXACT, RECOMPUTE, Choice, Unit
 from laconic.errors import PlanError
 
-__all__ = ["Costs", "IntegerProgram"]
-
 _LAYER_INPUT = Choice("int8")
 """How a decoder layer that runs again in backward keeps its input."""
 

@@ -20,8 +20,6 @@ from laconic.cost.planner.policy import Chosen
 from laconic.errors import PlanError
 from laconic.json_text import parse_json
 
-__all__ = ["Plan", "load_plan"]
-
 _FORMAT = "laconic plan"
 _VERSION = 1
 

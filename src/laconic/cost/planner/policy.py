@@ -17,8 +17,6 @@ from laconic.cost.planner.milp import IntegerProgram
 from laconic.cost.sizes import format_nbytes
 from laconic.errors import PlanError
 
-__all__ = ["ALL_CHOICES", "CHOICES", "BudgetError", "Chosen", "Weights", "choose", "by_bits", "agoq"]
-
 CHOICES = ("16", "8", "6", "5", "4", "recompute", "offload")
 """Choices by their word on the command line, those that are allowed if nothing is said."""
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from laconic.cost.memory.predict import Prediction
 from laconic.errors import PlanError
 
-__all__ = ["save_chart"]
-
 
 def save_chart(prediction: Prediction, path: str | Path, budget_nbytes: int | None = None, title: str = "") -> None:
     """Write a PNG (or whatever the name's ending says).

@@ -11,8 +11,6 @@ from laconic.cost.sizes import format_nbytes
 from laconic.cost.text.remedies import largest_terms_text
 from laconic.text_columns import columns
 
-__all__ = ["plan_text"]
-
 
 def _describe_job(job: Job) -> str:
     """Model, world, batch and settings in four lines."""

@@ -6,8 +6,6 @@ from laconic.cost.memory.job import Job
 from laconic.cost.planner.policy import Chosen
 from laconic.cost.sizes import format_nbytes
 
-__all__ = ["largest_terms_text"]
-
 
 def largest_terms_text(job: Job, chosen: Chosen) -> str:
     """The three largest terms of the fullest rank, a line each: name, bytes, and what to switch on."""

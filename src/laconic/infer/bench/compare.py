@@ -16,8 +16,6 @@ from laconic.infer.bench.plans import BenchPlan, Kind, first_candidates, sweep
 from laconic.infer.bench.workload import poisson_arrivals
 from laconic.infer.token_engine import TokenEngine
 
-__all__ = ["SHARES", "Comparison", "Latency", "PlanResult", "StartEngine", "compare"]
-
 SHARES = (50, 90, 99)
 """Percentiles that are reported."""
 

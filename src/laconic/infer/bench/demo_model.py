@@ -9,8 +9,6 @@ import torch
 
 from laconic.train.data.tokenizer import BytesTokenizer
 
-__all__ = ["save_demo_model"]
-
 
 def save_demo_model(
     model_dir: Path, *, hidden_size: int = 128, layers: int = 4, experts: int = 16, vocab_size: int | None = None

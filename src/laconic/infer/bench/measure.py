@@ -11,8 +11,6 @@ from laconic.errors import LaconicError
 from laconic.infer.sampling import ChosenToken, Sampling
 from laconic.infer.token_engine import TokenEngine
 
-__all__ = ["Answer", "Listener", "run_at", "run_together"]
-
 
 @dataclass
 class Answer:

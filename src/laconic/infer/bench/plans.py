@@ -9,8 +9,6 @@ from typing import Literal, get_args
 
 from laconic.schedule.inference import InferencePlan
 
-__all__ = ["KINDS", "BenchPlan", "Kind", "first_candidates", "sweep", "variants"]
-
 Kind = Literal["unsplit", "naive", "pppipe", "findep"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """From plain to complicated: see BenchPlan."""

@@ -13,8 +13,6 @@ from laconic.errors import ConfigError
 from laconic.infer.bench.compare import SHARES, Comparison, PlanResult
 from laconic.text_columns import columns
 
-__all__ = ["check_plots", "report_json", "report_text", "save_report"]
-
 
 def report_text(comparison: Comparison) -> str:
     """Return the tables: medians over the rounds, and lowest to highest."""

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from laconic.errors import ConfigError
 
-__all__ = ["draw_prompts", "own_text", "paragraphs", "poisson_arrivals"]
-
 
 def own_text() -> str:
     """Return the docstrings of laconic.infer: text that is always at hand, a few words to a few paragraphs each."""

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from laconic.infer.server.refusals import Refusal
 from laconic.infer.token_engine import TokenEngine
 
-__all__ = ["Admission"]
-
 
 @dataclass(frozen=True)
 class _Waiting:

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from laconic.infer.token_engine import TokenEngine
     from laconic.infer.tokenizer import TextTokenizer
 
-__all__ = ["OWN_ERROR", "Answers"]
-
 OWN_ERROR = "an error of the server's own; its log has more"
 _BURST = 32  # tokens of a whole answer that are read together: nobody sees them one by one
 

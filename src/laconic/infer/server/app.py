@@ -30,8 +30,6 @@ from laconic.infer.server.wire import read_body
 from laconic.infer.token_engine import TokenEngine
 from laconic.infer.tokenizer import TextTokenizer
 
-__all__ = ["create_app"]
-
 _DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
 
 

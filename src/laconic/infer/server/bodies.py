@@ -17,8 +17,6 @@ from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.unserved import NEUTRAL_IN_CHATS, NEUTRAL_IN_COMPLETIONS
 from laconic.json_text import parse_json
 
-__all__ = ["ChatBody", "CompletionBody", "DetokenizeBody", "RequestBody", "TokenizeBody", "make_body", "parse_body"]
-
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,17}")  # without leading zeros, so that no two name one token
 
 

@@ -23,8 +23,6 @@ from laconic.infer.server.tool_calls import PARSERS, NamedCall, RequiredCalls, T
 from laconic.infer.token_engine import TokenEngine
 from laconic.infer.tokenizer import TextTokenizer
 
-__all__ = ["Chats"]
-
 
 class Chats:
     """Answers conversations.

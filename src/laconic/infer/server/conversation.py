@@ -7,8 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import from_json
 
-__all__ = ["CACHE_MARKS", "Message", "NamedTool", "Strict", "Tool", "ToolChoice"]
-
 CACHE_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 """Where a prompt's cache may end, as Anthropic's and OpenAI's APIs mark it: taken and not used, it changes no token."""
 

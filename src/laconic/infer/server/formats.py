@@ -8,8 +8,6 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from laconic.infer.server.conversation import Strict
 
-__all__ = ["ResponseFormat", "StructuredOutputs", "check_false", "check_kind"]
-
 
 def check_false(value: object) -> object:
     """Return None for what asks for nothing; refuse the rest, as a validator of a field that is not served."""

@@ -8,8 +8,6 @@ import uuid
 from laconic.infer.server.generation import Part
 from laconic.infer.server.replies import Reply
 
-__all__ = ["PartFrames"]
-
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 

@@ -16,8 +16,6 @@ from laconic.infer.server.text import StopFinder
 from laconic.infer.token_engine import TokenEngine, TokenHandle
 from laconic.infer.tokenizer import TextTokenizer
 
-__all__ = ["FinishReason", "Generation", "Part"]
-
 FinishReason = Literal["stop", "length"]
 _Event = ChosenToken | LaconicError | None
 

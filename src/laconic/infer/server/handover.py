@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Handover"]
-
 
 class Handover:
     """Runs calls of any thread on an event loop, in order; the loop is woken once for all that have come meanwhile.

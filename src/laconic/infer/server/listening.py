@@ -21,8 +21,6 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from laconic.errors import ConfigError
 from laconic.infer.connection_table import ConnectionTable, SeldomWarning, descriptors_left, is_shortage
 
-__all__ = ["ConnectionLimits", "serve_http"]
-
 _MOST_CONNECTIONS = 1024
 _RESERVED_DESCRIPTORS = 64  # for workers that start again, files, and connections that are being closed
 _ACCEPTED_AT_ONCE = 16

@@ -6,8 +6,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 
-__all__ = ["CONTENT_TYPE", "Histogram", "Metrics"]
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 

@@ -10,8 +10,6 @@ from starlette.types import Message as AsgiMessage
 
 from laconic.infer.server.refusals import Refusal
 
-__all__ = ["CountAnswers", "RequireKey"]
-
 
 class RequireKey:
     """Lets only requests with the key through, and those for /health and /ready."""

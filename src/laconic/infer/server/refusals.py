@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from starlette.responses import JSONResponse
 
-__all__ = ["Refusal"]
-
 
 class Refusal(Exception):
     """A request that is answered with an error.

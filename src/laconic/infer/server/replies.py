@@ -15,8 +15,6 @@ from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.tool_calls import CallDelta, ToolParser
 from laconic.infer.tokenizer import TextTokenizer
 
-__all__ = ["ChatReply", "CompletionReply", "Reply"]
-
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 

@@ -16,8 +16,6 @@ from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.replies import Reply
 from laconic.infer.tokenizer import TextTokenizer
 
-__all__ = ["ResponseReply", "ResponsesBody"]
-
 _TEXTS = ("input_text", "output_text", "text")
 
 

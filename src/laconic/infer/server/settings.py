@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from laconic.errors import ConfigError
 from laconic.infer.server.tool_calls import PARSERS
 
-__all__ = ["ServerSettings"]
-
 
 @dataclass(frozen=True)
 class ServerSettings:

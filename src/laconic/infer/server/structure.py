@@ -12,8 +12,6 @@ from laconic.infer.server.conversation import NamedTool, Tool
 from laconic.infer.server.refusals import Refusal
 from laconic.infer.token_engine import TokenEngine
 
-__all__ = ["grammar_of"]
-
 _ANY_OBJECT = {"type": "object"}
 _Asked = tuple[str, GrammarKind, Any]
 """A field's name, and arguments of `make_grammar`."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["StopFinder", "cut_at"]
-
 
 class StopFinder:
     """Cuts a text, which comes in pieces, before the first stop string to be complete.

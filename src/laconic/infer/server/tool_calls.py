@@ -19,17 +19,6 @@ from typing import Any
 
 from laconic.infer.server.text import cut_at
 
-__all__ = [
-    "PARSERS",
-    "CallDelta",
-    "HermesCalls",
-    "LlamaCalls",
-    "MistralCalls",
-    "NamedCall",
-    "RequiredCalls",
-    "ToolParser",
-]
-
 _TOOL_CALLS = "[TOOL_CALLS]"
 
 

@@ -5,8 +5,6 @@ Clients send such values unasked. Any other value is refused by the field's name
 
 from __future__ import annotations
 
-__all__ = ["NEUTRAL_IN_CHATS", "NEUTRAL_IN_COMPLETIONS", "NEUTRAL_IN_RESPONSES"]
-
 _Neutral = dict[str, tuple[object, ...]]
 
 _NEUTRAL: _Neutral = {

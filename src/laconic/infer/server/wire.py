@@ -13,8 +13,6 @@ from starlette.types import Receive, Scope, Send
 from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.settings import ServerSettings
 
-__all__ = ["EventStream", "read_body", "unless_gone"]
-
 _T = TypeVar("_T")
 
 

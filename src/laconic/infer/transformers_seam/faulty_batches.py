@@ -12,8 +12,6 @@ from laconic.errors import CollectiveError, ConfigError
 if TYPE_CHECKING:
     pass
 
-__all__ = ["FaultyBatches"]
-
 
 class _BatchFailedError(Exception):
     """A forward, or the choice of its tokens, has raised `error`."""

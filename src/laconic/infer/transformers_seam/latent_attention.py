@@ -10,8 +10,6 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     pass
 
-__all__ = ["fit_latent_attention", "widen_rows"]
-
 
 def fit_latent_attention(model: Any) -> None:
     """Let the paged cache, which `Requests` makes, hold the rows of multi-head latent attention.

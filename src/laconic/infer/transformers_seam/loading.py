@@ -24,16 +24,6 @@ from laconic.train.model_source import how_to_get_a_model
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = [
-    "check_weights",
-    "find_experts",
-    "load_attention_model",
-    "load_experts",
-    "num_positions",
-    "quiet_transformers",
-    "read_config",
-]
-
 
 def read_config(model_dir: Path) -> PretrainedConfig:
     """Read the configuration of the model in `model_dir`.

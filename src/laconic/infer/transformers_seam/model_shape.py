@@ -22,8 +22,6 @@ from laconic.infer.transformers_seam.loading import find_experts, num_positions,
 from laconic.infer.transformers_seam.versions import check_transformers
 from laconic.moe.huggingface.blocks import Block, unknown_experts
 
-__all__ = ["counted_shape", "planned_shape"]
-
 _NOTES = "laconic_notes"
 
 

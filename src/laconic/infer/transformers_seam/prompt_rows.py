@@ -11,8 +11,6 @@ from torch import Tensor
 from laconic.errors import ModelError
 from laconic.infer.sampling import ChosenToken, report_token
 
-__all__ = ["PromptReport", "PromptRows", "report_of"]
-
 
 class PromptReport:
     """The logprobs of one prompt, as its rows come.

@@ -20,8 +20,6 @@ from laconic.infer.transformers_seam.latent_attention import widen_rows
 from laconic.infer.transformers_seam.prompt_rows import PromptReport
 from laconic.infer.transformers_seam.sampler import Finished, Replay, Sampler
 
-__all__ = ["CacheLimits", "Requests"]
-
 
 @dataclass(frozen=True)
 class CacheLimits:

@@ -19,8 +19,6 @@ from laconic.infer.transformers_seam.prompt_rows import PromptRows, report_of
 if TYPE_CHECKING:
     pass
 
-__all__ = ["Finished", "Replay", "Sampler"]
-
 
 @dataclass(frozen=True)
 class Finished:

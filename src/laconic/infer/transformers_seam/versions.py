@@ -14,8 +14,6 @@ from laconic.errors import ConfigError
 if TYPE_CHECKING:
     pass
 
-__all__ = ["FIRST", "check_transformers"]
-
 FIRST = (5, 23)
 """Version of transformers from which on all names are there that are used here."""
 _TRIED = ((5, 23), (5, 24))

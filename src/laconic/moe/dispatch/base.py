@@ -30,21 +30,6 @@ from laconic.moe.routing import RoutedTokens, Routing
 if TYPE_CHECKING:
     from laconic.moe.gates.base import Gate
 
-__all__ = [
-    "Buffers",
-    "Dispatched",
-    "Dispatcher",
-    "ExchangePlan",
-    "ExpertRows",
-    "LocalDispatcher",
-    "RoutedShare",
-    "SharesTokens",
-    "Started",
-    "StartsDispatch",
-    "Transport",
-    "row_nbytes",
-]
-
 Buffers = tuple[Tensor, ...]
 """Tensors of one message: rows [*, M] first, then what belongs to them, such as weights."""
 

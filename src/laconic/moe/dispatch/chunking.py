@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["Chunk", "ShardGather", "SlicedRows", "rows_of_chunks", "slice_sizes"]
-
 
 def slice_sizes(counts: Tensor, experts: Tensor, num_slices: int) -> Tensor:
     """Count the rows in each slice, int64 [..., E, num_slices].

@@ -17,8 +17,6 @@ from laconic.moe.parallel.autograd_collectives import all_gather, reduce_scatter
 from laconic.moe.permute import Order
 from laconic.moe.routing import Routing
 
-__all__ = ["ShardedDispatcher", "gathered_counts"]
-
 
 class ShardedDispatcher(StagedDispatcher):
     """FSMoE's data path (arXiv 2501.10714, figure 2): EP-AlltoAll, ESP-AllGather, experts, ESP-ReduceScatter, AlltoAll.

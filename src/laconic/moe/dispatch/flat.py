@@ -28,8 +28,6 @@ from laconic.moe.permute import Order
 from laconic.moe.routing import Routing
 from laconic.moe.row_ops import accumulation_dtype
 
-__all__ = ["FlatDispatcher", "FlatTransport", "RowsPlan", "added_up", "agreed_rows", "copied"]
-
 
 class FlatDispatcher(StagedDispatcher):
     """One all-to-all to the experts and one back; see [Note: path of a row].

@@ -28,8 +28,6 @@ from laconic.moe.permute import Order
 from laconic.moe.routing import Routing
 from laconic.topology import Levels, Stage
 
-__all__ = ["HierarchicalDispatcher"]
-
 
 class HierarchicalDispatcher(StagedDispatcher):
     """Sends a row once to each group of ranks that has experts for it, level by level, and adds on the way back.

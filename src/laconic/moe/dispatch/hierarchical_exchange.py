@@ -24,8 +24,6 @@ from laconic.moe.dispatch.send_plan import SendPlan
 from laconic.moe.parallel.autograd_collectives import losses_named
 from laconic.moe.row_ops import accumulation_dtype, sum_picked
 
-__all__ = ["StageExchange", "carry_up", "start_down"]
-
 
 @dataclass(frozen=True)
 class StageExchange:

@@ -20,8 +20,6 @@ from laconic.moe.parallel.link_streams import pipeline_streams
 from laconic.schedule.execute import TaskHandle
 from laconic.schedule.moe_pipeline import INTER
 
-__all__ = ["InFlightExchange", "begin", "moved"]
-
 
 def moved(plan: ExchangePlan, buffers: Buffers, *, outward: bool, is_backward: bool) -> Buffers:
     """Move buffers through all steps of one direction of a plan, in one chunk; where gradients are off."""

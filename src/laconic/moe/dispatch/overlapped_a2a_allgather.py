@@ -27,8 +27,6 @@ from laconic.moe.dispatch.staged import experts_per_rank
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.routing import Routing
 
-__all__ = ["SaaPlan", "gather_home"]
-
 
 @dataclass(frozen=True, eq=False)
 class SaaPlan:

@@ -67,8 +67,6 @@ from laconic.moe.parallel.grid import Grid
 from laconic.moe.permute import Order
 from laconic.moe.routing import Routing
 
-__all__ = ["BaselineDispatcher", "Gathered", "Path", "S1Dispatcher", "S2Dispatcher", "make_dispatcher"]
-
 Path = Literal["joint", "sharded", "baseline", "s1", "s2"]
 Gathered = Literal["tokens", "rows"]
 _NUM_COMPARED = 16

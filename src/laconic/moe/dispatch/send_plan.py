@@ -15,8 +15,6 @@ from torch import Tensor
 from laconic.errors import FormatError
 from laconic.topology import Stage
 
-__all__ = ["HeldRows", "SendPlan", "plan_recv", "plan_send"]
-
 
 @dataclass(frozen=True)
 class HeldRows:

@@ -16,8 +16,6 @@ from laconic.moe.dispatch.in_flight import InFlightExchange, begin, moved
 from laconic.moe.permute import Order
 from laconic.moe.routing import Routing
 
-__all__ = ["StagedDispatcher", "StartedDispatch", "experts_of", "experts_per_rank"]
-
 
 @dataclass(frozen=True, eq=False)
 class _StagedState:

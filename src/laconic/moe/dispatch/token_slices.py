@@ -30,8 +30,6 @@ from laconic.moe.parallel.autograd_collectives import losses_named
 from laconic.moe.routing import Routing
 from laconic.topology import Stage
 
-__all__ = ["SlicedStage", "SlicedTokens", "Table", "joined_by_place", "slices_of"]
-
 Table = list[list[int]]
 """Numbers by slice and by place, [S][fanout]."""
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from laconic.errors import ConfigError
 from laconic.moe.dispatch.hierarchical_exchange import StageExchange
 
-__all__ = ["LevelTraffic", "add_traffic", "traffic_of"]
-
 
 @dataclass(frozen=True)
 class LevelTraffic:

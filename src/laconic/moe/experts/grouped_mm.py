@@ -15,8 +15,6 @@ from torch import Tensor
 
 from laconic.errors import RoutingError
 
-__all__ = ["Way", "expert_by_expert", "grouped_mm", "runs_expert_by_expert", "way_of"]
-
 Way = Literal["grouped", "loop"]
 
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from laconic.errors import RoutingError
 from laconic.moe.experts.grouped_mm import expert_by_expert, grouped_mm, runs_expert_by_expert
 
-__all__ = ["Activation", "Experts", "GatedExperts", "GptExperts"]
-
 Activation = Callable[[Tensor], Tensor]
 
 

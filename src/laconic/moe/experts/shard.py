@@ -14,8 +14,6 @@ from laconic.moe.dispatch.staged import experts_of
 from laconic.moe.experts.modules import GatedExperts, GptExperts
 from laconic.moe.parallel.grid import Grid
 
-__all__ = ["expert_shard", "local_weights"]
-
 AnyExperts = TypeVar("AnyExperts", GptExperts, GatedExperts)
 
 

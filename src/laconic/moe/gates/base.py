@@ -18,8 +18,6 @@ from laconic.moe.gates.losses import load_balance_loss, sequence_balance_loss, z
 from laconic.moe.routing import Routing, SoftRouting
 from laconic.moe.row_ops import accumulation_dtype
 
-__all__ = ["Gate", "LinearGate", "TokenChoiceGate", "checked", "linear_logits"]
-
 
 class Gate(nn.Module):
     """Maps tokens x [n, M] to a Routing or SoftRouting over `num_experts` experts; n may be 0."""

@@ -11,8 +11,6 @@ from torch import Tensor
 from laconic.errors import RoutingError
 from laconic.moe.routing import Routing
 
-__all__ = ["DropPolicy", "capacity_of", "dropped"]
-
 DropPolicy = Literal["position", "probability"]
 """Assignments that stay: an expert's first entries in token order, or those with its highest weights."""
 

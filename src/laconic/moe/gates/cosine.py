@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from laconic.moe.gates.base import TokenChoiceGate, linear_logits
 
-__all__ = ["CosineGate"]
-
 _FIRST_TEMPERATURE = 0.5
 _LEAST_TEMPERATURE = 0.01
 

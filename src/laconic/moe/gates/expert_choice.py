@@ -11,8 +11,6 @@ from laconic.moe.gates.capacity import capacity_of
 from laconic.moe.gates.losses import z_loss
 from laconic.moe.routing import Routing
 
-__all__ = ["ExpertChoiceGate"]
-
 
 class ExpertChoiceGate(Gate):
     """Each expert takes the T = min(n, ceil(n * experts_per_token / E)) tokens with its highest scores.

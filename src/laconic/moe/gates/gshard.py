@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from laconic.moe.gates.base import LinearGate, linear_logits
 
-__all__ = ["GShardGate"]
-
 
 class GShardGate(LinearGate):
     """Logits are x weight^T, in training plus N(0, 1) * softplus(x noise_weight^T); weights a softmax over the best k.

@@ -9,8 +9,6 @@ from torch import Tensor
 from laconic.collectives.runtime import torch_compat
 from laconic.errors import RoutingError
 
-__all__ = ["FirstRuns", "load_balance_loss", "load_step", "sequence_balance_loss", "summed_counts", "z_loss"]
-
 
 def load_balance_loss(probabilities: Tensor, counts: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return E * sum over experts of (share of the assignments) * (mean probability).

@@ -12,8 +12,6 @@ from laconic.moe.gates.base import LinearGate
 from laconic.moe.gates.losses import FirstRuns, load_step, summed_counts
 from laconic.moe.routing import Routing
 
-__all__ = ["SigmoidGate"]
-
 
 class SigmoidGate(LinearGate):
     """Scores are sigmoid(x weight^T); the choice is made by score + bias, the weights are the scores alone.

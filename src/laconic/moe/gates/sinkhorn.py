@@ -9,8 +9,6 @@ from torch import Tensor
 
 from laconic.moe.gates.base import LinearGate
 
-__all__ = ["SinkhornGate", "sinkhorn"]
-
 
 class SinkhornGate(LinearGate):
     """In training experts are chosen by `sinkhorn(logits)`, whose columns have equal sums; in evaluation by the scores.

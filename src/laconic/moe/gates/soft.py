@@ -11,8 +11,6 @@ from laconic.moe.gates.base import Gate, checked, linear_logits
 from laconic.moe.routing import SoftRouting
 from laconic.moe.row_ops import accumulation_dtype
 
-__all__ = ["SoftMoEGate"]
-
 
 class SoftMoEGate(Gate):
     """Logits of token t and slot s are <normalized x_t, scale * normalized slot s>.

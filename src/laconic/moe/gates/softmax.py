@@ -10,8 +10,6 @@ from torch import Tensor
 from laconic.errors import RoutingError
 from laconic.moe.gates.base import LinearGate
 
-__all__ = ["SoftmaxGate"]
-
 
 class SoftmaxGate(LinearGate):
     """Scores are softmax(x weight^T) over all experts.

@@ -25,8 +25,6 @@ from laconic.errors import ConfigError
 from laconic.formats.shards import Runs, local_part, local_runs, taken
 from laconic.moe.huggingface.experts import FusedExperts
 
-__all__ = ["adapt", "adapt_above", "check_adaptable"]
-
 
 def adapt_above(model: nn.Module, experts: str) -> None:
     """Let all of PEFT's wrappers around the module `experts` add their products to this process's part."""

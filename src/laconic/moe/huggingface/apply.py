@@ -53,8 +53,6 @@ from laconic.moe.replica_gradients import fully_shard_layers, reduce_gradients
 from laconic.moe.router_bias import CountedBias
 from laconic.options import GateName
 
-__all__ = ["Parallelized", "parallelize"]
-
 
 @dataclass(frozen=True, eq=False)
 class Parallelized:

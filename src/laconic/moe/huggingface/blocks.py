@@ -22,8 +22,6 @@ from torch import Tensor, nn
 
 from laconic.errors import ModelError
 
-__all__ = ["FLAGS", "Block", "described", "find_blocks", "place_in_block", "takes_rows", "unknown_experts"]
-
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 """Flags by which transformers' ExpertsInterface describes the parameters and their layout."""
 

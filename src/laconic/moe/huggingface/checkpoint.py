@@ -30,8 +30,6 @@ from laconic.formats.dcp_pieces import in_pieces
 from laconic.formats.shards import local_part
 from laconic.moe.huggingface.stage_names import check_stage_names
 
-__all__ = ["load_sharded", "save_sharded"]
-
 _SEPARATE = re.compile(r"\.experts\.\d+\.")
 
 

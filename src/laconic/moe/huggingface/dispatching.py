@@ -13,8 +13,6 @@ from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.dispatch.parm import Path, S1Dispatcher, make_dispatcher
 from laconic.moe.parallel.grid import Grid
 
-__all__ = ["choose_dispatcher"]
-
 
 def choose_dispatcher(
     grid: Grid | None, wanted: Path | Callable[[Grid | None], Dispatcher] | None, codec: Codec | str

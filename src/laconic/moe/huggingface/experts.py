@@ -25,8 +25,6 @@ from laconic.moe.layer import MoELayer
 from laconic.moe.parallel.calling_host import check_not_listed
 from laconic.moe.placement.expert_map import Placement
 
-__all__ = ["FusedExperts", "check", "is_of"]
-
 _AROUND_ROWS = ("torch.distributed.fsdp.", "laconic.")
 """Modules with hooks that are about the parameters and what is saved for backward, not about the block's call."""
 _HOOKS_OF_CALLS = tuple(name for name in vars(nn.Module()) if name.endswith(("forward_hooks", "forward_pre_hooks")))

@@ -9,8 +9,6 @@ from laconic.errors import ModelError, RoutingError
 from laconic.moe.gates.base import Gate, checked
 from laconic.moe.routing import Routing, SoftRouting
 
-__all__ = ["READ_BY_GATE", "GivenRouting", "RoutedRows", "RouterGate"]
-
 READ_BY_GATE = "_laconic_gate_reads"
 """Attribute of a router whose weight a gate reads: its name."""
 

@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 from laconic.errors import ConfigError
 from laconic.formats.shards import local_part
 
-__all__ = ["clip", "norm", "scale"]
-
 
 def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
     """Scale all gradients to a common 2-norm of at most `max_norm`; return the norm before, 0-dim fp32 (or fp64).

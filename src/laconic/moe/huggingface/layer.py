@@ -36,8 +36,6 @@ from laconic.moe.placement.expert_map import Placement
 from laconic.moe.router_bias import CountedBias
 from laconic.moe.routing import Routing, SoftRouting
 
-__all__ = ["ExpertsLayer", "has_own_replicas"]
-
 _SAMPLE = 256
 """Values of the tokens that an MP group compares."""
 _HOOKS = tuple(

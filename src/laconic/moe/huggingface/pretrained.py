@@ -28,8 +28,6 @@ from laconic.moe.huggingface.apply import Parallelized, parallelize
 from laconic.moe.huggingface.safetensors_source import Converted, Plain, Source, Stacked, TensorFiles
 from laconic.moe.parallel.grid import Grid
 
-__all__ = ["Loaded", "from_pretrained", "load_pretrained"]
-
 
 @dataclass(frozen=True)
 class Loaded:

@@ -19,8 +19,6 @@ from laconic.errors import CheckpointError
 from laconic.formats.shards import Runs, local_part, local_runs, taken
 from laconic.json_text import parse_json
 
-__all__ = ["Converted", "Plain", "Source", "Stacked", "TensorFiles"]
-
 _PLAIN_FILE = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
 _Range = tuple[int, int]
 

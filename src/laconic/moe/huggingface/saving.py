@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from laconic.errors import CheckpointError
 
-__all__ = ["gathered_state_dict", "save_gathered"]
-
 
 def gathered_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict as before any sharding, on the CPU of global rank 0; empty elsewhere.

@@ -17,8 +17,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from laconic.formats.shards import local_runs, taken
 from laconic.moe.parallel.grid import Grid
 
-__all__ = ["hidden_dim", "hidden_placement", "shard"]
-
 
 def hidden_placement(name: str, experts: Any) -> Placement:
     """Return how the hidden dimension of the parameter `name` of fused experts is cut over esp.

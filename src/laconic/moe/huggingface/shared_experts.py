@@ -36,8 +36,6 @@ from laconic.errors import ModelError
 from laconic.moe.layer import has_active_dropout
 from laconic.moe.meanwhile import Meanwhile, ReservedPlace, next_number, nodes_since
 
-__all__ = ["Place", "Promise", "SharedCall", "SharedExperts"]
-
 Place = Literal["before", "input", "rows", "view"]
 """Where a block calls its shared experts: before its routed ones, or after them with its own input, with what they got
 (rows), or with that in the shape of its input."""

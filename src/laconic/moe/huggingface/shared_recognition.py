@@ -21,8 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from laconic.moe.huggingface.shared_experts import Place, SharedCall, SharedExperts
 from laconic.moe.meanwhile import next_number, nodes_since
 
-__all__ = ["find_shared_experts"]
-
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 

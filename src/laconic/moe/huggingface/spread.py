@@ -9,8 +9,6 @@ from laconic.errors import ConfigError
 from laconic.moe.huggingface.layer import ExpertsLayer
 from laconic.moe.layer import moe_layers
 
-__all__ = ["is_cut_otherwise", "is_spread", "saved_by_host", "spread_layers"]
-
 
 def spread_layers(model: nn.Module) -> list[ExpertsLayer]:
     """List the layers of a model whose experts `parallelize` has spread."""

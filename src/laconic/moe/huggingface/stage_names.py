@@ -19,8 +19,6 @@ from laconic.formats.digest import digest
 from laconic.formats.shards import local_part, local_runs
 from laconic.moe.layer import moe_layers
 
-__all__ = ["check_stage_names"]
-
 _MAX_NAMES = 5
 
 

@@ -24,8 +24,6 @@ from laconic.moe.huggingface.spread import spread_layers
 from laconic.moe.layer import moe_layers
 from laconic.moe.parallel.calling_host import calling_host, fsdp_refused
 
-__all__ = ["watch_wrappers"]
-
 
 @cache
 def watch_wrappers() -> None:

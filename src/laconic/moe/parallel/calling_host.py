@@ -20,8 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.errors import ConfigError
 
-__all__ = ["calling_host", "check_not_listed", "check_not_wrapped", "fsdp_refused"]
-
 _REMEDIES = {
     ("transformers.trainer", "Trainer"): "take LaconicTrainer, or class Mine(LaconicTrainerMixin, ...), of"
     " laconic.integrations.huggingface",

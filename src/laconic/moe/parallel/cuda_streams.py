@@ -18,8 +18,6 @@ import torch
 from laconic.errors import ScheduleError
 from laconic.schedule.execute import TaskHandle
 
-__all__ = ["CudaStream"]
-
 
 class CudaStream:
     """Runs the tasks that are submitted to it one after the other, on the device.

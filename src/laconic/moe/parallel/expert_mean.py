@@ -20,8 +20,6 @@ from torch.func import functional_call
 from laconic.formats.shards import local_part
 from laconic.moe.parallel.grid import Grid
 
-__all__ = ["ExpertMean"]
-
 
 class ExpertMean:
     """Divides gradients by N_DP, or another divisor, after adding them over the N_EDP replicas."""

@@ -13,8 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from laconic.errors import ConfigError
 from laconic.topology import GridLayout, groups_of_ranks
 
-__all__ = ["Grid", "Level"]
-
 _NAMED_SIZES = {"mp": "mp", "tp": "mp", "ep": "ep", "esp": "esp", "etp": "esp"}
 
 

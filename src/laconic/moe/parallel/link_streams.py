@@ -13,8 +13,6 @@ from laconic.moe.parallel.cuda_streams import CudaStream
 from laconic.schedule.execute import InlineStream, Stream, ThreadStream
 from laconic.schedule.moe_pipeline import COMPUTE, INTER, INTRA
 
-__all__ = ["pipeline_streams"]
-
 _wires: dict[torch.device, dict[str, Stream]] = {}
 
 

@@ -27,8 +27,6 @@ from laconic.ops.derivatives import edge_of, first_derivatives
 if TYPE_CHECKING:
     from laconic.moe.pipeline.schedule import ChunkedSchedule
 
-__all__ = ["Compute", "ChunkRunner", "ChunkedLayer", "one_call"]
-
 Compute = Callable[[int, Buffers], Buffers]
 """Computation on one slice at the experts: from the slice's number and buffers to the buffers that go home."""
 

@@ -30,8 +30,6 @@ from laconic.schedule.execute import Stream, TaskHandle
 from laconic.schedule.moe_gradients import GradientPlan
 from laconic.schedule.moe_pipeline import INTER
 
-__all__ = ["DenseGradients", "Reduce", "Sent", "mean_over"]
-
 Reduce = Callable[[Tensor], object]
 """Replaces a rank's values, contiguous [n], by their mean over ranks."""
 

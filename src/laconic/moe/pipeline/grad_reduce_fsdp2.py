@@ -25,8 +25,6 @@ from laconic.errors import ModelError, ScheduleError
 from laconic.moe.layer import moe_layers
 from laconic.moe.pipeline.grad_reduce import DenseGradients
 
-__all__ = ["reduce_in_slots"]
-
 
 def reduce_in_slots(model: nn.Module, gradients: DenseGradients) -> int:
     """Let the FSDP2 units of a model, apart from those in experts, reduce in slots of `gradients`.

@@ -37,8 +37,6 @@ from laconic.schedule.moe_pipeline import (
 )
 from laconic.schedule.streams import StreamPlan, Task
 
-__all__ = ["MEANWHILE", "GradientSlots", "ChunkedSchedule", "issued_around_compute"]
-
 MEANWHILE = "meanwhile"
 """Name of the task on the compute stream that runs `MoELayer.meanwhile`, in forward."""
 

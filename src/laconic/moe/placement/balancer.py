@@ -20,8 +20,6 @@ from laconic.moe.placement.query import RoutingQuery, query_routing
 from laconic.moe.placement.routing_record import record_of
 from laconic.moe.placement.search import SwapPlan
 
-__all__ = ["Balanced", "Policy", "ExpertBalancer"]
-
 T = TypeVar("T")
 
 _PRODUCTS = 3

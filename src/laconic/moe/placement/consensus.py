@@ -19,8 +19,6 @@ from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.routing import Routing
 from laconic.topology import Levels
 
-__all__ = ["agree_on_depth", "first_answer", "gather_counts"]
-
 T = TypeVar("T")
 
 

@@ -39,8 +39,6 @@ from laconic.moe.placement.search import hot_copies
 from laconic.moe.routing import Routing
 from laconic.moe.row_ops import accumulation_dtype
 
-__all__ = ["Copied", "ExpertCopies", "copy_hot_experts"]
-
 
 @dataclass(frozen=True)
 class Copied:

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from laconic.moe.layer import MoELayer
     from laconic.moe.placement.copies import ExpertCopies
 
-__all__ = ["Placement", "placement_of"]
-
 
 class Placement(nn.Module):
     """Maps experts as the gate numbers them to the slots that hold their weights.

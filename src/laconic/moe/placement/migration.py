@@ -31,8 +31,6 @@ from laconic.moe.dispatch.staged import experts_of, experts_per_rank
 from laconic.moe.layer import MoELayer
 from laconic.moe.placement.expert_map import Placement, placement_of
 
-__all__ = ["ExpertMover", "Moved"]
-
 
 @dataclass(frozen=True)
 class Moved:

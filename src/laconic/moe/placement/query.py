@@ -24,8 +24,6 @@ from laconic.moe.placement.consensus import first_answer
 from laconic.moe.placement.search import Cost, SwapPlan, best_swaps, rows_of, seconds_of
 from laconic.moe.routing import Routing
 
-__all__ = ["RoutingQuery", "agree_on_swaps", "query_routing", "sample", "sampled"]
-
 _COUNT_NBYTES = 8
 
 

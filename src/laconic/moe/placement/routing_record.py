@@ -13,8 +13,6 @@ from laconic.moe.hooks import Hook
 from laconic.moe.layer import MoELayer
 from laconic.moe.routing import RoutedTokens, Routing, SoftRouting
 
-__all__ = ["record_of"]
-
 _ID_NBYTES = 8
 """Bytes of an assignment sent with a row: the expert's number and a weight in fp32."""
 

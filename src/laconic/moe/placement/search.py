@@ -37,20 +37,6 @@ from laconic.errors import ConfigError
 _LEAST_GAIN = 1e-4
 """Share of the time below which a further change is not worth it."""
 
-__all__ = [
-    "GAMMA",
-    "Cost",
-    "SwapPlan",
-    "best_swaps",
-    "copies_of",
-    "hot_copies",
-    "packed",
-    "place",
-    "rows_of",
-    "seconds_of",
-    "swap_seconds",
-]
-
 GAMMA = 10.0
 """HierMoE's exponent of the smooth maximum: where two groups are full, emptying one of them counts, too."""
 

@@ -44,8 +44,6 @@ from laconic.moe.tuning.measure_dispatch import dispatcher_of, layout_of, levels
 from laconic.moe.tuning.measure_layer import benchmark_candidates, shape_of
 from laconic.topology import Levels
 
-__all__ = ["Autotuned", "LayerChoice", "autotune"]
-
 _EXACT = (Raw(), Lossless("tiered"))
 _BENCHMARKED_WITHIN = 0.3
 """Share above the fastest beyond which a candidate is not run: predictions are seldom as far off."""

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from math import comb, inf
 from statistics import median
 
-__all__ = ["Comparison", "compare", "ratio_bounds"]
-
 Seconds = tuple[float, float]
 """Of forward and of backward."""
 

@@ -21,8 +21,6 @@ from laconic.errors import ConfigError
 from laconic.json_text import parse_json
 from laconic.moe.placement.consensus import first_answer
 
-__all__ = ["Kept"]
-
 T = TypeVar("T")
 
 

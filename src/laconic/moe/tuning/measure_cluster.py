@@ -30,8 +30,6 @@ from laconic.moe.parallel.grid import Grid
 from laconic.moe.tuning.measure_dispatch import layout_of, measure_routes
 from laconic.topology import GROUPS
 
-__all__ = ["groups_of", "measure_moe"]
-
 _OPERATIONS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "send")
 _SIZES = tuple(1 << power for power in (12, 16, 20, 22))
 _QUICK_SIZES = (1 << 12, 1 << 16)

@@ -35,8 +35,6 @@ from laconic.moe.routing import Routing
 from laconic.moe.tuning.measure_layer import Timed, seconds_in_turn
 from laconic.topology import GridLayout, Levels
 
-__all__ = ["dispatcher_of", "layout_of", "levels_of", "measure_routes"]
-
 _LONGEST_SECONDS = 2.0
 """Limit of the repeats at one size, three at least."""
 _LONGEST_EXCHANGE_SECONDS = 0.05

@@ -25,8 +25,6 @@ from laconic.moe.layer import MoELayer, num_experts_of
 from laconic.moe.routing import Routing
 from laconic.moe.tuning.elimination import Comparison, compare
 
-__all__ = ["Timed", "benchmark_candidates", "medians", "samples_in_turn", "seconds_in_turn", "shape_of"]
-
 T = TypeVar("T")
 
 _REPEATS = 3

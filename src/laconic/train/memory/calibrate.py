@@ -27,8 +27,6 @@ from laconic.train.memory.trace import traced_job
 from laconic.train.model import build_model
 from laconic.train.model_source import own_tokenizer
 
-__all__ = ["CODES", "calibrate", "calibrate_directory"]
-
 CODES = tuple(code for _, code in sorted(DEFAULT_CODES.items(), reverse=True))
 """Formats that are measured, finest first; behind the layers only those of 8 bits."""
 

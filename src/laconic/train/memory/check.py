@@ -15,8 +15,6 @@ from laconic.formats import quantized_gradient
 from laconic.formats.shards import local_part
 from laconic.optim.in_backward import UsedGradient
 
-__all__ = ["MemoryCheck", "check_memory"]
-
 
 @dataclass(frozen=True)
 class MemoryCheck:

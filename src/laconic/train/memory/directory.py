@@ -17,8 +17,6 @@ from laconic.train.config.dotted_names import nearest
 from laconic.train.model import check_config, no_progress_bars
 from laconic.train.model_source import find_weights, how_to_get_a_model
 
-__all__ = ["build_meta", "config_as", "load_any", "made_up_batches", "usual_loss"]
-
 _IMAGE_SIZE = 224
 """Of models whose configuration names none, as convolutional networks."""
 

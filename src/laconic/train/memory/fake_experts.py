@@ -21,8 +21,6 @@ from laconic.moe.huggingface.gate import GivenRouting, RoutedRows
 from laconic.moe.permute import Order, SortedOrder
 from laconic.moe.routing import Routing
 
-__all__ = ["spread_evenly"]
-
 
 def spread_evenly(model: nn.Module, expert_parallel: int, device: str) -> None:
     """Replace the experts of a model on the meta device by the part that one of so many processes has.

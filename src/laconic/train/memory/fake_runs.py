@@ -28,8 +28,6 @@ from laconic.activations.forwards.replacement import replacements_of
 from laconic.collectives import api
 from laconic.moe.experts import grouped_mm
 
-__all__ = ["PHASES", "FakeRuns", "Step"]
-
 PHASES = ("forward", "loss", "backward", "end")
 """Parts of a step: until the last block has run, until backward reaches its output, until it reaches the first block's
 input, and the rest."""

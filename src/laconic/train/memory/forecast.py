@@ -7,8 +7,6 @@ from laconic.train.distributed.parallel_state import ParallelState
 from laconic.train.memory.check import MemoryCheck, check_memory
 from laconic.train.trainer import Trainer
 
-__all__ = ["Forecast"]
-
 _STEP = 3
 """By then an optimizer has its state, and nothing is made for the first time any more."""
 

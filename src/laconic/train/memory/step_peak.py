@@ -8,8 +8,6 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["peak_nbytes"]
-
 
 def peak_nbytes(run: Callable[[], object], device: torch.device) -> int:
     """The most bytes that a device's allocator has handed out at one time while `run` runs, beyond those before.

@@ -36,8 +36,6 @@ from laconic.train.memory.directory import build_meta, made_up_batches, usual_lo
 from laconic.train.memory.fake_experts import spread_evenly
 from laconic.train.memory.fake_runs import FakeRuns, Step
 
-__all__ = ["trace_config", "trace_model", "traced_job"]
-
 _TIMES = 2
 """Layers of a kind that run: the first, which may save for all of them, and one that does not."""
 

@@ -20,8 +20,6 @@ from laconic.moe.placement.copies import Copied, ExpertCopies, copy_hot_experts
 from laconic.moe.placement.expert_map import placement_of
 from laconic.train.config.schema import MoEConfig
 
-__all__ = ["STATE_FILE", "HotExperts"]
-
 STATE_FILE = "expert_copies.json"
 """Name of the file in a checkpoint that holds `HotExperts.state`."""
 

@@ -20,8 +20,6 @@ from laconic.moe.routing import RoutedTokens, Routing
 from laconic.topology import Levels
 from laconic.train.distributed.world import World
 
-__all__ = ["Capacity", "ExpertMeter", "ExpertUse", "moved_rows", "schedule_of"]
-
 
 @dataclass(frozen=True)
 class ExpertUse:

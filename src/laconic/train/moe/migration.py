@@ -21,8 +21,6 @@ from laconic.moe.placement.balancer import ExpertBalancer
 from laconic.moe.placement.migration import ExpertMover
 from laconic.train.config.schema import MoEConfig
 
-__all__ = ["STATE_FILE", "Migration"]
-
 STATE_FILE = "experts.json"
 """Name of the file in a checkpoint that holds `Migration.state`."""
 

@@ -21,8 +21,6 @@ from laconic.moe.huggingface import Block, find_blocks
 from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.world import World
 
-__all__ = ["Routers", "watch_routers"]
-
 _BIAS = "e_score_correction_bias"
 """Name of the buffer that families with DeepSeek-V3's balancing add to scores before the choice."""
 _BIAS_RATE = 1e-3

@@ -36,8 +36,6 @@ from laconic.train.moe.hot_experts import HotExperts
 from laconic.train.moe.metrics import Capacity, ExpertMeter, ExpertUse, schedule_of
 from laconic.train.moe.migration import Migration
 
-__all__ = ["SpreadExperts", "check_experts", "spread_experts"]
-
 _ROWS = BlockFormat("int8", 128)
 
 
