@@ -111,6 +111,7 @@ def test_blocks_whose_inputs_are_packed_may_save_tensors_of_any_layout(layout: s
     assert x.numel() in [one.nbytes for one in tracker.tensors]  # a byte each
 
 
+@pytest.mark.ci
 def test_advice_on_a_model_with_sparse_buffers() -> None:
     advice = laconic.advise(Graph(adjacency().to_sparse()), torch.randn(NUM_NODES, 32), rounds=1)
     assert {"exact", "4 bits", "8 bits"} <= {row.name for row in advice.rows}

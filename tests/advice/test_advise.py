@@ -69,6 +69,7 @@ def llama() -> tuple[nn.Module, dict[str, Tensor], Advice]:
     return model, batch, laconic.advise(model, batch, rounds=2)
 
 
+@pytest.mark.ci
 def test_bytes_and_gradients_of_rows_are_those_of_the_lines(
     llama: tuple[nn.Module, dict[str, Tensor], Advice],
 ) -> None:

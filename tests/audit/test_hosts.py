@@ -112,6 +112,7 @@ HOSTS: dict[str, Train] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_host_says_what_it_compared(host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ def test_machine_that_works_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown.endswith("Everything laconic needs works here.\n")
 
 
+@pytest.mark.ci
 def test_json_has_every_part(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

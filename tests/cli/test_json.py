@@ -59,6 +59,7 @@ def test_the_page_has_every_command_that_prints_results() -> None:
     assert all(documented(command) for command in COMMANDS if command not in without)
 
 
+@pytest.mark.ci
 def test_plan(traced_once: None, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"hidden-size": 256, "intermediate-size": 512, "num-layers": 2, "num-heads": 4, "vocab-size": 512}
     flags = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]

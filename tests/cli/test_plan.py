@@ -358,6 +358,7 @@ def test_flags_of_train_are_those_of_plan(tmp_path: Path, capsys: pytest.Capture
     assert known <= {flag for action in train_parser().flags() for flag in action.option_strings}
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("traced_once")
 def test_updates_in_backward_are_planned_and_carried_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = [*_SIZES, "--num-layers", "2", "--optimizer", "adamw8bit", "--hardware", "xeon-core", "--precision", "fp32"]
@@ -434,6 +435,7 @@ def test_flags_of_train_are_refused_by_their_names(
     assert f"laconic: error: {message}" in capsys.readouterr().err
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("file", ["", "config.json"])
 def test_a_plan_carries_the_directory_that_it_is_for(model: str, tmp_path: Path, file: str) -> None:
     out = tmp_path / "plan.json"

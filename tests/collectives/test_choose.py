@@ -301,6 +301,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return {name: [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(WORLD)] for name in names}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("scenario", ["measured", "from_rank_0"])
 def test_processes_choose_alike(scenario: str, found: dict[str, list[Any]]) -> None:
     first, *others = found[scenario]

@@ -80,6 +80,6 @@ def follow(rank: int, world: int, folder: str) -> None:
     leave(0)
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.ci)])
 def test_ranks_that_take_their_time_choose_alike(world: int, tmp_path: Path) -> None:
     run_ranks(follow, (world, str(tmp_path)), world)

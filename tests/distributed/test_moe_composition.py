@@ -164,6 +164,7 @@ def test_tensor_and_sequence_parallelism_beside_experts(tmp_path: Path) -> None:
     run_world([dense_by_tensors_experts_by_processes], 4, tmp_path)
 
 
+@pytest.mark.ci
 def test_pipeline_stages_with_experts(tmp_path: Path) -> None:
     run_world([stages_with_experts_of_their_own, meshes_with_stages_are_checked], 4, tmp_path)
 

@@ -298,6 +298,7 @@ def test_a_rank_that_is_lost_between_dispatch_and_combine_is_noticed(tmp_path: P
     run_ranks(_lose_a_rank, (str(tmp_path), is_gone_before), 2)
 
 
+@pytest.mark.ci
 def test_levels_of_four_processes_agree_with_a_dense_reference(tmp_path: Path) -> None:
     run_ranks(work, (4, (2,), str(tmp_path)), 4)
 

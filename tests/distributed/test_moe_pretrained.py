@@ -166,6 +166,7 @@ def test_two_processes_read_their_own_experts(tmp_path: Path) -> None:
     run_world(scenarios, 2, tmp_path)
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of memory is Linux's")
 def test_other_experts_never_come_to_memory(tmp_path: Path) -> None:
     run_world([partial(other_experts_never_come_to_memory, big(tmp_path))], 2, tmp_path)

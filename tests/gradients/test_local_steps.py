@@ -499,6 +499,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+@pytest.mark.ci
 def test_one_step_at_outer_rate_one_averages_parameters(found: list[Found]) -> None:
     for step in range(3):
         ranks = [one["average"]["before"][step] for one in found]

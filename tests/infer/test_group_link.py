@@ -327,7 +327,7 @@ def test_a_forward_does_not_take_the_answers_of_one_that_has_failed(kind: str) -
 @pytest.mark.parametrize(
     ("family", "attention", "experts"),
     [
-        ("qwen2_moe", 1, 2),
+        pytest.param("qwen2_moe", 1, 2, marks=pytest.mark.ci),
         *(
             pytest.param(family, *split, marks=pytest.mark.slow)
             for family, split in (

@@ -103,6 +103,7 @@ def _every_slicing(rank: int, folder: str) -> None:
     leave(0)
 
 
+@pytest.mark.ci
 def test_lossless_rows_give_the_same_bits_and_int8_stays_within_its_bound(tmp_path: Path) -> None:
     run_ranks(_every_slicing, (str(tmp_path),), 3)
 

@@ -91,6 +91,7 @@ def agree(folder: Path) -> None:
             assert torch.equal(first, loop.weights)
 
 
+@pytest.mark.ci
 def test_one_process(tmp_path: Path) -> None:
     agree(tmp_path)
 

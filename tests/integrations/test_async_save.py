@@ -99,5 +99,6 @@ def test_a_sharded_run_is_saved_as_it_was(tmp_path: Path) -> None:
     run_ranks(_save_while_training, (free_port(), tmp_path, True), 2)
 
 
+@pytest.mark.ci
 def test_a_run_with_gradients_in_codes_is_saved_as_it_was(tmp_path: Path) -> None:
     run_ranks(_save_while_training, (free_port(), tmp_path, False), 2)

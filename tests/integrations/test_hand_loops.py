@@ -137,6 +137,7 @@ def _train_in_ddp(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.ci
 def test_ddp_that_reduces_in_the_last_micro_batch() -> None:
     run_ranks(_train_in_ddp, (free_port(),), 2)
 

@@ -154,6 +154,7 @@ def test_losses_are_those_of_the_host_and_logs_say_what_was_saved(
         assert num_weights < last["laconic/gradient_nbytes"] < 2 * num_weights
 
 
+@pytest.mark.ci
 def test_a_resumed_run_is_equal_bit_for_bit_and_an_exact_checkpoint_is_taken_over(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2}
     whole = trained(tmp_path / "whole", EVERYTHING, **saving)

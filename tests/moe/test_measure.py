@@ -52,6 +52,6 @@ def _measures() -> None:
         measure_moe(grid, LayerShape(0, 32, 64, 4, 2), wire=WIRE)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.ci), pytest.param(4, marks=pytest.mark.slow)])
 def test_rates_are_measured_alike_on_all_ranks(world: int, tmp_path: Path) -> None:
     run_world([_measures], world, tmp_path)

@@ -325,7 +325,7 @@ EIGHT: list[Scenario] = [
     [
         pytest.param(2, TWO, id="2"),
         pytest.param(4, FOUR, id="4", marks=pytest.mark.ci),
-        pytest.param(6, SIX, id="6"),  # groups do not lie in one another
+        pytest.param(6, SIX, id="6", marks=pytest.mark.ci),  # groups do not lie in one another
         pytest.param(4, MORE_OF_FOUR, id="4-more", marks=pytest.mark.slow),
         pytest.param(6, MORE_OF_SIX, id="6-more", marks=pytest.mark.slow),
         pytest.param(8, EIGHT, id="8", marks=pytest.mark.slow),

@@ -429,7 +429,7 @@ SCENARIOS: list[Callable[[], None]] = [
 ]
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.ci), pytest.param(4, marks=pytest.mark.slow)])
 def test_layers_in_pieces_are_the_same_layer(world: int, tmp_path: Path) -> None:
     run_world(SCENARIOS, world, tmp_path)
 

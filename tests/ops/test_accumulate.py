@@ -281,6 +281,7 @@ def test_threads_do_not_change_bits(kernels: Kernels) -> None:
     assert sums[0] == sums[1]
 
 
+@pytest.mark.ci
 def test_compiled_call_gives_the_same_bits() -> None:
     def step(store: tuple[Tensor | None, ...], gradient: Tensor) -> Tensor:
         ACCUMULATE(*store, gradient * 2, 1.0)

@@ -115,6 +115,7 @@ def test_lossless_messages_take_few_launches() -> None:
             assert not recording.torch_ops, case
 
 
+@pytest.mark.ci
 @needs_tools
 @pytest.mark.parametrize(
     "name",

@@ -237,6 +237,7 @@ def test_environment_variable_forces_an_instruction_set(run_python: RunPython, i
     assert result.stdout.strip() == isa
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("environment", "message"),
     [

@@ -109,6 +109,7 @@ def trained_loss(make: Callable[[Any], torch.optim.Optimizer], seed: int) -> flo
         return float((student(x) - teacher(x)).square().mean())
 
 
+@pytest.mark.ci
 def test_training_ends_at_the_loss_of_exact_adamw() -> None:
     start = trained_loss(lambda ps: torch.optim.AdamW(ps, lr=0.0), 0)
     ours = sum(trained_loss(lambda ps: AdamW8bit(ps, lr=3e-3), seed) for seed in range(2))

@@ -120,7 +120,10 @@ def test_an_exported_model_gives_the_accuracy_of_its_run(npz: Path, tmp_path: Pa
     "changes",
     [
         pytest.param({}, marks=pytest.mark.slow),
-        {"activations.mode": "hooks", "optimizer.kind": "adamw8bit", "gradients.bits": 8, "accumulation": 2},
+        pytest.param(
+            {"activations.mode": "hooks", "optimizer.kind": "adamw8bit", "gradients.bits": 8, "accumulation": 2},
+            marks=pytest.mark.ci,
+        ),
     ],
     ids=["exact gradients", "everything compressed"],
 )

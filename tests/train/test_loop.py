@@ -138,7 +138,7 @@ def test_the_loss_falls(tmp_path: Path) -> None:
         {"model.family": "gpt2", "model.extra": {"resid_pdrop": 0.2}, "model.tie_word_embeddings": False},
         pytest.param(AGOQ | {"accumulation": 2}, marks=pytest.mark.slow),
         pytest.param({"gradients.bits": 12}, marks=pytest.mark.slow),
-        AGOQ | {"checkpoint.zip": True},
+        pytest.param(AGOQ | {"checkpoint.zip": True}, marks=pytest.mark.ci),
         pytest.param({"activations.bits": 2, "accumulation": 2}, marks=pytest.mark.slow),
     ],
     ids=["nf4", "exact", "dropout", "bf16", "gpt2", "agoq", "12-bit-gradients", "zipped", "two-bits"],
@@ -161,6 +161,7 @@ def with_beta2(config: TrainConfig, beta2: float) -> TrainConfig:
     return replace(config, optimizer=replace(config.optimizer, beta2=beta2))
 
 
+@pytest.mark.ci
 def test_a_resumed_run_with_another_beta2_has_the_steps_of_one_that_went_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

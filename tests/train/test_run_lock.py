@@ -176,6 +176,7 @@ def test_a_second_run_is_refused_and_the_first_is_whole(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / LOCK_FILE).exists()
 
 
+@pytest.mark.ci
 def test_two_new_runs_in_one_directory(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "run", {"steps": 40, "eval_every": 0})
     train_alone(tiny_config(tmp_path, "warm", {"steps": 1}))  # so that both find the data tokenized

@@ -187,12 +187,14 @@ def test_expert_parallelism_cuts_experts_and_nothing_else(tmp_path: Path) -> Non
         traced_job(make_model("llama"), BATCH, Layout(data_parallel=2, expert_parallel=2))
 
 
+@pytest.mark.ci
 def test_experts_that_take_rows_are_cut_too() -> None:
     job = traced_job(llama4().float(), BATCH, Layout(data_parallel=2, expert_parallel=2), Settings(precision="fp32"))
     assert [count for count, _, _ in job.model.experts_of(0)] == [4, 4]
     assert predict(job).ranks[0].parameters_nbytes < 4 * job.model.num_parameters
 
 
+@pytest.mark.ci
 def test_a_mixture_is_planned_by_its_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("scipy")
     path, file = mixture(tmp_path / "model"), str(tmp_path / "plan.json")
@@ -215,6 +217,7 @@ def test_a_mixture_is_planned_by_its_config_alone(tmp_path: Path, capsys: pytest
     assert saved_nbytes(model, inputs) == pytest.approx(plan.prediction.saved_total_nbytes, rel=0.03)
 
 
+@pytest.mark.ci
 def test_a_plan_is_of_what_was_traced(tmp_path: Path) -> None:
     traced = trace_config(directory(tmp_path, "bert", **SIZES, intermediate_size=128), BATCH, PRECISIONS["fp32"])
     fp32 = Settings(precision="fp32")

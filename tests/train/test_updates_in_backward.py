@@ -23,7 +23,6 @@ from laconic.train.report.metrics import read_metrics
 from laconic.train.report.run_dir import latest_name
 from tests.activations.models import alive_gradients
 from tests.distributed.pair import spoilt
-from tests.grid import few
 from tests.train.runs import exact_metrics, losses, resumed, tiny_config, train_alone
 
 AFTER: dict[str, Any] = {"optimizer.kind": "adamw8bit", "optimizer.clip_norm": 0.0}
@@ -39,7 +38,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", few(KINDS, 1, pytest.mark.ci))
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_has_the_bits_of_updates_after_backward_and_so_has_one_that_is_resumed(kind: str, tmp_path: Path) -> None:
     after = tiny_config(tmp_path, "after", AFTER | KINDS[kind])
     during = tiny_config(tmp_path, "during", DURING | KINDS[kind])
@@ -125,6 +125,7 @@ def spoilt_gradients(step: int) -> Iterator[None]:
         yield
 
 
+@pytest.mark.ci
 def test_gradients_that_are_not_finite_end_the_run_before_anything_is_saved(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "run", DURING | {"checkpoint.every": 1})
     with spoilt_gradients(3):

@@ -45,6 +45,7 @@ def test_a_run_and_its_continuation_are_one_run_with_the_numbers_of_metrics_json
     assert first.config["model.hidden_size"] == "32"
 
 
+@pytest.mark.ci
 def test_a_run_that_fails_is_a_failed_run(tmp_path: Path, wandb_offline: Any) -> None:
     with contextlib.suppress(KeyError), MetricsWriter(tmp_path, wandb={"a": 1}) as writer:
         writer.write(1, loss=1.0, note="text", flag=True, table=[[1]])

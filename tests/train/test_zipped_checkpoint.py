@@ -209,6 +209,7 @@ def _kill_while_saving(rank: int, folder: Path) -> None:
         assert find_checkpoint(run_dir, ALONE).step == 3
 
 
+@pytest.mark.ci
 def test_a_process_killed_while_saving_leaves_a_good_latest(tmp_path: Path) -> None:
     run_ranks(_kill_while_saving, (tmp_path,), 1)
     assert latest_name(tmp_path / "0") == "step-00000003"

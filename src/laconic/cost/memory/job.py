@@ -145,8 +145,7 @@ class Job:
         shape, layout, batch, precision = self.shape, self.layout, self.batch, self.precision
         if isinstance(shape, ModelSizes):
             return
-        if self.settings.update_in_backward:
-            _check_updates_in_backward(layout)
+        check_together(layout, self.settings)
         for layer in range(shape.num_layers) if layout.expert_parallel > 1 else ():
             for count, _, _ in shape.experts_of(layer):
                 if count % layout.expert_parallel:
@@ -236,7 +235,14 @@ _NOT_COUNTED: Mapping[str, str] = {
 }
 
 
-def _check_updates_in_backward(layout: Layout) -> None:
+def check_together(layout: Layout, settings: Settings) -> None:
+    """Check what settings ask of the layout, whatever the model is.
+
+    Raises:
+        PlanError: they contradict each other.
+    """
+    if not settings.update_in_backward:
+        return
     rules = (
         ("micro_batches", layout.micro_batches == 1, "no gradient is left for the next one to add to"),
         ("stages", layout.stages == 1, "gradients add up over the micro-batches of a pipeline"),

@@ -26,7 +26,7 @@ from laconic.activations.whole_model import causal_loss, loss
 from laconic.activations.whole_model.apply import convert
 from laconic.activations.whole_model.head import find_head
 from laconic.cost import Batch, Choice, Job, Layout, Settings, Unit
-from laconic.cost.memory.job import precision_of
+from laconic.cost.memory.job import check_together, precision_of
 from laconic.cost.memory.saved_tensors import Precision
 from laconic.cost.memory.traced import POINTS, TracedLayer, TracedModel, Workspace
 from laconic.errors import PlanError
@@ -69,6 +69,7 @@ def traced_job(
         ConfigError, ModelError, PlanError: see `trace_config`; or the model and the layout do not fit.
     """
     layout, settings = layout or Layout(), settings or Settings()
+    check_together(layout, settings)  # before the trace, which takes seconds
     model = trace_config(
         source,
         batch,
