@@ -279,39 +279,6 @@ void gated_blockwise(size_t isa, int64_t num_threads, const std::array<uintptr_t
       [&](int64_t first, int64_t last) { kernels.run(task, first, last); });
 }
 
-// Without `grad` (0) the norm is written to `result`, else the gradients that are wanted (not 0): of x
-// to `result`, of the weight in fp32 to `grad_weight`.
-void rms_norm(size_t isa, int64_t num_threads, uintptr_t x, int type, int64_t rows, int64_t length,
-              uintptr_t weight, int weight_type, float eps, float offset, uintptr_t grad,
-              uintptr_t result, uintptr_t grad_weight) {
-  // So many sums whatever the number of threads is: the bits are the same.
-  constexpr int64_t kMostParts = 64, kLeastRows = 16;
-  const int64_t part_rows = std::max(kLeastRows, (rows + kMostParts - 1) / kMostParts);
-  const int64_t parts = (rows + part_rows - 1) / part_rows;
-  std::vector<float> sums(grad_weight == 0 ? 0 : parts * length);
-  const laconic::RmsNorm task{pointer<const void>(x),
-                              static_cast<FloatType>(type),
-                              rows,
-                              length,
-                              pointer<const void>(weight),
-                              static_cast<FloatType>(weight_type),
-                              eps,
-                              offset,
-                              pointer<const void>(grad),
-                              pointer<void>(result),
-                              part_rows,
-                              sums.empty() ? nullptr : sums.data()};
-  const laconic::NormKernels& kernels = *laconic::supported_isas().at(isa).norms;
-  run(parts, part_rows * length, part_rows * length, num_threads,
-      [&](int64_t first, int64_t last) { kernels.run(task, first, last); });
-  if (sums.empty()) return;
-  float* total = pointer<float>(grad_weight);
-  std::memcpy(total, sums.data(), length * sizeof(float));
-  for (int64_t part = 1; part < parts; ++part) {
-    for (int64_t i = 0; i < length; ++i) total[i] += sums[part * length + i];
-  }
-}
-
 void pack_bits(size_t isa, int64_t num_threads, uintptr_t x, int itemsize, uint64_t magnitude,
                int64_t length, uintptr_t codes) {
   const laconic::BitsKernels& kernels = *laconic::supported_isas().at(isa).bits;
@@ -362,7 +329,6 @@ NB_MODULE(_kernels, m) {
   m.def("entropy_decode", &entropy_decode, nb::call_guard<nb::gil_scoped_release>());
   m.def("gated_blockwise", &gated_blockwise, nb::call_guard<nb::gil_scoped_release>());
   m.def("sum_rows", &sum_rows, nb::call_guard<nb::gil_scoped_release>());
-  m.def("rms_norm", &rms_norm, nb::call_guard<nb::gil_scoped_release>());
   m.def("pack_bits", &pack_bits, nb::call_guard<nb::gil_scoped_release>());
   m.def("unpack_bits", &unpack_bits, nb::call_guard<nb::gil_scoped_release>());
   m.def("select_bits", &select_bits, nb::call_guard<nb::gil_scoped_release>());

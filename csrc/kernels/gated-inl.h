@@ -62,6 +62,33 @@ inline float in_range<Float16>(float value) {
   return clamped(value, 65504.0f);
 }
 
+// widen(narrow<T>(value)), for vectors of one width.
+template <class T>
+inline float rounded(float value) {
+  return widen(narrow<T>(value));
+}
+template <>
+inline float rounded<BFloat16>(float value) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000;
+  return float_of(value != value ? 0x7FC00000 : nearest);
+}
+
+// narrow<T> of what is rounded already.
+template <class T>
+inline T exactly(float value) {
+  return narrow<T>(value);
+}
+template <>
+inline BFloat16 exactly<BFloat16>(float value) {
+  return {static_cast<uint16_t>(bits_of(value) >> 16)};
+}
+
+template <class T>
+inline void store(const float* values, int64_t size, T* out) {
+  for (int64_t i = 0; i < size; ++i) out[i] = exactly<T>(values[i]);
+}
+
 // table[code] for a block of codes of 4 bits, and something for what fills up the last group.
 template <class S>
 inline void look_up(const float (&table)[16], const uint8_t* codes, int64_t size, float* out) {

@@ -11,7 +11,6 @@
 #include "entropy.h"
 #include "gated.h"
 #include "lossless.h"
-#include "norms.h"
 #include "reduce.h"
 #include "rows.h"
 
@@ -28,7 +27,6 @@ struct Isa {
   const GatedKernels* gated;
   const BitsKernels* bits;
   const EntropyKernels* entropy;
-  const NormKernels* norms;
 };
 
 // Those that this CPU runs, slowest first; "portable" always comes first.

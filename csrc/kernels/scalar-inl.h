@@ -131,35 +131,6 @@ inline float store_scale_above(void* scales, FloatType type, int64_t i, float va
   return stored < value ? move_scale(scales, type, i, 1) : stored;
 }
 
-// --- rows of fp32 numbers on their way back ---
-
-// widen(narrow<T>(value)), for vectors of one width.
-template <class T>
-inline float rounded(float value) {
-  return widen(narrow<T>(value));
-}
-template <>
-inline float rounded<BFloat16>(float value) {
-  const uint32_t bits = bits_of(value);
-  const uint32_t nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000;
-  return float_of(value != value ? 0x7FC00000 : nearest);
-}
-
-// narrow<T> of what is rounded already.
-template <class T>
-inline T exactly(float value) {
-  return narrow<T>(value);
-}
-template <>
-inline BFloat16 exactly<BFloat16>(float value) {
-  return {static_cast<uint16_t>(bits_of(value) >> 16)};
-}
-
-template <class T>
-inline void store(const float* values, int64_t size, T* out) {
-  for (int64_t i = 0; i < size; ++i) out[i] = exactly<T>(values[i]);
-}
-
 // --- random numbers: k * 2**-24 from (seed, index), as `uniform` of reference/blockwise.py ---
 
 inline uint64_t mix64(uint64_t z) {

@@ -87,48 +87,38 @@ def nth(patch: Patch, function: type, index: int, change: Callable[[Tensor], Ten
 # --- norms ---
 
 
-def with_another_spec(patch: Patch, **changes: Any) -> None:
-    """Norms are computed again and differentiated as if these fields of their `NormSpec` were others."""
-    again, backward = functions.norm_again, functions.norm_backward
-    patch.setattr(functions, "norm_again", lambda x, w, b, spec, dtype: again(x, w, b, replace(spec, **changes), dtype))
-    patch.setattr(
-        functions,
-        "norm_backward",
-        lambda grad, x, w, b, spec, needs: backward(grad, x, w, b, replace(spec, **changes), needs),
-    )
-
-
 @fault("a constant is another in backward", LLAMA)
 def the_eps_of_a_norm_is_another_in_backward(patch: Patch) -> None:
-    with_another_spec(patch, eps=1e-3)
+    before = norms._inverse_rms
+    patch.setattr(norms, "_inverse_rms", lambda x, eps: before(x, 1e-3))
 
 
 @fault("a term of a derivative is left out", LLAMA)
 def a_norm_is_differentiated_as_a_scaling(patch: Patch) -> None:
     def scaled(grad: Tensor, x: Tensor, weight: Any, bias: Any, spec: Any, needs: Any) -> Any:
-        r = norms._inverse_rms(x.float(), spec.eps)
+        r = norms._inverse_rms(x, spec.eps)
         return grad * weight * r, (grad * x * r).flatten(0, -2).sum(0), None
 
-    patch.setattr(functions, "norm_backward", scaled)
+    patch.setattr(norms, "_rms_steps", scaled)
 
 
 @fault("a parameter without gradient", LLAMA)
 def weights_of_norms_get_no_gradient(patch: Patch) -> None:
-    after(patch, functions, "norm_backward", lambda grads, *_: (grads[0], None, None))
+    after(patch, norms, "_rms_steps", lambda grads, *_: (grads[0], None, None))
 
 
 @fault("a parameter without gradient", GPT2)
 def biases_of_norms_get_no_gradient(patch: Patch) -> None:
-    after(patch, functions, "norm_backward", lambda grads, *_: (grads[0], grads[1], None))
+    after(patch, norms, "_layer_steps", lambda grads, *_: (grads[0], grads[1], None))
 
 
 @fault("a derivative of another function", GPT2)
 def a_layer_norm_is_differentiated_as_an_rms_norm(patch: Patch) -> None:
     def rms(grad: Tensor, x: Tensor, weight: Any, bias: Any, spec: Any, needs: Any) -> Any:
-        dx, dweight, _ = norms._rms_steps(grad.float(), x.float(), weight, bias, spec, needs)
+        dx, dweight, _ = norms._rms_steps(grad, x, weight, bias, spec, needs)
         return dx, dweight, grad.flatten(0, -2).sum(0)
 
-    patch.setattr(functions, "norm_backward", rms)
+    patch.setattr(norms, "_layer_steps", rms)
 
 
 @fault("a value is rebuilt without a parameter", LLAMA)
@@ -139,7 +129,7 @@ def a_norm_is_rebuilt_without_its_weight(patch: Patch) -> None:
 
 @fault("a constant is left out", partial(language, family="gemma2"))
 def the_offset_of_a_norms_weight_is_left_out(patch: Patch) -> None:
-    with_another_spec(patch, unit_offset=False)
+    patch.setattr(norms, "_scale", lambda weight, spec: weight.float())
 
 
 # --- linear layers ---

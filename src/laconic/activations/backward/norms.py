@@ -1,15 +1,14 @@
 """Norms over the last dimension, computed again, and their gradients.
 
-Step by step in fp32 an RMS norm's backward moves some 20 tensors of the size of its input. Fused kernels read 16-bit
-tensors as they are and move three: C++ of ours for RMS norms on the CPU, where torch has one for layer norms, and
-torch's on CUDA, where input, weight and bias have one dtype. Before their first use with a device, dtypes and length
-they run on a small input beside the steps; what differs is not used.
+Step by step in fp32 an RMS norm's backward moves some 20 tensors of the size of its input. On CUDA torch has fused
+kernels where input, weight and bias have one dtype; they read 16-bit tensors as they are and move three. They are
+young, so before their first use with a device, dtype and length they run on a small input beside the steps; what
+differs is not used.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,8 +18,6 @@ from torch.nn.functional import layer_norm  # torch's own, whatever a host puts 
 
 from laconic.activations.host.cuda_graph import is_captured
 from laconic.activations.host.traceable import argument_class
-from laconic.ops import DTYPES, native
-from laconic.ops.declarations.op import is_direct
 
 
 @dataclass(frozen=True)
@@ -71,9 +68,10 @@ def _scale(weight: Tensor, spec: NormSpec) -> Tensor:
 
 
 def norm_again(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, dtype: torch.dtype) -> Tensor:
-    """`normalize` in `dtype`, by a fused kernel where there is one."""
-    kernels = _kernels_for(x, weight, bias, spec) if dtype is x.dtype else None
-    return normalize(x, weight, bias, spec).to(dtype) if kernels is None else kernels.norm(x, weight, bias, spec)
+    """`normalize` in `dtype`, by torch's fused kernel where there is one."""
+    if dtype == x.dtype and _has_kernels(x, weight, bias, spec):
+        return _fused(x, weight, bias, spec)
+    return normalize(x, weight, bias, spec).to(dtype)
 
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -94,10 +92,8 @@ def norm_backward(
     Returns:
         Those gradients, in fp32 or in the dtype of x; None where not wanted.
     """
-    is_alike = type(grad) is Tensor and grad.dtype is x.dtype and not grad.is_neg()
-    kernels = _kernels_for(x, weight, bias, spec) if is_alike else None
-    if kernels is not None:
-        return kernels.backward(grad, x, weight, bias, spec, needs)
+    if grad.dtype == x.dtype and _has_kernels(x, weight, bias, spec):
+        return _fused_backward(grad, x, weight, bias, spec, needs)
     return _steps_backward(grad.float(), x.float(), weight, bias, spec, needs)
 
 
@@ -139,26 +135,7 @@ def _layer_steps(
     return grads
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """A device's fused kernels.
-
-    Attributes:
-        serve: whether they take such tensors: x, the parameters that are there, the norm.
-        norm: as `normalize`.
-        backward: as `norm_backward`.
-    """
-
-    serve: Callable[[Tensor, list[Tensor], NormSpec], bool]
-    norm: Callable[[Tensor, Tensor | None, Tensor | None, NormSpec], Tensor]
-    backward: Callable[[Tensor, Tensor, Tensor | None, Tensor | None, NormSpec, tuple[bool, ...]], Grads]
-
-
-def _torch_serves(x: Tensor, parameters: list[Tensor], spec: NormSpec) -> bool:
-    return not spec.unit_offset and all(p.dtype is x.dtype for p in parameters)
-
-
-def _torch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> Tensor:
+def _fused(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> Tensor:
     shape = x.shape[-1:]
     if spec.kind == "layer":
         return torch.native_layer_norm(x, shape, weight, bias, spec.eps)[0]
@@ -166,7 +143,7 @@ def _torch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: Nor
     return y
 
 
-def _torch_backward(
+def _fused_backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, needs: tuple[bool, ...]
 ) -> Grads:
     shape, grad = x.shape[-1:], grad.contiguous()
@@ -182,65 +159,41 @@ def _torch_backward(
     return (dx if needs[0] else None), (dweight if needs[1] else None), None
 
 
-TORCH = Kernels(_torch_serves, _torch_norm, _torch_backward)
-
-
-def _cpp_serves(x: Tensor, parameters: list[Tensor], spec: NormSpec) -> bool:
-    is_ours = spec.kind == "rms" and x.dtype in native.RMS_NORM_DTYPES and native.SELECTION.implementation == "c++"
-    return is_ours and is_direct(x) and all(p.dtype in DTYPES and p.is_cpu for p in parameters)
-
-
-def _cpp_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> Tensor:
-    return native.rms_norm(x, weight, spec.eps, offset=float(spec.unit_offset))
-
-
-def _cpp_backward(
-    grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, needs: tuple[bool, ...]
-) -> Grads:
-    offset = float(spec.unit_offset)
-    return *native.rms_norm_backward(grad, x, weight, spec.eps, offset=offset, needs=needs[:2]), None
-
-
-CPP = Kernels(_cpp_serves, _cpp_norm, _cpp_backward)
-
-_KERNELS = {"cpu": CPP, "cuda": TORCH}
+_FUSED_ON = ("cuda",)
 _VERDICTS: dict[tuple[Any, ...], bool] = {}
 
 
-def _kernels_for(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> Kernels | None:
-    """The device's kernels, if they serve this norm and give what the steps do."""
-    kernels = _KERNELS.get(x.device.type)
-    if kernels is None or torch.compiler.is_compiling() or not x.numel():
-        return None
-    parameters = [p for p in (weight, bias) if p is not None]
+def _has_kernels(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> bool:
+    """Whether torch has fused kernels for this norm, which give what the steps do."""
+    if x.device.type not in _FUSED_ON or torch.compiler.is_compiling() or spec.unit_offset or not x.numel():
+        return False
+    given = tuple(tensor for tensor in (x, weight, bias) if tensor is not None)
     # Other classes, as fake tensors are, would not show what runs.
-    if type(x) is not Tensor or any(type(p) not in (Tensor, nn.Parameter) for p in parameters):
-        return None
-    if not kernels.serve(x, parameters, spec):
-        return None
-    dtypes = tuple([None if p is None else p.dtype for p in (weight, bias)])
-    key = (x.device, x.dtype, x.shape[-1], dtypes, spec)
+    if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype != x.dtype for tensor in given):
+        return False
+    which = weight is not None, bias is not None
+    key = (x.device, x.dtype, x.shape[-1], which, spec)
     verdict = _VERDICTS.get(key)
     if verdict is None:
         if is_captured(x.device):
-            return None
-        verdict = _VERDICTS[key] = _agree(kernels, x, dtypes, spec)
-    return kernels if verdict else None
+            return False
+        verdict = _VERDICTS[key] = _agree(x, which, spec)
+    return verdict
 
 
-def _agree(kernels: Kernels, like: Tensor, dtypes: tuple[torch.dtype | None, ...], spec: NormSpec) -> bool:
-    """Run kernels and steps on a few rows of the length of `like`, with parameters of these dtypes, and compare."""
+def _agree(like: Tensor, which: tuple[bool, bool], spec: NormSpec) -> bool:
+    """Run kernels and steps on a few rows of the length of `like`, with or without weight and bias, and compare."""
     generator, length = torch.Generator("cpu").manual_seed(0), like.shape[-1]
 
-    def drawn(dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32).to(like.device, dtype)
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32).to(like.device, like.dtype)
 
     with torch.no_grad(), torch.autocast(like.device.type, enabled=False):
-        x, grad = drawn(like.dtype, 3, length), drawn(like.dtype, 3, length)
-        weight, bias = (None if dtype is None else drawn(dtype, length) for dtype in dtypes)
-        needs = (True, *[dtype is not None for dtype in dtypes])
+        x, grad = drawn(3, length), drawn(3, length)
+        weight, bias = (drawn(length) if is_given else None for is_given in which)
+        needs = (True, *which)
         try:
-            fused = kernels.norm(x, weight, bias, spec), *kernels.backward(grad, x, weight, bias, spec, needs)
+            fused = _fused(x, weight, bias, spec), *_fused_backward(grad, x, weight, bias, spec, needs)
         except NotImplementedError:  # a build of torch, or a device, that lacks them
             return False
         steps = normalize(x, weight, bias, spec), *_steps_backward(grad.float(), x.float(), weight, bias, spec, needs)
@@ -253,7 +206,7 @@ def _agree(kernels: Kernels, like: Tensor, dtypes: tuple[torch.dtype | None, ...
     wrong = [name for name, is_near in zip(near, are_near, strict=True) if not is_near]
     if wrong:
         logging.getLogger("laconic").warning(
-            "the fused kernel of a %s norm over %d features is not used on %s: not the steps' %s in %s",
+            "torch's fused kernel of a %s norm over %d features is not used on %s: not the steps' %s in %s",
             *(spec.kind, length, like.device, " and ".join(wrong), like.dtype),
         )
     return not wrong

@@ -11,6 +11,5 @@ from laconic.ops.native.blockwise import *
 from laconic.ops.native.gated import *
 from laconic.ops.native.library import *
 from laconic.ops.native.lossless import *
-from laconic.ops.native.norms import *
 from laconic.ops.native.reduce import *
 from laconic.ops.native.rows import *

@@ -1,7 +1,0 @@
-#include "norms-inl.h"
-
-namespace laconic {
-
-const NormKernels kNormsAvx2 = {norms};
-
-}  // namespace laconic
