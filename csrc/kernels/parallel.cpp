@@ -54,7 +54,7 @@ void pause() {
 struct Task {
   const std::function<void(int64_t, int64_t)>* work;
   int64_t count, num_parts;
-  std::atomic<int64_t> seats;  // threads of the pool that may still join
+  std::atomic<int64_t> seats;  // threads that may still join
   std::atomic<int64_t> next{0}, done{0};
 
   void help() {
@@ -127,23 +127,31 @@ bool is_forked = false;
 });
 #endif
 
-// How OpenMP's runtimes run a function on `num_threads` threads and wait for them; GCC's and LLVM's
-// both have it under this name.
-using RunTeam = void (*)(void (*)(void*), void*, unsigned num_threads, unsigned flags);
+// The threads on which torch computes: those of its OpenMP runtime, asked by names that GCC's and
+// LLVM's both have.
+struct Team {
+  void (*run)(void (*)(void*), void*, unsigned num_threads, unsigned flags) = nullptr;
+  int (*size)() = nullptr;
 
-// That of the runtime on which torch computes, or null where its team is not for the calling thread.
-// torch's threads look for more work for milliseconds after each of its operations. A pool beside
-// them would wait for their cores, and they for the pool's: with two threads on two cores our
-// kernels took as long as with one. Each thread that asks a runtime has a team of its own, so all
-// but the main thread, in which a training step computes, share the pool. No runtime outlives fork.
-RunTeam team_of_torch() {
+  Team() {
 #if defined(__linux__)
-  static const auto run = reinterpret_cast<RunTeam>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-  return getpid() == syscall(SYS_gettid) && !is_forked ? run : nullptr;
-#else
-  return nullptr;
+    run = reinterpret_cast<decltype(run)>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+    size = reinterpret_cast<decltype(size)>(dlsym(RTLD_DEFAULT, "omp_get_max_threads"));
 #endif
-}
+  }
+
+  // Threads of torch look for more work for milliseconds after each of its operations. A pool beside
+  // them would wait for their cores, and they for the pool's: with two threads on two cores our
+  // kernels took as long as with one. Each thread that asks a runtime has a team of its own, so all
+  // but the main thread, in which a training step computes, share the pool. No team outlives fork.
+  bool is_for_caller() const {
+#if defined(__linux__)
+    return run != nullptr && size != nullptr && !is_forked && getpid() == syscall(SYS_gettid);
+#else
+    return false;
+#endif
+  }
+};
 
 }  // namespace
 
@@ -157,11 +165,18 @@ void parallel_for(int64_t count, int64_t num_threads,
   task->work = &work;
   task->count = count;
   task->num_parts = std::min(count, num_threads * kPartsPerThread);
-  task->seats = num_threads - 1;
-  if (const RunTeam run = team_of_torch()) {
-    return run([](void* own) { static_cast<Task*>(own)->help(); }, task.get(),
-               static_cast<unsigned>(num_threads), 0);
+  static const Team team;
+  if (team.is_for_caller()) {
+    // A runtime ends the threads that a smaller team has no place for, so the whole one starts.
+    task->seats = num_threads;
+    const auto help = [](void* own) {
+      Task& task = *static_cast<Task*>(own);
+      if (task.seats.fetch_sub(1, std::memory_order_relaxed) > 0) task.help();
+    };
+    const int64_t size = std::max<int64_t>(num_threads, team.size());
+    return team.run(help, task.get(), static_cast<unsigned>(size), 0);
   }
+  task->seats = num_threads - 1;
   pool->run(task);
 }
 

@@ -200,9 +200,11 @@ def check():
 torch.set_num_threads(3)
 values = torch.randn(512, 1024)
 values.exp()  # torch has its threads now
-before = threads()
+before, names = threads(), os.listdir("/proc/self/task")
 expected = quantized()
 check()
+quantize_blockwise(values[:160])  # is worth two threads; the third stays
+assert os.listdir("/proc/self/task") == names
 other = threading.Thread(target=check)
 other.start()
 other.join()
