@@ -1,4 +1,4 @@
-// laconic._kernels: pointers in, nothing else. Sizes are checked by src/laconic/ops/schemas.py
+// laconic._kernels: pointers in, nothing else. Sizes are checked by src/laconic/ops/declarations/
 // before they come here.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
