@@ -141,8 +141,8 @@ class Routers:
         if self._steps_to_first == 0:
             raise ModelError(
                 f"router {next(iter(self._routers))} was not called in a training forward of {_PATIENCE} steps, nor was"
-                " any other, so none can be balanced; train the model in training mode, or set moe.router_aux_loss_coef,"
-                " moe.router_z_loss_coef and moe.bias_rate to 0"
+                " any other, so none can be balanced; train the model in training mode, or set"
+                " moe.router_aux_loss_coef, moe.router_z_loss_coef and moe.bias_rate to 0"
             )
         if num_forwards and self.aux_loss_coef:
             fields["moe_balance_loss"] = balance / num_forwards
