@@ -285,6 +285,30 @@ def test_a_norm_over_other_dimensions_than_the_last_is_none(norm: Callable[[int]
     assert all(site.kind in ("channel_norm", "functions") for site in find_sites(nn.Sequential(norm(features))))
 
 
+class OfAnyLength(nn.Module):
+    """A norm over the last dimension, whatever its length, with a scale and an offset for all of it."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(features)), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], eps=1e-5) * self.weight + self.bias
+
+
+@pytest.mark.parametrize("features", [1, 8])
+def test_a_norm_with_parameters_of_one_element_stays_exact(features: int) -> None:
+    exact = nn.Sequential(nn.Linear(8, 8), OfAnyLength(features), nn.Linear(8, 8))
+    assert [site.kind for site in find_sites(exact)] == ["linear", "functions", "linear"]
+    kept = copy.deepcopy(exact)
+    laconic.compress_activations(kept)
+    x = torch.randn(4, 8)
+    for model in (exact, kept):
+        model(x).square().sum().backward()
+    torch.testing.assert_close(kept[1].weight.grad, exact[1].weight.grad)
+    torch.testing.assert_close(kept[1].bias.grad, exact[1].bias.grad)
+
+
 def test_a_module_that_gets_its_shape_later_is_no_site() -> None:
     assert find_sites(nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 4)))[0].name == "2"
 

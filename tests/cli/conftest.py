@@ -19,6 +19,7 @@ def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def once(source: Any, *args: Any, **options: Any) -> TracedModel:
         key = repr((source, args, options))
+        assert " at 0x" not in key, "the address of an object that may be gone, and another at its place"
         if key not in _traced:
             _traced[key] = trace_config(source, *args, **options)
         return _traced[key]

@@ -165,6 +165,7 @@ def refusals(rank: int, group: dist.ProcessGroup) -> Found:
     inner = Net()
     return {
         "bits": error_of(lambda: compress_gradients(Net(), group, bits=8 if rank else 12)),
+        "kind": error_of(lambda: compress_gradients(Net(), group, average=1 if rank else True)),  # type: ignore[arg-type]
         "shape": error_of(lambda: compress_gradients(wide, group)),
         "dtype": error_of(lambda: compress_gradients(mixed, group)),
         "number": error_of(lambda: compress_gradients(nn.Sequential(*[nn.Linear(2, 2)] * 1, *[Net()] * rank), group)),
@@ -457,6 +458,7 @@ def test_replicas_start_and_stay_alike(found: list[dict[str, Found]]) -> None:
     ("case", "message"),
     [
         ("bits", "ConfigError: bits is 12 on rank 0 and 8 on rank 1, but all ranks of a group must agree"),
+        ("kind", "average is 'true' on rank 0 and '1' on rank 1, but all ranks of a group must agree"),
         ("shape", "trainable parameter 0 is 'weight [4, 3] float32' on rank 0 and 'weight [5, 3] float32' on rank 1"),
         ("dtype", "'weight [3, 3] bfloat16' on rank 0 and 'weight [3, 3] float32' on rank 1"),
         ("number", "the number of trainable parameters is 2 on rank 0 and 10 on rank 1"),

@@ -135,9 +135,34 @@ def test_evaluation_is_not_watched() -> None:
     model = model_of(MIXTRAL).eval()
     routers = watched(model, aux_loss_coef=1.0)
     model(input_ids=torch.arange(16)[None])
-    routers.loss()
-    with pytest.raises(ModelError, match="was not called in a training forward, nor was any other"):
+    for _ in range(19):
+        routers.loss()
         routers.after_step(skipped=False)
+    routers.loss()
+    with pytest.raises(ModelError, match="was not called in a training forward of 20 steps, nor was any other"):
+        routers.after_step(skipped=False)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_steps_may_leave_out_all_layers_with_experts(first: bool) -> None:
+    model = model_of(DEEPSEEK)
+    routers = watched(model, aux_loss_coef=0.5, bias_rate=0.25)
+    layers = [model.get_submodule(f"model.layers.{number}") for number in (1, 2)]
+    for left_out in (first, not first, *[True] * 25):
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+        if left_out:
+            _skip(model, (1, 2))
+        before = [layer.get_buffer("mlp.gate.e_score_correction_bias").clone() for layer in layers]
+        routers.begin()
+        model(input_ids=torch.arange(16)[None])
+        routers.loss()
+        fields = routers.after_step(skipped=False, count_loads=True)
+        assert routers.loads is not None
+        assert (sum(map(sum, routers.loads)) == 0) == left_out
+        assert (fields["moe_balance_loss"] == 0) == left_out
+        for layer, bias in zip(layers, before, strict=True):
+            assert torch.equal(layer.get_buffer("mlp.gate.e_score_correction_bias"), bias) == left_out
 
 
 def test_a_router_that_its_block_does_not_call_is_refused() -> None:

@@ -49,6 +49,9 @@ class Parser(argparse.ArgumentParser):
         Args:
             flags: as they are written, "--out".
             why: they have none, as the end of a sentence.
+
+        Raises:
+            ConfigError: one of them was given.
         """
         refused = {self._option_string_actions[flag] for flag in flags}
         unused = dict.fromkeys(one for one in self._flags_given() if self._option_string_actions.get(one) in refused)

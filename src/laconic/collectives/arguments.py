@@ -72,7 +72,11 @@ def find_group_rank(group: dist.ProcessGroup, rank: int, name: str) -> int:
 
 
 def check_group_rank(name: str, rank: int, size: int) -> None:
-    """Check that `rank` is a rank within a group of `size`; torch checks it in other groups than the default one."""
+    """Check that `rank` is a rank within a group of `size`; torch checks it in other groups than the default one.
+
+    Raises:
+        ConfigError: it is not.
+    """
     if not 0 <= rank < size:
         raise ConfigError(f"{name} is {rank}, but the group has {size} ranks, 0 to {size - 1}; pass one of them")
 
@@ -104,7 +108,11 @@ def check_tensors(**tensors: Tensor) -> None:
 
 
 def check_numel(name: str, x: Tensor, numel: int, rule: str) -> None:
-    """Check the number of elements of the argument `name`; `rule` explains the expected number in the error."""
+    """Check the number of elements of the argument `name`; `rule` explains the expected number in the error.
+
+    Raises:
+        FormatError: it is another one.
+    """
     if x.numel() != numel:
         raise FormatError(f"{name} has {x.numel()} elements, but it must have {numel}, {rule}")
 

@@ -110,7 +110,11 @@ class Members:
         self._handles[id(parameter)] = handle
 
     def check_engine(self, parameter: nn.Parameter) -> None:
-        """Check, when a gradient arrives, that no DeepSpeed engine was made of the model since."""
+        """Check, when a gradient arrives, that no DeepSpeed engine was made of the model since.
+
+        Raises:
+            ModelError: one was; both would reduce.
+        """
         if is_deepspeeds(parameter) or _has_engine(self._model):
             _refuse_deepspeed(self._places[id(parameter)][1])
 
@@ -144,7 +148,11 @@ def _let_go(parameter: nn.Parameter) -> None:
 
 
 def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Check that a model's gradients can be compressed."""
+    """Check that a model's gradients can be compressed.
+
+    Raises:
+        ModelError: they cannot be.
+    """
     if not isinstance(model, nn.Module):
         raise ModelError(f"model is {type(model).__name__}, but it must be a torch.nn.Module")
     check_modules(model, dist_group=group is not None)

@@ -31,7 +31,11 @@ def check_same_settings(settings: Mapping[str, object], group: dist.ProcessGroup
         return
     texts = [""] * group.size()
     dist.all_gather_object(texts, text, group=group)
-    found = difference(dict(zip(ranks_of(group), map(json.loads, texts), strict=True)))
+    everyones = dict(zip(ranks_of(group), map(json.loads, texts), strict=True))
+    found = difference(everyones)
+    if found is None:  # numbers of another kind are equal, as 1, 1.0 and True
+        written = {rank: {name: json.dumps(one) for name, one in theirs.items()} for rank, theirs in everyones.items()}
+        found = difference(written) or "the order of the settings is not the same"
     raise ConfigError(f"{found}, but all ranks of a group must agree; start every rank with the same settings")
 
 

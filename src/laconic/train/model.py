@@ -114,7 +114,11 @@ def check_extra(config: ModelConfig, known: Collection[str]) -> None:
 
 
 def check_config(hf_config: Any, origin: str) -> None:
-    """Check that a configuration names no code on the hub, which transformers would fetch and run."""
+    """Check that a configuration names no code on the hub, which transformers would fetch and run.
+
+    Raises:
+        ModelError: it does.
+    """
     for part in (hf_config, hf_config.get_text_config()):
         chosen = getattr(part, "_attn_implementation", None)
         if isinstance(chosen, str) and "/" in chosen:

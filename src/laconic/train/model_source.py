@@ -55,7 +55,11 @@ def resolve_defaults(config: TrainConfig) -> TrainConfig:
 
 
 def check_path(config: ModelConfig) -> None:
-    """Refuse a model.path that is no directory of a model, where no hub may be asked, or one of adapters."""
+    """Refuse a model.path that is no directory of a model, where no hub may be asked, or one of adapters.
+
+    Raises:
+        ConfigError, ModelError: as the first line says.
+    """
     if config.path is not None and (Path(config.path) / "adapter_config.json").is_file():
         raise ModelError(
             f"model.path {config.path!r} holds an adapter_config.json, so its weights belong to a model elsewhere; "

@@ -15,9 +15,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.errors import ConfigError, ModelError, TrainingError
+from laconic.formats import CodedGradient
+from laconic.formats.shards import local_part
+from laconic.gradients import compress_gradients
 from laconic.moe import ChunkedSchedule, copy_hot_experts
 from laconic.moe.huggingface import parallelize
 from laconic.moe.parallel.grid import Grid
+from laconic.optim import AdamW8bit
 from tests.activations.models import make_ids, make_model
 from tests.moe.huggingface.test_parallelize import close
 from tests.moe.worlds import run_world
@@ -155,6 +159,11 @@ def test_adapters_around_a_router_that_a_gate_reads_are_refused() -> None:
                 adapted()
 
 
+def test_a_model_that_is_a_module_of_experts_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"the model is a module of experts itself \(Qwen3MoeExperts\)"):
+        parallelize(_experts(_model()))
+
+
 def hooks_of_a_pair() -> None:
     rank = dist.get_rank()
     for name in HOOKS:
@@ -179,7 +188,18 @@ def what_is_attached_to_parameters() -> None:
         lambda model: _experts(model, 1).down_proj.register_post_accumulate_grad_hook(lambda p: None),
         r"layers\.1\.mlp\.experts\.down_proj has hooks on its gradient",
     )
+    refused(lambda model: AdamW8bit(model.parameters()).update_in_backward(), "has hooks .*update_in_backward")
     refused(_backward, r"experts\.gate_up_proj has a gradient, which would be lost; call zero_grad")
+
+    model = _model().float()
+    gradients = compress_gradients(model)
+    parallelize(model, Grid(ep=2))
+    gradients.reduce()
+    _backward(model)
+    gradients.reduce()
+    assert all(
+        isinstance(local_part(p.grad), CodedGradient) for p in _experts(model).parameters() if p.grad is not None
+    )
 
     model = _model()
     _experts(model).down_proj.no_weight_decay = True

@@ -124,6 +124,18 @@ def test_what_a_checkpoint_runs_again_is_counted_once(reentrant: bool) -> None:
     assert torch.equal(spread.router_bias.take(), of_model)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_forward_without_gradients_in_between_is_not_counted(reentrant: bool) -> None:
+    gate = SigmoidGate(4, 8, 1)
+    layer = MoELayer(gate, GatedExperts(4, 8, 16))
+    with torch.no_grad():
+        layer(torch.randn(7, 8))
+    out = checkpoint(layer, torch.randn(5, 8, requires_grad=True), use_reentrant=reentrant)
+    assert isinstance(out, Tensor)
+    out.sum().backward()
+    assert gate.load.sum() == 5
+
+
 def test_models_without_such_biases_are_refused() -> None:
     with pytest.raises(ConfigError, match="has no layers yet; call parallelize first"):
         update_router_biases(tiny())

@@ -316,6 +316,8 @@ def _norm(module: nn.Module) -> NormSpec | None:
     if weight is None and (own := getattr(module, "normalized_shape", None)) is not None and len(own) != 1:
         return None  # over more than the last dimension
     features = weight.numel() if weight is not None else own[0] if own is not None else 8
+    if features == 1 or any(p is not None and p.shape != (features,) for p in module._parameters.values()):
+        return None  # what has one element is spread over a dimension of any length
     return next((spec for eps in _epsilons(module) if (spec := _norm_with(module, features, eps)) is not None), None)
 
 

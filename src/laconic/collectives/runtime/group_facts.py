@@ -62,7 +62,11 @@ def registered_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def check_member(group: object) -> None:
-    """Refuse what torch gives a process that is not in a new group, in the place of one."""
+    """Refuse what torch gives a process that is not in a new group, in the place of one.
+
+    Raises:
+        ConfigError: it is that.
+    """
     if group is dist.GroupMember.NON_GROUP_MEMBER or isinstance(group, int):  # which it is in torch 2.13
         raise ConfigError("group does not contain this process; call on members of the group only")
 

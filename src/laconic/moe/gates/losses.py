@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -83,13 +86,13 @@ class FirstRuns:
     def is_first(self) -> bool:
         """Return whether a forward's tokens are to be counted; called once in each forward in training.
 
-        One without gradients may be that of a reentrant checkpoint, which runs it again with gradients in backward:
-        that run counts. Others run in backward for a forward that has counted.
+        One without gradients in a Function of autograd is that of a reentrant checkpoint, which runs it again with
+        gradients in backward: that run counts. Others run in backward for a forward that has counted.
         """
         if torch.compiler.is_compiling():
             return torch.is_grad_enabled()
         if torch._C._current_graph_task_id() == -1:
-            self._without_graph += not torch.is_grad_enabled()
+            self._without_graph += not torch.is_grad_enabled() and _is_in_function()
             return torch.is_grad_enabled()
         counts = self._without_graph > 0
         self._without_graph -= counts
@@ -98,6 +101,17 @@ class FirstRuns:
     def forget(self) -> None:
         """Forget forwards without gradients that nothing has run again."""
         self._without_graph = 0
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def _is_in_function() -> bool:
+    """Whether this runs in the forward of a Function of autograd."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    return frame is not None
 
 
 def load_step(load: Tensor, rate: float, dtype: torch.dtype) -> Tensor:

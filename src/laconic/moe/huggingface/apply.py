@@ -346,6 +346,11 @@ def _check_movable(model: nn.Module, blocks: dict[str, Block], cuts: bool) -> No
             if held is not None:
                 holders.setdefault(id(held), {})[id(module), key] = f"{name}.{key}".lstrip(".")
     for name in blocks:
+        if not name:
+            raise ModelError(
+                f"the model is a module of experts itself ({type(model).__name__}), which parallelize cannot replace;"
+                " pass the module that holds it"
+            )
         experts = model.get_submodule(name)
         tensors = {f"{name}.{key}": p for key, p in experts.named_parameters()} if cuts else {}
         for what, held in {name: experts, **tensors}.items():
@@ -361,10 +366,10 @@ def _check_movable(model: nn.Module, blocks: dict[str, Block], cuts: bool) -> No
             )
         for what, p in tensors.items():
             hooks = [*(p._backward_hooks or {}).values(), *(p._post_accumulate_grad_hooks or {}).values()]
-            if not all(is_of(hook, "laconic.") for hook in hooks):  # ours follow the parameter, or refuse
+            if not all(is_of(hook, "laconic.gradients.") for hook in hooks):  # which come back at the first reduce
                 raise ModelError(
                     f"{what} has hooks on its gradient, but a process's part of it is another parameter; register them"
-                    " after parallelize"
+                    " (update_in_backward does, too) after parallelize"
                 )
             if p.grad is not None:
                 raise ModelError(f"{what} has a gradient, which would be lost; call zero_grad() before parallelize")

@@ -86,6 +86,9 @@ def refuse(section: object, name: str, rule: str) -> NoReturn:
         section: the object that has the field.
         name: dotted name of the field in `section`.
         rule: what the value must do, as the message says it after "but it must".
+
+    Raises:
+        ConfigError: always.
     """
     value = functools.reduce(getattr, name.split("."), section)
     if type(value) in _PREFIXES:  # a whole section: what is set in it
@@ -94,7 +97,11 @@ def refuse(section: object, name: str, rule: str) -> NoReturn:
 
 
 def refuse_unused(section: object, names: Iterable[str], rule: str) -> None:
-    """Refuse the first field of `names`, or of all if there are none, that has not its default, as `rule` asks."""
+    """Refuse the first field of `names`, or of all if there are none, that has not its default, as `rule` asks.
+
+    Raises:
+        ConfigError: there is one.
+    """
     fields: dict[str, dataclasses.Field[Any]] = vars(type(section))["__dataclass_fields__"]
     for name in names or fields:
         described = fields[name]

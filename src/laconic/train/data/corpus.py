@@ -130,7 +130,11 @@ class TokenDataset:
 
 
 def check_vocab(corpus: TokenCorpus | Examples, vocab_size: int) -> None:
-    """Check that a model with `vocab_size` embeddings has every id of the corpus."""
+    """Check that a model with `vocab_size` embeddings has every id of the corpus.
+
+    Raises:
+        DataError: it lacks one.
+    """
     if corpus.max_token >= vocab_size:
         raise DataError(
             f"the data holds token id {corpus.max_token}, but the model's vocabulary ends at {vocab_size - 1}; "

@@ -23,6 +23,8 @@ from laconic.train.distributed.world import World
 
 _BIAS = "e_score_correction_bias"
 """Name of the buffer that families with DeepSeek-V3's balancing add to scores before the choice."""
+_PATIENCE = 20
+"""Steps without any call of a router after which the first call is given up. Layers may be left out at random."""
 _BIAS_RATE = 1e-3
 """Update speed of the biases: DeepSeek-V3 (arXiv 2412.19437), section 4.2."""
 
@@ -72,6 +74,7 @@ class Routers:
         # Sums since the last step: balance losses, z-losses, number of forwards, calls of routers.
         self._sums = torch.zeros(4, dtype=torch.float64, device=world.device)
         self._loads: dict[str, Tensor] = {}
+        self._steps_to_first: int | None = _PATIENCE  # None: a router was called, on some process
         self._with_logits: set[str] = set()
         self.loads: list[list[int]] | None = None
         """Tokens of each expert by layer, over all processes, in the last step that was asked for them."""
@@ -127,15 +130,19 @@ class Routers:
             Fields for metrics.jsonl: means over the forwards since the last call, and the range of the biases.
 
         Raises:
-            ModelError: no router was called in these forwards, on any process.
+            ModelError: no router was called on any process in this and all steps before, and these were many.
         """
         fields: dict[str, float] = {}
         balance, z, num_forwards, num_calls = self._world.sum(self._sums.clone()).tolist()
-        if num_forwards and not num_calls:
+        if num_calls:
+            self._steps_to_first = None
+        elif num_forwards and self._steps_to_first is not None:
+            self._steps_to_first -= 1
+        if self._steps_to_first == 0:
             raise ModelError(
-                f"router {next(iter(self._routers))} was not called in a training forward, nor was any other, so none"
-                " can be balanced; train the model in training mode, or set moe.router_aux_loss_coef,"
-                " moe.router_z_loss_coef and moe.bias_rate to 0"
+                f"router {next(iter(self._routers))} was not called in a training forward of {_PATIENCE} steps, nor was"
+                " any other, so none can be balanced; train the model in training mode, or set"
+                " moe.router_aux_loss_coef, moe.router_z_loss_coef and moe.bias_rate to 0"
             )
         if num_forwards and self.aux_loss_coef:
             fields["moe_balance_loss"] = balance / num_forwards

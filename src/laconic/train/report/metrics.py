@@ -119,7 +119,11 @@ class MetricsWriter:
 
 
 def check_tensorboard() -> None:
-    """Check that TensorBoard is installed."""
+    """Check that TensorBoard is installed.
+
+    Raises:
+        ConfigError: it is not.
+    """
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError("tensorboard is True, but TensorBoard is not installed: pip install 'laconic[tensorboard]'")
 
