@@ -218,6 +218,21 @@ def test_stop_strings_name_special_tokens_and_wait_for_min_tokens(engine: FakeEn
         assert engine.free_cache_tokens == engine.cache_tokens
 
 
+def test_stop_strings_of_a_model_that_end_no_answer_are_named(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.answer_defaults = AnswerDefaults(stop=("<|mark|>", "END"))
+    create_app(engine, MarkedBytes(), ServerSettings(MODEL))
+    assert caplog.messages == []
+    engine.answer_defaults = AnswerDefaults(stop=("END", "<|mark|>\n"))
+    create_app(engine, MarkedBytes(), ServerSettings(MODEL))
+    (message,) = caplog.messages
+    assert "has '<|mark|>\\n' in stop_strings, which ends no answer" in message
+    engine.eos_token_ids = frozenset({EOS, 33})  # ends the answer before the string could
+    create_app(engine, MarkedBytes(), ServerSettings(MODEL))
+    assert len(caplog.messages) == 1
+
+
 def test_characters_across_tokens_come_whole(engine: FakeEngine, client: openai.OpenAI) -> None:
     text = "a😀é€ b"
     engine.answer = lambda prompt, sampling: [*text.encode(), EOS]
