@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -36,3 +37,13 @@ def test_values_come_back(value: object) -> None:
 def test_what_is_no_json_is_a_value_error(text: str | bytes) -> None:
     with pytest.raises(ValueError):
         parse_json(text)
+
+
+def test_whole_numbers_cost_no_calls() -> None:
+    calls: list[str] = []
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        parse_json(b"[" + b"7, " * 1000 + b"7]")
+    finally:
+        sys.setprofile(None)
+    assert len(calls) < 50

@@ -136,6 +136,29 @@ def test_turn_is_held_again_after_a_lost_worker() -> None:
             run(experts, inputs, 1)
 
 
+@pytest.mark.parametrize("fails_in", ["shared experts", "receiving"])
+def test_a_forward_that_failed_leaves_no_rows_unanswered(fails_in: str) -> None:
+    """They would be refused, as an expert worker's loss, when the forward is tried again."""
+    experts, links = remote(3, InferencePlan())
+    receive = links[0].receive
+
+    def fails(*arguments: Any) -> Any:
+        if arguments:
+            receive(*arguments)
+        raise MemoryError("no room")
+
+    inputs = (torch.ones(3, WIDTH), torch.tensor([[0], [2], [4]]), torch.ones(3, 1))
+    links[0].receive = fails  # type: ignore[method-assign]
+    experts.begin_forward(3)
+    with pytest.raises(MemoryError, match="no room"):
+        experts.run(0, *inputs, fails if fails_in == "shared experts" else None)
+    experts.end_forward()
+    assert [len(link.sent) for link in links] == [1, 1, 1]
+    assert [link._answers for link in links] == [{}, {}, {}]
+    links[0].receive = receive  # type: ignore[method-assign]
+    assert torch.allclose(run(experts, inputs, 3), ORIGINAL(*inputs), rtol=1e-5, atol=1e-5)
+
+
 def test_another_micro_batch_computes_while_one_waits() -> None:
     """Both wait for their answers at the same time, which a micro-batch that kept its turn would not let happen."""
     experts, links = remote(1, InferencePlan(num_micro_batches=2))

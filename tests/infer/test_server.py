@@ -9,6 +9,7 @@ import random
 import socket
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -24,9 +25,11 @@ from laconic.infer.detokenizer import Detokenizer, byte_stages
 from laconic.infer.generation_config import AnswerDefaults
 from laconic.infer.sampling import ChosenToken, Sampling
 from laconic.infer.server import ByteTokenizer, HuggingFaceTokenizer, ServerSettings, TokenListener, create_app
+from laconic.infer.server.bodies import parse_body
 from tests.distributed.processes import wait_until
 from tests.infer.serving import EOS, FakeEngine, answer, running
 from tests.infer.test_detokenizer import KINDS, tokenizer
+from tests.patience import patient
 
 MODEL = "tiny"
 
@@ -151,6 +154,24 @@ def test_what_a_request_does_not_say_is_the_models(engine: FakeEngine, url: str,
     assert asked[-1].max_new_tokens == 5
 
 
+def test_other_requests_are_answered_while_a_long_body_is_read(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, answered = threading.Event(), threading.Event()
+
+    def read_slowly(*arguments: Any) -> Any:
+        reading.set()
+        assert answered.wait(patient(10))
+        return parse_body(*arguments)
+
+    monkeypatch.setattr("laconic.infer.server.app.parse_body", read_slowly)
+    body = {"model": MODEL, "prompt": "x" * 2**16}
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(httpx.post, f"{url}/tokenize", json=body, timeout=patient(30))
+        assert reading.wait(patient(10))
+        assert httpx.get(f"{url}/health", timeout=patient(5)).status_code == 200
+        answered.set()
+        assert long.result().json()["count"] == 2**16
+
+
 def test_stop_strings_across_tokens_end_the_request(client: openai.OpenAI, engine: FakeEngine) -> None:
     full = text_of("one", seed=7, max_new_tokens=200)
     stop = full[30:34]
@@ -195,6 +216,21 @@ def test_stop_strings_name_special_tokens_and_wait_for_min_tokens(engine: FakeEn
             said(client, stop="<|mark|>\n")
         assert refused.value.param == "stop"
         assert engine.free_cache_tokens == engine.cache_tokens
+
+
+def test_stop_strings_of_a_model_that_end_no_answer_are_named(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.answer_defaults = AnswerDefaults(stop=("<|mark|>", "END"))
+    create_app(engine, MarkedBytes(), ServerSettings(MODEL))
+    assert caplog.messages == []
+    engine.answer_defaults = AnswerDefaults(stop=("END", "<|mark|>\n"))
+    create_app(engine, MarkedBytes(), ServerSettings(MODEL))
+    (message,) = caplog.messages
+    assert "has '<|mark|>\\n' in stop_strings, which ends no answer" in message
+    engine.eos_token_ids = frozenset({EOS, 33})  # ends the answer before the string could
+    create_app(engine, MarkedBytes(), ServerSettings(MODEL))
+    assert len(caplog.messages) == 1
 
 
 def test_characters_across_tokens_come_whole(engine: FakeEngine, client: openai.OpenAI) -> None:

@@ -142,8 +142,8 @@ class RemoteExperts:
                 _run_shared(shared, log)
         except BaseException:
             # The forward is tried again, and must not take these answers for its own.
-            with contextlib.suppress(CollectiveError):
-                for link, rows, _ in sent:
+            for link, rows, _ in sent:
+                with contextlib.suppress(Exception):  # nor may one that fails leave the others unanswered
                     link.receive(rows)
             raise
 
@@ -152,11 +152,11 @@ class RemoteExperts:
         self._turns.give()
         try:
             if not self._sends_all:
-                answers += [link.receive(rows) for link, rows, _ in sent]
+                answers = _receive(sent)
         finally:
             self._turns.take()
         if self._sends_all:
-            answers += [link.receive(rows) for link, rows, _ in sent]
+            answers = _receive(sent)
         if passed is not None and log is not None:
             passed.turn_ns = now_ns()
             passed.layers.append(log)
@@ -278,6 +278,26 @@ class _Places:
             return self.owners[0][experts]
         bits = hidden[:, :_KEY_VALUES].contiguous().view(torch.uint8).sum(1, keepdim=True, dtype=torch.int64)
         return self.owners[bits % self.copies[experts], experts]
+
+
+def _receive(sent: Sequence[tuple[ExpertLink, Rows, Tensor]]) -> list[Tensor]:
+    """Receive the answers to all rows; an error is raised behind the last, since the forward is tried again.
+
+    Raises:
+        CollectiveError: an expert worker is lost; at once, since no forward follows.
+    """
+    answers: list[Tensor] = []
+    failed: Exception | None = None
+    for link, rows, _ in sent:
+        try:
+            answers.append(link.receive(rows))
+        except CollectiveError:
+            raise
+        except Exception as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
+    return answers
 
 
 def _run_shared(shared: Callable[[], None], log: LayerLog | None) -> None:

@@ -54,6 +54,14 @@ class Answers:
         self._handover: Handover | None = None
         self._generations: set[Generation] = set()
         self.max_tokens = min(engine.max_request_tokens, settings.max_model_tokens or engine.max_request_tokens)
+        for stop, name in self._textless(engine.answer_defaults.stop, set(engine.eos_token_ids)):
+            logging.getLogger("laconic").warning(
+                "generation_config.json has %r in stop_strings, which ends no answer: none has the text of %r, a"
+                " special token; name %r alone there, at which answers end then",
+                stop,
+                name,
+                name,
+            )
 
     @property
     def gauges(self) -> dict[str, int]:
@@ -99,7 +107,13 @@ class Answers:
                 "min_tokens",
             )
         sampling = self._sampling(body, max_new_tokens, grammar)
-        self._check_stops(body.stop or (), {*self._engine.eos_token_ids, *sampling.stop_token_ids})
+        for stop, name in self._textless(body.stop or (), {*self._engine.eos_token_ids, *sampling.stop_token_ids}):
+            raise Refusal(
+                400,
+                f"stop has {stop!r}, but no answer has the text of {name!r}, a special token; give {name!r}"
+                " alone, at which the answer ends then",
+                "stop",
+            )
         stops = self._engine.answer_defaults.stop if body.stop is None else body.stop
         generation = Generation(
             self._engine,
@@ -150,17 +164,15 @@ class Answers:
             grammar=grammar,
         )
 
-    def _check_stops(self, stops: Sequence[str], ends: set[int]) -> None:
-        """Refuse stop strings that no text can hold; a special token in one that ends the answer goes before it."""
-        for stop in stops:
-            for name, token in self._tokenizer.special_tokens.items():
-                if name in stop and name != stop and token not in ends:
-                    raise Refusal(
-                        400,
-                        f"stop has {stop!r}, but no answer has the text of {name!r}, a special token; give {name!r}"
-                        " alone, at which the answer ends then",
-                        "stop",
-                    )
+    def _textless(self, stops: Sequence[str], ends: set[int]) -> list[tuple[str, str]]:
+        """Stop strings that no text can hold, each with the special token in it that does not end the answer."""
+        special = self._tokenizer.special_tokens.items()
+        return [
+            (stop, name)
+            for stop in stops
+            for name, token in special
+            if name in stop and name != stop and token not in ends
+        ]
 
     def _check_size(
         self, field: str, prompts: Sequence[list[int]], max_new_tokens: int, generation: Generation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,7 +17,7 @@ from starlette.types import Lifespan
 
 from laconic.errors import ConfigError, LaconicError
 from laconic.infer.server.answers import OWN_ERROR, Answers
-from laconic.infer.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
+from laconic.infer.server.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 from laconic.infer.server.chats import Chats
 from laconic.infer.server.metrics import CONTENT_TYPE, Metrics
 from laconic.infer.server.middleware import CountAnswers, RequireKey
@@ -31,6 +32,7 @@ from laconic.infer.token_engine import TokenEngine
 from laconic.infer.tokenizer import TextTokenizer
 
 _DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
+_LONG_BODY_NBYTES = 2**16  # from here on reading takes milliseconds, for which no stream should stand still
 
 
 def create_app(
@@ -117,7 +119,7 @@ class _Server:
         return head | {"max_model_len": self._answers.max_tokens}
 
     async def _tokenize(self, request: Request) -> Response:
-        body = parse_body(TokenizeBody, await read_body(request, self._settings))
+        body = await self._body(TokenizeBody, request)
         self._check_model(body.model)
         if body.messages is not None:
             tokens = await self._chats.encode(body.messages, body.tools or (), body.chat_template_kwargs, "messages")
@@ -128,7 +130,7 @@ class _Server:
         return JSONResponse(count | {"tokens": tokens, "token_strs": names})
 
     async def _detokenize(self, request: Request) -> Response:
-        body = parse_body(DetokenizeBody, await read_body(request, self._settings))
+        body = await self._body(DetokenizeBody, request)
         self._check_model(body.model)
         self._check_known("tokens", body.tokens)
         return JSONResponse({"prompt": await asyncio.to_thread(self._tokenizer.decode, body.tokens)})
@@ -137,7 +139,7 @@ class _Server:
         return Response(self._metrics.text(self._answers.gauges), media_type=CONTENT_TYPE)
 
     async def _completions(self, request: Request) -> Response:
-        body = parse_body(CompletionBody, await read_body(request, self._settings))
+        body = await self._body(CompletionBody, request)
         self._check_model(body.model)
         grammar = await asyncio.to_thread(grammar_of, body, self._engine)
         prompts = [
@@ -166,14 +168,22 @@ class _Server:
         return await self._answers.give(request, body, "prompt", prompts, longest, reply, grammar)
 
     async def _chat(self, request: Request) -> Response:
-        body = parse_body(ChatBody, await read_body(request, self._settings))
+        body = await self._body(ChatBody, request)
         self._check_model(body.model)
         return await self._chats.answer(request, body)
 
     async def _responses(self, request: Request) -> Response:
-        body = parse_body(ResponsesBody, await read_body(request, self._settings), NEUTRAL_IN_RESPONSES)
+        body = await self._body(ResponsesBody, request, NEUTRAL_IN_RESPONSES)
         self._check_model(body.model)
         return await self._chats.respond(request, body)
+
+    async def _body(
+        self, kind: type[Body], request: Request, neutral: Mapping[str, tuple[object, ...]] | None = None
+    ) -> Body:
+        content = await read_body(request, self._settings)
+        if len(content) < _LONG_BODY_NBYTES:
+            return parse_body(kind, content, neutral)
+        return await asyncio.to_thread(parse_body, kind, content, neutral)
 
     def _check_known(self, field: str, tokens: list[int]) -> None:
         """Refuse to show tokens that have no text because there are none such."""
