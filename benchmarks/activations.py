@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import laconic
 from benchmarks.kit.models import HEAD_DIM, decoder_layers
-from benchmarks.kit.timing import seconds_of
+from benchmarks.kit.timing import UNUSUAL_ROUNDS, seconds_of
 from benchmarks.registry import Options, Table, benchmark
 from laconic.activations import Choice, Recompute, SavedTensorTracker, Site
 from laconic.activations import checkpoint as packed_checkpoint
@@ -72,7 +72,8 @@ def _block(hidden: int, length: int, options: Options) -> Table:
             run(layer, block.source())
         return tracker.nbytes
 
-    seconds = seconds_of({name: lambda name=name: step(name) for name in variants}, options.rounds)
+    steps = {name: lambda name=name: step(name) for name in variants}
+    seconds = seconds_of(steps, options.rounds, warm_up_rounds=UNUSUAL_ROUNDS)
     kept = {name: kept_nbytes(name) for name in variants}
     packed = 2 * BlockFormat("nf4").nbytes((length, hidden)) + 2 * BlockFormat("nf4").nbytes((length, 4 * hidden))
     formula = packed + 4 * unit + 4 * length * heads + 2 * block.positions[0].nbytes
@@ -124,7 +125,8 @@ def _training(batch: int, options: Options) -> Table:
             loss(name)
         return tracker.nbytes
 
-    seconds = seconds_of({name: lambda name=name: step(name) for name in models}, 2 * options.rounds)
+    steps = {name: lambda name=name: step(name) for name in models}
+    seconds = seconds_of(steps, 2 * options.rounds, warm_up_rounds=UNUSUAL_ROUNDS)
     return Table.of(
         f"Demo-size training, fp32: {batch} x {length} bytes per step, {options.thread_text}",
         models,

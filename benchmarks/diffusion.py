@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import laconic
-from benchmarks.kit.timing import seconds_of
+from benchmarks.kit.timing import UNUSUAL_ROUNDS, seconds_of
 from benchmarks.registry import Options, Table, benchmark
 from laconic.activations import SavedTensorTracker
 
@@ -156,9 +156,8 @@ def _rows(name: str, options: Options) -> list[list[str]]:
         bits_are = "equal" if torch.equal(got, output) else "differ"
         sizes = [f"{before / 1e3:.0f}", f"{after / 1e3:.0f}", f"{before / after:.2f}x"]
         found[title] = [bits_are, f"{whole:.4f}", f"{worst:.3f}", *sizes]
-    seconds = seconds_of(
-        {title: partial(step_of, model, arguments) for title, model in models.items()}, options.rounds, rotate=True
-    )
+    steps = {title: partial(step_of, model, arguments) for title, model in models.items()}
+    seconds = seconds_of(steps, options.rounds, warm_up_rounds=UNUSUAL_ROUNDS, rotate=True)
     return [[name, title, *cells, f"{seconds[title].over(seconds['exact']):.2f}"] for title, cells in found.items()]
 
 

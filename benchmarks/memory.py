@@ -21,7 +21,7 @@ import laconic
 from benchmarks.kit.allocated import allocated_nbytes, peak_nbytes
 from benchmarks.kit.models import HEAD_DIM, decoder_layers
 from benchmarks.kit.recompute import keeping_products
-from benchmarks.kit.timing import seconds_of
+from benchmarks.kit.timing import UNUSUAL_ROUNDS, seconds_of
 from benchmarks.registry import Options, Table, benchmark
 
 _NUM_LAYERS = 4
@@ -97,7 +97,8 @@ def memory(options: Options) -> list[Table]:
 
     held = {name: _held_nbytes(model, x) for name, model in variants.items()}
     peak = {name: peak_nbytes(_step(model, x)) for name, model in variants.items()}
-    seconds = seconds_of({name: _step(model, x) for name, model in variants.items()}, options.rounds)
+    steps = {name: _step(model, x) for name, model in variants.items()}
+    seconds = seconds_of(steps, options.rounds, warm_up_rounds=UNUSUAL_ROUNDS)
     first = "unmodified"
     return [
         Table.of(

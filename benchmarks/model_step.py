@@ -16,7 +16,7 @@ from torch import nn
 import laconic
 from benchmarks.kit.allocated import peak_nbytes
 from benchmarks.kit.models import causal_model
-from benchmarks.kit.timing import seconds_of
+from benchmarks.kit.timing import UNUSUAL_ROUNDS, seconds_of
 from benchmarks.registry import Options, Table, benchmark
 
 _FAMILIES = ("llama", "qwen3", "gpt_neox")
@@ -58,7 +58,7 @@ def _table(family: str, hidden: int, layers: int, length: int, options: Options)
     for step in steps.values():
         step()
     peak = {name: peak_nbytes(step) for name, step in steps.items()}
-    seconds = seconds_of(steps, options.rounds, rotate=True)
+    seconds = seconds_of(steps, options.rounds, warm_up_rounds=UNUSUAL_ROUNDS, rotate=True)
     first = seconds["exact"]
     parameters = sum(parameter.numel() for parameter in exact.parameters())
     return Table.of(

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import ResNetConfig, ResNetForImageClassification
 
 import laconic
-from benchmarks.kit.timing import Case, processor_clock, seconds_of
+from benchmarks.kit.timing import UNUSUAL_ROUNDS, Case, processor_clock, seconds_of
 from benchmarks.registry import Options, Table, benchmark
 from laconic.activations import SavedTensorTracker
 from laconic.vision import AFIResNetConfig, AFIResNetForImageClassification
@@ -70,7 +70,7 @@ def _table(name: str, options: Options) -> Table:
         model.zero_grad()
 
     steps: dict[str, Case] = {case: partial(step, model) for case, model in models.items()}
-    seconds = seconds_of(steps, options.rounds, warm_up_rounds=2, clock=processor_clock)
+    seconds = seconds_of(steps, options.rounds, warm_up_rounds=UNUSUAL_ROUNDS, clock=processor_clock)
     exact = seconds["exact"]
     return Table.of(
         f"{name}, {batch} x 3 x {side} x {side}, fp32, {options.thread_text}",

@@ -13,12 +13,17 @@ from benchmarks.kit import timing
 from benchmarks.kit.timing import Timing, seconds_of
 from benchmarks.registry import Table, how_long, took
 from benchmarks.run import modules
+from laconic.activations.keep import witnesses
 
 
 def clock(case: Callable[[], object]) -> Callable[[], float]:
     """A clock by which a case takes the number that it returns."""
     taken = float(str(case()))
     return lambda: taken
+
+
+def test_training_steps_are_timed_behind_those_that_compare_themselves() -> None:
+    assert witnesses.ALWAYS == timing.UNUSUAL_ROUNDS
 
 
 def test_cases_take_turns_and_first_rounds_do_not_count() -> None:

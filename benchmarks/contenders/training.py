@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.kit.allocated import allocated_nbytes, peak_nbytes
-from benchmarks.kit.timing import Timing, seconds_of
+from benchmarks.kit.timing import UNUSUAL_ROUNDS, Timing, seconds_of
 from laconic.activations import SavedTensorTracker
 from laconic.activations.whole_model.report import brief
 from laconic.train.config.schema import PRETRAINING_RATE
@@ -182,7 +182,7 @@ def measured(contenders: Sequence[Contender], base: nn.Module, ids: Tensor, roun
             shared = shared or training.optimizer
             training.optimizer = shared
         steps[contender.name] = lambda training=training: training.step(ids)
-    seconds = seconds_of(steps, rounds, rotate=True)
+    seconds = seconds_of(steps, rounds, warm_up_rounds=UNUSUAL_ROUNDS, rotate=True)
     for name, timing in seconds.items():
         found[name].seconds = timing
     return list(found.values())

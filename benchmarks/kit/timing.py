@@ -100,6 +100,11 @@ def in_rounds(
     return found
 
 
+UNUSUAL_ROUNDS = 10
+"""Warm-up rounds of training steps: a converted model's first ten compare themselves with what forward held
+(`ALWAYS` of activations/keep/witnesses.py), and one in fifty of the thousands behind."""
+
+
 def seconds_of(
     cases: Mapping[str, Case],
     rounds: int,
