@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import reprlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Container
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import from_json
 from starlette.applications import Starlette
 
@@ -22,8 +22,11 @@ from laconic.json_text import parse_json
 from laconic.schedule.inference import InferencePlan
 
 
+_STRICT = ConfigDict(extra="forbid", strict=True)
+
+
 class _Plan(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = _STRICT
 
     num_micro_batches: int = 1
     num_slices: int = 1
@@ -32,45 +35,18 @@ class _Plan(BaseModel):
     shared_first: bool = False
 
 
-class _EngineArguments(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    attention: int | None = None
-    experts: int | None = None
-    plan: _Plan | Literal["auto"] | None = None
-    rates: str | None = None
-    dtype: str | None = None
-    cache_tokens: int | None = None
-    batch_tokens: int | None = None
-    answer_timeout_seconds: float | None = None
-    threads: int | None = None
-    start_timeout_seconds: float | None = None
-    device: str | None = None
-    payload: str | None = None
-    link: str | None = None
-    max_restarts: int | None = None
-    expert_loads: str | None = None
-    redundant_experts: int | None = None
-    expert_format: str | None = None
-    expert_device: str | None = None
+def _arguments_of(taker: Callable[..., object], left_out: Container[str], **others: Any) -> type[BaseModel]:
+    """A model of what `taker` takes, with strings for words and paths, which it checks itself; null leaves one out."""
+    kinds = {name: (hint, *get_args(hint)) for name, hint in get_type_hints(taker).items() if name not in left_out}
+    fields = {name: next((one for one in (int, float) if one in kind), str) for name, kind in kinds.items()}
+    optional: dict[str, Any] = {name: (kind | None, None) for name, kind in (fields | others).items()}
+    return create_model(taker.__qualname__, __config__=_STRICT, **optional)
 
 
-class _ServerArguments(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    model_name: str | None = None
-    max_model_tokens: int | None = None
-    max_waiting: int | None = None
-    retry_after_seconds: int | None = None
-    max_body_bytes: int | None = None
-    max_body_seconds: int | None = None
-    max_unread_tokens: int | None = None
-    default_max_tokens: int | None = None
-    tool_call_parser: str | None = None
-    allowed_origins: list[str] | None = None
-
-
-_Arguments = TypeVar("_Arguments", bound=BaseModel)
+_EngineArguments = _arguments_of(
+    Engine.__init__, ("model_dir", "launcher", "trace", "return"), plan=_Plan | Literal["auto"]
+)
+_ServerArguments = _arguments_of(ServerSettings, ("api_key",), allowed_origins=list[str])
 
 
 def create_app_from_env() -> Starlette:
@@ -121,7 +97,7 @@ def create_app_from_env() -> Starlette:
     return create_app(engine, tokenizer, settings, lifespan)
 
 
-def _read(variable: str, kind: type[_Arguments]) -> dict[str, Any]:
+def _read(variable: str, kind: type[BaseModel]) -> dict[str, Any]:
     """Read a variable that holds a JSON object; returns the fields that it names."""
     text = os.environ.get(variable, "{}")
     try:
