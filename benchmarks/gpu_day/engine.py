@@ -64,9 +64,9 @@ def _split_table(setting: Setting) -> Table:
 
 
 def _split_error(path: Path, device: str) -> float:
+    from benchmarks.kit.local_link import LocalLink
     from laconic.infer.attention_worker import put_remote_experts
     from laconic.infer.expert_share import ExpertShare
-    from laconic.infer.links import LocalLink
     from laconic.infer.remote_experts import RemoteExperts, RemoteLayer
     from laconic.infer.split import Split
     from laconic.infer.transformers_seam import load_attention_model, load_experts

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.kit.local_link import LocalLink
 from laconic.infer.attention_worker import put_remote_experts
 from laconic.infer.expert_share import ExpertShare
-from laconic.infer.links import ExpertLink, LocalLink
+from laconic.infer.links import ExpertLink
 from laconic.infer.messages import Rows
 from laconic.infer.remote_experts import RemoteExperts, RemoteLayer
 from laconic.infer.sampling import Sampling
@@ -110,7 +111,7 @@ def load_share(folder: Path) -> ExpertShare:
 class _ClockedExperts(RemoteExperts):
     """Notes when the forwards of a pass begin and end."""
 
-    def __init__(self, link: ExpertLink, num_experts: Sequence[int], plan: InferencePlan) -> None:
+    def __init__(self, link: ExpertLink | LocalLink, num_experts: Sequence[int], plan: InferencePlan) -> None:
         super().__init__([link], [[range(count)] for count in num_experts], plan)
         self.begun: list[float] = []
         self.ended: list[float] = []
@@ -139,7 +140,7 @@ class Prefill:
         folder: Path,
         prompt_tokens: int,
         plan: InferencePlan,
-        link: ExpertLink,
+        link: ExpertLink | LocalLink,
         experts_class: type[_ClockedExperts] = _ClockedExperts,
     ) -> None:
         _, blocks = find_experts(read_config(folder))

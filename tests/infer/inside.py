@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.kit.local_link import LocalLink
 from laconic.infer.attention_worker import put_remote_experts
 from laconic.infer.coded_experts import keep_experts
 from laconic.infer.expert_share import ExpertShare
-from laconic.infer.links import LocalLink
 from laconic.infer.load_check import expected_logits, made_up_trials, try_engine
 from laconic.infer.remote_experts import RemoteExperts, RemoteLayer
 from laconic.infer.sampling import Sampling

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.kit.local_link import LocalLink
 from laconic.errors import ConfigError, ModelError
 from laconic.infer import AutoPlan, Engine
 from laconic.infer.attention_worker import put_remote_experts
 from laconic.infer.coded_experts import keep_experts
 from laconic.infer.device import take_device
 from laconic.infer.expert_share import ExpertShare
-from laconic.infer.links import LocalLink
 from laconic.infer.messages import Rows
 from laconic.infer.remote_experts import RemoteExperts, RemoteLayer
 from laconic.infer.settings import WorkerSettings

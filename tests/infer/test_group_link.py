@@ -22,7 +22,7 @@ from laconic.errors import CollectiveError, ConfigError, FormatError
 from laconic.infer import AutoPlan, Engine, InferencePlan
 from laconic.infer.device import take_device
 from laconic.infer.group_link import GroupConnection, GroupExpertLink, LinkGroups, join_link
-from laconic.infer.links import TcpExpertLink, WorkerLink, serve
+from laconic.infer.links import ExpertLink, TcpExpertLink, serve
 from laconic.infer.messages import Header, Rows, pack_rows
 from laconic.infer.payload import INT8, Coder
 from laconic.infer.remote_experts import RemoteExperts
@@ -446,7 +446,7 @@ def test_a_launcher_says_which_worker_of_a_machine_this_is(
 @pytest.mark.parametrize("kind", ["tcp", "group"])
 def test_rows_wait_for_one_answer_at_a_time(kind: str) -> None:
     """An answer is found by its micro-batch and slice: a second message of the same would take the first's."""
-    link: WorkerLink
+    link: ExpertLink
     if kind == "tcp":
         mine, theirs = pair()
         threading.Thread(target=serve, args=([theirs], negated), daemon=True).start()

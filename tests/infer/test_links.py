@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import HashStore
 from laconic.errors import CollectiveError, ConfigError, FormatError
 from laconic.infer import connections
 from laconic.infer.connections import Connection, accept_attention, connect_expert, own_address
-from laconic.infer.links import TcpExpertLink, WorkerLink, serve
+from laconic.infer.links import ExpertLink, TcpExpertLink, serve
 from laconic.infer.messages import SUMS, Header, Rows, pack_rows
 from laconic.infer.payload import Coder
 from laconic.shared_secret import enter, seal
@@ -68,11 +68,11 @@ def negated(rows: Rows) -> Tensor:
     return -rows.hidden
 
 
-def ask_in_another_order(links: Sequence[WorkerLink]) -> None:
+def ask_in_another_order(links: Sequence[ExpertLink]) -> None:
     """Two micro-batches over each link, all at once, of 20 layers in three slices; their answers are negated."""
     wrong: list[object] = []
 
-    def work(link: WorkerLink, micro_batch: int) -> None:
+    def work(link: ExpertLink, micro_batch: int) -> None:
         for layer in range(20):
             sent = [rows_of(layer, micro_batch, piece, 1 + (layer + piece) % 3) for piece in range(3)]
             for rows in sent:

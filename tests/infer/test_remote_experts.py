@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from benchmarks.kit.local_link import LocalLink
 from laconic.errors import CollectiveError
 from laconic.infer.expert_share import ExpertShare
-from laconic.infer.links import LocalLink
 from laconic.infer.messages import Rows
 from laconic.infer.remote_experts import RemoteExperts
 from laconic.infer.split import Split

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.infer_split import LinkTimes, Predictions, interval, layer_times, plan_name
+from benchmarks.kit.local_link import LocalLink
 from benchmarks.kit.split_prefill import LayerTrace, Model, Prefill, Trace, load_share, save_model, traced
-from laconic.infer.links import LocalLink
 from laconic.schedule.inference import InferencePlan
 
 MODEL = Model("qwen2_moe", 64, 32, 32, 8, 2, 2, 48)

@@ -21,7 +21,6 @@ from laconic.infer.transformers_seam import check_transformers, read_config
 from laconic.json_text import parse_json
 from laconic.schedule.inference import InferencePlan
 
-
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
 

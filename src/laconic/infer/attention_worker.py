@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from laconic.infer.grammars import grammar_tokenizer
-from laconic.infer.links import WorkerLink
+from laconic.infer.links import ExpertLink
 from laconic.infer.load_check import expected_logits, made_up_trials, recheck, try_engine
 from laconic.infer.payload import LinkTraffic
 from laconic.infer.remote_experts import RemoteExperts, RemoteLayer
@@ -62,14 +62,14 @@ class AttentionWorker:
         settings: WorkerSettings,
         dtype: torch.dtype | None,
         device: torch.device,
-        meet: Callable[[], Sequence[WorkerLink]],
+        meet: Callable[[], Sequence[ExpertLink]],
         on_finished: Callable[[Finished], None],
         on_tokens: Callable[[list[tuple[str, ChosenToken]]], None],
         recorder: Recorder | None = None,
         on_broken: Callable[[str], None] = lambda why: None,
     ) -> None:
         split, plan, model_dir = settings.split, settings.plan, Path(settings.model_dir)
-        self._links: list[WorkerLink] = []
+        self._links: list[ExpertLink] = []
         self._experts: RemoteExperts | None = None
         self.notes: list[str] = []
         if split.experts == 0:

@@ -29,7 +29,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from laconic.errors import ConfigError, FormatError
+from laconic.errors import ConfigError
 from laconic.infer.connection_table import ConnectionTable, SeldomWarning, is_shortage
 from laconic.infer.messages import HEADER_LENGTH, Header
 from laconic.shared_secret import admit, enter, seal, unseal
@@ -99,12 +99,7 @@ class Connection:
         front = torch.empty(HEADER_LENGTH, dtype=torch.int64, device="cpu")
         self._receive_into(front)
         header = Header.from_tensor(front)
-        try:
-            body = torch.empty(header.nbytes, dtype=torch.uint8, device="cpu")
-        except (RuntimeError, OverflowError) as error:
-            raise FormatError(
-                f"a message says that {header.nbytes} bytes follow, for which there is no room"
-            ) from error
+        body = header.make_body(torch.device("cpu"))
         self._receive_into(body)
         return header, body
 

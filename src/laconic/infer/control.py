@@ -24,7 +24,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import IO, TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 from laconic.errors import CollectiveError, ConfigError
 from laconic.infer.connections import Admission, keep_alive
@@ -45,38 +45,6 @@ _PURPOSE = "ranks of an engine"
 _TCP = "tcp://"
 
 
-class Worker(Protocol):
-    """A worker's process, as the engine sees it."""
-
-    @property
-    def pid(self) -> int:
-        """Of the process, on its machine."""
-
-    @property
-    def host(self) -> str | None:
-        """Name of its machine; None is this one."""
-
-    @property
-    def commands(self) -> IO[str]:
-        """Takes lines for the worker."""
-
-    @property
-    def events(self) -> Iterator[str]:
-        """Lines of the worker, until its end."""
-
-    def ending(self) -> str:
-        """What became of it, after its last event."""
-
-    def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait for its end; False if it takes longer."""
-
-    def kill(self) -> None:
-        """End it at once."""
-
-    def close(self) -> None:
-        """Free what is held of a worker that has ended."""
-
-
 class LocalWorker:
     """A process that this one starts.
 
@@ -86,6 +54,10 @@ class LocalWorker:
 
     Attributes:
         program: arguments of the interpreter, before the settings.
+        pid: of the process, on its machine.
+        host: name of its machine; None is this one.
+        commands: takes lines for the worker.
+        events: lines of the worker, until its end.
     """
 
     program: ClassVar[tuple[str, ...]] = ("-m", "laconic.infer.worker")
@@ -111,7 +83,7 @@ class LocalWorker:
         _held.add(self)
 
     def ending(self) -> str:
-        """See Worker."""
+        """Return what became of it, after its last event."""
         try:
             code = self._process.wait(_LAST_WORDS_SECONDS)
         except subprocess.TimeoutExpired:
@@ -122,7 +94,7 @@ class LocalWorker:
         return f"(pid {self.pid}) was killed by {signal.Signals(-code).name}{hint}"
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """See Worker."""
+        """Wait for its end; False if it takes longer."""
         try:
             self._process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
@@ -130,11 +102,11 @@ class LocalWorker:
         return True
 
     def kill(self) -> None:
-        """See Worker."""
+        """End it at once."""
         self._process.kill()
 
     def close(self) -> None:
-        """See Worker."""
+        """Free what is held of a worker that has ended."""
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):  # what was buffered for a process that has ended
@@ -167,11 +139,11 @@ class RemoteWorker:
             self._ended.set()
 
     def ending(self) -> str:
-        """See Worker."""
+        """See LocalWorker."""
         return f"(rank {self._rank}, pid {self.pid} on {self.host}) broke its connection; see its output"
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """See Worker."""
+        """See LocalWorker."""
         return self._ended.wait(timeout_seconds)
 
     def kill(self) -> None:
@@ -180,7 +152,7 @@ class RemoteWorker:
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """See Worker."""
+        """See LocalWorker."""
         for stream in (self.commands, self._lines, self._connection):
             with contextlib.suppress(OSError):
                 stream.close()
@@ -191,7 +163,10 @@ class RemoteWorker:
         return [] if number < 0 else [number]
 
 
-_held: weakref.WeakSet[LocalWorker | RemoteWorker] = weakref.WeakSet()
+Worker = LocalWorker | RemoteWorker
+"""A worker's process, as the engine sees it."""
+
+_held: weakref.WeakSet[Worker] = weakref.WeakSet()
 """Workers of all engines of this process."""
 
 

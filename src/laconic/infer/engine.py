@@ -18,7 +18,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, get_args
@@ -143,11 +143,11 @@ class Engine:
         _check_arguments(dtype, threads, answer_timeout_seconds, payload, launcher, max_restarts)
         devices = {"device": device} | ({} if expert_device is None else {"expert_device": expert_device})
         for name, each in devices.items():
-            _check_known_of_device(name, each, plan, trace)
+            check_device(each, name)
         check_expert_format(expert_format)
         self._link = link
         _check_link(link, payload, device, expert_device or device)
-        _check_known_of_link(link, plan, trace)
+        _check_known(devices, link, plan, trace)
         CacheLimits(cache_tokens, batch_tokens)
         of_experts = {
             "expert_format": expert_format,
@@ -359,9 +359,7 @@ class Engine:
         there is nothing to trace, or if they are on CUDA devices or linked by a group, and CollectiveError if a worker
         has been lost.
         """
-        for name, each in self._devices.items():
-            _check_known_of_device(name, each, None, "a file")
-        _check_known_of_link(self._link, None, "a file")
+        _check_known(self._devices, self._link, None, "a file")
         return Recording(self._recorder)
 
     def close(self) -> None:
@@ -463,27 +461,30 @@ def _check_defaults(defaults: AnswerDefaults) -> AnswerDefaults:
     return defaults
 
 
-def _check_known_of_device(
-    name: str, device: str, plan: InferencePlan | AutoPlan | str | None, trace: str | os.PathLike[str] | None
+def _check_known(
+    devices: Mapping[str, str],
+    link: str,
+    plan: InferencePlan | AutoPlan | str | None,
+    trace: str | os.PathLike[str] | None,
 ) -> None:
-    """Refuse what knows the times of CPUs alone, for the device of the argument `name`.
+    """Refuse what knows the times of CPUs and of TCP alone.
 
     Raises:
-        ConfigError: the device is unknown, or CUDA with an automatic plan or a trace.
+        ConfigError: a CUDA device or another link with an automatic plan or a trace.
     """
-    check_device(device, name)
-    if device == "cpu":
-        return
-    if plan is not None and not isinstance(plan, InferencePlan):
-        raise ConfigError(
-            f"plan is automatic with {name} = {device!r}, but rates are those of CPUs (laconic profile --infer); give"
-            " an InferencePlan"
-        )
-    if trace is not None:
-        raise ConfigError(
-            f"trace is asked for with {name} = {device!r}, but it would time when work is given to the device, not when"
-            f" it runs; use torch's profiler, or {name}='cpu'"
-        )
+    why = "but it would time when work is given to the device, not when it runs; use torch's profiler, or {}='cpu'"
+    other = [(f"{name} = {each!r}", "CPUs", why.format(name)) for name, each in devices.items() if each != "cpu"]
+    if link != "tcp":
+        why = "over which nothing notes when an answer comes; leave link out"
+        other.append((f"link = {link!r}", "link = 'tcp'", why))
+    for given, known, why in other:
+        if plan is not None and not isinstance(plan, InferencePlan):
+            raise ConfigError(
+                f"plan is automatic with {given}, but rates are those of {known} (laconic profile --infer); give an"
+                " InferencePlan"
+            )
+        if trace is not None:
+            raise ConfigError(f"trace is asked for with {given}, {why}")
 
 
 def _check_link(link: str, payload: str, *devices: str) -> None:
@@ -511,27 +512,6 @@ def _check_link(link: str, payload: str, *devices: str) -> None:
         raise ConfigError(
             f"{why}but there is a shared secret, which torch's groups do not ask for; leave link out, or unset"
             " LACONIC_SECRET and LACONIC_SECRET_FILE on a network of your own"
-        )
-
-
-def _check_known_of_link(
-    link: str, plan: InferencePlan | AutoPlan | str | None, trace: str | os.PathLike[str] | None
-) -> None:
-    """Refuse what knows TCP alone.
-
-    Raises:
-        ConfigError: another link with an automatic plan or a trace.
-    """
-    if link == "tcp":
-        return
-    if plan is not None and not isinstance(plan, InferencePlan):
-        raise ConfigError(
-            f"plan is automatic with link = {link!r}, but rates are those of link = 'tcp' (laconic profile --infer);"
-            " give an InferencePlan"
-        )
-    if trace is not None:
-        raise ConfigError(
-            f"trace is asked for with link = {link!r}, over which nothing notes when an answer comes; leave link out"
         )
 
 

@@ -31,9 +31,9 @@ from torch._C._distributed_c10d import PrefixStore
 
 from laconic.errors import CollectiveError, FormatError
 from laconic.infer.connections import FOREVER, own_address
-from laconic.infer.links import WorkerLink
+from laconic.infer.links import ExpertLink
 from laconic.infer.messages import HEADER_LENGTH, ROWS, STOP, Header, Rows, pack_rows
-from laconic.infer.payload import RAW, Coder, LinkTraffic
+from laconic.infer.payload import RAW, Coder, LinkTraffic, bytes_of
 from laconic.infer.recorder import now_ns
 
 if TYPE_CHECKING:
@@ -93,13 +93,13 @@ def join_link(store: Store, rank: int, size: int, device: torch.device, timeout_
     return LinkGroups(headers, rows, sums, device)
 
 
-class GroupExpertLink(WorkerLink):
+class GroupExpertLink(ExpertLink):
     """The attention worker's end of a link to an expert worker.
 
     Args:
         groups: of all workers.
         peer: rank of the expert worker.
-        name, timeout_seconds, on_lost: see WorkerLink.
+        name, timeout_seconds, on_lost: see ExpertLink.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class GroupExpertLink(WorkerLink):
                 if len(self._headers) > _HEADERS_HELD:
                     self._headers.popleft()[0].wait(limit)
                 sent = self._groups.rows.send([body], self._peer, _ROWS)
-                coming = self._groups.sums.recv([_bytes(answer)], self._peer, _SUMS)
+                coming = self._groups.sums.recv([bytes_of(answer)], self._peer, _SUMS)
             except Exception as error:  # whatever it is: the header may have left without its rows
                 self._lose(self._reason(error))
                 self.check()
@@ -161,7 +161,7 @@ class GroupExpertLink(WorkerLink):
         return now_ns()
 
     def close(self, timeout_seconds: float = 5.0) -> None:
-        """See WorkerLink."""
+        """See ExpertLink."""
         limit, farewell, last = timedelta(seconds=timeout_seconds), _room(), Header(STOP).to_tensor()
         if not self._sending.acquire(timeout=timeout_seconds):
             return  # a `send` waits for longer than that: the expert worker takes nothing
@@ -220,12 +220,7 @@ class GroupConnection:
             )
         self._asked.append(header)
         with contextlib.nullcontext() if self._arrivals is None else torch.cuda.stream(self._arrivals):
-            try:
-                body = torch.empty(header.nbytes, dtype=torch.uint8, device=self._groups.device)
-            except (RuntimeError, OverflowError) as error:
-                raise FormatError(
-                    f"a message says that {header.nbytes} bytes follow, for which there is no room"
-                ) from error
+            body = header.make_body(self._groups.device)
             with _as_connection_error():
                 work = self._groups.rows.recv([body], self._peer, _ROWS)
                 if self._arrivals is None:
@@ -300,7 +295,3 @@ def _reason(error: Exception) -> str:
 
 def _room() -> Tensor:
     return torch.empty(HEADER_LENGTH, dtype=torch.int64, device="cpu")
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)

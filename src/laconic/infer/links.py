@@ -37,30 +37,6 @@ LinkKind = Literal["tcp", "group"]
 """How rows and sums travel: over connections of our own, or those of a process group of torch.distributed."""
 
 
-class ExpertLink(Protocol):
-    """An expert worker as an attention worker sees it."""
-
-    def send(self, rows: Rows) -> None:
-        """Send rows without waiting for their answer.
-
-        Raises:
-            CollectiveError: the expert worker is lost, or others of this micro-batch and slice wait for their answer.
-        """
-        ...
-
-    def receive(self, rows: Rows) -> Tensor:
-        """Wait for the answer [m, M] to `rows`, which were sent before.
-
-        Raises:
-            CollectiveError: the expert worker is lost, or the rows were not sent.
-        """
-        ...
-
-    def arrived_ns(self, rows: Rows) -> int:
-        """Return when the answer to `rows`, which has been received, was here: nanoseconds of the monotonic clock."""
-        ...
-
-
 class _Unanswered:
     """Rows that were sent over a link of an expert worker and whose answers have not been taken."""
 
@@ -102,28 +78,6 @@ class _Unanswered:
         del self._rows[place]
 
 
-class LocalLink:
-    """An expert worker in this process: `run` computes when rows are sent. For tests of what is above the links."""
-
-    def __init__(self, run: Callable[[Rows], Tensor], coder: Coder | None = None) -> None:
-        """Take the function of an ExpertShare, and the coder of both directions; None is raw."""
-        self._run, self._coder = run, coder or Coder()
-        self._answers: dict[tuple[int, int], Tensor] = {}
-
-    def send(self, rows: Rows) -> None:
-        """See ExpertLink; the rows pass through the bytes of a message."""
-        arrived = unpack_rows(*pack_rows(rows, self._coder))
-        self._answers[rows.micro_batch, rows.slice] = unpack_sums(*pack_sums(rows, self._run(arrived), self._coder))
-
-    def receive(self, rows: Rows) -> Tensor:
-        """See ExpertLink."""
-        return self._answers.pop((rows.micro_batch, rows.slice))
-
-    def arrived_ns(self, rows: Rows) -> int:
-        """See ExpertLink; the answer was here when `send` returned, which is not long ago."""
-        return now_ns()
-
-
 class MessageEnd(Protocol):
     """An expert worker's end of a link, for `serve`; a Connection is one."""
 
@@ -144,8 +98,8 @@ class MessageEnd(Protocol):
         ...
 
 
-class WorkerLink(ABC):
-    """What links to the process of an expert worker share: what has passed, and the end of it.
+class ExpertLink(ABC):
+    """An expert worker as an attention worker sees it: rows and sums, what has passed, and the end of it.
 
     Args:
         name: of the expert worker, for messages.
@@ -167,15 +121,23 @@ class WorkerLink(ABC):
 
     @abstractmethod
     def send(self, rows: Rows) -> None:
-        """See ExpertLink."""
+        """Send rows without waiting for their answer.
+
+        Raises:
+            CollectiveError: the expert worker is lost, or others of this micro-batch and slice wait for their answer.
+        """
 
     @abstractmethod
     def receive(self, rows: Rows) -> Tensor:
-        """See ExpertLink."""
+        """Wait for the answer [m, M] to `rows`, which were sent before.
+
+        Raises:
+            CollectiveError: the expert worker is lost, or the rows were not sent.
+        """
 
     @abstractmethod
     def arrived_ns(self, rows: Rows) -> int:
-        """See ExpertLink."""
+        """Return when the answer to `rows`, which has been received, was here: nanoseconds of the monotonic clock."""
 
     @abstractmethod
     def close(self, timeout_seconds: float = 5.0) -> None:
@@ -200,12 +162,12 @@ class WorkerLink(ABC):
             self._on_lost(self._lost)
 
 
-class TcpExpertLink(WorkerLink):
+class TcpExpertLink(ExpertLink):
     """The attention worker's end of a connection to an expert worker.
 
     Args:
         connection: to the expert worker.
-        name, timeout_seconds, on_lost: see WorkerLink.
+        name, timeout_seconds, on_lost: see ExpertLink.
         coder: of what is sent; None sends raw values. Answers may be in any coding.
     """
 
@@ -263,7 +225,7 @@ class TcpExpertLink(WorkerLink):
         return self._arrived_ns[rows.micro_batch, rows.slice]
 
     def close(self, timeout_seconds: float = 5.0) -> None:
-        """See WorkerLink."""
+        """See ExpertLink."""
         with self._sending:
             if self._lost is None:
                 with contextlib.suppress(ConnectionError):  # it has ended already

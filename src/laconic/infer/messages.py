@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FormatError
-from laconic.infer.payload import DTYPES, RAW, Coder, LinkTraffic, decode_values, num_bytes_fit
+from laconic.infer.payload import DTYPES, RAW, Coder, LinkTraffic, bytes_of, decode_values, num_bytes_fit
 
 HEADER_LENGTH = 11
 ROWS, SUMS, STOP = 1, 2, 3
@@ -69,6 +69,17 @@ class Header:
         raw_nbytes = around + self.num_rows * self.width * self.dtype.itemsize
         return LinkTraffic(1, int(self.coding != RAW), raw_nbytes, around + self.values_nbytes)
 
+    def make_body(self, device: torch.device) -> Tensor:
+        """Return memory for the body, uint8 [nbytes].
+
+        Raises:
+            FormatError: there is not as much.
+        """
+        try:
+            return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        except (RuntimeError, OverflowError) as error:
+            raise FormatError(f"a message says that {self.nbytes} bytes follow, for which there is no room") from error
+
     def to_tensor(self) -> Tensor:
         """Return int64 [HEADER_LENGTH]."""
         fields = (self.layer, self.micro_batch, self.slice, self.num_rows, self.top_k, self.width)
@@ -89,19 +100,7 @@ class Header:
                 f"a message between workers begins with {tensor.tolist()}, which is no header of this version of"
                 " laconic; run the same version on all workers"
             )
-        layer, micro_batch, piece, num_rows, top_k, width = numbers
-        return cls(
-            kind,
-            layer,
-            micro_batch,
-            piece,
-            num_rows,
-            top_k,
-            width,
-            DTYPES[dtype],
-            coding=coding,
-            values_nbytes=values_nbytes,
-        )
+        return cls(kind, *numbers, DTYPES[dtype], coding, values_nbytes)
 
 
 @dataclass(frozen=True)
@@ -130,21 +129,11 @@ def pack_rows(rows: Rows, coder: Coder) -> tuple[Header, Tensor]:
         FormatError: rows of this dtype cannot travel.
     """
     coding, values = coder.encode(rows.hidden)
-    (num_rows, width), top_k = rows.hidden.shape, rows.experts.shape[1]
-    header = Header(
-        ROWS,
-        rows.layer,
-        rows.micro_batch,
-        rows.slice,
-        num_rows,
-        top_k,
-        width,
-        rows.hidden.dtype,
-        coding,
-        values.numel(),
-    )
+    shape = (len(rows.hidden), rows.experts.shape[1], rows.hidden.shape[1])
+    place = (rows.layer, rows.micro_batch, rows.slice)
+    header = Header(ROWS, *place, *shape, rows.hidden.dtype, coding, values.numel())
     # Experts and weights come first: their length keeps the values behind them aligned, whatever the dtype.
-    return header, torch.cat([_bytes(rows.experts.to(torch.int32)), _bytes(rows.weights.to(torch.float32)), values])
+    return header, torch.cat([bytes_of(rows.experts.to(torch.int32)), bytes_of(rows.weights.to(torch.float32)), values])
 
 
 def unpack_rows(header: Header, body: Tensor) -> Rows:
@@ -184,7 +173,3 @@ def unpack_sums(header: Header, body: Tensor) -> Tensor:
         FormatError: the values were damaged.
     """
     return decode_values(header.coding, body, (header.num_rows, header.width), header.dtype)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -79,8 +79,8 @@ class Coder:
         if coding == INT8:
             packed = INT8_FORMAT.quantize(values)
             # Scales come first: their length keeps what follows aligned as they are.
-            return INT8, torch.cat([_bytes(packed.scales), _bytes(packed.codes)])
-        return RAW, _bytes(values)
+            return INT8, torch.cat([bytes_of(packed.scales), bytes_of(packed.codes)])
+        return RAW, bytes_of(values)
 
 
 def coder_of(payload: str) -> Coder:
@@ -190,5 +190,6 @@ class LinkTraffic:
         )
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor as uint8 [nbytes], a view if they lie side by side."""
     return tensor.contiguous().view(-1).view(torch.uint8)

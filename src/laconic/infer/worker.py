@@ -233,7 +233,7 @@ def _serve_requests(
     from laconic.infer.connections import connect_expert
     from laconic.infer.control import open_store
     from laconic.infer.group_link import GroupExpertLink
-    from laconic.infer.links import TcpExpertLink, WorkerLink
+    from laconic.infer.links import ExpertLink, TcpExpertLink
     from laconic.infer.payload import prepared_coder
     from laconic.infer.sampling import Sampling
 
@@ -278,7 +278,7 @@ def _serve_requests(
 
     open_once = functools.cache(lambda: open_store(settings.store, settings.split.num_workers))
 
-    def meet() -> list[WorkerLink]:
+    def meet() -> list[ExpertLink]:
         store, seconds = open_once(), settings.answer_timeout_seconds
         names = [f"expert worker {number}" for number in range(settings.split.experts)]
         if settings.link == "group":
