@@ -322,26 +322,10 @@ def adamw8bit_multi_(
     """
     if parameters:
         _adamw8bit_multi_(
-            parameters,
-            exp_avg_codes,
-            exp_avg_scales,
-            exp_avg_sq_codes,
-            exp_avg_sq_scales,
-            gradients,
-            gradient_scales or [],
-            residual_codes or [],
-            residual_scales or [],
-            gradient_factor,
-            lr,
-            beta1,
-            beta2,
-            eps,
-            weight_decay,
-            step,
-            maximize,
-            bits,
-            ratio,
-        )
+            parameters, exp_avg_codes, exp_avg_scales, exp_avg_sq_codes, exp_avg_sq_scales, gradients,
+            gradient_scales or [], residual_codes or [], residual_scales or [], gradient_factor, lr, beta1, beta2, eps,
+            weight_decay, step, maximize, bits, ratio,
+        )  # fmt: skip
 
 
 def _by_lists(*arguments: Any) -> None:
@@ -412,23 +396,7 @@ def adamw8bit_(
         FormatError: an argument is outside of these values.
     """
     _adamw8bit_(
-        parameter,
-        exp_avg_codes,
-        exp_avg_scales,
-        exp_avg_sq_codes,
-        exp_avg_sq_scales,
-        gradient,
-        gradient_scales,
-        residual_codes,
-        residual_scales,
-        gradient_factor,
-        lr,
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-        step,
-        maximize,
-        bits,
+        parameter, exp_avg_codes, exp_avg_scales, exp_avg_sq_codes, exp_avg_sq_scales, gradient, gradient_scales,
+        residual_codes, residual_scales, gradient_factor, lr, beta1, beta2, eps, weight_decay, step, maximize, bits,
         ratio,
-    )
+    )  # fmt: skip

@@ -37,18 +37,9 @@ def _unpack(bytes):
 
 @triton.jit
 def _accumulate_kernel(
-    codes_ptr,
-    scales_ptr,
-    residual_codes_ptr,
-    residual_scales_ptr,
-    gradient_ptr,
-    length,
-    num_pairs,
-    num_blocks,
-    alpha,
-    RESIDUAL: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    codes_ptr, scales_ptr, residual_codes_ptr, residual_scales_ptr, gradient_ptr, length, num_pairs, num_blocks, alpha,
+    RESIDUAL: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     # 1. What the store holds, plus alpha * gradient.
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     block_exists = block < num_blocks
@@ -91,18 +82,9 @@ def _add_neighbours(values, ROUNDS: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def _square_kernel(
-    codes_ptr,
-    scales_ptr,
-    residual_codes_ptr,
-    residual_scales_ptr,
-    sums_ptr,
-    length,
-    num_pairs,
-    num_blocks,
-    RESIDUAL: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    ROUNDS: tl.constexpr,
-):
+    codes_ptr, scales_ptr, residual_codes_ptr, residual_scales_ptr, sums_ptr, length, num_pairs, num_blocks,
+    RESIDUAL: tl.constexpr, BLOCKS: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     element = block[:, None] * _BLOCK_SIZE + tl.arange(0, _BLOCK_SIZE)[None, :]
     exists = element < length
@@ -142,19 +124,12 @@ def accumulate_blockwise_(
         return
     with _on_device(codes):
         _accumulate_kernel[(-(-num_blocks // _BLOCKS),)](
-            codes,
-            scales,
-            codes if residual_codes is None else residual_codes,
+            codes, scales, codes if residual_codes is None else residual_codes,
             scales if residual_scales is None else residual_scales,
-            _bits(gradient) if gradient.dtype == torch.bfloat16 else gradient,
-            codes.numel(),
-            -(-codes.numel() // 2),
-            num_blocks,
-            float(alpha),
-            RESIDUAL=residual_codes is not None,
-            BLOCKS=_BLOCKS,
-            enable_fp_fusion=False,
-        )
+            _bits(gradient) if gradient.dtype == torch.bfloat16 else gradient, codes.numel(), -(-codes.numel() // 2),
+            num_blocks, float(alpha),
+            RESIDUAL=residual_codes is not None, BLOCKS=_BLOCKS, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def square_sum_blockwise(
@@ -168,19 +143,12 @@ def square_sum_blockwise(
     sums = scales.new_empty(-(-num_blocks // _SQUARE_BLOCKS), dtype=torch.float64)
     with _on_device(codes):
         _square_kernel[(sums.numel(),)](
-            codes,
-            scales,
-            codes if residual_codes is None else residual_codes,
-            scales if residual_scales is None else residual_scales,
-            sums,
-            codes.numel(),
-            -(-codes.numel() // 2),
+            codes, scales, codes if residual_codes is None else residual_codes,
+            scales if residual_scales is None else residual_scales, sums, codes.numel(), -(-codes.numel() // 2),
             num_blocks,
-            RESIDUAL=residual_codes is not None,
-            BLOCKS=_SQUARE_BLOCKS,
-            ROUNDS=_SQUARE_BLOCKS.bit_length() - 1,
+            RESIDUAL=residual_codes is not None, BLOCKS=_SQUARE_BLOCKS, ROUNDS=_SQUARE_BLOCKS.bit_length() - 1,
             enable_fp_fusion=False,
-        )
+        )  # fmt: skip
         while sums.numel() > 1:
             values, sums = sums, sums.new_empty(-(-sums.numel() // _FOLD))
             _fold_kernel[(sums.numel(),)](

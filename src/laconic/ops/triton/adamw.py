@@ -97,41 +97,13 @@ def _place(block, length, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def _update(
-    parameter_ptr,
-    exp_avg_codes_ptr,
-    exp_avg_scales_ptr,
-    exp_avg_sq_codes_ptr,
-    exp_avg_sq_scales_ptr,
-    signed_table_ptr,
-    unsigned_table_ptr,
-    gradient_ptr,
-    gradient_scales_ptr,
-    residual_codes_ptr,
-    residual_scales_ptr,
-    factor_ptr,
-    row,
-    first_column,
-    length,
-    block,
-    beta1,
-    one_minus_beta1,
-    beta2,
-    one_minus_beta2,
-    ratio_max,
-    inverse_correction2,
-    eps,
-    decay,
-    step_size,
-    TYPE: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    FACTOR: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SIGNED_ZERO: tl.constexpr,
-    BITS: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+    parameter_ptr, exp_avg_codes_ptr, exp_avg_scales_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scales_ptr, signed_table_ptr,
+    unsigned_table_ptr, gradient_ptr, gradient_scales_ptr, residual_codes_ptr, residual_scales_ptr, factor_ptr, row,
+    first_column, length, block, beta1, one_minus_beta1, beta2, one_minus_beta2, ratio_max, inverse_correction2, eps,
+    decay, step_size,
+    TYPE: tl.constexpr, QUANTIZED: tl.constexpr, RESIDUAL: tl.constexpr, FACTOR: tl.constexpr, MAXIMIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SIGNED_ZERO: tl.constexpr, BITS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     """Update block `block`, which begins at `first_column` of its `row`. WHOLE: 16 divides the length of a row."""
     start = row * length + first_column
     element = tl.arange(0, BLOCK_SIZE)
@@ -212,39 +184,12 @@ def _update(
 
 @triton.jit
 def _adamw_kernel(
-    parameter_ptr,
-    exp_avg_codes_ptr,
-    exp_avg_scales_ptr,
-    exp_avg_sq_codes_ptr,
-    exp_avg_sq_scales_ptr,
-    signed_table_ptr,
-    unsigned_table_ptr,
-    gradient_ptr,
-    gradient_scales_ptr,
-    residual_codes_ptr,
-    residual_scales_ptr,
-    factor_ptr,
-    length,
-    beta1,
-    one_minus_beta1,
-    beta2,
-    one_minus_beta2,
-    ratio_max,
-    inverse_correction2,
-    eps,
-    decay,
-    step_size,
-    TYPE: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    FACTOR: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SIGNED_ZERO: tl.constexpr,
-    BITS: tl.constexpr,
-    ONE_ROW: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+    parameter_ptr, exp_avg_codes_ptr, exp_avg_scales_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scales_ptr, signed_table_ptr,
+    unsigned_table_ptr, gradient_ptr, gradient_scales_ptr, residual_codes_ptr, residual_scales_ptr, factor_ptr, length,
+    beta1, one_minus_beta1, beta2, one_minus_beta2, ratio_max, inverse_correction2, eps, decay, step_size,
+    TYPE: tl.constexpr, QUANTIZED: tl.constexpr, RESIDUAL: tl.constexpr, FACTOR: tl.constexpr, MAXIMIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SIGNED_ZERO: tl.constexpr, BITS: tl.constexpr, ONE_ROW: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0)
     if ONE_ROW:
         row = 0
@@ -252,41 +197,12 @@ def _adamw_kernel(
     else:
         row, first_column = _place(block, length, BLOCK_SIZE)
     _update(
-        parameter_ptr,
-        exp_avg_codes_ptr,
-        exp_avg_scales_ptr,
-        exp_avg_sq_codes_ptr,
-        exp_avg_sq_scales_ptr,
-        signed_table_ptr,
-        unsigned_table_ptr,
-        gradient_ptr,
-        gradient_scales_ptr,
-        residual_codes_ptr,
-        residual_scales_ptr,
-        factor_ptr,
-        row,
-        first_column,
-        length,
-        block,
-        beta1,
-        one_minus_beta1,
-        beta2,
-        one_minus_beta2,
-        ratio_max,
-        inverse_correction2,
-        eps,
-        decay,
-        step_size,
-        TYPE,
-        QUANTIZED,
-        RESIDUAL,
-        FACTOR,
-        MAXIMIZE,
-        BLOCK_SIZE,
-        SIGNED_ZERO,
-        BITS,
-        WHOLE,
-    )
+        parameter_ptr, exp_avg_codes_ptr, exp_avg_scales_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scales_ptr,
+        signed_table_ptr, unsigned_table_ptr, gradient_ptr, gradient_scales_ptr, residual_codes_ptr,
+        residual_scales_ptr, factor_ptr, row, first_column, length, block, beta1, one_minus_beta1, beta2,
+        one_minus_beta2, ratio_max, inverse_correction2, eps, decay, step_size,
+        TYPE, QUANTIZED, RESIDUAL, FACTOR, MAXIMIZE, BLOCK_SIZE, SIGNED_ZERO, BITS, WHOLE,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -300,33 +216,12 @@ def _pointer(table_ptr, column, num_tensors, tensor, TYPE: tl.constexpr, ALIGNED
 
 @triton.jit(do_not_specialize=["num_tensors"])
 def _adamw_multi_kernel(
-    table_ptr,
-    num_tensors,
-    signed_table_ptr,
-    unsigned_table_ptr,
-    factor_ptr,
-    beta1,
-    one_minus_beta1,
-    beta2,
-    one_minus_beta2,
-    ratio_max,
-    inverse_correction2,
-    eps,
-    decay,
-    step_size,
-    TYPE: tl.constexpr,
-    BITS_TYPE: tl.constexpr,
-    GRADIENT_TYPE: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    FACTOR: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SIGNED_ZERO: tl.constexpr,
-    BITS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+    table_ptr, num_tensors, signed_table_ptr, unsigned_table_ptr, factor_ptr, beta1, one_minus_beta1, beta2,
+    one_minus_beta2, ratio_max, inverse_correction2, eps, decay, step_size,
+    TYPE: tl.constexpr, BITS_TYPE: tl.constexpr, GRADIENT_TYPE: tl.constexpr, QUANTIZED: tl.constexpr,
+    RESIDUAL: tl.constexpr, FACTOR: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SIGNED_ZERO: tl.constexpr, BITS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     """BLOCKS blocks of one tensor; table_ptr is int64 [12, num_tensors] of `_tables`."""
     # The last tensor whose first program is not behind this one.
     program = tl.program_id(0)
@@ -356,41 +251,12 @@ def _adamw_multi_kernel(
     row, first_column = _place(first_block, length, BLOCK_SIZE)
     for block in range(first_block, tl.minimum(first_block + BLOCKS, num_blocks)):
         _update(
-            parameter_ptr,
-            exp_avg_codes_ptr,
-            exp_avg_scales_ptr,
-            exp_avg_sq_codes_ptr,
-            exp_avg_sq_scales_ptr,
-            signed_table_ptr,
-            unsigned_table_ptr,
-            gradient_ptr,
-            gradient_scales_ptr,
-            residual_codes_ptr,
-            residual_scales_ptr,
-            factor_ptr,
-            row,
-            first_column,
-            length,
-            block,
-            beta1,
-            one_minus_beta1,
-            beta2,
-            one_minus_beta2,
-            ratio_max,
-            inverse_correction2,
-            eps,
-            decay,
-            step_size,
-            TYPE,
-            QUANTIZED,
-            RESIDUAL,
-            FACTOR,
-            MAXIMIZE,
-            BLOCK_SIZE,
-            SIGNED_ZERO,
-            BITS,
-            ALIGNED,
-        )
+            parameter_ptr, exp_avg_codes_ptr, exp_avg_scales_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scales_ptr,
+            signed_table_ptr, unsigned_table_ptr, gradient_ptr, gradient_scales_ptr, residual_codes_ptr,
+            residual_scales_ptr, factor_ptr, row, first_column, length, block, beta1, one_minus_beta1, beta2,
+            one_minus_beta2, ratio_max, inverse_correction2, eps, decay, step_size,
+            TYPE, QUANTIZED, RESIDUAL, FACTOR, MAXIMIZE, BLOCK_SIZE, SIGNED_ZERO, BITS, ALIGNED,
+        )  # fmt: skip
         first_column += BLOCK_SIZE
         is_new_row = first_column >= length
         row += is_new_row
@@ -422,33 +288,18 @@ def _launch_one(tensors: AdamWTensors, rows: int, length: int, step: AdamWStep) 
     unused = exp_avg_scales
     with _on_device(parameter):
         _adamw_kernel[(exp_avg_scales.numel(),)](
-            _bits(parameter.detach()),
-            exp_avg_codes,
-            exp_avg_scales,
-            exp_avg_sq_codes,
-            exp_avg_sq_scales,
-            _table_of_codes(True, parameter.device, step.bits),
-            _table_of_codes(False, parameter.device, step.bits),
+            _bits(parameter.detach()), exp_avg_codes, exp_avg_scales, exp_avg_sq_codes, exp_avg_sq_scales,
+            _table_of_codes(True, parameter.device, step.bits), _table_of_codes(False, parameter.device, step.bits),
             _bits(gradient.detach()) if gradient.dtype == torch.bfloat16 else gradient.detach(),
             unused if gradient_scales is None else gradient_scales,
             unused if residual_codes is None else residual_codes,
             unused if residual_scales is None else residual_scales,
-            unused if step.gradient_factor is None else step.gradient_factor,
-            row,
-            *astuple(step.scalars),
-            TYPE=_name(parameter.dtype),
-            QUANTIZED=gradient_scales is not None,
-            RESIDUAL=residual_codes is not None,
-            FACTOR=step.gradient_factor is not None,
-            MAXIMIZE=step.maximize,
-            BLOCK_SIZE=BLOCK_SIZES[step.bits],
-            SIGNED_ZERO=zero_code(True, step.bits),
-            BITS=step.bits,
-            ONE_ROW=one_row,
-            WHOLE=row % 16 == 0,
-            enable_fp_fusion=False,
-            num_warps=1,
-        )
+            unused if step.gradient_factor is None else step.gradient_factor, row, *astuple(step.scalars),
+            TYPE=_name(parameter.dtype), QUANTIZED=gradient_scales is not None, RESIDUAL=residual_codes is not None,
+            FACTOR=step.gradient_factor is not None, MAXIMIZE=step.maximize, BLOCK_SIZE=BLOCK_SIZES[step.bits],
+            SIGNED_ZERO=zero_code(True, step.bits), BITS=step.bits, ONE_ROW=one_row, WHOLE=row % 16 == 0,
+            enable_fp_fusion=False, num_warps=1,
+        )  # fmt: skip
 
 
 def _launch_many(step: AdamWStep, device: torch.device) -> None:
@@ -460,27 +311,16 @@ def _launch_many(step: AdamWStep, device: torch.device) -> None:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         for table, num_programs, is_aligned in _tables(tuple(step.shapes), addresses, step.bits, device, stream):
             _adamw_multi_kernel[(num_programs,)](
-                table,
-                table.shape[1],
-                _table_of_codes(True, device, step.bits),
-                _table_of_codes(False, device, step.bits),
-                factor,
-                *scalars,
+                table, table.shape[1], _table_of_codes(True, device, step.bits),
+                _table_of_codes(False, device, step.bits), factor, *scalars,
                 TYPE=_name(first.parameter.dtype),
                 BITS_TYPE=tl.int32 if first.parameter.dtype == torch.float32 else tl.int16,
-                GRADIENT_TYPE=_GRADIENT_TYPES[first.gradient.dtype],
-                QUANTIZED=first.gradient_scales is not None,
-                RESIDUAL=first.residual_codes is not None,
-                FACTOR=step.gradient_factor is not None,
-                MAXIMIZE=step.maximize,
-                BLOCKS=_BLOCKS[step.bits],
-                BLOCK_SIZE=BLOCK_SIZES[step.bits],
-                SIGNED_ZERO=zero_code(True, step.bits),
-                BITS=step.bits,
-                ALIGNED=is_aligned,
-                enable_fp_fusion=False,
+                GRADIENT_TYPE=_GRADIENT_TYPES[first.gradient.dtype], QUANTIZED=first.gradient_scales is not None,
+                RESIDUAL=first.residual_codes is not None, FACTOR=step.gradient_factor is not None,
+                MAXIMIZE=step.maximize, BLOCKS=_BLOCKS[step.bits], BLOCK_SIZE=BLOCK_SIZES[step.bits],
+                SIGNED_ZERO=zero_code(True, step.bits), BITS=step.bits, ALIGNED=is_aligned, enable_fp_fusion=False,
                 num_warps=1,
-            )
+            )  # fmt: skip
 
 
 _GRADIENT_TYPES = {

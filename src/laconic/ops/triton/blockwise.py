@@ -199,33 +199,12 @@ def _look_up(table_ptr, index, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_blocks", "seed_key", "first_index"])
 def _quantize_blockwise_kernel(
-    x_ptr,
-    row_stride,
-    length,
-    num_blocks,
-    blocks_per_row,
-    codes_ptr,
-    codes_per_row,
-    scales_ptr,
-    buckets_ptr,
-    seed_key,
-    first_index,
-    center_ptr,
-    factor_ptr,
-    product_ptr,
-    LEVEL_MAX: tl.constexpr,
-    BITS: tl.constexpr,
-    BUCKET_ROUNDER: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    CENTERED: tl.constexpr,
-    MULTIPLIED: tl.constexpr,
-    TYPE: tl.constexpr,
-    SCALE_TYPE: tl.constexpr,
-    AFFINE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    ONE_ROW: tl.constexpr,
-):
+    x_ptr, row_stride, length, num_blocks, blocks_per_row, codes_ptr, codes_per_row, scales_ptr, buckets_ptr, seed_key,
+    first_index, center_ptr, factor_ptr, product_ptr,
+    LEVEL_MAX: tl.constexpr, BITS: tl.constexpr, BUCKET_ROUNDER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    CENTERED: tl.constexpr, MULTIPLIED: tl.constexpr, TYPE: tl.constexpr, SCALE_TYPE: tl.constexpr,
+    AFFINE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr, ONE_ROW: tl.constexpr,
+):  # fmt: skip
     # 1. A flat tile of blocks in fp32; what lies outside a row is zero.
     TILE: tl.constexpr = BLOCKS * BLOCK_SIZE
     row, column, exists = _tile(num_blocks, blocks_per_row, length, BLOCKS, BLOCK_SIZE, ONE_ROW)
@@ -329,18 +308,9 @@ def _quantize_blockwise_kernel(
 
 @triton.jit
 def _levels(
-    codes_ptr,
-    codes_per_row,
-    table_ptr,
-    num_blocks,
-    blocks_per_row,
-    length,
-    BITS: tl.constexpr,
-    AFFINE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    ONE_ROW: tl.constexpr,
-):
+    codes_ptr, codes_per_row, table_ptr, num_blocks, blocks_per_row, length,
+    BITS: tl.constexpr, AFFINE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr, ONE_ROW: tl.constexpr,
+):  # fmt: skip
     """The levels of a tile's codes [BLOCKS * BLOCK_SIZE] in fp32, before they are multiplied by their scales."""
     row, column, exists = _tile(num_blocks, blocks_per_row, length, BLOCKS, BLOCK_SIZE, ONE_ROW)
     if BITS == 8:
@@ -364,23 +334,10 @@ def _levels(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _dequantize_blockwise_kernel(
-    codes_ptr,
-    codes_per_row,
-    scales_ptr,
-    length,
-    num_blocks,
-    blocks_per_row,
-    values_ptr,
-    table_ptr,
-    center_ptr,
-    BITS: tl.constexpr,
-    TYPE: tl.constexpr,
-    CENTERED: tl.constexpr,
-    AFFINE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    ONE_ROW: tl.constexpr,
-):
+    codes_ptr, codes_per_row, scales_ptr, length, num_blocks, blocks_per_row, values_ptr, table_ptr, center_ptr,
+    BITS: tl.constexpr, TYPE: tl.constexpr, CENTERED: tl.constexpr, AFFINE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr, ONE_ROW: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     block_exists = block < num_blocks
     scale = _widen(tl.load(scales_ptr + (2 * block if AFFINE else block), mask=block_exists, other=0))
@@ -427,34 +384,18 @@ def quantize_blockwise(
     blocks = _TILE // block_size
     with _on_device(x):
         _quantize_blockwise_kernel[(-(-num_blocks // blocks),)](
-            _readable(x),
-            _TILE if one_row else x.stride(0) if x.dim() == 2 else length,
-            _TILE if one_row else length,
-            num_blocks,
-            1 if one_row else -(-length // block_size),
-            codes,
-            _TILE * BITS[code] // 8 if one_row else num_codes,
-            _bits(scales),
+            _readable(x), _TILE if one_row else x.stride(0) if x.dim() == 2 else length, _TILE if one_row else length,
+            num_blocks, 1 if one_row else -(-length // block_size), codes,
+            _TILE * BITS[code] // 8 if one_row else num_codes, _bits(scales),
             None if code in ARITHMETIC else bucket_tensor(code, seed is not None, x.device),
-            0 if seed is None else seed_key(seed),
-            first_index,
-            None if center is None else center.contiguous(),
-            None if factor is None else _readable(factor),
-            None if product is None else _bits(product),
-            LEVEL_MAX=LEVEL_MAX[code],
-            BITS=BITS[code],
-            BUCKET_ROUNDER=0.0 if code in ARITHMETIC else bucket_rounder(code),
-            STOCHASTIC=seed is not None,
-            CENTERED=center is not None,
-            MULTIPLIED=factor is not None,
-            TYPE=_name(x.dtype),
-            SCALE_TYPE=_name(scale_dtype),
-            AFFINE=code in AFFINE,
-            BLOCK_SIZE=block_size,
-            BLOCKS=blocks,
-            ONE_ROW=one_row,
+            0 if seed is None else seed_key(seed), first_index, None if center is None else center.contiguous(),
+            None if factor is None else _readable(factor), None if product is None else _bits(product),
+            LEVEL_MAX=LEVEL_MAX[code], BITS=BITS[code],
+            BUCKET_ROUNDER=0.0 if code in ARITHMETIC else bucket_rounder(code), STOCHASTIC=seed is not None,
+            CENTERED=center is not None, MULTIPLIED=factor is not None, TYPE=_name(x.dtype),
+            SCALE_TYPE=_name(scale_dtype), AFFINE=code in AFFINE, BLOCK_SIZE=block_size, BLOCKS=blocks, ONE_ROW=one_row,
             enable_fp_fusion=False,
-        )
+        )  # fmt: skip
     return codes, scales
 
 
@@ -488,24 +429,12 @@ def dequantize_blockwise(
     blocks = _TILE // block_size
     with _on_device(codes):
         _dequantize_blockwise_kernel[(-(-num_blocks // blocks),)](
-            codes,
-            _TILE * BITS[code] // 8 if one_row else codes.shape[-1],
-            _readable(scales),
-            _TILE if one_row else length,
-            num_blocks,
-            1 if one_row else -(-length // block_size),
-            _bits(values),
-            codebook_tensor(code, codes.device),
-            None if center is None else center.contiguous(),
-            BITS=BITS[code],
-            TYPE=_name(dtype),
-            CENTERED=center is not None,
-            AFFINE=code in AFFINE,
-            BLOCK_SIZE=block_size,
-            BLOCKS=blocks,
-            ONE_ROW=one_row,
-            enable_fp_fusion=False,
-        )
+            codes, _TILE * BITS[code] // 8 if one_row else codes.shape[-1], _readable(scales),
+            _TILE if one_row else length, num_blocks, 1 if one_row else -(-length // block_size), _bits(values),
+            codebook_tensor(code, codes.device), None if center is None else center.contiguous(),
+            BITS=BITS[code], TYPE=_name(dtype), CENTERED=center is not None, AFFINE=code in AFFINE,
+            BLOCK_SIZE=block_size, BLOCKS=blocks, ONE_ROW=one_row, enable_fp_fusion=False,
+        )  # fmt: skip
     return values
 
 

@@ -103,19 +103,9 @@ def _rounded(value, TYPE: tl.constexpr):
 
 @triton.jit
 def _rebuilt(
-    codes_ptr,
-    scales_ptr,
-    codes_per_row,
-    table_ptr,
-    num_blocks,
-    blocks_per_row,
-    length,
-    BITS: tl.constexpr,
-    TYPE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    ONE_ROW: tl.constexpr,
-):
+    codes_ptr, scales_ptr, codes_per_row, table_ptr, num_blocks, blocks_per_row, length,
+    BITS: tl.constexpr, TYPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr, ONE_ROW: tl.constexpr,
+):  # fmt: skip
     """The values of a tile in fp32, rounded to TYPE; those of fp16 within its range."""
     block = tl.arange(0, BLOCKS)
     block_exists = block < num_blocks - tl.program_id(0).to(num_blocks.dtype) * BLOCKS
@@ -138,24 +128,11 @@ def _activated(gate, sigmoid, TYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _gated_product_kernel(
-    gate_codes_ptr,
-    gate_scales_ptr,
-    up_codes_ptr,
-    up_scales_ptr,
-    codes_per_row,
-    length,
-    num_blocks,
-    blocks_per_row,
-    product_ptr,
-    table_ptr,
-    LINEAR: tl.constexpr,
-    CUBIC: tl.constexpr,
-    BITS: tl.constexpr,
-    TYPE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    ONE_ROW: tl.constexpr,
-):
+    gate_codes_ptr, gate_scales_ptr, up_codes_ptr, up_scales_ptr, codes_per_row, length, num_blocks, blocks_per_row,
+    product_ptr, table_ptr,
+    LINEAR: tl.constexpr, CUBIC: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr, ONE_ROW: tl.constexpr,
+):  # fmt: skip
     row, column, exists = _tile(num_blocks, blocks_per_row, length, BLOCKS, BLOCK_SIZE, ONE_ROW)
     gate = _rebuilt(
         gate_codes_ptr, gate_scales_ptr, codes_per_row, table_ptr, num_blocks, blocks_per_row, length,
@@ -173,27 +150,11 @@ def _gated_product_kernel(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _gated_backward_kernel(
-    grad_ptr,
-    gate_codes_ptr,
-    gate_scales_ptr,
-    up_codes_ptr,
-    up_scales_ptr,
-    codes_per_row,
-    length,
-    num_blocks,
-    blocks_per_row,
-    grad_gate_ptr,
-    grad_up_ptr,
-    table_ptr,
-    LINEAR: tl.constexpr,
-    CUBIC: tl.constexpr,
-    THREE_CUBIC: tl.constexpr,
-    BITS: tl.constexpr,
-    TYPE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    ONE_ROW: tl.constexpr,
-):
+    grad_ptr, gate_codes_ptr, gate_scales_ptr, up_codes_ptr, up_scales_ptr, codes_per_row, length, num_blocks,
+    blocks_per_row, grad_gate_ptr, grad_up_ptr, table_ptr,
+    LINEAR: tl.constexpr, CUBIC: tl.constexpr, THREE_CUBIC: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr, ONE_ROW: tl.constexpr,
+):  # fmt: skip
     row, column, exists = _tile(num_blocks, blocks_per_row, length, BLOCKS, BLOCK_SIZE, ONE_ROW)
     grad = _widen_bits(tl.load(grad_ptr + row * length + column, mask=exists, other=0), TYPE)
     gate = _rebuilt(
@@ -234,22 +195,12 @@ def gated_product_blockwise(
     if gate_scales.numel():
         with _on_device(gate_codes):
             _gated_product_kernel[(-(-gate_scales.numel() // blocks),)](
-                *_pointers(packed),
-                _TILE * BITS[code] // 8 if one_row else gate_codes.shape[-1],
-                _TILE if one_row else length,
-                gate_scales.numel(),
-                1 if one_row else -(-length // block_size),
-                _bits(product),
-                codebook_tensor(code, gate_codes.device),
-                LINEAR=linear,
-                CUBIC=cubic,
-                BITS=BITS[code],
-                TYPE=_name(dtype),
-                BLOCK_SIZE=block_size,
-                BLOCKS=blocks,
-                ONE_ROW=one_row,
-                enable_fp_fusion=False,
-            )
+                *_pointers(packed), _TILE * BITS[code] // 8 if one_row else gate_codes.shape[-1],
+                _TILE if one_row else length, gate_scales.numel(), 1 if one_row else -(-length // block_size),
+                _bits(product), codebook_tensor(code, gate_codes.device),
+                LINEAR=linear, CUBIC=cubic, BITS=BITS[code], TYPE=_name(dtype), BLOCK_SIZE=block_size, BLOCKS=blocks,
+                ONE_ROW=one_row, enable_fp_fusion=False,
+            )  # fmt: skip
     return product
 
 
@@ -273,25 +224,12 @@ def gated_backward_blockwise(
     if gate_scales.numel():
         with _on_device(grad):
             _gated_backward_kernel[(-(-gate_scales.numel() // blocks),)](
-                _bits(grad),
-                *_pointers(packed),
-                _TILE * BITS[code] // 8 if one_row else gate_codes.shape[-1],
-                _TILE if one_row else length,
-                gate_scales.numel(),
-                1 if one_row else -(-length // block_size),
-                _bits(grad_gate),
-                _bits(grad_up),
-                codebook_tensor(code, grad.device),
-                LINEAR=linear,
-                CUBIC=cubic,
-                THREE_CUBIC=three_cubic,
-                BITS=BITS[code],
-                TYPE=_name(grad.dtype),
-                BLOCK_SIZE=block_size,
-                BLOCKS=blocks,
-                ONE_ROW=one_row,
-                enable_fp_fusion=False,
-            )
+                _bits(grad), *_pointers(packed), _TILE * BITS[code] // 8 if one_row else gate_codes.shape[-1],
+                _TILE if one_row else length, gate_scales.numel(), 1 if one_row else -(-length // block_size),
+                _bits(grad_gate), _bits(grad_up), codebook_tensor(code, grad.device),
+                LINEAR=linear, CUBIC=cubic, THREE_CUBIC=three_cubic, BITS=BITS[code], TYPE=_name(grad.dtype),
+                BLOCK_SIZE=block_size, BLOCKS=blocks, ONE_ROW=one_row, enable_fp_fusion=False,
+            )  # fmt: skip
     return grad_gate, grad_up
 
 

@@ -426,18 +426,9 @@ def _store_results(results_ptr, num_blocks, block, is_sound, total, weighted, nb
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _decode_kernel(
-    message_ptr,
-    info_ptr,
-    ends_ptr,
-    numel,
-    num_blocks,
-    out_ptr,
-    results_ptr,
-    scratch_ptr,
-    ADDS: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    message_ptr, info_ptr, ends_ptr, numel, num_blocks, out_ptr, results_ptr, scratch_ptr,
+    ADDS: tl.constexpr, LAYOUT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Write or add the words of each block that is not ranked; of each, a fault and its parts of the checksum.
 
     Results int64 [3, num_blocks]; scratch int32 [programs, 4096 + 1024]. LAYOUT is the message's, or 0 if it may
@@ -684,16 +675,10 @@ def decode(out: Tensor, message: Tensor, adds: bool) -> Tensor:
             scratch = torch.empty(num_programs, _BLOCK.value + _BLOCK.value // 4, dtype=torch.int32, device=out.device)
             read = (message, info, ends, numel, num_blocks)
             _decode_kernel[(num_programs,)](
-                *read,
-                flat,
-                results,
-                scratch,
-                ADDS=adds,
-                LAYOUT=0 if adds else shared.packed_layout(out.dtype),
-                CHUNK=_CHUNK,
-                num_warps=_NUM_WARPS,
+                *read, flat, results, scratch,
+                ADDS=adds, LAYOUT=0 if adds else shared.packed_layout(out.dtype), CHUNK=_CHUNK, num_warps=_NUM_WARPS,
                 enable_fp_fusion=False,
-            )
+            )  # fmt: skip
             _decode_ranked_kernel[(-(-num_blocks // _GROUP.value),)](
                 *read, flat, results, ADDS=adds, num_warps=_RANK_WARPS, enable_fp_fusion=False
             )

@@ -388,27 +388,10 @@ def _rank_kernel(words_ptr, numel, num_blocks, measures_ptr, choices_ptr, LAYOUT
 
 @triton.jit(do_not_specialize=[*_COUNTS, "message_nbytes", "num_dims", *(f"size{d}" for d in range(8))])
 def _write_header_kernel(
-    message_ptr,
-    info_ptr,
-    measures_ptr,
-    ends_ptr,
-    numel,
-    num_blocks,
-    message_nbytes,
-    num_dims,
-    size0,
-    size1,
-    size2,
-    size3,
-    size4,
-    size5,
-    size6,
-    size7,
-    ITEM_NBYTES: tl.constexpr,
-    DTYPE: tl.constexpr,
-    CODE: tl.constexpr,
-    HAS_CAPACITY: tl.constexpr,
-):
+    message_ptr, info_ptr, measures_ptr, ends_ptr, numel, num_blocks, message_nbytes, num_dims, size0, size1, size2,
+    size3, size4, size5, size6, size7,
+    ITEM_NBYTES: tl.constexpr, DTYPE: tl.constexpr, CODE: tl.constexpr, HAS_CAPACITY: tl.constexpr,
+):  # fmt: skip
     """Where blocks end, whether coding pays and the message fits, and the header and shape, but for header_sum."""
     total = tl.zeros([], tl.int64)
     original_sum = tl.zeros([], tl.int64)
@@ -624,18 +607,9 @@ def _write_tier(ptr, source_ptr, kept_ptr, m, width, start, offset, inner, LAYOU
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _write_kernel(
-    words_ptr,
-    numel,
-    num_blocks,
-    info_ptr,
-    ends_ptr,
-    lengths_ptr,
-    choices_ptr,
-    scratch_ptr,
-    message_ptr,
-    LAYOUT: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    words_ptr, numel, num_blocks, info_ptr, ends_ptr, lengths_ptr, choices_ptr, scratch_ptr, message_ptr,
+    LAYOUT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """The lists, and payloads of the blocks that are not ranked; scratch of each program: 4096 words and 4096 bytes."""
     NBYTES: tl.constexpr = LAYOUT & 7
     num_bits: tl.constexpr = ((LAYOUT >> 3) & 31) - ((LAYOUT >> 15) & 31) + ((LAYOUT >> 20) & 1)
@@ -725,17 +699,9 @@ def _write_kernel(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _write_ranked_kernel(
-    words_ptr,
-    numel,
-    num_blocks,
-    info_ptr,
-    ends_ptr,
-    lengths_ptr,
-    choices_ptr,
-    scratch_ptr,
-    message_ptr,
+    words_ptr, numel, num_blocks, info_ptr, ends_ptr, lengths_ptr, choices_ptr, scratch_ptr, message_ptr,
     LAYOUT: tl.constexpr,
-):
+):  # fmt: skip
     """Payloads of the ranked blocks; scratch [programs, 2, 4096] of words."""
     NBYTES: tl.constexpr = LAYOUT & 7
     code = tl.load(info_ptr + shared.CODE)
@@ -791,36 +757,18 @@ def encode(x: Tensor, code: str, capacity_nbytes: int | None, size_nbytes: int) 
     with _on_device(x):
         if num_blocks:
             _measure_kernel[(num_blocks,)](
-                words,
-                *counts,
-                measures,
-                choices,
-                LAYOUT=layout,
-                CODE=CODES[code],
-                CHUNK=_CHUNK,
-                num_warps=_NUM_WARPS,
-                enable_fp_fusion=False,
-            )
+                words, *counts, measures, choices,
+                LAYOUT=layout, CODE=CODES[code], CHUNK=_CHUNK, num_warps=_NUM_WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
         if num_blocks and CODES[code]:
             _rank_kernel[(num_groups,)](
                 words, *counts, measures, choices, LAYOUT=layout, num_warps=_RANK_WARPS, enable_fp_fusion=False
             )
         _write_header_kernel[(1,)](
-            message,
-            info,
-            measures,
-            ends,
-            *counts,
-            size_nbytes,
-            x.dim(),
-            *x.shape,
-            *[0] * (8 - x.dim()),
-            ITEM_NBYTES=nbytes,
-            DTYPE=dtype,
-            CODE=CODES[code],
-            HAS_CAPACITY=capacity_nbytes is not None,
+            message, info, measures, ends, *counts, size_nbytes, x.dim(), *x.shape, *[0] * (8 - x.dim()),
+            ITEM_NBYTES=nbytes, DTYPE=dtype, CODE=CODES[code], HAS_CAPACITY=capacity_nbytes is not None,
             enable_fp_fusion=False,
-        )
+        )  # fmt: skip
         if num_blocks:
             read = (words, *counts, info, ends, measures, choices)
             num_programs = min(num_blocks, _MAX_PROGRAMS)

@@ -52,29 +52,11 @@ def _round_block(x, LEVEL_MAX: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _sum_blockwise_kernel(
-    codes_ptr,
-    codes_stride,
-    scales_ptr,
-    scales_stride,
-    residual_codes_ptr,
-    residual_codes_stride,
-    residual_scales_ptr,
-    residual_scales_stride,
-    num_shards,
-    length,
-    num_pairs,
-    num_blocks,
-    factor,
-    values_ptr,
-    new_codes_ptr,
-    new_scales_ptr,
-    new_residual_codes_ptr,
-    new_residual_scales_ptr,
-    RESIDUAL: tl.constexpr,
-    REQUANTIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    codes_ptr, codes_stride, scales_ptr, scales_stride, residual_codes_ptr, residual_codes_stride, residual_scales_ptr,
+    residual_scales_stride, num_shards, length, num_pairs, num_blocks, factor, values_ptr, new_codes_ptr,
+    new_scales_ptr, new_residual_codes_ptr, new_residual_scales_ptr,
+    RESIDUAL: tl.constexpr, REQUANTIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     # 1. Where this program's blocks lie, and where the pairs of 4-bit codes of the same blocks.
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     is_block = block < num_blocks
@@ -167,17 +149,8 @@ def _launch(
     blocks = _BLOCKS if residual_codes is None else _RESIDUAL_BLOCKS
     with _on_device(codes):
         _sum_blockwise_kernel[(-(-num_blocks // blocks),)](
-            *inputs,
-            num_shards,
-            length,
-            -(-length // 2),
-            num_blocks,
-            factor,
-            None if values is None else _bits(values),
+            *inputs, num_shards, length, -(-length // 2), num_blocks, factor, None if values is None else _bits(values),
             *outputs,
-            RESIDUAL=residual_codes is not None,
-            REQUANTIZE=requantized is not None,
-            BLOCK_SIZE=GRADIENT_BLOCK_SIZE,
-            BLOCKS=blocks,
-            enable_fp_fusion=False,
-        )
+            RESIDUAL=residual_codes is not None, REQUANTIZE=requantized is not None, BLOCK_SIZE=GRADIENT_BLOCK_SIZE,
+            BLOCKS=blocks, enable_fp_fusion=False,
+        )  # fmt: skip

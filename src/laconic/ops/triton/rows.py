@@ -25,18 +25,9 @@ _COLUMNS = 1024
 
 @triton.jit
 def _sum_rows_kernel(
-    rows_ptr,
-    num_rows,
-    width,
-    index_ptr,
-    num_entries,
-    offsets_ptr,
-    weights_ptr,
-    sums_ptr,
-    WEIGHTED: tl.constexpr,
-    TYPE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    rows_ptr, num_rows, width, index_ptr, num_entries, offsets_ptr, weights_ptr, sums_ptr,
+    WEIGHTED: tl.constexpr, TYPE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     # 1. Which sum, which columns, which entries.
     number = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -69,16 +60,8 @@ def sum_rows(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | Non
 
     with _on_device(rows):
         _sum_rows_kernel[(num_sums, -(-rows.shape[1] // _COLUMNS))](
-            _bits(rows) if rows.dtype == torch.bfloat16 else rows,
-            *rows.shape,
-            index,
-            len(index),
-            offsets,
-            None if weights is None else weights.contiguous(),
-            _bits(sums),
-            WEIGHTED=weights is not None,
-            TYPE=_name(rows.dtype),
-            COLUMNS=_COLUMNS,
-            enable_fp_fusion=False,
-        )
+            _bits(rows) if rows.dtype == torch.bfloat16 else rows, *rows.shape, index, len(index), offsets,
+            None if weights is None else weights.contiguous(), _bits(sums),
+            WEIGHTED=weights is not None, TYPE=_name(rows.dtype), COLUMNS=_COLUMNS, enable_fp_fusion=False,
+        )  # fmt: skip
     return sums
