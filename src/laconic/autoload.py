@@ -9,11 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-NAMES = {
-    "laconic": ("cpu", "cuda"),
-    "laconic:gloo": ("cpu", "cuda"),
-    "laconic:nccl": ("cuda",),
-}
+NAMES = {"laconic": ("cpu", "cuda"), "laconic:gloo": ("cpu", "cuda"), "laconic:nccl": ("cuda",)}
 """Backends for `init_process_group` and `new_group` -> devices whose tensors they take. "laconic" carries CPU tensors
 by gloo and CUDA tensors by NCCL, as torch's own default does."""
 

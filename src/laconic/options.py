@@ -118,9 +118,7 @@ MOMENT_BITS: dict[str, int] = {"adamw8bit": 8, "adamw4bit": 4}
 MOMENT_BLOCK_SIZES: dict[int, int] = {8: 256, 4: 128}
 """By the bits of a moment, how many elements share one scale."""
 
-_ONLY_IN_TRAIN = {
-    "auto": "auto is for laconic train, whose configuration says how many logits there will be",
-}
+_ONLY_IN_TRAIN = {"auto": "auto is for laconic train, whose configuration says how many logits there will be"}
 
 
 def takes(allowed: Sequence[object], value: object) -> bool:

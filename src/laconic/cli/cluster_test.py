@@ -161,12 +161,7 @@ def _tried(world: World, name: str) -> dict[str, Any]:
         problem = str(error)
     sent = audit.snapshot() - before
     seconds = time.perf_counter() - began
-    return {
-        "problem": problem,
-        "seconds": seconds,
-        "sent_nbytes": sent.sent_nbytes,
-        "raw_nbytes": sent.raw_nbytes,
-    }
+    return {"problem": problem, "seconds": seconds, "sent_nbytes": sent.sent_nbytes, "raw_nbytes": sent.raw_nbytes}
 
 
 def _called(world: World, name: str, inputs: list[Tensor]) -> tuple[Tensor | None, Tensor]:

@@ -168,12 +168,7 @@ def _job(options: argparse.Namespace) -> Job:
 
         source, sizes = _source(options)
         job = traced_job(
-            source,
-            batch,
-            layout,
-            settings,
-            sequence_length=options.sequence_length,
-            image_size=options.image_size,
+            source, batch, layout, settings, sequence_length=options.sequence_length, image_size=options.image_size
         )
     return replace(job, shape=replace(job.model, settings=sizes))
 
@@ -360,12 +355,7 @@ def make_parser() -> Parser:
     add("--tied", action="store_true", help="embedding and output projection share their matrix")
     add = parser.add_argument_group("run").add_argument
     add("--sequence-length", type=integer, metavar="N", help=f"tokens of a sample (default: {_USUAL_LENGTH})")
-    add(
-        "--batch",
-        type=integer,
-        metavar="N",
-        help="sequences per micro-batch (default: 1)",
-    )
+    add("--batch", type=integer, metavar="N", help="sequences per micro-batch (default: 1)")
     add(
         "--batch-size", type=integer, metavar="N", help="sequences of a step, as laconic train has it; not with --batch"
     )

@@ -33,9 +33,7 @@ _OWN_FLAGS = (
         choices=tuple(RECIPES),
     ),
     Setting(
-        "print_config",
-        bool,
-        "Print the resolved configuration as TOML and stop. A good start for a file of your own.",
+        "print_config", bool, "Print the resolved configuration as TOML and stop. A good start for a file of your own."
     ),
     Setting("json", bool, "Print the summary of the run (summary.json) as one JSON document; all else goes to stderr."),
     Setting("schema", bool, "Print the JSON schema of a configuration file and stop, for editors and other tools."),

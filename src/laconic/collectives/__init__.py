@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from laconic.collectives.api import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    gather,
-    reduce_scatter,
-    scatter,
-)
+from laconic.collectives.api import all_gather, all_reduce, all_to_all, broadcast, gather, reduce_scatter, scatter
 from laconic.collectives.codec import Auto, Blockwise, Codec, Lossless, Raw
 from laconic.collectives.engine.layouts import TwoLevel
 from laconic.collectives.point_to_point import recv, send

@@ -25,12 +25,7 @@ def sharded_like(local: Tensor, tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return local
     return DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
 
 

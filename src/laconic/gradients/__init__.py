@@ -6,12 +6,7 @@ from laconic.collectives.engine.layouts import TwoLevel
 from laconic.collectives.runtime.background import Work
 from laconic.gradients.ddp import ddp_q8_hook
 from laconic.gradients.local_steps import LocalSteps
-from laconic.gradients.reduce import (
-    NATIVE_BELOW_NBYTES,
-    all_reduce_q8,
-    all_reduce_quantized,
-    reduce_scatter_q8,
-)
+from laconic.gradients.reduce import NATIVE_BELOW_NBYTES, all_reduce_q8, all_reduce_quantized, reduce_scatter_q8
 from laconic.gradients.store import CompressedGradients, compress_gradients
 from laconic.gradients.wrappers import QuantizedReduction, quantize_reduction
 

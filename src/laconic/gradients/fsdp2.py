@@ -28,12 +28,7 @@ class Q8ReduceScatter(OwnBuffers, ReduceScatter):
         self.min_nbytes = min_nbytes
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         """Reduce input_tensor [W * n] into output_tensor [n].
 

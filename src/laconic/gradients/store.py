@@ -237,10 +237,7 @@ class CompressedGradients:
         return total.sqrt()
 
     def clip_(
-        self,
-        max_norm: float,
-        over: Sequence[dist.ProcessGroup] = (),
-        counted: Iterable[nn.Parameter] | None = None,
+        self, max_norm: float, over: Sequence[dist.ProcessGroup] = (), counted: Iterable[nn.Parameter] | None = None
     ) -> Tensor:
         """Scale all gradients down so that their `norm(over, counted)` is at most `max_norm`.
 

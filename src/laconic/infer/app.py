@@ -75,10 +75,7 @@ def create_app_from_env() -> Starlette:
     config = read_config(Path(directory)).get_text_config()
     made_for = getattr(config, "max_position_embeddings", None)
     defaults: dict[str, Any] = {"model_name": Path(directory).resolve().name, "max_model_tokens": made_for}
-    settings = ServerSettings(
-        **defaults | server_arguments,
-        api_key=os.environ.get("LACONIC_API_KEY"),
-    )
+    settings = ServerSettings(**defaults | server_arguments, api_key=os.environ.get("LACONIC_API_KEY"))
     tokenizer = load_text_tokenizer(directory)
     engine = Engine(directory, **engine_arguments)
     builder = os.getpid()

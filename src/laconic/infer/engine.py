@@ -159,17 +159,7 @@ class Engine:
         }
         self._pid = os.getpid()
         directory, limits = Path(model_dir), EngineLimits(cache_tokens, batch_tokens)
-        serving = plan_serving(
-            directory,
-            attention,
-            experts,
-            plan,
-            rates,
-            limits,
-            dtype,
-            trace is not None,
-            of_experts,
-        )
+        serving = plan_serving(directory, attention, experts, plan, rates, limits, dtype, trace is not None, of_experts)
         self.split, self.plan, self.choice, self.notes = serving.split, serving.plan, serving.choice, serving.notes
         self._loads_path = None if expert_loads is None else Path(expert_loads)
         check_expert_placement(self._loads_path, redundant_experts)

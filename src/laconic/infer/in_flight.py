@@ -129,11 +129,7 @@ class InFlight:
             return name in self._taken
 
     def take(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        listener: TokenListener | None,
-        cancel: Cancel,
+        self, prompt: Sequence[int], sampling: Sampling, listener: TokenListener | None, cancel: Cancel
     ) -> TakenRequest:
         """Take a request for the worker that has the fewest.
 

@@ -19,17 +19,7 @@ from torch import Tensor
 
 from laconic.errors import CollectiveError
 from laconic.infer.connections import Connection
-from laconic.infer.messages import (
-    ROWS,
-    STOP,
-    SUMS,
-    Header,
-    Rows,
-    pack_rows,
-    pack_sums,
-    unpack_rows,
-    unpack_sums,
-)
+from laconic.infer.messages import ROWS, STOP, SUMS, Header, Rows, pack_rows, pack_sums, unpack_rows, unpack_sums
 from laconic.infer.payload import Coder, LinkTraffic
 from laconic.infer.recorder import AnswerLog, Recorder, now_ns
 

@@ -297,16 +297,7 @@ def _serve_requests(
                 events.write("progress", stalled_seconds=worker.stalled_seconds)
 
     recorder = Recorder()
-    worker = AttentionWorker(
-        settings,
-        dtype,
-        device,
-        meet,
-        finished,
-        tell_tokens,
-        recorder,
-        broken,
-    )
+    worker = AttentionWorker(settings, dtype, device, meet, finished, tell_tokens, recorder, broken)
     events.write("ready", nbytes=worker.nbytes, notes=worker.notes, eos_token_ids=worker.eos_token_ids)
     ready.set()
     threading.Thread(target=report_progress, name="laconic-progress", daemon=True).start()

@@ -60,8 +60,7 @@ class LaconicConfig:
         },
     )
     optimizer: str = field(
-        default="host",
-        metadata={"help": "adamw8bit, adamw4bit: moments in 8 or 4 bits.", "choices": _OPTIMIZERS},
+        default="host", metadata={"help": "adamw8bit, adamw4bit: moments in 8 or 4 bits.", "choices": _OPTIMIZERS}
     )
     audit: bool = field(default=True, metadata={"help": "Compare the first training call with the exact computation."})
 

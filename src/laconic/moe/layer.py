@@ -14,13 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.errors import RoutingError
-from laconic.moe.dispatch.base import (
-    Dispatcher,
-    ExpertRows,
-    LocalDispatcher,
-    SharesTokens,
-    StartsDispatch,
-)
+from laconic.moe.dispatch.base import Dispatcher, ExpertRows, LocalDispatcher, SharesTokens, StartsDispatch
 from laconic.moe.gates.base import Gate
 from laconic.moe.hooks import Hook
 from laconic.moe.meanwhile import Meanwhile

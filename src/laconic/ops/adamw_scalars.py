@@ -60,13 +60,7 @@ class AdamWScalars:
 
 
 def adamw_scalars(
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    ratio: float | None = None,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, ratio: float | None = None
 ) -> AdamWScalars:
     """The scalars of step `step` (1 is the first); `ratio` is K_t where steps before had other betas."""
     if ratio is None:

@@ -27,12 +27,7 @@ class UsedGradient(Tensor):
 
     @staticmethod
     def __new__(
-        cls,
-        like: Tensor,
-        *,
-        by: Any = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
+        cls, like: Tensor, *, by: Any = None, dtype: torch.dtype | None = None, device: torch.device | None = None
     ) -> UsedGradient:
         """Of the shape and strides of `like`, and of its dtype and device where none is given; `by` made the update."""
         made: UsedGradient = torch.Tensor._make_wrapper_subclass(

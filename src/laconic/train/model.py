@@ -33,11 +33,7 @@ _FEED_FORWARD_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_si
 
 
 def build_model(
-    config: ModelConfig,
-    vocab_size: int,
-    max_sequence_length: int,
-    seed: int,
-    eos_token_id: int | None = None,
+    config: ModelConfig, vocab_size: int, max_sequence_length: int, seed: int, eos_token_id: int | None = None
 ) -> PreTrainedModel:
     """Build the model `config` describes: parameters fp32, on the CPU, in training mode.
 

@@ -225,8 +225,7 @@ def make_steps(
     gradients = make_gradients(config, parallel_state, wrapped, spread)
     optimizer = make_optimizer(wrapped, config.optimizer)
     trainer = Trainer(
-        *(config, world, parallel_state, wrapped, gradients, optimizer, task, pipeline),
-        *(converted.routers, local),
+        *(config, world, parallel_state, wrapped, gradients, optimizer, task, pipeline), *(converted.routers, local)
     )
     forecast = Forecast(parallel_state, trainer, converted.plan)
     votes = ReplicaVotes(config, world, parallel_state, wrapped, optimizer, spread, local)

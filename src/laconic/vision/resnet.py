@@ -282,12 +282,7 @@ def afi_resnet152(
 
 
 def _build(
-    function: str,
-    num_classes: int,
-    depths: Sequence[int],
-    in_channels: int,
-    small_inputs: bool,
-    config: dict[str, Any],
+    function: str, num_classes: int, depths: Sequence[int], in_channels: int, small_inputs: bool, config: dict[str, Any]
 ) -> AFIResNetForImageClassification:
     _refuse_unknown(function, config, ("num_classes", "depths", "in_channels", "small_inputs", *_READ))
     fields: dict[str, Any] = {"num_labels": num_classes, "depths": list(depths), "num_channels": in_channels}

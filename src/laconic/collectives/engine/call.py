@@ -421,12 +421,7 @@ def slices(numel: int, step: int) -> Iterator[slice]:
 
 
 def find_route(
-    codec: Codec | str,
-    operation: str,
-    numel: int,
-    dtype: torch.dtype,
-    group: dist.ProcessGroup,
-    device: torch.device,
+    codec: Codec | str, operation: str, numel: int, dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
 ) -> Route:
     """Find the route of a call; the same on all its ranks.
 

@@ -68,11 +68,7 @@ class ZippedCollectives:
 
 
 def zip_collectives(
-    model: nn.Module,
-    *,
-    codec: Codec | str = "auto",
-    across: dist.ProcessGroup | None = None,
-    prefetch: bool = False,
+    model: nn.Module, *, codec: Codec | str = "auto", across: dist.ProcessGroup | None = None, prefetch: bool = False
 ) -> ZippedCollectives:
     """Make a wrapped model communicate over a codec; the model stays as it is. Call it once, before the first backward.
 
@@ -190,11 +186,7 @@ def _removed_state(model: DistributedDataParallel) -> ZipHookState | None:
 
 
 def _attach_to_unit(
-    name: str,
-    unit: Any,
-    codec: Codec | str,
-    across: dist.ProcessGroup | None,
-    undo: list[Callable[[], None]],
+    name: str, unit: Any, codec: Codec | str, across: dist.ProcessGroup | None, undo: list[Callable[[], None]]
 ) -> Iterator[ZippedPart]:
     # Imported late: it needs a torch whose FSDP2 is where we know it.
     from laconic.collectives.integrations import fsdp2

@@ -53,12 +53,7 @@ class RawRoute:
     __slots__ = ("_beside", "_count", "_refusal", "group", "root")
 
     def __init__(
-        self,
-        count: Iterator[int],
-        carrier: Callable[[], Any],
-        root: int,
-        beside: int | None,
-        refusal: Refusal | None,
+        self, count: Iterator[int], carrier: Callable[[], Any], root: int, beside: int | None, refusal: Refusal | None
     ) -> None:
         self._count, self._beside, self._refusal = count, beside, refusal
         self.group, self.root = carrier, root

@@ -236,11 +236,7 @@ def _explained(explain: Callable[[RuntimeError], BaseException], error: RuntimeE
     return found
 
 
-def _call(
-    callback: Callable[[torch.futures.Future[T]], S],
-    source: torch.futures.Future[T],
-    result: Future[S],
-) -> None:
+def _call(callback: Callable[[torch.futures.Future[T]], S], source: torch.futures.Future[T], result: Future[S]) -> None:
     with suppress(Exception):
         source.wait()
     try:

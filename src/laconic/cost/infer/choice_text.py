@@ -28,18 +28,7 @@ def candidate_name(candidate: Candidate) -> str:
 
 def choice_text(model: InferenceCostModel, workers: Workers, choice: Choice, title: str) -> str:
     """Draw the table of candidates, fastest first, then the chosen plan and what memory limits, in plain ASCII."""
-    header = [
-        "",
-        "workers",
-        "m_a",
-        "r1",
-        "r2",
-        "order",
-        "ms per pass",
-        "requests",
-        "tokens/s",
-        "against best",
-    ]
+    header = ["", "workers", "m_a", "r1", "r2", "order", "ms per pass", "requests", "tokens/s", "against best"]
     rows = [_row(one, choice.candidates[0], workers.total) for one in choice.candidates]
     best, split = choice.best, choice.best.split
     lines = [title, describe(model, workers), "", columns(header, rows), ""]

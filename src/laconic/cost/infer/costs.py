@@ -146,10 +146,7 @@ class InferenceCostModel:
         shape, rates, work = self.shape, self.rates, self.workload
         rows = batch * work.new_tokens
         projections = rates.product_seconds(
-            rows,
-            shape.attention_parameters + shape.router_parameters,
-            shape.attention_products + 1,
-            shape.item_nbytes,
+            rows, shape.attention_parameters + shape.router_parameters, shape.attention_products + 1, shape.item_nbytes
         )
         # Of the new tokens, each sees those before it: half of the square.
         pairs = rows * shape.keys_seen(work.context + work.new_tokens / 2)

@@ -107,9 +107,7 @@ class Prediction:
 
 
 def predict(
-    job: Job,
-    choices: Mapping[str, Choice] | None = None,
-    recomputed: Mapping[int, Choice] | None = None,
+    job: Job, choices: Mapping[str, Choice] | None = None, recomputed: Mapping[int, Choice] | None = None
 ) -> Prediction:
     """Predict the bytes of every rank.
 

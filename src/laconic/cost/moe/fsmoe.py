@@ -84,12 +84,7 @@ def fsmoe_route(
     seconds = pipeline_seconds(times, degree, gradient_seconds, shared_link=shared_link)
     share = 1 / grid.mp
     inner = _inner(build)
-    steps = [
-        build.gate(share),
-        build.order("order", share),
-        *inner,
-        build.order("inverse order", share),
-    ]
+    steps = [build.gate(share), build.order("order", share), *inner, build.order("inverse order", share)]
     gather = build.between("gather tokens", "all_gather", "mp", shape.tokens_nbytes * share)
     steps = [*steps[::-1], gather] if backward else [*steps, gather]
     return Route(FSMOE, tuple(steps), sum(step.seconds for step in inner) - seconds, degree)

@@ -111,11 +111,7 @@ class Plan:
             "world": layout,
             "batch": asdict(job.batch),
             "schedule": [[str(action) for action in line] for line in job.layout.make_schedule().actions],
-            "settings": {
-                **settings,
-                "attention": self.attention,
-                "activations": self.activation_plan(),
-            },
+            "settings": {**settings, "attention": self.attention, "activations": self.activation_plan()},
             "policy": self.policy,
             "budget_nbytes": self.budget_nbytes,
             "choices": {name: choice.to_json() for name, choice in self.choices.items()},

@@ -167,11 +167,7 @@ def agoq(job: Job, attention: Choice = EXACT) -> Chosen:
 
 
 def describe(
-    job: Job,
-    choices: Mapping[str, Choice],
-    recomputed: Mapping[int, Choice],
-    policy: str,
-    costs: _Costs | None = None,
+    job: Job, choices: Mapping[str, Choice], recomputed: Mapping[int, Choice], policy: str, costs: _Costs | None = None
 ) -> Chosen:
     """An assignment with its prediction and its costs."""
     costs = costs or _Costs(job, Sensitivity.default(), Hardware.named("h100"), Weights())

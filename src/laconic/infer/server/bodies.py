@@ -359,9 +359,7 @@ def _check_contradictions(body: Strict) -> None:
 def _check_message(name: str, message: Message) -> None:
     if message.content is None and message.role != "assistant":
         raise Refusal(
-            400,
-            f"{name}.content is missing or null, but only an assistant's may be; give a text",
-            f"{name}.content",
+            400, f"{name}.content is missing or null, but only an assistant's may be; give a text", f"{name}.content"
         )
     if message.tool_calls and message.role != "assistant":
         raise Refusal(400, f"{name}.tool_calls is given, but only an assistant has calls", f"{name}.tool_calls")

@@ -40,14 +40,7 @@ from torch import Tensor
 from laconic.collectives.codec import Codec, Raw
 from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.errors import ConfigError, RoutingError
-from laconic.moe.dispatch.base import (
-    Buffers,
-    Dispatcher,
-    ExchangePlan,
-    RoutedShare,
-    StartsDispatch,
-    Transport,
-)
+from laconic.moe.dispatch.base import Buffers, Dispatcher, ExchangePlan, RoutedShare, StartsDispatch, Transport
 from laconic.moe.dispatch.chunking import Chunk, SlicedRows, rows_of_chunks, slice_sizes
 from laconic.moe.dispatch.expert_sharded import ShardedDispatcher, gathered_counts
 from laconic.moe.dispatch.flat import FlatDispatcher, FlatTransport, RowsPlan, agreed_rows

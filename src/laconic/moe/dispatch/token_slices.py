@@ -74,11 +74,7 @@ class SlicedStage:
 
     @staticmethod
     def agree(
-        before: SlicedTokens,
-        earlier: SlicedStage | None,
-        stage: Stage,
-        experts_per_rank: int,
-        group: dist.ProcessGroup,
+        before: SlicedTokens, earlier: SlicedStage | None, stage: Stage, experts_per_rank: int, group: dist.ProcessGroup
     ) -> tuple[SlicedStage, SlicedTokens]:
         """Agree on a stage for the rows held `before`. All peers call it together.
 

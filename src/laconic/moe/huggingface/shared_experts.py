@@ -255,13 +255,7 @@ def _same(prefetched: Tensor, x: object) -> bool:
         and prefetched._base is not None
         and x._base is prefetched._base
         and (x.shape, x.stride(), x.storage_offset(), x.dtype, x._version)
-        == (
-            prefetched.shape,
-            prefetched.stride(),
-            prefetched.storage_offset(),
-            prefetched.dtype,
-            prefetched._version,
-        )
+        == (prefetched.shape, prefetched.stride(), prefetched.storage_offset(), prefetched.dtype, prefetched._version)
     )
 
 

@@ -141,11 +141,7 @@ _square_sum_blockwise = declare(
 
 
 def square_sum_blockwise(
-    codes: Tensor,
-    scales: Tensor,
-    *,
-    residual_codes: Tensor | None = None,
-    residual_scales: Tensor | None = None,
+    codes: Tensor, scales: Tensor, *, residual_codes: Tensor | None = None, residual_scales: Tensor | None = None
 ) -> Tensor:
     """The sum of squares of a gradient stored in 8 or 12 bits, without its values in memory.
 

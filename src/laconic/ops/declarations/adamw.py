@@ -202,11 +202,7 @@ def share_memory(tensors: list[Tensor]) -> bool:
 
 
 def _example_of_one(
-    dtype: torch.dtype,
-    gradient_dtype: torch.dtype,
-    has_residual: bool,
-    shape: tuple[int, int],
-    bits: int,
+    dtype: torch.dtype, gradient_dtype: torch.dtype, has_residual: bool, shape: tuple[int, int], bits: int
 ) -> AdamWTensors:
     rows, n = shape[0], shape[0] * shape[1]
     moments = [

@@ -221,12 +221,7 @@ _multiply_quantize_blockwise = declare(
 
 
 def multiply_quantize_blockwise(
-    a: Tensor,
-    b: Tensor,
-    *,
-    code: str = "nf4",
-    block_size: int = 64,
-    scale_dtype: torch.dtype = torch.bfloat16,
+    a: Tensor, b: Tensor, *, code: str = "nf4", block_size: int = 64, scale_dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, Tensor, Tensor]:
     """a * b, and `quantize_blockwise(b)` to nearest, in one pass that reads b once. No result requires grad.
 

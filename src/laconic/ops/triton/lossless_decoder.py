@@ -587,16 +587,7 @@ def _decode_kernel(
 
 
 @triton.jit(do_not_specialize=_COUNTS)
-def _decode_ranked_kernel(
-    message_ptr,
-    info_ptr,
-    ends_ptr,
-    numel,
-    num_blocks,
-    out_ptr,
-    results_ptr,
-    ADDS: tl.constexpr,
-):
+def _decode_ranked_kernel(message_ptr, info_ptr, ends_ptr, numel, num_blocks, out_ptr, results_ptr, ADDS: tl.constexpr):
     """As `_decode_kernel`, the ranked blocks."""
     status = tl.load(info_ptr + shared.STATUS)
     is_coded = _is_coded(info_ptr) & (status == 0)

@@ -173,12 +173,7 @@ def join_world(info: RankInfo | None, timeout_seconds: float) -> World:
         torch.set_num_threads(max(1, num_cores() // info.local_world_size))
     if info.world_size > 1:
         _init_process_group(info, device, timeout_seconds)
-    return World(
-        rank=info.rank,
-        size=info.world_size,
-        local_rank=info.local_rank,
-        device=device,
-    )
+    return World(rank=info.rank, size=info.world_size, local_rank=info.local_rank, device=device)
 
 
 def num_cores() -> int:

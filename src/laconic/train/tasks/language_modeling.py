@@ -87,10 +87,7 @@ class LanguageModeling(Task):
 
     def activation_options(self, model: nn.Module) -> dict[str, Any]:
         """The shape of a measuring forward, and how the loss is computed."""
-        return {
-            "sequence_length": self._config.sequence_length,
-            "loss": "chunked" if self.chunked_loss else "exact",
-        }
+        return {"sequence_length": self._config.sequence_length, "loss": "chunked" if self.chunked_loss else "exact"}
 
     def bf16_nbytes_per_unit(self, model: nn.Module) -> float:
         """Bytes per token, with parameters in bf16."""
