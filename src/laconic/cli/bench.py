@@ -139,11 +139,8 @@ def make_parser() -> Parser:
     work.add_argument("--requests", type=int, default=16, metavar="N", help="of a round (default: 16)")
     work.add_argument("--max-prompt-tokens", type=int, default=128, metavar="N", help="longer are cut (default: 128)")
     work.add_argument("--max-new-tokens", type=int, default=16, metavar="N", help="of each request (default: 16)")
-    work.add_argument(
-        "--rates",
-        metavar="R,...",
-        help="arrivals per second (default: half of what the slowest plan finishes when all come at once)",
-    )
+    work.add_argument("--rates", metavar="R,...",
+        help="arrivals per second (default: half of what the slowest plan finishes when all come at once)")  # fmt: skip
     work.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals (default: 0)")
     engine = parser.add_argument_group("engines")
     engine.add_argument("--attention", type=int, default=1, metavar="N", help="attention workers, split (default: 1)")

@@ -39,11 +39,7 @@ def make_parser() -> Parser:
         description="Show versions, kernels, devices and distributed backends, and run a short self test. "
         "Exit code 1 if something that is needed is broken.",
     )
-    parser.add_argument(
-        "--pid",
-        type=int,
-        metavar="PID",
-        help="only show where a running or hung job is: the stacks of this process and its children",
-    )
+    parser.add_argument("--pid", type=int, metavar="PID",
+        help="only show where a running or hung job is: the stacks of this process and its children")  # fmt: skip
     add_json(parser, "print one JSON document instead of text")
     return parser

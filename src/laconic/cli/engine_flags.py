@@ -27,39 +27,23 @@ def add_engine_flags(parser: argparse.ArgumentParser, **defaults: str) -> None:
     parser.add_argument("--model", metavar="DIR", required=True, help="directory with config.json and safetensors")
     workers = parser.add_argument_group("workers")
     workers.add_argument("--attention", type=int, default=1, metavar="N", help="attention workers (default: 1)")
-    workers.add_argument(
-        "--experts",
-        type=int,
-        metavar="N",
+    workers.add_argument("--experts", type=int, metavar="N",
         help="expert workers; 0 serves the whole model (default: 1, 0 for a model without experts; --plan auto may do"
-        " without)",
-    )
+        " without)")  # fmt: skip
     workers.add_argument("--dtype", default="auto", help="float32, bfloat16, float16, or auto (the checkpoint's)")
     workers.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of all workers (default: cpu)")
     workers.add_argument("--expert-device", choices=("cpu", "cuda"), help="of expert workers (default: --device)")
     workers.add_argument("--cache-tokens", type=int, default=4096, metavar="N", help="of a micro-batch (default: 4096)")
     workers.add_argument("--batch-tokens", type=int, default=256, metavar="N", help="of a forward (default: 256)")
-    workers.add_argument(
-        "--payload",
-        choices=("auto", "raw", "lossless", "int8"),
-        default="raw",
+    workers.add_argument("--payload", choices=("auto", "raw", "lossless", "int8"), default="raw",
         help="rows and sums between workers: as they are, in fewer bytes with the same tokens, in 8 bits with others,"
-        " or raw or lossless by measured rates (default: raw)",
-    )
-    workers.add_argument(
-        "--link",
-        choices=("tcp", "group"),
-        default="tcp",
+        " or raw or lossless by measured rates (default: raw)")  # fmt: skip
+    workers.add_argument("--link", choices=("tcp", "group"), default="tcp",
         help="how rows and sums travel: over connections of our own, or a process group of torch.distributed"
-        " (default: tcp)",
-    )
-    workers.add_argument(
-        "--expert-format",
-        choices=EXPERT_FORMATS,
-        default="exact",
+        " (default: tcp)")  # fmt: skip
+    workers.add_argument("--expert-format", choices=EXPERT_FORMATS, default="exact",
         help="in which expert workers hold the experts' matrices: as they are, or rounded to 8, 6, 5 or 4 bits"
-        " (default: exact)",
-    )
+        " (default: exact)")  # fmt: skip
     workers.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="of all workers after one was lost (default: 0)"
     )

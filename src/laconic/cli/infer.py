@@ -256,12 +256,8 @@ def make_parser() -> Parser:
     add("--workers", type=int, metavar="N", help="processes or GPUs in all")
     add("--memory", metavar="SIZE", help="of each, for example 48GB or 80GiB")
     add("--attention-workers", type=int, metavar="N", help="fix how many run attention (default: as is best)")
-    add(
-        "--expert-format",
-        choices=EXPERT_FORMATS,
-        default="exact",
-        help="in which expert workers hold experts; unsplit workers hold them exactly (default: exact)",
-    )
+    add("--expert-format", choices=EXPERT_FORMATS, default="exact",
+        help="in which expert workers hold experts; unsplit workers hold them exactly (default: exact)")  # fmt: skip
     add = parser.add_argument_group("requests").add_argument
     add("--prompt", type=int, default=1024, metavar="N", help="tokens of a prompt (default: %(default)s)")
     add("--output", type=int, default=256, metavar="N", help="tokens of an answer (default: %(default)s)")

@@ -338,13 +338,8 @@ def make_parser() -> Parser:
         "--optimizer.",
     )
     add = parser.add_argument
-    add(
-        "model",
-        nargs="?",
-        default=argparse.SUPPRESS,
-        action=_Model,
-        help="directory with a config.json, or that file; or give sizes",
-    )
+    add("model", nargs="?", default=argparse.SUPPRESS, action=_Model,
+        help="directory with a config.json, or that file; or give sizes")  # fmt: skip
     add("--init", "--model.path", dest="model", metavar="DIR", action=_Model, help="the same, as laconic train has it")
     add = parser.add_argument_group("model by sizes").add_argument
     add(
@@ -359,43 +354,23 @@ def make_parser() -> Parser:
     add(
         "--batch-size", type=integer, metavar="N", help="sequences of a step, as laconic train has it; not with --batch"
     )
-    add(
-        "--micro-batches",
-        "--accumulation",
-        "--pipeline.micro-batches",
-        type=integer,
-        metavar="N",
-        help="per step and pipeline (default: twice the stages)",
-    )
+    add("--micro-batches", "--accumulation", "--pipeline.micro-batches", type=integer, metavar="N",
+        help="per step and pipeline (default: twice the stages)")  # fmt: skip
     add("--precision", default="bf16", help="fp32, bf16 (autocast over fp32 parameters) or bf16-pure")
     add("--image-size", type=integer, metavar="N", help="pixels of a side (default: the configuration's, or 224)")
     add("--optimizer", "--optimizer.kind", default="adamw", help=f"adamw, {' or '.join(OPTIMIZERS)}")
-    add(
-        "--update-in-backward",
-        "--optimizer.update-in-backward",
-        action="store_true",
-        help="the optimizer uses each gradient in backward, so that they are never there together",
-    )
+    add("--update-in-backward", "--optimizer.update-in-backward", action="store_true",
+        help="the optimizer uses each gradient in backward, so that they are never there together")  # fmt: skip
     add("--gradients", "--gradients.bits", type=integer, default=32, metavar="BITS", help="32, 16, 12 or 8")
     add("--loss", "--activations.loss", default="exact", help="exact or chunked")
     add = parser.add_argument_group("layout").add_argument
     add("--dp", type=integer, default=1, metavar="N", help="data-parallel processes of a stage")
     add("--fsdp", action="store_true", help="shard over them (FSDP2) instead of copying (DDP)")
     add("--stages", "--pipeline.stages", type=integer, default=1, metavar="N", help="pipeline stages")
-    add(
-        "--virtual-stages",
-        "--pipeline.virtual-stages",
-        type=integer,
-        default=1,
-        metavar="N",
-        help="chunks of layers per stage",
-    )
-    add(
-        "--schedule",
-        "--pipeline.schedule",
-        choices=list(SCHEDULES),
-        help="default: 1f1b, or interleaved-1f1b with virtual stages",
-    )
+    add("--virtual-stages", "--pipeline.virtual-stages", type=integer, default=1, metavar="N",
+        help="chunks of layers per stage")  # fmt: skip
+    add("--schedule", "--pipeline.schedule", choices=list(SCHEDULES),
+        help="default: 1f1b, or interleaved-1f1b with virtual stages")  # fmt: skip
     add(
         "--split", "--pipeline.split", type=integer, nargs="+", metavar="N", help="layers per chunk (default: balanced)"
     )
@@ -405,34 +380,22 @@ def make_parser() -> Parser:
     add("--memory", metavar="SIZE", help="of each device, for example 24GB or 80GiB")
     add("--largest", action="store_true", help="the most layers that fit into --memory, given the other sizes")
     add("--reserve", type=float, default=0.05, help="share of it that is left free (default: %(default)s)")
-    add(
-        "--policy",
-        choices=["budget", "agoq", *_UNIFORM],
-        help="who chooses (default: budget with --memory, else exact)",
-    )
+    add("--policy", choices=["budget", "agoq", *_UNIFORM],
+        help="who chooses (default: budget with --memory, else exact)")  # fmt: skip
     add("--choices", nargs="+", default=list(CHOICES), choices=ALL_CHOICES, help="what the budget policy may choose")
     add("--attention", "--activations.attention", default="exact", help="for the other policies: exact, int8, nf4")
     add("--calibration", metavar="FILE", help="sensitivities written by --calibrate instead of the shipped ones")
     add("--hardware", default="h100", help="for the time that choices cost: h100, a100, a6000, xeon-core")
-    add(
-        "--time-weight",
-        type=float,
-        default=1.0,
-        help="two per cent of the step against five per cent of gradient error",
-    )
+    add("--time-weight", type=float, default=1.0,
+        help="two per cent of the step against five per cent of gradient error")  # fmt: skip
     add = parser.add_argument_group("output").add_argument
     add("--out", metavar="FILE", help="write the plan as JSON, for laconic train --plan FILE")
     add("--chart", metavar="FILE", help="write a picture, for example plan.png")
     add_json(parser, "print the plan as one JSON document instead of tables")
     add = parser.add_argument_group("calibration").add_argument
     add("--calibrate", metavar="FILE", help="measure the model's sensitivities, write them to FILE and stop")
-    add(
-        "--data",
-        "--data.paths",
-        nargs="+",
-        metavar="PATH",
-        help="text to measure on (default: the Python standard library)",
-    )
+    add("--data", "--data.paths", nargs="+", metavar="PATH",
+        help="text to measure on (default: the Python standard library)")  # fmt: skip
     add("--tokenizer", "--data.tokenizer", help="tokenizer.json (default: the one in the model directory, else bytes)")
     add("--batches", type=integer, default=4, metavar="N", help="batches to measure on (default: %(default)s)")
     return parser

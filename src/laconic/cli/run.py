@@ -99,12 +99,8 @@ def make_parser() -> Parser:
         "other exit codes are the script's.",
     )
     parser.add_argument("--activations", type=int, choices=ACTIVATION_BITS, help="bits (4 where possible; 16: exact)")
-    parser.add_argument(
-        "--attention",
-        choices=ATTENTIONS,
-        metavar="KEPT",
-        help="how query, key and value are kept: exact, recompute or a code (int8)",
-    )
+    parser.add_argument("--attention", choices=ATTENTIONS, metavar="KEPT",
+        help="how query, key and value are kept: exact, recompute or a code (int8)")  # fmt: skip
     parser.add_argument("--loss", choices=LOSSES, help="chunked: never hold the logits (exact)")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="what torch.optim.AdamW becomes (itself)")
     parser.add_argument("--zip", choices=("auto", "on", "off"), default="off", help="code losslessly what process "

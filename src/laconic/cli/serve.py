@@ -98,30 +98,14 @@ def make_parser() -> Parser:
         metavar="N",
         help="most tokens of a chat's answer whose request does not say (default: the model's, or all that fit)",
     )
-    server.add_argument(
-        "--tool-call-parser",
-        choices=["hermes", "llama3_json", "mistral"],
-        help="how the model writes calls of tools (default: by its chat template)",
-    )
-    server.add_argument(
-        "--allowed-origins",
-        nargs="+",
-        default=[],
-        metavar="ORIGIN",
-        help="pages whose scripts may ask, such as https://a.example; '*' is all (default: none)",
-    )
-    server.add_argument(
-        "--max-connections",
-        type=int,
-        metavar="N",
-        help="connections at once (default: 1024, or fewer as `ulimit -n` allows)",
-    )
-    server.add_argument(
-        "--max-connections-per-address",
-        type=int,
-        metavar="N",
-        help="connections of one client's address at once (default: three quarters of all)",
-    )
+    server.add_argument("--tool-call-parser", choices=["hermes", "llama3_json", "mistral"],
+        help="how the model writes calls of tools (default: by its chat template)")  # fmt: skip
+    server.add_argument("--allowed-origins", nargs="+", default=[], metavar="ORIGIN",
+        help="pages whose scripts may ask, such as https://a.example; '*' is all (default: none)")  # fmt: skip
+    server.add_argument("--max-connections", type=int, metavar="N",
+        help="connections at once (default: 1024, or fewer as `ulimit -n` allows)")  # fmt: skip
+    server.add_argument("--max-connections-per-address", type=int, metavar="N",
+        help="connections of one client's address at once (default: three quarters of all)")  # fmt: skip
     server.add_argument(
         "--head-seconds", type=int, default=10, metavar="S", help="for a request's head to arrive (default: 10)"
     )

@@ -65,23 +65,13 @@ def make_parser() -> Parser:
     )
     parser.add_argument("path", metavar="FILE|DIR", type=path_of, help="a .safetensors file, or a directory")
     parser.add_argument("--out", metavar="PATH", type=path_of, help="what to write (default: FILE|DIR with .laconic)")
-    parser.add_argument(
-        "--delta",
-        metavar="BASE",
-        type=path_of,
-        help="store the difference to this checkpoint, zipped or plain; it is needed to unzip",
-    )
-    parser.add_argument(
-        "--code",
-        choices=("auto", "tiered", "window", "raw"),
-        help="exponent code (default: auto, the smallest of these)",
-    )
-    parser.add_argument(
-        "--best",
-        action="store_true",
+    parser.add_argument("--delta", metavar="BASE", type=path_of,
+        help="store the difference to this checkpoint, zipped or plain; it is needed to unzip")  # fmt: skip
+    parser.add_argument("--code", choices=("auto", "tiered", "window", "raw"),
+        help="exponent code (default: auto, the smallest of these)")  # fmt: skip
+    parser.add_argument("--best", action="store_true",
         help="entropy-code every byte that gets shorter, except in chunks whose sample is shorter with --code auto: "
-        "the smallest files, which take longer to make",
-    )
+        "the smallest files, which take longer to make")  # fmt: skip
     add_jobs(parser)
     add_json(parser)
     return parser
