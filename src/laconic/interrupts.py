@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
@@ -15,25 +16,35 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 
 
 @contextlib.contextmanager
+def handled_by(handler: Callable[[int, FrameType | None], object], numbers: Iterable[int]) -> Iterator[None]:
+    """Let `handler` have these signals; outside the main thread, where Python allows no handlers, do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+@contextlib.contextmanager
 def interrupts_wait() -> Iterator[None]:
     """Let the signals that ask for an end wait for that of the block, such as the start of a child process.
 
     An exception within `subprocess.Popen` leaves a child that nobody knows, and whose own signal was lost if it came
     between fork and exec.
     """
-    if threading.current_thread() is not threading.main_thread():  # where handlers do not run
-        yield
-        return
     came: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _: came.append(number))
-        for number in (*ending_signals(), signal.SIGALRM)  # the last: of an interrupt that waits already
-        if callable(signal.getsignal(number))
-    }
+    numbers = (*ending_signals(), signal.SIGALRM)  # the last: of an interrupt that waits already
     try:
-        yield
+        with handled_by(lambda number, _: came.append(number), filter(_is_handled, numbers)):
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         for held in came:
             signal.raise_signal(held)
+
+
+def _is_handled(number: int) -> bool:
+    return callable(signal.getsignal(number))

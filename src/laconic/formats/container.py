@@ -13,10 +13,11 @@ import struct
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,10 +27,11 @@ from laconic.formats.chunk import Code, decode_chunk, difference, difference_pay
 from laconic.formats.durable import begin_writeback
 from laconic.formats.lossless import Checksum, checksum_of
 from laconic.formats.mapped import TensorSource, map_file
-from laconic.formats.pipeline import in_order
 from laconic.formats.safetensors_header import HEADER_LIMIT_NBYTES, TensorEntry, parse_header, unique_names
 from laconic.json_text import parse_json
 from laconic.ops.entropy import MAX_ELEMENTS_PER_BYTE, is_entropy_coded
+
+T = TypeVar("T")
 
 SUFFIX = ".laconic"
 """What the name of a zipped file ends with."""
@@ -177,7 +179,7 @@ class ContainerFile:
         ]
         calls = (partial(self.chunk, name, number, only_difference=name in left_out) for name, number in pairs)
         total = Checksum()
-        for (name, number), (chunk, sums) in zip(pairs, in_order(num_threads, calls), strict=True):
+        for (name, number), (chunk, sums) in zip(pairs, _in_order(num_threads, calls), strict=True):
             if name in left_out:
                 yield chunk[:0]
                 continue
@@ -424,7 +426,7 @@ def _encoded(
                 places.append((entry, theirs, start // CHUNK_NBYTES))
                 yield partial(_encoded_chunk, entry, data[start : start + CHUNK_NBYTES], code, theirs, start)
 
-    for result in in_order(num_threads, calls()):
+    for result in _in_order(num_threads, calls()):
         yield *places.popleft(), result
 
 
@@ -453,3 +455,23 @@ def _padded(nbytes: int) -> int:
 
 def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
+
+
+def _in_order(num_threads: int, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """Result of each call, in order, while `num_threads` threads work on those that follow.
+
+    At most two calls per thread run ahead of the consumer, so that memory stays bounded. The first exception ends the
+    iteration; calls not begun are dropped.
+    """
+    waiting: deque[Future[T]] = deque()
+    with ThreadPoolExecutor(num_threads) as pool:
+        try:
+            for call in calls:
+                waiting.append(pool.submit(call))
+                if len(waiting) > 2 * num_threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()

@@ -21,9 +21,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from laconic.interrupts import ending_signals
+from laconic.interrupts import ending_signals, handled_by
 
 EXIT_INTERRUPTED = 130
 """Exit code after SIGINT, by the shell's convention of 128 + signal number: stopped early, and saved. So for others."""
@@ -70,9 +69,6 @@ class StopRequest:
         `announce` is called with a message for the user. Outside the main thread, where Python allows no handlers,
         signals keep their meaning.
         """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
 
         def interrupt(number: int, frame: FrameType | None) -> None:
             if self.requested and number == signal.SIGINT:
@@ -80,12 +76,8 @@ class StopRequest:
             self.request(128 + number)
             announce("stopping after this step, then saving; Ctrl-C again leaves at once without saving")
 
-        before: dict[int, Any] = {number: signal.signal(number, interrupt) for number in ending_signals()}
-        try:
+        with handled_by(interrupt, ending_signals()):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def listen_to_launcher(stop: StopRequest) -> None:

@@ -16,6 +16,7 @@ from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.replies import Reply
 from laconic.infer.tokenizer import TextTokenizer
 
+_OF_MESSAGE = {"type", "id", "status", "role", "content", "phase"}
 _TEXTS = ("input_text", "output_text", "text")
 
 
@@ -29,14 +30,7 @@ def _check_input(value: object) -> object:
 
 
 def _message(item: dict[str, Any]) -> dict[str, Any]:
-    if item.get("type", "message") != "message" or not item.keys() <= {
-        "type",
-        "id",
-        "status",
-        "role",
-        "content",
-        "phase",
-    }:
+    if item.get("type", "message") != "message" or not item.keys() <= _OF_MESSAGE:
         raise ValueError("must have messages of role and content alone; other items are not served")
     content = item.get("content")
     if isinstance(content, list):

@@ -209,9 +209,7 @@ class MistralCalls(ToolParser):
 
     def _read(self) -> list[tuple[str, str]]:
         if self._kept.lstrip().startswith("["):
-            listed = _parsed(self._kept)
-            calls = [_read_call(each) for each in listed] if isinstance(listed, list) else []
-            return [] if None in calls else [call for call in calls if call is not None]
+            return _read_list(self._kept)
         found = []
         for each in self._kept.split(_TOOL_CALLS):
             name, brace, arguments = each.replace("[ARGS]", "").partition("{")
@@ -250,9 +248,7 @@ class RequiredCalls(_Collecting):
         return True
 
     def _read(self, text: str) -> list[tuple[str, str]]:
-        listed = _parsed(text)
-        calls = [_read_call(each) for each in listed] if isinstance(listed, list) else []
-        return [] if None in calls else [call for call in calls if call is not None]
+        return _read_list(text)
 
 
 PARSERS: dict[str, Callable[[], ToolParser]] = {
@@ -268,6 +264,13 @@ def _parsed(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
+
+
+def _read_list(text: str) -> list[tuple[str, str]]:
+    """Return the calls of a list in JSON; none if it is anything else."""
+    listed = _parsed(text)
+    calls = [_read_call(each) for each in listed] if isinstance(listed, list) else []
+    return [] if None in calls else [call for call in calls if call is not None]
 
 
 def _read_call(value: Any) -> tuple[str, str] | None:

@@ -9,6 +9,7 @@ DCP's `.metadata` is a pickle, and is read as in formats/dcp.py: no code that it
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from collections.abc import Mapping
@@ -20,14 +21,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from laconic.errors import CheckpointError
 from laconic.formats.dcp import DcpReader, SafeLoadPlanner
-from laconic.formats.dcp_pieces import in_pieces
-from laconic.formats.shards import local_part
+from laconic.formats.shards import Runs, local_part, local_runs
 from laconic.moe.huggingface.stage_names import check_stage_names
 
 _SEPARATE = re.compile(r"\.experts\.\d+\.")
@@ -123,8 +126,68 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[d
     return {"model": unique, "optimizer": moments}, full
 
 
-def _in_pieces(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _in_pieces(value) if isinstance(value, Mapping) else in_pieces(value) for key, value in tree.items()}
+def _in_pieces(value: Any) -> Any:
+    """Return what DCP takes in place of a value or of those of a tree: for a DTensor of several blocks, `_Pieces`."""
+    if isinstance(value, Mapping):
+        return {key: _in_pieces(each) for key, each in value.items()}
+    if not isinstance(value, DTensor):
+        return value
+    runs = local_runs(value.shape, value.device_mesh, value.placements)
+    return value if all(len(one) <= 1 for one in runs) else _Pieces.of(value, runs)
+
+
+class _Pieces(Tensor):
+    """Local part of a DTensor, sharing its memory, with the methods by which DCP asks for its blocks.
+
+    DCP describes what a rank holds of a DTensor by one offset and one size. That is wrong for a strided shard, such as
+    a part of the gate's and a part of the up projection's columns in one matrix: there the rank has two blocks. Each is
+    listed under its own offset in the whole tensor, so that any other layout reads what it needs.
+    """
+
+    _whole: torch.Size
+    _runs: Runs
+
+    @staticmethod
+    def of(tensor: DTensor, runs: Runs) -> _Pieces:
+        local = tensor.to_local().detach()
+        made = Tensor._make_subclass(_Pieces, local)
+        made._whole, made._runs = tensor.shape, runs
+        return made
+
+    def size(self, dim: int | None = None) -> Any:
+        """The size of the whole, which DCP compares with the file's."""
+        return self._whole if dim is None else self._whole[dim]
+
+    def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._local())
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self._whole),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size(run[0] for run in block), torch.Size(run[1] - run[0] for run in block))
+            for block in itertools.product(*self._runs)
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        block = self._local()
+        assert index.offset is not None
+        for dim, (runs, offset) in enumerate(zip(self._runs, index.offset, strict=True)):
+            first = 0
+            for start, stop in runs:
+                if start == offset:
+                    block = block.narrow(dim, first, stop - start)
+                first += stop - start
+        return block
+
+    def _local(self) -> Tensor:
+        return self.as_subclass(Tensor)
 
 
 def _take_values(tree: dict[str, Any], loaded: Mapping[str, Any]) -> None:

@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from laconic import installation
 from laconic.errors import CheckpointError, ConfigError
-from laconic.interrupts import ending_signals
+from laconic.interrupts import ending_signals, handled_by
 from laconic.output_lines import say
 from laconic.train.config.schema import TrainConfig
 from laconic.train.config.toml import save_config
@@ -208,9 +207,6 @@ def _pass_on_signals() -> Iterator[_StopRequests]:
     A signal that comes before the workers run interrupts the launch.
     """
     requests = _StopRequests()
-    if threading.current_thread() is not threading.main_thread():  # Python allows no handlers there
-        yield requests
-        return
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         at_once = bool(requests.codes) and number == signal.SIGINT
@@ -223,12 +219,8 @@ def _pass_on_signals() -> Iterator[_StopRequests]:
             requests.codes.append(128 + number)
             say("laconic: stopping after this step, then saving; Ctrl-C again leaves at once without saving")
 
-    before = {number: signal.signal(number, pass_on) for number in ending_signals()}
-    try:
+    with handled_by(pass_on, ending_signals()):
         yield requests
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
