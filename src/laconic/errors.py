@@ -82,3 +82,8 @@ class AuditError(LaconicError, RuntimeError):
 
 class TrainingError(LaconicError, RuntimeError):
     """Training cannot go on."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, for another message; its class where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from laconic.errors import CheckpointError
+from laconic.errors import CheckpointError, first_line
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _RECORDS = {
@@ -89,8 +89,9 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         try:
             loaded = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
-            first = str(error).strip().splitlines()[0]
-            raise CheckpointError(f"{read_item.dest_index.fqn} holds what is no tensor or number: {first}") from None
+            raise CheckpointError(
+                f"{read_item.dest_index.fqn} holds what is no tensor or number: {first_line(error)}"
+            ) from None
         checked = io.BytesIO()
         torch.save(loaded, checked)
         checked.seek(0)

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
-from laconic.errors import CollectiveError, ConfigError
+from laconic.errors import CollectiveError, ConfigError, first_line
 from laconic.infer.connections import Admission, keep_alive
 from laconic.infer.settings import WorkerSettings
 from laconic.infer.split import Split
@@ -219,7 +219,7 @@ def master_store(info: RankInfo, timeout_seconds: float) -> tuple[str, Store]:
     except RuntimeError as error:
         raise ConfigError(
             f"rank {info.rank} on {socket.gethostname()} could not reach the store at {address}:{port} within"
-            f" {timeout_seconds:g} s ({_first_line(error)}); check MASTER_ADDR and MASTER_PORT"
+            f" {timeout_seconds:g} s ({first_line(error).rstrip('.')}); check MASTER_ADDR and MASTER_PORT"
         ) from error
     return f"{_TCP}{address}:{port}", store
 
@@ -341,7 +341,7 @@ def connect_rank(timeout_seconds: float) -> tuple[WorkerSettings, IO[str], IO[st
     except (RuntimeError, OSError) as error:
         raise ConfigError(
             f"rank {info.rank} on {socket.gethostname()} found no engine on rank 0 within {timeout_seconds:g} s"
-            f" ({_first_line(error)}); see the output of rank 0"
+            f" ({first_line(error).rstrip('.')}); see the output of rank 0"
         ) from error
     connection.settimeout(None)
     keep_alive(connection, reads_at_once=True)
@@ -365,8 +365,3 @@ def _place() -> str:
 def _attempt() -> str:
     """Prefix of keys: torchrun's store stays when it starts all processes again."""
     return f"laconic-infer-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
-def _first_line(error: Exception) -> str:
-    """Without what torch adds about where in its code it was."""
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

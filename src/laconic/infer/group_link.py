@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from laconic.errors import CollectiveError, FormatError
+from laconic.errors import CollectiveError, FormatError, first_line
 from laconic.infer.connections import FOREVER, own_address
 from laconic.infer.links import ExpertLink
 from laconic.infer.messages import HEADER_LENGTH, ROWS, STOP, Header, Rows, pack_rows
@@ -289,7 +289,7 @@ def _is_of_peer(error: Exception) -> bool:
 
 def _reason(error: Exception) -> str:
     """What torch says, without the place in its code and its advice."""
-    first = (str(error).splitlines() or [type(error).__name__])[0]
+    first = first_line(error)
     return first.rpartition("cc:")[2].partition("] ")[2].partition(". ")[0] or first
 
 

@@ -14,7 +14,7 @@ from laconic.infer.control import LocalWorker, RankConnections, Worker, check_wo
 from laconic.infer.settings import WorkerSettings
 from laconic.infer.split import Split
 from laconic.interrupts import interrupts_wait
-from laconic.train.distributed.world import RankInfo, read_environment
+from laconic.train.distributed.world import RankInfo, num_cores, read_environment
 
 Launcher = Literal["engine", "torchrun"]
 
@@ -54,8 +54,7 @@ class WorkerLauncher:
         self._connections: RankConnections | None = None
         self._interface: str | None = "lo"
         if info is None:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            threads = max(1, cores // len(settings))
+            threads = max(1, num_cores() // len(settings))
             self._settings = [replace(each, threads=each.threads or threads) for each in settings]
         elif info.world_size > 1:
             store, opened = master_store(info, timeout_seconds)

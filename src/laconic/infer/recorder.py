@@ -1,16 +1,16 @@
 """What a worker writes down of a run: times of passes and answers, by the machine's monotonic clock.
 
 Nothing is written unless the engine has asked for it; then a layer costs a few readings of the clock. All processes of
-one machine read the same clock. `clock_name` tells machines apart; see laconic.infer.run_trace for several.
+one machine read the same clock. `machine` tells machines apart; see laconic.infer.run_trace for several.
 """
 
 from __future__ import annotations
 
-import socket
 import time
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
+
+from laconic.train.step_timeline import machine
 
 now_ns = time.monotonic_ns
 
@@ -157,17 +157,9 @@ class Recorder:
 
     def start(self) -> None:
         """Begin a recording, with an empty log."""
-        self.log = WorkerLog(clock_name())
+        self.log = WorkerLog(machine())
 
     def stop(self) -> WorkerLog:
         """End the recording and return its log. What is being computed is not in it."""
         log, self.log = self.log, None
-        return log if log is not None else WorkerLog(clock_name())
-
-
-def clock_name() -> str:
-    """Return a name that processes share if they read the same monotonic clock: that of the machine's boot."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    except OSError:
-        return socket.gethostname()
+        return log if log is not None else WorkerLog(machine())

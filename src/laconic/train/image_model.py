@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from laconic.errors import ConfigError, DataError
+from laconic.errors import ConfigError, DataError, first_line
 from laconic.train.config.dotted_names import nearest
 from laconic.train.config.schema import ModelConfig
 from laconic.train.data.images import ImageCorpus
@@ -97,9 +97,8 @@ def _check_fit(model: Any, corpus: ImageCorpus) -> None:
         with torch.no_grad():
             model(pixel_values=torch.zeros(1, channels, height, width, dtype=torch.float32, device="cpu"))
     except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"the model does not take images of {width} x {height} pixels: {first[:300]}; set images.size to another"
+            f"the model does not take images of {width} x {height} pixels: {first_line(error)[:300]}; set images.size to another"
         ) from error
     finally:
         model.train(was_training)

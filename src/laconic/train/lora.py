@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from laconic.errors import CheckpointError, ConfigError
+from laconic.errors import CheckpointError, ConfigError, first_line
 from laconic.formats.digest import digest
 from laconic.train.config.dotted_names import nearest
 from laconic.train.config.schema import TrainConfig
@@ -58,10 +58,9 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> str | None:
         try:
             inject_adapter_in_model(made, model)
         except ValueError as error:
-            first = str(error).strip().splitlines()[0]
             raise ConfigError(
                 f"lora.target_modules is {list(lora.target_modules)} and lora.dropout {lora.dropout}, which peft "
-                f"refuses for this model: {first}"
+                f"refuses for this model: {first_line(error)}"
             ) from error
     model.train()
     trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}

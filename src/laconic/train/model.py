@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from laconic.errors import ConfigError, ModelError
+from laconic.errors import ConfigError, ModelError, first_line
 from laconic.train.config.dotted_names import nearest
 from laconic.train.config.schema import ModelConfig
 from laconic.train.model_source import check_path, find_weights
@@ -242,8 +242,9 @@ def random_model(auto: Any, hf_config: Any, seed: int, origin: str) -> PreTraine
         try:
             model: PreTrainedModel = auto.from_config(hf_config, dtype=torch.float32, trust_remote_code=False)
         except Exception as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ModelError(f"transformers cannot build a {hf_config.model_type} model: {first[:300]}") from error
+            raise ModelError(
+                f"transformers cannot build a {hf_config.model_type} model: {first_line(error)[:300]}"
+            ) from error
     logger.info("weights: initialized at random (seed %d), %s", seed, origin)
     return model.train()
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from laconic.errors import ConfigError, ModelError
+from laconic.errors import ConfigError, ModelError, first_line
 from laconic.json_text import parse_json
 from laconic.train.config.schema import FINE_TUNING_RATE, LORA_RATE, ModelConfig, TrainConfig
 from laconic.train.config.tasks import find_task
@@ -161,8 +161,7 @@ def _from_hub(name: str) -> str:
         cached_file(name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
         return str(cached_file(name, "tokenizer.json"))
     except Exception as error:
-        first = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"model.path is {name!r}, whose tokenizer.json cannot be had from the hub ({first}); give the path of one "
+            f"model.path is {name!r}, whose tokenizer.json cannot be had from the hub ({first_line(error)}); give the path of one "
             "as data.tokenizer"
         ) from error

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from laconic.errors import ModelError
+from laconic.errors import ModelError, first_line
 from laconic.json_text import parse_json
 from laconic.moe.experts.modules import Experts
 from laconic.moe.huggingface.blocks import Block, find_blocks
@@ -39,8 +39,7 @@ def read_config(model_dir: Path) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # foreign code may raise anything
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"{str(model_dir / 'config.json')!r} cannot be read: {why}") from error
+        raise ModelError(f"{str(model_dir / 'config.json')!r} cannot be read: {first_line(error)}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
             f"{str(model_dir)!r} is a model of type {config.model_type}, which transformers does not know as a causal"

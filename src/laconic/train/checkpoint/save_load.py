@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import laconic
-from laconic.errors import CheckpointError
+from laconic.errors import CheckpointError, first_line
 from laconic.formats.archive import manifest_sha256
 from laconic.formats.dcp import SafeLoadPlanner
 from laconic.formats.durable import fsync_directory, fsync_file, sha256_of
@@ -534,8 +534,7 @@ def _reason(error: BaseException) -> str:
     for earlier in (error.__cause__, error.__context__):
         if isinstance(earlier, OSError) and earlier.strerror:
             return _reason(earlier)
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return first_line(error)
 
 
 def _check_finite(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from laconic.errors import DataError
+from laconic.errors import DataError, first_line
 from laconic.train.config.schema import DataConfig
 from laconic.train.data.corpus import held_out
 from laconic.train.data.sources import find_files, read_records
@@ -221,8 +221,9 @@ def _chat_tokenizer(tokenizer: Tokenizer) -> Any:
     try:
         made: Any = AutoTokenizer.from_pretrained(tokenizer.folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(f"the tokenizer in {tokenizer.folder} has no chat template ({first}); {remedy}") from None
+        raise DataError(
+            f"the tokenizer in {tokenizer.folder} has no chat template ({first_line(error)}); {remedy}"
+        ) from None
     if made.chat_template is None:
         raise DataError(f"the tokenizer in {tokenizer.folder} has no chat template; {remedy}")
     return made

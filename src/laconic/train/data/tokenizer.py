@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from laconic.errors import DataError
+from laconic.errors import DataError, first_line
 from laconic.json_text import parse_json
 
 TokenArray = npt.NDArray[np.unsignedinteger]
@@ -172,10 +172,9 @@ def _converted(directory: Path) -> bytes:
         made: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         text: str = made.backend_tokenizer.to_str()
     except Exception as error:  # whatever transformers and the libraries that it needs for a format raise
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
             f"data.tokenizer is the directory {str(directory)!r}, which holds no tokenizer.json, nor files that "
-            f"transformers can make one of: {first}"
+            f"transformers can make one of: {first_line(error)}"
         ) from error
     return text.encode()
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store
 
 from laconic.collectives import agent_store
-from laconic.errors import ConfigError
+from laconic.errors import ConfigError, first_line
 
 STORE_VARIABLE = "LACONIC_STORE"
 """Environment variable with the path of the file in which processes that laconic started on this machine meet; without
@@ -211,7 +211,7 @@ def _init_process_group(info: RankInfo, device: torch.device, timeout_seconds: f
             ) from error
         raise ConfigError(
             f"WORLD_SIZE is {info.world_size}, but rank {info.rank} on {socket.gethostname()} could not meet that "
-            f"many processes {where} within {timeout_seconds:g} s: {text.splitlines()[0]}"
+            f"many processes {where} within {timeout_seconds:g} s: {first_line(error)}"
         ) from error
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from laconic.errors import first_line
 from laconic.output_lines import say
 from laconic.train.signals import EXIT_PEER_LOST, StopRequest, listen_to_launcher
 
@@ -101,7 +102,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _lost(who: str, error: Exception) -> WorkerResult:
-    text = f"laconic: {who} lost contact with another process: {str(error).splitlines()[0][:600]}"
+    text = f"laconic: {who} lost contact with another process: {first_line(error)[:600]}"
     return WorkerResult(EXIT_PEER_LOST, text)
 
 
