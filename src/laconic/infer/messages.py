@@ -100,7 +100,7 @@ class Header:
                 f"a message between workers begins with {tensor.tolist()}, which is no header of this version of"
                 " laconic; run the same version on all workers"
             )
-        return cls(kind, *numbers, DTYPES[dtype], coding, values_nbytes)
+        return cls(kind, *numbers, dtype=DTYPES[dtype], coding=coding, values_nbytes=values_nbytes)
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,8 @@ def _check_fit(model: Any, corpus: ImageCorpus) -> None:
             model(pixel_values=torch.zeros(1, channels, height, width, dtype=torch.float32, device="cpu"))
     except Exception as error:
         raise DataError(
-            f"the model does not take images of {width} x {height} pixels: {first_line(error)[:300]}; set images.size to another"
+            f"the model does not take images of {width} x {height} pixels: {first_line(error)[:300]}; set images.size"
+            " to another"
         ) from error
     finally:
         model.train(was_training)

@@ -162,6 +162,6 @@ def _from_hub(name: str) -> str:
         return str(cached_file(name, "tokenizer.json"))
     except Exception as error:
         raise ConfigError(
-            f"model.path is {name!r}, whose tokenizer.json cannot be had from the hub ({first_line(error)}); give the path of one "
-            "as data.tokenizer"
+            f"model.path is {name!r}, whose tokenizer.json cannot be had from the hub ({first_line(error)}); give the "
+            "path of one as data.tokenizer"
         ) from error
