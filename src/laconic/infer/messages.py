@@ -100,7 +100,8 @@ class Header:
                 f"a message between workers begins with {tensor.tolist()}, which is no header of this version of"
                 " laconic; run the same version on all workers"
             )
-        return cls(kind, *numbers, dtype=DTYPES[dtype], coding=coding, values_nbytes=values_nbytes)
+        layer, micro_batch, piece, rows, top_k, width = numbers
+        return cls(kind, layer, micro_batch, piece, rows, top_k, width, DTYPES[dtype], coding, values_nbytes)
 
 
 @dataclass(frozen=True)
