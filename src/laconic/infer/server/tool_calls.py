@@ -78,7 +78,6 @@ class _Collecting(ToolParser):
         self._is_text = False
 
     def push(self, text: str) -> Found:
-        """See ToolParser."""
         if self._is_text:
             yield text
             return
@@ -88,7 +87,6 @@ class _Collecting(ToolParser):
             yield self._kept
 
     def flush(self) -> Found:
-        """See ToolParser."""
         if self._is_text:
             return
         calls = self._read(self._kept)
@@ -106,16 +104,13 @@ class _Collecting(ToolParser):
         """Return the calls of a text, as names and arguments; empty if it is anything else."""
 
 
-class HermesCalls(ToolParser):
-    """See hermes."""
-
+class _HermesCalls(ToolParser):
     def __init__(self) -> None:
         super().__init__()
         self._kept, self._space = "", ""
         self._is_inside = False
 
     def push(self, text: str) -> Found:
-        """See ToolParser."""
         rest: str | None = self._kept + text
         while rest is not None:
             before, self._kept, rest = cut_at(rest, "</tool_call>" if self._is_inside else "<tool_call>")
@@ -129,7 +124,6 @@ class HermesCalls(ToolParser):
                 self._is_inside = not self._is_inside
 
     def flush(self) -> Found:
-        """See ToolParser."""
         if self._is_inside:
             yield from self._end(self._kept, "")  # some models leave the last tag out
         else:
@@ -154,9 +148,7 @@ class HermesCalls(ToolParser):
             yield self._call(call)
 
 
-class LlamaCalls(_Collecting):
-    """See llama3_json."""
-
+class _LlamaCalls(_Collecting):
     def _may_be_calls(self, text: str) -> bool:
         text = text.lstrip()
         return text.startswith("{") or _PYTHON_TAG.startswith(text[: len(_PYTHON_TAG)])
@@ -178,9 +170,7 @@ class LlamaCalls(_Collecting):
 _PYTHON_TAG = "<|python_tag|>"
 
 
-class MistralCalls(ToolParser):
-    """See mistral."""
-
+class _MistralCalls(ToolParser):
     marker = _TOOL_CALLS
     nine_letter_ids = True
 
@@ -190,7 +180,6 @@ class MistralCalls(ToolParser):
         self._is_inside = False
 
     def push(self, text: str) -> Found:
-        """See ToolParser."""
         self._kept += text
         if not self._is_inside:
             before, self._kept, rest = cut_at(self._kept, _TOOL_CALLS)
@@ -200,7 +189,6 @@ class MistralCalls(ToolParser):
                 self._is_inside, self._kept = True, rest
 
     def flush(self) -> Found:
-        """See ToolParser."""
         calls = self._read() if self._is_inside else []
         if calls:
             yield from map(self._call, calls)
@@ -252,9 +240,9 @@ class RequiredCalls(_Collecting):
 
 
 PARSERS: dict[str, Callable[[], ToolParser]] = {
-    "hermes": HermesCalls,
-    "llama3_json": LlamaCalls,
-    "mistral": MistralCalls,
+    "hermes": _HermesCalls,
+    "llama3_json": _LlamaCalls,
+    "mistral": _MistralCalls,
 }
 """Parsers of formats, by their names."""
 

@@ -147,11 +147,9 @@ class _LevelPlan:
             self._stages.append(found)
 
     def begin(self, x: Tensor) -> Buffers:
-        """See `ExchangePlan.begin`."""
         return x, self._routing.weights
 
     def transport(self, degree: int, *, backward: bool) -> Transport:
-        """See `ExchangePlan.transport`."""
         return _LevelTransport(self, degree)
 
     def exchange(self, stage: int, first: int, last: int) -> StageExchange:

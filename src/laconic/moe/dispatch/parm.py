@@ -308,7 +308,6 @@ class _S2Plan(RowsPlan):
         super().__init__(dispatcher.exchange, rows, routing, order)
 
     def begin(self, x: Tensor) -> Buffers:
-        """See `ExchangePlan.begin`."""
         self._dispatcher._check_alike(x)
         if self._dispatcher.backward == "rows":
             return super().begin(x)
@@ -316,7 +315,6 @@ class _S2Plan(RowsPlan):
         return (self.order.permute(own, self._own)[0],)
 
     def transport(self, degree: int, *, backward: bool) -> Transport:
-        """See `ExchangePlan.transport`."""
         sides = (self._dispatcher.backward == "rows", self._dispatcher.forward == "rows")
         of_copies, gathers = reversed(sides) if backward else sides
         chunks = self.rows.chunks(degree)
@@ -328,7 +326,6 @@ class _S2Plan(RowsPlan):
         return _S2Transport(self._dispatcher, chunks, self._rows_by_peer(degree), of_copies, gathers)
 
     def finish(self, out: Tensor) -> Tensor:
-        """See `ExchangePlan.finish`."""
         if self._dispatcher.forward == "rows":
             return super().finish(out)
         codec = self._dispatcher.codec
