@@ -29,17 +29,10 @@ def accumulate_blockwise_(
     check_accumulate_blockwise_(codes, scales, residual_codes, residual_scales, gradient, alpha)
     gradient = gradient.contiguous()
     kernels().accumulate_blockwise(
-        isa_number(isa),
-        torch.get_num_threads(),
-        codes.numel(),
-        codes.data_ptr(),
-        scales.data_ptr(),
-        _address(residual_codes),
-        _address(residual_scales),
-        gradient.data_ptr(),
-        FLOAT_TYPES[gradient.dtype],
-        alpha,
-    )
+        isa_number(isa), torch.get_num_threads(),
+        codes.numel(), codes.data_ptr(), scales.data_ptr(), _address(residual_codes), _address(residual_scales),
+        gradient.data_ptr(), FLOAT_TYPES[gradient.dtype], alpha,
+    )  # fmt: skip
 
 
 def square_sum_blockwise(

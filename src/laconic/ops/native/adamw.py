@@ -28,21 +28,12 @@ def adamw8bit_multi_(*arguments: Any, isa: str | None = None) -> None:
         first_codes, first_scales, second_codes, second_scales = map(_address, moments)
         dense = tensors.gradient_scales is None
         update(
-            number,
-            torch.get_num_threads(),
-            rows,
-            length,
-            step.bits,
-            parameter.data_ptr(),
-            FLOAT_TYPES[parameter.dtype],
+            number, torch.get_num_threads(), rows, length, step.bits,
+            parameter.data_ptr(), FLOAT_TYPES[parameter.dtype],
             [first_codes, first_scales, signed, second_codes, second_scales, unsigned],
-            gradient.data_ptr() if dense else 0,
-            FLOAT_TYPES[gradient.dtype] if dense else 0,
-            [0 if dense else gradient.data_ptr(), *map(_address, tensors[6:])],
-            factor,
-            step.maximize,
-            scalars,
-        )
+            gradient.data_ptr() if dense else 0, FLOAT_TYPES[gradient.dtype] if dense else 0,
+            [0 if dense else gradient.data_ptr(), *map(_address, tensors[6:])], factor, step.maximize, scalars,
+        )  # fmt: skip
 
 
 def _address(tensor: Tensor | None) -> int:

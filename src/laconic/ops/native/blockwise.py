@@ -64,27 +64,12 @@ def quantize_blockwise(
     codes = huge_pages.empty(codes_shape, torch.uint8)
     scales = torch.empty(scales_shape, dtype=scale_dtype, device="cpu")
     kernels().quantize_blockwise(
-        isa_number(isa),
-        torch.get_num_threads(),
-        x.data_ptr(),
-        FLOAT_TYPES[x.dtype],
-        rows,
-        x.stride(0) if x.dim() == 2 else length,
-        length,
-        block_size,
-        codes.data_ptr(),
-        scales.data_ptr(),
-        FLOAT_TYPES[scale_dtype],
-        BITS[code],
-        LEVEL_MAX[code],
-        codebook_address(code),
-        seed is not None,
-        seed or 0,
-        first_index,
-        0 if center is None else center.data_ptr(),
-        0 if factor is None else factor.data_ptr(),
-        0 if product is None else product.data_ptr(),
-    )
+        isa_number(isa), torch.get_num_threads(),
+        x.data_ptr(), FLOAT_TYPES[x.dtype], rows, x.stride(0) if x.dim() == 2 else length, length, block_size,
+        codes.data_ptr(), scales.data_ptr(), FLOAT_TYPES[scale_dtype], BITS[code], LEVEL_MAX[code],
+        codebook_address(code), seed is not None, seed or 0, first_index, 0 if center is None else center.data_ptr(),
+        0 if factor is None else factor.data_ptr(), 0 if product is None else product.data_ptr(),
+    )  # fmt: skip
     return codes, scales
 
 
@@ -140,18 +125,9 @@ def dequantize_blockwise(
     center = None if center is None else center.contiguous()
     values = huge_pages.empty(shape, dtype)
     kernels().dequantize_blockwise(
-        isa_number(isa),
-        torch.get_num_threads(),
-        codes.data_ptr(),
-        scales.data_ptr(),
-        FLOAT_TYPES[scales.dtype],
-        rows,
-        length,
-        block_size,
-        values.data_ptr(),
-        FLOAT_TYPES[dtype],
-        BITS[code],
-        codebook_address(code),
+        isa_number(isa), torch.get_num_threads(),
+        codes.data_ptr(), scales.data_ptr(), FLOAT_TYPES[scales.dtype], rows, length, block_size,
+        values.data_ptr(), FLOAT_TYPES[dtype], BITS[code], codebook_address(code),
         0 if center is None else center.data_ptr(),
-    )
+    )  # fmt: skip
     return values

@@ -71,17 +71,9 @@ def _run(
     """Write the product to `first`, or with `grad` the gradients of gate and up to `first` and `second`."""
     gate_codes, gate_scales, up_codes, up_scales = [tensor.contiguous() for tensor in packed]
     kernels().gated_blockwise(
-        isa_number(isa),
-        torch.get_num_threads(),
+        isa_number(isa), torch.get_num_threads(),
         (gate_codes.data_ptr(), gate_scales.data_ptr(), up_codes.data_ptr(), up_scales.data_ptr()),
-        FLOAT_TYPES[gate_scales.dtype],
-        math.prod(first.shape[:-1]),
-        first.shape[-1],
-        block_size,
-        0 if grad is None else grad.data_ptr(),
-        (first.data_ptr(), 0 if second is None else second.data_ptr()),
-        FLOAT_TYPES[first.dtype],
-        BITS[code],
-        codebook_address(code),
-        CURVES[activation],
-    )
+        FLOAT_TYPES[gate_scales.dtype], math.prod(first.shape[:-1]), first.shape[-1], block_size,
+        0 if grad is None else grad.data_ptr(), (first.data_ptr(), 0 if second is None else second.data_ptr()),
+        FLOAT_TYPES[first.dtype], BITS[code], codebook_address(code), CURVES[activation],
+    )  # fmt: skip

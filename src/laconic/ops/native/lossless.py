@@ -18,17 +18,10 @@ def lossless_encode(x: Tensor, code: str, capacity_nbytes: int | None, *, isa: s
     message = huge_pages.empty([check_lossless_encode(x, code, capacity_nbytes)], torch.uint8)
     words = words_of(x).contiguous()
     kernels().lossless_encode(
-        isa_number(isa),
-        torch.get_num_threads(),
-        words.data_ptr(),
-        DTYPE_NUMBERS[x.dtype],
-        CODES[code],
-        words.numel(),
-        list(words.shape),
-        message.data_ptr(),
-        message.numel(),
-        capacity_nbytes is not None,
-    )
+        isa_number(isa), torch.get_num_threads(),
+        words.data_ptr(), DTYPE_NUMBERS[x.dtype], CODES[code], words.numel(), list(words.shape),
+        message.data_ptr(), message.numel(), capacity_nbytes is not None,
+    )  # fmt: skip
     return message
 
 

@@ -64,16 +64,11 @@ def _run(
     # Shards may be rows of a larger buffer, such as a received message.
     inputs = [_rows(codes), _rows(scales), _rows(residual_codes), _rows(residual_scales)]
     kernels().sum_blockwise(
-        isa_number(isa),
-        torch.get_num_threads(),
-        codes.shape[0],
-        codes.shape[1],
+        isa_number(isa), torch.get_num_threads(), codes.shape[0], codes.shape[1],
         [(x.data_ptr(), x.stride(0)) if x is not None else (0, 0) for x in inputs],
-        codebook_tensor("int4", torch.device("cpu")).data_ptr(),
-        factor,
-        values.data_ptr() if values is not None else 0,
+        codebook_tensor("int4", torch.device("cpu")).data_ptr(), factor, values.data_ptr() if values is not None else 0,
         [x.data_ptr() if x is not None else 0 for x in requantized],
-    )
+    )  # fmt: skip
 
 
 def _rows(x: Tensor | None) -> Tensor | None:

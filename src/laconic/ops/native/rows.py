@@ -20,18 +20,10 @@ def sum_rows(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | Non
     weights = None if weights is None else weights.contiguous()
     sums = rows.new_empty(num_sums, rows.shape[1])
     sound = kernels().sum_rows(
-        isa_number(isa),
-        torch.get_num_threads(),
-        rows.data_ptr(),
-        FLOAT_TYPES[rows.dtype],
-        *rows.shape,
-        index.data_ptr(),
-        len(index),
-        offsets.data_ptr(),
-        num_sums,
-        0 if weights is None else weights.data_ptr(),
-        sums.data_ptr(),
-    )
+        isa_number(isa), torch.get_num_threads(),
+        rows.data_ptr(), FLOAT_TYPES[rows.dtype], *rows.shape, index.data_ptr(), len(index),
+        offsets.data_ptr(), num_sums, 0 if weights is None else weights.data_ptr(), sums.data_ptr(),
+    )  # fmt: skip
     if not sound:
         raise FormatError(BAD_ENTRIES.format(num_rows=len(rows), num_entries=len(index)))
     return sums
