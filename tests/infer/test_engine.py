@@ -149,6 +149,11 @@ def _broken_index(path: Path) -> None:
     (path / "model.safetensors.index.json").write_text("[")
 
 
+def _index_to_elsewhere(path: Path) -> None:
+    (path / "model.safetensors").rename(path.parent / "model.safetensors")
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../model.safetensors"}}')
+
+
 def _broken_config(path: Path) -> None:
     (path / "config.json").write_text('{"model_type":')
 
@@ -160,7 +165,8 @@ def _broken_config(path: Path) -> None:
         (_empty, r"model\.safetensors' is no whole safetensors file"),
         (_only_bin, r"holds no model\.safetensors \(it holds pytorch_model\.bin, a pickle.*save_pretrained"),
         (_missing_shard, r"holds no model-2\.safetensors"),
-        (_broken_index, r"index\.json' is no index"),
+        (_broken_index, r"index\.json' is not an index"),
+        (_index_to_elsewhere, r"shard '\.\./model\.safetensors', which is not the name of a file beside it"),
         (_broken_config, r"config\.json' cannot be read"),
     ],
 )

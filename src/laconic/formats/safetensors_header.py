@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from laconic.errors import FormatError
 from laconic.json_text import parse_json
 
 HEADER_LIMIT_NBYTES = 100_000_000
-"""What the safetensors project allows."""
+"""What the safetensors project allows; of an index, what is read."""
+INDEX_FILE = "model.safetensors.index.json"
+"""Beside the files of a checkpoint in several: which tensor is in which."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,26 @@ def parse_header(text: bytes, data_nbytes: int, where: str) -> tuple[list[Tensor
     if end != data_nbytes:
         raise FormatError(f"{where}: its tensors have {end:,} bytes, but the data has {data_nbytes:,}")
     return entries, metadata
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Tensor -> file, as the index of a checkpoint in several files says.
+
+    Raises:
+        ValueError: it is no index, or names what is not the name of a file beside it; the message follows its path.
+        OSError: it cannot be read.
+    """
+    try:
+        if path.stat().st_size > HEADER_LIMIT_NBYTES:
+            raise ValueError
+        weight_map: dict[str, str] = parse_json(path.read_text("utf-8"), object_pairs_hook=unique_names)["weight_map"]
+        files = set(weight_map.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError("is not an index of safetensors files") from None
+    for file in files:
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+            raise ValueError(f"names the shard {file!r}, which is not the name of a file beside it")
+    return weight_map
 
 
 def write_header(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:

@@ -12,11 +12,7 @@ from torch import Tensor
 from laconic.errors import CheckpointError, FormatError
 from laconic.formats.container import SUFFIX, ContainerFile
 from laconic.formats.mapped import SafetensorsFile, TensorsInMemory, TensorSource
-from laconic.formats.safetensors_header import TensorEntry, unique_names
-from laconic.json_text import parse_json
-
-_INDEX = "model.safetensors.index.json"
-_INDEX_LIMIT_NBYTES = 100_000_000
+from laconic.formats.safetensors_header import INDEX_FILE, TensorEntry, read_index
 
 
 def load_zipped(
@@ -150,7 +146,7 @@ def open_tensors(path: Path, base: TensorSource | None = None) -> TensorFiles:
     if not path.is_dir():
         file = _open_file(path, base)
         return TensorFiles(str(path), dict.fromkeys(file.entries, file))
-    index = path / _INDEX
+    index = path / INDEX_FILE
     if index.is_file():
         return TensorFiles(str(path), _by_index(path, index, base))
     found = [p for p in sorted(path.iterdir()) if p.name.endswith((".safetensors", ".safetensors" + SUFFIX))]
@@ -172,18 +168,13 @@ def _open_file(path: Path, base: TensorSource | None) -> SafetensorsFile | Conta
 def _by_index(directory: Path, index: Path, base: TensorSource | None) -> dict[str, SafetensorsFile | ContainerFile]:
     """Tensor -> file, as a Hugging Face index says."""
     try:
-        if index.stat().st_size > _INDEX_LIMIT_NBYTES:
-            raise ValueError
-        weight_map = parse_json(index.read_text("utf-8"), object_pairs_hook=unique_names)["weight_map"]
-        shards = dict.fromkeys(weight_map.values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise FormatError(f"{index}: is not an index of safetensors files") from None
+        weight_map = read_index(index)
+    except ValueError as error:
+        raise FormatError(f"{index}: {error}") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {index}: {error.strerror}") from error
     opened: dict[str, SafetensorsFile | ContainerFile] = {}
-    for shard in shards:
-        if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".", ".."):
-            raise FormatError(f"{index}: names the shard {shard!r}, which is not the name of a file beside it")
+    for shard in dict.fromkeys(weight_map.values()):
         zipped = directory / (shard + SUFFIX)
         opened[shard] = _open_file(zipped if os.path.lexists(zipped) else directory / shard, base)
     home = {}

@@ -119,7 +119,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
         load_pretrained(model, tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../a.safetensors"}}')
-    with pytest.raises(CheckpointError, match=r"a\.safetensors is no file of the directory"):
+    with pytest.raises(CheckpointError, match="not the name of a file beside it"):
         load_pretrained(model, tmp_path)
     with pytest.raises(CheckpointError, match="only models of transformers"):
         load_pretrained(nn.Linear(2, 2), tmp_path)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from laconic.errors import ModelError, first_line
-from laconic.json_text import parse_json
+from laconic.formats.safetensors_header import INDEX_FILE, read_index
 from laconic.moe.experts.modules import Experts
 from laconic.moe.huggingface.blocks import Block, find_blocks
 from laconic.moe.huggingface.experts import FusedExperts, check
@@ -355,15 +355,13 @@ def _tensors(model_dir: Path) -> dict[str, Any]:
 
 def _weight_files(model_dir: Path) -> list[str]:
     """Names of the safetensors files of a checkpoint: one, as transformers takes it first, or those of an index."""
-    index = model_dir / "model.safetensors.index.json"
+    index = model_dir / INDEX_FILE
     if (model_dir / "model.safetensors").is_file() or not index.is_file():
         return ["model.safetensors"]
     try:
-        return sorted({str(file) for file in parse_json(index.read_bytes())["weight_map"].values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(
-            f"{str(index)!r} is no index of safetensors files ({type(error).__name__}: {error}); save the model again"
-        ) from None
+        return sorted(set(read_index(index).values()))
+    except ValueError as error:
+        raise ModelError(f"{str(index)!r} {error}; save the model again") from None
 
 
 def _check_loaded(model_dir: Path, missing: Any, mismatched: Any) -> None:

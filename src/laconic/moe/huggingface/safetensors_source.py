@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,10 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from laconic.errors import CheckpointError
+from laconic.formats.safetensors_header import INDEX_FILE, read_index
 from laconic.formats.shards import Runs, local_part, local_runs, taken
-from laconic.json_text import parse_json
 
-_PLAIN_FILE = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
 _Range = tuple[int, int]
 
 
@@ -223,15 +221,9 @@ def _blocks(runs: Runs) -> Iterator[tuple[tuple[_Range, ...], tuple[slice, ...]]
 
 
 def _index(directory: Path) -> dict[str, str]:
-    """Return the file of each tensor by the directory's index; empty if there is none."""
-    path = directory / "model.safetensors.index.json"
-    if not path.is_file():
-        return {}
+    """Return the file of each tensor, as an index says; empty without one."""
+    path = directory / INDEX_FILE
     try:
-        files = parse_json(path.read_text("utf-8"))["weight_map"]
-        for name in files.values():
-            if not _PLAIN_FILE.fullmatch(name):
-                raise ValueError(f"{name} is no file of the directory")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no index of safetensors files: {error}") from error
-    return dict(files)
+        return read_index(path) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} {error}") from error
