@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from laconic.infer import AutoPlan, Engine, InferencePlan
 
 _EXPECTED = ("prompt", "output", "requests")
+_AS_THEY_ARE = (
+    *("attention", "experts", "dtype", "device", "expert_device", "cache_tokens", "batch_tokens", "payload", "link"),
+    *("expert_format", "max_restarts", "expert_loads", "redundant_experts"),
+)
+"""Flags that are arguments of the engine."""
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, **defaults: str) -> None:
@@ -109,22 +114,10 @@ def start_engine(options: argparse.Namespace) -> Engine:
 
     return Engine(
         Path(options.model),
-        attention=options.attention,
-        experts=options.experts,
         plan=_plan(options),
-        dtype=options.dtype,
-        cache_tokens=options.cache_tokens,
-        batch_tokens=options.batch_tokens,
         trace=getattr(options, "trace", None),
-        device=options.device,
-        payload=options.payload,
-        link=options.link,
         launcher="torchrun" if "RANK" in os.environ else "engine",
-        max_restarts=options.max_restarts,
-        expert_loads=options.expert_loads,
-        redundant_experts=options.redundant_experts,
-        expert_format=options.expert_format,
-        expert_device=options.expert_device,
+        **{name: getattr(options, name) for name in _AS_THEY_ARE},
     )
 
 
