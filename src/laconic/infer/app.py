@@ -37,7 +37,7 @@ class _Plan(BaseModel):
 def _arguments_of(taker: Callable[..., object], left_out: Container[str], **others: Any) -> type[BaseModel]:
     """A model of what `taker` takes, with strings for words and paths, which it checks itself; null leaves one out."""
     kinds = {name: (hint, *get_args(hint)) for name, hint in get_type_hints(taker).items() if name not in left_out}
-    fields = {name: next((one for one in (int, float) if one in kind), str) for name, kind in kinds.items()}
+    fields = {name: next((one for one in (bool, int, float) if one in kind), str) for name, kind in kinds.items()}
     optional: dict[str, Any] = {name: (kind | None, None) for name, kind in (fields | others).items()}
     return create_model(taker.__qualname__, __config__=_STRICT, **optional)
 
