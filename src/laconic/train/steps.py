@@ -22,7 +22,7 @@ from laconic.train.distributed.replica_votes import ReplicaVotes
 from laconic.train.distributed.world import World
 from laconic.train.gradients import make_gradients
 from laconic.train.lr_schedule import learning_rate
-from laconic.train.memory.forecast import Forecast
+from laconic.train.memory.check import Forecast
 from laconic.train.moe.router_balance import Routers
 from laconic.train.moe.setup import SpreadExperts
 from laconic.train.pipeline import Pipeline

@@ -9,11 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.cost import Prediction
+from laconic.cost import Plan, Prediction
 from laconic.cost.sizes import format_nbytes
 from laconic.formats import quantized_gradient
 from laconic.formats.shards import local_part
 from laconic.optim.in_backward import UsedGradient
+from laconic.train.distributed.parallel_state import ParallelState
+from laconic.train.trainer import Trainer
+
+_STEP = 3
+"""By then an optimizer has its state, and nothing is made for the first time any more."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,38 @@ def check_memory(
         saved = sum(prediction.stage_saved_nbytes[index] for index in stages)
         predicted = {"saved per micro-batch": saved, **predicted}
     return MemoryCheck({kind: n for kind, n in predicted.items() if kind in measured}, measured)
+
+
+class Forecast:
+    """Watches a trainer until its third update; then `check` holds what was measured, and predicted if there is a plan.
+
+    Args:
+        parallel_state, trainer: of the run.
+        plan: that the run follows, if any.
+    """
+
+    def __init__(self, parallel_state: ParallelState, trainer: Trainer, plan: Plan | None) -> None:
+        self.check: MemoryCheck | None = None
+        self._parallel_state, self._trainer = parallel_state, trainer
+        self._prediction = None if plan is None else plan.prediction
+        self._num_chunks = 1 if plan is None else plan.job.layout.num_chunks
+        self._num_updates = 0
+        trainer.before_update = self._watch
+
+    def _watch(self) -> None:
+        self._num_updates += 1
+        trainer, parallel_state = self._trainer, self._parallel_state
+        if self._num_updates < _STEP or trainer.saved_nbytes is None:
+            return
+        trainer.before_update = None
+        self.check = check_memory(
+            self._prediction,
+            saved_nbytes=trainer.saved_nbytes,
+            parameters=trainer.model.parameters(),
+            optimizer=trainer.optimizer,
+            stages=range(parallel_state.stage, self._num_chunks, parallel_state.num_stages),
+            rank=parallel_state.stage,
+        )
 
 
 def _gradient_nbytes(parameter: Tensor) -> int:
