@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from benchmarks.kit.local_link import LocalLink
 from benchmarks.kit.split_prefill import Model, Prefill, Trace, load_share, save_model, traced
 from benchmarks.kit.timing import Timing, note
 from benchmarks.registry import Options, Table, benchmark
@@ -36,6 +37,7 @@ from laconic.schedule.inference import BlockTimes, InferencePlan, Order, Slicing
 
 _SLICES = (2, 4, 8)
 _FIT = (1, 2, 3, 4, 8)
+_FIT_IN_RUNS = (1, 2, 3, 8)
 _ROUNDS_FOR_ONE = 3
 """Rounds that are run for each that counts."""
 _SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 21)
@@ -81,6 +83,8 @@ def layer_times(trace: Trace, link: LinkTimes) -> list[BlockTimes]:
     ]
     return [*layers, BlockTimes(trace.tail, 0.0, (), (), ())]
 
+
+_WHOLE = "no split, one worker"
 
 Cut = tuple[int, Slicing]
 """Number of slices, and what they are."""
@@ -160,9 +164,13 @@ def infer_split_run(options: Options) -> list[Table]:
         predictions = Predictions(_traces(found), LinkTimes(**found["link"]))
         chosen = _chosen(predictions)
         result = network.run(_MODULE, task | {"do": "run", "plans": [asdict(plan) for plan in chosen]})
-    measured = dict(zip(chosen, map(Timing, result["seconds"]), strict=True))
+    *split, whole = map(Timing, result["seconds"])
+    measured = dict(zip(chosen, split, strict=True))
     title = f"{model}, {network.where(result)}"
-    return [_run_table(title, predictions, measured, result["others"]), _ratios(predictions, measured, result["same"])]
+    return [
+        _run_table(title, predictions, measured, whole, result["others"]),
+        _ratios(predictions, measured, whole, result["same"]),
+    ]
 
 
 def _traces(found: Mapping[str, Any]) -> dict[Cut, Trace]:
@@ -170,12 +178,10 @@ def _traces(found: Mapping[str, Any]) -> dict[Cut, Trace]:
 
 
 def _chosen(predictions: Predictions) -> list[InferencePlan]:
-    """Plans to run: naive, PPPipe, the best of FinDEP where one or two prompts fit, and others to rank."""
+    """Plans to run: naive, the best of PPPipe and of FinDEP by the prompts that fit, and others to rank."""
     plans = [
         InferencePlan(shared_first=True),
-        InferencePlan(2, shared_first=True),
-        predictions.findep(1),
-        predictions.findep(2),
+        *(best(fit) for fit in _FIT_IN_RUNS for best in (predictions.pppipe, predictions.findep)),
         InferencePlan(1, 2),
         InferencePlan(2, 1),
         InferencePlan(1, 4, slicing="experts"),
@@ -239,28 +245,34 @@ def _simulated(rows: list[list[str]]) -> Table:
 
 
 def _run_table(
-    title: str, predictions: Predictions, measured: Mapping[InferencePlan, Timing], others: Sequence[float]
+    title: str,
+    predictions: Predictions,
+    measured: Mapping[InferencePlan, Timing],
+    whole: Timing,
+    others: Sequence[float],
 ) -> Table:
-    rows = []
+    def row(name: str, predicted: str, seconds: Timing, error: str) -> list[str]:
+        low, high = map(_ms, interval(seconds.samples))
+        return [name, predicted, _ms(seconds), f"{low} to {high}", error]
+
+    rows = [row(_WHOLE, "-", whole, "-")]
     for plan, seconds in measured.items():
         predicted = predictions.seconds(plan)
-        low, high = interval(seconds.samples)
-        interval_text = f"{_ms(low)} to {_ms(high)}"
-        error = f"{predicted / seconds - 1:+.1%}"
-        rows.append([plan_name(plan), _ms(predicted), _ms(seconds), interval_text, error])
+        rows.append(row(plan_name(plan), _ms(predicted), seconds, f"{predicted / seconds - 1:+.1%}"))
     least, most, most_of_all = others
     return Table(
         f"Milliseconds per prompt: {title}",
         ["plan", "predicted", "measured, median", "interval", "error of the prediction"],
         rows,
         "One attention worker and one expert worker, a pinned core and a thread each; plans take turns, round by"
-        " round. From the beginning of the first forward to the end of the last. Interval: of the median, 95 % or more,"
-        f" by order statistics. One in {_ROUNDS_FOR_ONE} rounds counts: those in which others took least of the cores,"
-        f" {least:.0%} to {most:.0%} (in all rounds up to {most_of_all:.0%}).",
+        f" round. '{_WHOLE}' is one prompt after another on a single core; two such workers, which hold the model"
+        " twice, take half of it per prompt. From the beginning of the first forward to the end of the last. Interval:"
+        f" of the median, 95 % or more, by order statistics. One in {_ROUNDS_FOR_ONE} rounds counts: those in which"
+        f" others took least of the cores, {least:.0%} to {most:.0%} (in all rounds up to {most_of_all:.0%}).",
     )
 
 
-def _ratios(predictions: Predictions, measured: Mapping[InferencePlan, Timing], same: str) -> Table:
+def _ratios(predictions: Predictions, measured: Mapping[InferencePlan, Timing], whole: Timing, same: str) -> Table:
     rows = []
     pairs = list(combinations(measured, 2))
     alike = sum(
@@ -268,16 +280,20 @@ def _ratios(predictions: Predictions, measured: Mapping[InferencePlan, Timing], 
         for one, other in pairs
     )
     errors = [abs(predictions.seconds(plan) / seconds - 1) for plan, seconds in measured.items()]
-    for fit in (1, 2):
+    for fit in _FIT_IN_RUNS:
         plan = predictions.findep(fit)
         known = [one for one in measured if one.shared_first and one.num_micro_batches <= fit]
-        for other in dict.fromkeys([InferencePlan(shared_first=True), min(known, key=lambda one: measured[one])]):
-            quotients = [a / b for a, b in zip(measured[other].samples, measured[plan].samples, strict=True)]
+        others = dict.fromkeys([InferencePlan(shared_first=True), min(known, key=lambda one: measured[one])])
+        beside = {
+            plan_name(other): (f"{predictions.seconds(other) / predictions.seconds(plan):.3f}", measured[other])
+            for other in others
+        }
+        for name, (predicted, timing) in (beside | {_WHOLE: ("-", whole)}).items():
+            quotients = [a / b for a, b in zip(timing.samples, measured[plan].samples, strict=True)]
             low, high = interval(quotients)
-            predicted = predictions.seconds(other) / predictions.seconds(plan)
             rows.append(
                 [
-                    *(f"{fit}", plan_name(plan), plan_name(other), f"{predicted:.3f}", f"{median(quotients):.3f}"),
+                    *(f"{fit}", plan_name(plan), name, predicted, f"{median(quotients):.3f}"),
                     *(f"{low:.3f} to {high:.3f}", f"{len(quotients)}"),
                 ]
             )
@@ -356,8 +372,8 @@ def _run(task: dict[str, Any], connection: Connection) -> dict[str, Any]:
     folder = Path(task["folder"])
     pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
     dist.all_gather(pids, torch.tensor([os.getpid()]))
+    share = load_share(folder)
     if dist.get_rank() == 1:
-        share = load_share(folder)
         dist.barrier()
         serve([connection], share.run)
         return {}
@@ -365,6 +381,7 @@ def _run(task: dict[str, Any], connection: Connection) -> dict[str, Any]:
     dist.barrier()
     link = TcpExpertLink(connection, "expert worker 0")
     prefills = [Prefill(folder, task["tokens"], plan, link) for plan in plans]
+    prefills.append(Prefill(folder, task["tokens"], InferencePlan(shared_first=True), LocalLink(share.run)))
     first = [prefill.run(0)[1][0] for prefill in prefills]
 
     rounds = 2 if task["smoke"] else max(task["rounds"], 9)
@@ -380,7 +397,8 @@ def _run(task: dict[str, Any], connection: Connection) -> dict[str, Any]:
         prefill.close()
     link.close()
     found.sort()
-    timings = {plan_name(plan): Timing([one[n] for _, one in found[:rounds]]) for n, plan in enumerate(plans)}
+    names = [*map(plan_name, plans), _WHOLE]
+    timings = {name: Timing([one[n] for _, one in found[:rounds]]) for n, name in enumerate(names)}
     note(timings, 1, 0)
     return {
         "seconds": [timing.samples for timing in timings.values()],

@@ -1,7 +1,7 @@
-"""The engine without expert workers against transformers' own continuous batching, which it runs on.
+"""The engine without expert workers against transformers' own continuous batching, which it runs on, and `generate`.
 
 Same weights, threads, cache and requests; greedy; all answers must be equal. The engine adds a process, pipes and a
-sampler.
+sampler. `generate` takes a batch padded on the left, and ends with its longest answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from benchmarks.kit.timing import Case, Timing, seconds_of
 from benchmarks.registry import Options, Table, benchmark
 from laconic.infer import Engine
 from laconic.infer.bench.demo_model import save_demo_model
-from laconic.infer.bench.measure import run_together
+from laconic.infer.bench.measure import Listener, run_together
+from laconic.infer.sampling import Sampling
 
 _CACHE_TOKENS, _BATCH_TOKENS, _PAGE_TOKENS = 8192, 256, 16
 _SIZES = {
@@ -35,6 +36,8 @@ def infer_unsplit(options: Options) -> list[Table]:
     sizes = _SMOKE if options.smoke else {n: s for n, s in _SIZES.items() if n != "middle" or not options.small}
     count, new_tokens = (3, 4) if options.smoke else (32, 32)
     rows = [_row(name, size, count, new_tokens, options) for name, size in sizes.items()]
+    few, longest = (3, 4) if options.smoke else (16, 64)
+    beside_generate = [_generate_row(name, size, few, longest, options) for name, size in sizes.items()]
     return [
         Table(
             f"Tokens per second of {count} requests at once, prompts of 4 to {_LONGEST_PROMPT} tokens, {new_tokens} new"
@@ -47,16 +50,30 @@ def infer_unsplit(options: Options) -> list[Table]:
             rows,
             "The quotient is the median over the rounds, each round with its own times. generate_batch makes a manager "
             "and a cache for every call. Streams: every token is heard of when it is made.",
-        )
+        ),
+        Table(
+            f"Tokens per second of {few} requests at once, prompts of 4 to {_LONGEST_PROMPT} tokens, 1 to {longest} new"
+            f" tokens, float32, {options.thread_text}",
+            [
+                *("model", "engine, experts=0", "generate, a batch", "generate, one by one"),
+                *("engine over the batch", "lowest to highest of the rounds"),
+            ],
+            beside_generate,
+            "Tokens that were asked for, per second. The batch is padded on the left and runs until its longest answer "
+            "has ended.",
+        ),
+    ]
+
+
+def _prompts(size: dict[str, int], count: int, generator: random.Random) -> list[list[int]]:
+    return [
+        [generator.randrange(size["vocab_size"]) for _ in range(generator.randint(4, _LONGEST_PROMPT))]
+        for _ in range(count)
     ]
 
 
 def _row(name: str, size: dict[str, int], count: int, new_tokens: int, options: Options) -> list[str]:
-    generator = random.Random(0)
-    prompts = [
-        [generator.randrange(size["vocab_size"]) for _ in range(generator.randint(4, _LONGEST_PROMPT))]
-        for _ in range(count)
-    ]
+    prompts = _prompts(size, count, random.Random(0))
     with tempfile.TemporaryDirectory() as folder:
         save_demo_model(Path(folder), **size)
         peer = _Peer(Path(folder))
@@ -77,13 +94,50 @@ def _row(name: str, size: dict[str, int], count: int, new_tokens: int, options: 
         peer.stop()
     tokens = count * new_tokens
     better = min(seconds["manager"], seconds["generate_batch"])
-    quotients = [theirs / ours for theirs, ours in zip(better.samples, seconds["engine"].samples, strict=True)]
     return [
         *(name, f"{peer.parameters / 1e6:.1f} M"),
         *(_rate(tokens, seconds[case]) for case in cases),
-        f"{better.over(seconds['engine']):.3f}",
-        f"{min(quotients):.3f} to {max(quotients):.3f}",
+        *_gain(better, seconds["engine"]),
     ]
+
+
+def _generate_row(name: str, size: dict[str, int], count: int, longest: int, options: Options) -> list[str]:
+    generator = random.Random(0)
+    prompts = _prompts(size, count, generator)
+    lengths = [generator.randint(1, longest) for _ in prompts]
+    with tempfile.TemporaryDirectory() as folder:
+        save_demo_model(Path(folder), **size)
+        peer = _Peer(Path(folder))
+        with Engine(
+            folder, experts=0, cache_tokens=_CACHE_TOKENS, batch_tokens=_BATCH_TOKENS, threads=options.threads
+        ) as engine:
+            cases = {
+                "engine": lambda: _asked(engine, prompts, lengths),
+                "batch": lambda: peer.padded(prompts, lengths),
+                "one by one": lambda: [
+                    peer.padded([prompt], [length])[0] for prompt, length in zip(prompts, lengths, strict=True)
+                ],
+            }
+            expected, *others = (answer() for answer in cases.values())
+            assert others == [expected, expected], "the engine's tokens differ from those of generate"
+            seconds = seconds_of(cases, options.rounds, rotate=True)
+        peer.stop()
+    rates = [_rate(sum(lengths), seconds[case]) for case in cases]
+    return [name, *rates, *_gain(seconds["batch"], seconds["engine"])]
+
+
+def _gain(theirs: Timing, ours: Timing) -> tuple[str, str]:
+    """How many times as fast ours is: the median over the rounds, lowest and highest."""
+    quotients = [a / b for a, b in zip(theirs.samples, ours.samples, strict=True)]
+    return f"{theirs.over(ours):.3f}", f"{min(quotients):.3f} to {max(quotients):.3f}"
+
+
+def _asked(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+    """Answers of these lengths, all asked for at once."""
+    listeners = [Listener(0.0) for _ in prompts]
+    for prompt, length, listener in zip(prompts, lengths, listeners, strict=True):
+        engine.stream(prompt, Sampling(max_new_tokens=length), listener)
+    return [listener.wait().tokens for listener in listeners]
 
 
 def _rate(tokens: int, timing: Timing) -> str:
@@ -139,6 +193,17 @@ class _Peer:
             max_new_tokens=new_tokens,
         )
         return [result.generated_tokens for result in results.values()]
+
+    @torch.no_grad()
+    def padded(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+        """Answers of `generate` to a batch that is padded on the left, cut to these lengths."""
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        made = self._model.generate(
+            ids, attention_mask=mask, max_new_tokens=max(lengths), do_sample=False, pad_token_id=0
+        )
+        return [row[:length].tolist() for row, length in zip(made[:, width:], lengths, strict=True)]
 
     def stop(self) -> None:
         self._manager.stop(block=True, timeout=5.0)

@@ -23,6 +23,9 @@ from benchmarks.kit.models import HEAD_DIM, decoder_layers
 from benchmarks.kit.recompute import keeping_products
 from benchmarks.kit.timing import UNUSUAL_ROUNDS, seconds_of
 from benchmarks.registry import Options, Table, benchmark
+from laconic import BlockFormat
+from laconic.activations import Recompute, Site
+from laconic.activations.keep.choice import Choice
 
 _NUM_LAYERS = 4
 
@@ -58,6 +61,17 @@ class _Stack(nn.Module):
         self._layer = MethodType(torch.compile(own), self)
 
 
+def _recompute(*kinds: str) -> Callable[[Site], Choice]:
+    """A policy that lets sites of these kinds run again, and keeps the others as `bits=4` does."""
+
+    def policy(site: Site) -> Choice:
+        if site.kind in kinds:
+            return Recompute()
+        return BlockFormat("int8" if site.kind == "attention" else "nf4")
+
+    return policy
+
+
 @benchmark("memory")
 def memory(options: Options) -> list[Table]:
     """A stack of Llama layers in bf16, kept in every way."""
@@ -79,6 +93,9 @@ def memory(options: Options) -> list[Table]:
         "laconic, nf4, attention exact": stack(bits=4, attention="exact"),
         "laconic, nf4, attention int8": stack(bits=4, attention="int8"),
         "laconic, nf4, attention nf4": stack(bits=4, attention="nf4"),
+        "laconic, nf4, attention recompute": stack(bits=4, attention="recompute"),
+        "laconic, nf4, attention int8, feed-forward recompute": stack(policy=_recompute("mlp")),
+        "laconic, nf4, attention and feed-forward recompute": stack(policy=_recompute("mlp", "attention")),
     }
     for number in range(1, _NUM_LAYERS):
         variants[f"full recompute of {number} of {_NUM_LAYERS} layers"] = stack(number)
