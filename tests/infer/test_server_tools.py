@@ -90,6 +90,20 @@ def test_calls_in_texts_wherever_they_are_cut(kind: str, text: str, content: str
         assert summary(parse(make(), text, size)) == (content, calls), size
 
 
+@pytest.mark.parametrize("value", [r'"\ud83d"', "1e400", "NaN", '1, "a": 2', "[" * 9999 + "]" * 9999])
+def test_calls_that_could_not_be_written_again_as_they_are_stay_text(value: str) -> None:
+    """Half a character made a whole answer an error 500; the others were arguments that are no JSON, or other ones."""
+    call = f'{{"name": "add", "arguments": {{"a": {value}}}}}'
+    for kind, text in (
+        ("hermes", f"<tool_call>{call}</tool_call>"),
+        ("llama3_json", call),
+        ("mistral", f"[TOOL_CALLS][{call}]"),
+        ("mistral", f'[TOOL_CALLS]add{{"a": {value}}}'),
+        ("required", f"[{call}]"),
+    ):
+        assert summary(parse(PARSERS.get(kind, RequiredCalls)(), text, 7)) == (text, [])
+
+
 def test_a_named_call_is_told_as_it_comes() -> None:
     found = parse(NamedCall("add"), '{"a": 1}', 3)
     assert found == [CallDelta(0, "add", '{"a'), CallDelta(0, None, '": '), CallDelta(0, None, "1}")]

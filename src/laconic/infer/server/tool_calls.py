@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from laconic.formats.safetensors_header import unique_names
 from laconic.infer.server.text import cut_at
+from laconic.json_text import parse_json
 
 _TOOL_CALLS = "[TOOL_CALLS]"
 
@@ -165,10 +167,10 @@ class LlamaCalls(_Collecting):
         calls, rest = [], text.strip().removeprefix(_PYTHON_TAG)
         while rest := rest.lstrip("; \n\t"):
             try:
-                value, end = json.JSONDecoder().raw_decode(rest)
+                _, end = json.JSONDecoder().raw_decode(rest)
             except (ValueError, RecursionError):
                 return []
-            if (call := _read_call(value)) is None:
+            if (call := _read_call(_parsed(rest[:end]))) is None:
                 return []
             calls.append(call)
             rest = rest[end:]
@@ -264,10 +266,13 @@ PARSERS: dict[str, Callable[[], ToolParser]] = {
 
 
 def _parsed(text: str) -> Any:
+    """Return the value of a JSON text; None if it is none, or would change or fail where it is written again."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        value = parse_json(text, unique_names)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no NaN, and no half of a character
+    except ValueError:
         return None
+    return value
 
 
 def _read_call(value: Any) -> tuple[str, str] | None:
