@@ -273,6 +273,7 @@ def test_bad_tools_are_refused_by_name(client: openai.OpenAI, fields: Any, param
         ("{{ tools }}[TOOL_CALLS]", {}, None),
         ('{{ tools }} {"name": name, "parameters": dictionary of names}', {}, None),
         ("{{ tools }}<tool_call><function=x>", {}, "does not tell"),
+        ("{{ tools }}<tool_call></tool_call><tool_calls>[", {}, "does not tell"),  # Apriel, Hunyuan
     ],
 )
 def test_formats_are_read_off_the_template(

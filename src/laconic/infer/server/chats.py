@@ -130,7 +130,9 @@ class Chats:
 
 def _format_of(template: str) -> str | None:
     """Return how a model writes calls, by what its chat template shows it; None if that does not tell."""
-    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
+    if "<tool_call>" in template and not any(
+        other in template for other in ("<function=", "<arg_key>", "<tool_calls>")
+    ):
         return "hermes"
     if "[TOOL_CALLS]" in template:
         return "mistral"
