@@ -8,8 +8,10 @@ from typing import Any
 
 import openai
 import pytest
+from pydantic import ValidationError
 
 from laconic.infer.server import ByteTokenizer, ServerSettings, create_app
+from laconic.infer.server.conversation import Message
 from laconic.infer.server.tool_calls import PARSERS, CallDelta, NamedCall, RequiredCalls, ToolParser
 from tests.infer.serving import EOS, FakeEngine, running
 
@@ -90,7 +92,11 @@ def test_calls_in_texts_wherever_they_are_cut(kind: str, text: str, content: str
         assert summary(parse(make(), text, size)) == (content, calls), size
 
 
-@pytest.mark.parametrize("value", [r'"\ud83d"', "1e400", "NaN", '1, "a": 2', "[" * 9999 + "]" * 9999])
+@pytest.mark.parametrize(
+    "value",
+    [r'"\ud83d"', "1e400", "NaN", '1, "a": 2', "[" * 9999 + "]" * 9999],
+    ids=["half", "huge", "nan", "twice", "deep"],
+)
 def test_calls_that_could_not_be_written_again_as_they_are_stay_text(value: str) -> None:
     """Half a character made a whole answer an error 500; the others were arguments that are no JSON, or other ones."""
     call = f'{{"name": "add", "arguments": {{"a": {value}}}}}'
@@ -102,6 +108,8 @@ def test_calls_that_could_not_be_written_again_as_they_are_stay_text(value: str)
         ("required", f"[{call}]"),
     ):
         assert summary(parse(PARSERS.get(kind, RequiredCalls)(), text, 7)) == (text, [])
+    with pytest.raises(ValidationError, match="without a name twice and of finite numbers"):
+        Message(role="assistant", tool_calls=[{"id": "x", "function": {"name": "f", "arguments": f'{{"a": {value}}}'}}])
 
 
 def test_a_named_call_is_told_as_it_comes() -> None:

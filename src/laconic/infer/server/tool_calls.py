@@ -24,6 +24,16 @@ from laconic.json_text import parse_json
 _TOOL_CALLS = "[TOOL_CALLS]"
 
 
+def read_json(text: str) -> Any:
+    """Return the value of a JSON text; None if it is none, or would change or fail where it is written again."""
+    try:
+        value = parse_json(text, unique_names)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no NaN, and no half of a character
+    except ValueError:
+        return None
+    return value
+
+
 @dataclass(frozen=True)
 class CallDelta:
     """What a piece of text adds to the calls of an answer.
@@ -148,7 +158,7 @@ class HermesCalls(ToolParser):
             yield kept
 
     def _end(self, inside: str, tag: str) -> Found:
-        call = _read_call(_parsed(inside))
+        call = _read_call(read_json(inside))
         if call is None:
             yield from self._text(f"<tool_call>{inside}{tag}")
         else:
@@ -170,7 +180,7 @@ class LlamaCalls(_Collecting):
                 _, end = json.JSONDecoder().raw_decode(rest)
             except (ValueError, RecursionError):
                 return []
-            if (call := _read_call(_parsed(rest[:end]))) is None:
+            if (call := _read_call(read_json(rest[:end]))) is None:
                 return []
             calls.append(call)
             rest = rest[end:]
@@ -211,13 +221,13 @@ class MistralCalls(ToolParser):
 
     def _read(self) -> list[tuple[str, str]]:
         if self._kept.lstrip().startswith("["):
-            listed = _parsed(self._kept)
+            listed = read_json(self._kept)
             calls = [_read_call(each) for each in listed] if isinstance(listed, list) else []
             return [] if None in calls else [call for call in calls if call is not None]
         found = []
         for each in self._kept.split(_TOOL_CALLS):
             name, brace, arguments = each.replace("[ARGS]", "").partition("{")
-            if not isinstance(_parsed(brace + arguments), dict) or not name.strip():
+            if not isinstance(read_json(brace + arguments), dict) or not name.strip():
                 return []
             found.append((name.strip(), (brace + arguments).strip()))
         return found
@@ -252,7 +262,7 @@ class RequiredCalls(_Collecting):
         return True
 
     def _read(self, text: str) -> list[tuple[str, str]]:
-        listed = _parsed(text)
+        listed = read_json(text)
         calls = [_read_call(each) for each in listed] if isinstance(listed, list) else []
         return [] if None in calls else [call for call in calls if call is not None]
 
@@ -265,21 +275,11 @@ PARSERS: dict[str, Callable[[], ToolParser]] = {
 """Parsers of formats, by their names."""
 
 
-def _parsed(text: str) -> Any:
-    """Return the value of a JSON text; None if it is none, or would change or fail where it is written again."""
-    try:
-        value = parse_json(text, unique_names)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no NaN, and no half of a character
-    except ValueError:
-        return None
-    return value
-
-
 def _read_call(value: Any) -> tuple[str, str] | None:
     """Return name and arguments of a call; None if it is none."""
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters"))
-    if isinstance(arguments, str) and isinstance(_parsed(arguments), dict):
+    if isinstance(arguments, str) and isinstance(read_json(arguments), dict):
         return name, arguments
     return (name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
