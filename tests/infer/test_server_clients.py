@@ -126,6 +126,7 @@ def test_formats_reach_the_engine_as_grammars(client: openai.OpenAI, says: Any, 
         ({"guided_regex": "("}, "guided_regex", "guided_regex is no grammar: it is refused: .*regex"),
         ({"guided_json": {"type": "x"}}, "guided_json", "Invalid type: x"),
         ({"guided_json": "{"}, "guided_json", "cannot be read"),
+        ({"guided_json": '{"type": "null", "type": "string"}'}, "guided_json", "'type' comes twice"),
         ({"guided_choice": []}, "guided_choice", "at least 1 item"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
         (
