@@ -401,6 +401,7 @@ def test_choices_of_tools_by_responses(engine: FakeEngine, client: openai.OpenAI
             "text.format",
             "text.format is given with tools",
         ),
+        ({"input": [{"type": ["message"]}]}, "input", "must have items of these types"),
         ({"input": [{"type": "computer_call"}]}, "input", "function_call_output of call_id, name, output"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "messages.0.tool_call_id", "must be given"),
     ],

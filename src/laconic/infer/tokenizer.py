@@ -161,10 +161,15 @@ class HuggingFaceTokenizer:
         except Exception as error:  # templates are programs and raise what they like
             messages = [_in_parts(message) for message in messages]
             try:
-                text = self._render(messages, tools, variables)
+                text, lost = self._render(messages, tools, variables), self._passed_over(messages, tools, variables)
             except Exception:
                 raise ConfigError(f"the model's chat template does not accept these messages: {error}") from error
-        if lost := self._passed_over(messages, tools, variables):
+        else:
+            try:
+                lost = self._passed_over(messages, tools, variables)
+            except Exception:  # it asks for certain values, so it reads them
+                return text
+        if lost:
             messages = [_in_parts(message) if place in lost else message for place, message in enumerate(messages)]
             try:
                 in_parts = self._render(messages, tools, variables)
@@ -226,10 +231,7 @@ class HuggingFaceTokenizer:
             marked_tools.append({**tool, "function": {**tool.get("function", {}), "name": mark}})
         if not marks:
             return {}
-        try:
-            text = self._render(marked_messages, marked_tools, variables)
-        except Exception:  # it asks for certain values, so it reads them
-            return {}
+        text = self._render(marked_messages, marked_tools, variables)
         # A list that is printed whole, as Python or JSON writes it, is none of the template's.
         return {
             place: what

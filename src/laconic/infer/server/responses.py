@@ -18,7 +18,7 @@ from laconic.infer.server.tool_calls import ToolParser
 from laconic.infer.tokenizer import TextTokenizer
 
 _TEXTS = ("input_text", "output_text", "text")
-_ITEMS = {  # fields that are read of each, and taken
+_ITEMS = {  # fields of each, beside type, id and status
     "message": {"role", "content", "phase"},
     "function_call": {"call_id", "name", "arguments"},
     "function_call_output": {"call_id", "name", "output"},
@@ -43,7 +43,7 @@ def _check_input(value: object) -> object:
 def _message(item: dict[str, Any]) -> dict[str, Any]:
     kind = item.get("type", "message")
     given = {name: value for name, value in item.items() if value is not None and name not in ("type", "id", "status")}
-    if kind not in _ITEMS or not given.keys() <= _ITEMS[kind]:
+    if not isinstance(kind, str) or kind not in _ITEMS or not given.keys() <= _ITEMS[kind]:
         shown = "; ".join(f"{name} of {', '.join(sorted(fields))}" for name, fields in _ITEMS.items())
         raise ValueError(f"must have items of these types and fields alone: {shown}")
     if kind == "message":

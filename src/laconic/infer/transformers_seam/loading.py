@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,14 +70,14 @@ def read_config(model_dir: Path) -> PretrainedConfig:
             f"{str(model_dir)!r} is a model of type {config.model_type}, for some of whose layers transformers has no"
             f" paged cache ({error}); only models of full and sliding attention can be served"
         ) from None
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    masks = inspect.getsource(inspect.getmodule(kind) or kind)
-    if "sliding_attention" in groups and "create_sliding_window_causal_mask" not in masks:
-        # The cache would forget what the model itself attends to, behind the tokens of the load's check.
-        raise ModelError(
-            f"{str(model_dir / 'config.json')!r} has a sliding_window, which transformers' paged cache obeys and"
-            f" {kind.__name__} itself does not; its answers would differ beyond it: use its own generate"
-        )
+    if "sliding_attention" in groups:
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        if "create_sliding_window_causal_mask" not in inspect.getsource(sys.modules[kind.__module__]):
+            # The cache would forget what the model itself attends to, behind the tokens of the load's check.
+            raise ModelError(
+                f"{str(model_dir / 'config.json')!r} has a sliding_window, which transformers' paged cache obeys and"
+                f" {kind.__name__} itself does not; its answers would differ beyond it: use its own generate"
+            )
     if config.dtype is None:
         config.dtype = _first_dtype(model_dir)
     return config
