@@ -424,9 +424,10 @@ def test_generation_ends_with_the_end_of_sequence_token(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_command_prints_what_the_engine_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = make("mixtral", tmp_path, vocab_size=257)
-    texts = ["one", "another prompt"]
-    (tmp_path / "prompts.txt").write_text("another prompt\n\n")
+    texts = ["one", "another\u2028prompt"]  # no end of a line of a file
+    (tmp_path / "prompts.txt").write_text("another\u2028prompt\r\n\n", encoding="utf-8-sig")
     flags = ["--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "6", "--slices", "2"]
+    capsys.readouterr()  # of libraries that making a model has loaded
     assert main(["generate", "--model", str(path), "--prompt", "one", "--json", *flags]) == 0
     shown = json.loads(capsys.readouterr().out)["generations"]
     assert [each["prompt"] for each in shown] == texts

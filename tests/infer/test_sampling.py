@@ -118,6 +118,13 @@ def test_ties_go_to_lower_ids() -> None:
     assert [token for token, _ in sample(logits, Sampling(logprobs=2), 0).top] == [1, 2]
 
 
+def test_a_top_k_of_the_whole_vocabulary_draws_as_none_does() -> None:
+    logits = torch.rand(50, generator=torch.Generator().manual_seed(1)) * 3
+    for top_p in (1.0, 0.7):
+        drawn = [[sample(logits, Sampling(1.0, top_p, k), at) for at in range(40)] for k in (0, 50, 2**31)]
+        assert drawn[0] == drawn[1] == drawn[2]
+
+
 def test_a_large_vocabulary_and_narrow_dtypes() -> None:
     logits = torch.full((50_000,), -math.inf, dtype=torch.bfloat16)
     logits[[7, 40_000]] = 3.0

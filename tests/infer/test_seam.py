@@ -125,6 +125,13 @@ def test_layers_without_a_paged_cache_are_refused(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
+def test_a_window_that_the_model_itself_does_not_have_is_refused(tmp_path: Path) -> None:
+    """The paged cache goes by the configuration alone, and the load's check ends before such a window begins."""
+    transformers.AutoConfig.for_model("moshi").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"has a sliding_window, which .* MoshiForCausalLM itself does not"):
+        read_config(tmp_path)
+
+
 def test_an_adapter_beside_the_model_is_refused(tmp_path: Path) -> None:
     """transformers adds it to the weights that it loads itself, with peft installed: not to experts elsewhere."""
     path = make("mixtral", tmp_path)

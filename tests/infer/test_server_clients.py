@@ -126,6 +126,7 @@ def test_formats_reach_the_engine_as_grammars(client: openai.OpenAI, says: Any, 
         ({"guided_regex": "("}, "guided_regex", "guided_regex is no grammar: it is refused: .*regex"),
         ({"guided_json": {"type": "x"}}, "guided_json", "Invalid type: x"),
         ({"guided_json": "{"}, "guided_json", "cannot be read"),
+        ({"guided_json": '{"type": "null", "type": "string"}'}, "guided_json", "'type' comes twice"),
         ({"guided_choice": []}, "guided_choice", "at least 1 item"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
         (
@@ -214,10 +215,10 @@ def test_responses_have_formats(client: openai.OpenAI, says: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
-        ({"input": [{"type": "function_call_output", "call_id": "1", "output": ""}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
         ({"include": ["message.output_text.logprobs"]}, "include"),

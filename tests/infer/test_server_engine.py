@@ -119,7 +119,8 @@ def test_what_a_template_passes_over_is_refused(role: str, tools: list[dict[str,
 @pytest.mark.parametrize(
     ("template", "place"),
     [
-        ("{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}", 0),
+        ("{% for m in messages %}{% if m.content is not string %}{{ m.content }}{% endif %}{% endfor %}", 0),
+        ("{% for m in messages %}{{ m.content if m.role == 'user' else m.content[0] | tojson }}{% endfor %}", 1),
         ("{{ messages[-1].content }}", 0),
         ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", 1),
     ],
@@ -128,6 +129,38 @@ def test_a_text_that_a_template_passes_over_is_refused(template: str, place: int
     said = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
     with pytest.raises(ConfigError, match=rf"no place for messages\.{place}, .*; leave it out, or ask /v1/completions"):
         HuggingFaceTokenizer(bytewise(template)).encode_chat(said)
+
+
+PARTS = "{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        PARTS,
+        "{{ m['content'][0]['text'] }}",
+        "{{ m.role + ': ' + m['content'][0]['text'] }}",  # raises at a text
+        "{% if m.content is string %}{{ m.content }}{% else %}" + PARTS + "{% endif %}",
+        "{% if m.role == 'system' %}{{ 'Be: ' + m.content }}{% else %}" + PARTS + "{% endif %}",
+    ],
+)
+@pytest.mark.parametrize("said", ["Hi é", "[{'type': 'text'}]", ""])
+def test_templates_that_take_contents_as_lists_of_parts_get_them(shown: str, said: str) -> None:
+    """As those of models that see images, whose texts alone are served."""
+    tokenizer = bytewise("{% for m in messages %}<{{ m.role }}>" + shown + "{{ m.tool_calls or '' }}{% endfor %}")
+    ours = HuggingFaceTokenizer(tokenizer)
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": {}}}
+    told = [{"role": role, "content": content} for role, content in (("system", "S"), ("user", said), ("tool", "T"))]
+    told.insert(2, {"role": "assistant", "content": "I call.", "tool_calls": [call]})
+    template_takes = [
+        message
+        if message["role"] == "system" and "'Be: '" in shown
+        else message | {"content": [{"type": "text", "text": message["content"]}]}
+        for message in told
+    ]
+    expected = tokenizer.apply_chat_template(template_takes, tokenize=False)
+    assert "I call." in expected
+    assert ours.decode(ours.encode_chat(told)) == expected
 
 
 @pytest.mark.parametrize("shown", ["function.name", "function.arguments"])

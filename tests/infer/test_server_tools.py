@@ -8,8 +8,10 @@ from typing import Any
 
 import openai
 import pytest
+from pydantic import ValidationError
 
 from laconic.infer.server import ByteTokenizer, ServerSettings, create_app
+from laconic.infer.server.conversation import Message
 from laconic.infer.server.tool_calls import PARSERS, CallDelta, NamedCall, RequiredCalls, ToolParser
 from tests.infer.serving import EOS, FakeEngine, running
 
@@ -88,6 +90,26 @@ def test_calls_in_texts_wherever_they_are_cut(kind: str, text: str, content: str
     make = PARSERS.get(kind, RequiredCalls)
     for size in (1, 2, 3, 7, 1000):
         assert summary(parse(make(), text, size)) == (content, calls), size
+
+
+@pytest.mark.parametrize(
+    "value",
+    [r'"\ud83d"', "1e400", "NaN", '1, "a": 2', "[" * 9999 + "]" * 9999],
+    ids=["half", "huge", "nan", "twice", "deep"],
+)
+def test_calls_that_could_not_be_written_again_as_they_are_stay_text(value: str) -> None:
+    """Half a character made a whole answer an error 500; the others were arguments that are no JSON, or other ones."""
+    call = f'{{"name": "add", "arguments": {{"a": {value}}}}}'
+    for kind, text in (
+        ("hermes", f"<tool_call>{call}</tool_call>"),
+        ("llama3_json", call),
+        ("mistral", f"[TOOL_CALLS][{call}]"),
+        ("mistral", f'[TOOL_CALLS]add{{"a": {value}}}'),
+        ("required", f"[{call}]"),
+    ):
+        assert summary(parse(PARSERS.get(kind, RequiredCalls)(), text, 7)) == (text, [])
+    with pytest.raises(ValidationError, match="without a name twice and of finite numbers"):
+        Message(role="assistant", tool_calls=[{"id": "x", "function": {"name": "f", "arguments": f'{{"a": {value}}}'}}])
 
 
 def test_a_named_call_is_told_as_it_comes() -> None:
@@ -259,6 +281,7 @@ def test_bad_tools_are_refused_by_name(client: openai.OpenAI, fields: Any, param
         ("{{ tools }}[TOOL_CALLS]", {}, None),
         ('{{ tools }} {"name": name, "parameters": dictionary of names}', {}, None),
         ("{{ tools }}<tool_call><function=x>", {}, "does not tell"),
+        ("{{ tools }}<tool_call></tool_call><tool_calls>[", {}, "does not tell"),  # Apriel, Hunyuan
     ],
 )
 def test_formats_are_read_off_the_template(
@@ -296,3 +319,97 @@ def test_a_marker_that_is_a_special_token_is_found(engine: FakeEngine) -> None:
     (call,) = done.message.tool_calls or []
     assert len(call.id) == 9  # as Mistral's templates ask for
     assert done.message.content is None
+
+
+FLAT = [{"type": "function"} | tool["function"] for tool in (ADD, NOW)]
+"""The tools in the shape of /v1/responses."""
+
+
+def test_calls_by_responses(engine: FakeEngine, client: openai.OpenAI, tokenizer: ToolBytes) -> None:
+    engine.says(f"I add.\n{CALL}\n{CALL}")
+    ask: dict[str, Any] = {"model": MODEL, "tools": FLAT}
+    done = client.responses.create(input="Hi", **ask)
+    assert tokenizer.seen[1] == [ADD, NOW]
+    assert (done.status, done.output_text, done.tool_choice) == ("completed", "I add.", "auto")
+    assert [tool.to_dict(exclude_none=True) for tool in done.tools] == FLAT
+    one, two = done.output[1:]
+    assert one.type == two.type == "function_call"
+    assert [(call.name, call.arguments, call.status) for call in (one, two)] == [("add", '{"a": 1}', "completed")] * 2
+    assert len({one.call_id, two.call_id, one.id, two.id}) == 4
+
+    with client.responses.stream(input="Hi", **ask) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert (final.output_text, final.status) == ("I add.", "completed")
+    assert [item.type for item in final.output] == ["message", "function_call", "function_call"]
+    (kind,) = {event.type for event in events} & {"response.function_call_arguments.done"}
+    for index, event in enumerate([event for event in events if event.type == kind], start=1):
+        assert (event.output_index, event.item_id, event.arguments) == (index, final.output[index].id, '{"a": 1}')
+
+    # Answers and results are one turn each of the conversation, as in chats.
+    engine.says("It is 1.")
+    results = [{"type": "function_call_output", "call_id": call.call_id, "output": "1"} for call in (one, two)]
+    results[1]["output"] = [{"type": "input_text", "text": "1"}]
+    for answered in (final.output, [item.model_dump() for item in final.output]):
+        client.responses.create(input=[*USER, *answered, *USER], **ask)
+        assert [message["role"] for message in tokenizer.seen[0]] == ["user", "assistant", "user"]
+    again = client.responses.create(input=[*USER, *done.output, *results], **ask)
+    assert (again.output_text, len(again.output)) == ("It is 1.", 1)
+    function = {"name": "add", "arguments": {"a": 1}}
+    calls = [{"id": call.call_id, "type": "function", "function": function} for call in (one, two)]
+    assert tokenizer.seen[0] == [
+        *USER,
+        {"role": "assistant", "content": "I add.", "tool_calls": calls},
+        *({"role": "tool", "content": "1", "tool_call_id": call.call_id} for call in (one, two)),
+    ]
+
+
+def test_choices_of_tools_by_responses(engine: FakeEngine, client: openai.OpenAI, tokenizer: ToolBytes) -> None:
+    pytest.importorskip("llguidance")
+    ask: dict[str, Any] = {"model": MODEL, "input": "Hi", "tools": FLAT}
+    engine.says(CALL * 2)
+    none = client.responses.create(**ask, tool_choice="none")
+    assert (none.output_text, tokenizer.seen[1]) == (CALL * 2, [])
+    assert len(client.responses.create(**ask, parallel_tool_calls=False).output) == 1
+
+    asked = engine.says('{"a": 5}')
+    choice: Any = {"type": "function", "name": "add"}
+    for most, arguments, status in ((None, '{"a": 5}', "completed"), (3, '{"a', "incomplete")):
+        with client.responses.stream(**ask, tool_choice=choice, max_output_tokens=most) as stream:
+            events: list[Any] = list(stream)
+        deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+        (call,) = events[-1].response.output
+        assert (call.name, call.arguments, call.status, deltas) == ("add", arguments, status, list(arguments))
+    assert '"integer"' in str(asked[0].grammar)
+    assert client.responses.create(**ask, tool_choice=choice).tool_choice.to_dict() == choice  # type: ignore[union-attr]
+
+    engine.says('[{"name": "now", "parameters": {}},{"name": "add", "parameters": {"a": 2}}]')
+    done = client.responses.create(**ask, tool_choice="required")
+    assert [item.name for item in done.output if item.type == "function_call"] == ["now", "add"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "must be 'function'"),
+        ({"tools": [FLAT[0] | {"defer_loading": True}]}, "tools.0.function.defer_loading", "no field that is served"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "{'type': 'function', 'name': NAME}"),
+        (
+            {"tools": FLAT, "text": {"format": {"type": "json_object"}}},
+            "text.format",
+            "text.format is given with tools",
+        ),
+        ({"input": [{"type": ["message"]}]}, "input", "must have items of these types"),
+        ({"input": [{"type": "computer_call"}]}, "input", "function_call_output of call_id, name, output"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "messages.0.tool_call_id", "must be given"),
+    ],
+)
+def test_bad_tools_of_responses_are_refused_by_name(
+    client: openai.OpenAI, fields: Any, param: str, message: str
+) -> None:
+    pytest.importorskip("llguidance")
+    with pytest.raises(openai.BadRequestError, match=message) as refused:
+        client.responses.create(**{"model": MODEL, "input": "Hi"} | fields)
+    assert refused.value.param == param

@@ -83,7 +83,8 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     prompts: list[str] = list(options.prompt)
     if options.prompts is not None:
         try:
-            lines = Path(options.prompts).read_text(encoding="utf-8").splitlines()
+            # Not splitlines, which also cuts at characters that a prompt may hold, such as U+2028
+            lines = Path(options.prompts).read_text(encoding="utf-8-sig").split("\n")
         except UnicodeDecodeError as error:
             raise ConfigError(f"--prompts is {options.prompts!r}, which is not UTF-8 text: {error.reason}") from None
         prompts += [line for line in lines if line.strip()]

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from laconic.errors import ConfigError, ModelError
+from laconic.formats.safetensors_header import unique_names
+from laconic.json_text import parse_json
 
 if TYPE_CHECKING:
     from laconic.infer.tokenizer import TextTokenizer
@@ -44,7 +46,7 @@ def make_grammar(kind: GrammarKind, value: Any) -> str:
     matcher = _llguidance().LLMatcher
     try:
         if kind == "json_schema":
-            schema = json.loads(value) if isinstance(value, str) else value
+            schema = parse_json(value, unique_names) if isinstance(value, str) else value
             if not isinstance(schema, (Mapping, bool)):
                 raise ValueError("a schema is an object")
             # As text: {} is any value, and a dict without keys would be none to llguidance

@@ -212,7 +212,7 @@ def _draw(scores: Tensor, greatest: float, sampling: Sampling, position: int) ->
     They are put in order as they are: with `greatest` subtracted, two that differ may be equal.
     """
     order: Tensor | None = None
-    if sampling.top_k:
+    if 0 < sampling.top_k < len(scores):  # else it is as if there were none, also of the draws
         order = _most_probable(scores, sampling.top_k)
         scores = scores[order]
     weights = ((scores - greatest) / sampling.temperature).exp()

@@ -149,18 +149,44 @@ class HuggingFaceTokenizer:
             raise ConfigError("the model's tokenizer has no chat template; ask /v1/completions with a prompt")
         self._check_variables(variables or {}, bool(tools))
         with self._lock:
-            try:
-                text = self._render(messages, tools, variables)
-            except Exception as error:  # templates are programs and raise what they like
-                raise ConfigError(f"the model's chat template does not accept these messages: {error}") from error
-            self._check_all_shown(messages, tools, variables)
+            text = self._shown(list(messages), tools, variables or {})
             return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _shown(
+        self, messages: list[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
+        """Return the text of a conversation, with contents as lists of one part where the template shows only those."""
+        try:
+            text = self._render(messages, tools, variables)
+        except Exception as error:  # templates are programs and raise what they like
+            messages = [_in_parts(message) for message in messages]
+            try:
+                text, lost = self._render(messages, tools, variables), self._passed_over(messages, tools, variables)
+            except Exception:
+                raise ConfigError(f"the model's chat template does not accept these messages: {error}") from error
+        else:
+            try:
+                lost = self._passed_over(messages, tools, variables)
+            except Exception:  # it asks for certain values, so it reads them
+                return text
+        if lost:
+            messages = [_in_parts(message) if place in lost else message for place, message in enumerate(messages)]
+            try:
+                in_parts = self._render(messages, tools, variables)
+                still_lost = self._passed_over(messages, tools, variables)
+            except Exception:  # it takes no lists
+                still_lost = lost
+            if len(still_lost) < len(lost):
+                text, lost = in_parts, still_lost
+        if refused := [what for what in lost.values() if what is not None]:
+            raise ConfigError(f"the model's chat template has no place for {refused[0]}")
+        return text
 
     def _render(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any] | None,
+        variables: Mapping[str, Any],
     ) -> str:
         return str(
             self._tokenizer.apply_chat_template(
@@ -168,47 +194,50 @@ class HuggingFaceTokenizer:
                 tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=True,
-                **variables or {},
+                **variables,
             )
         )
 
-    def _check_all_shown(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any] | None,
-    ) -> None:
-        """Refuse what a template passes over without a word, as many do with roles that they do not know.
+    def _passed_over(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> dict[int | str, str | None]:
+        """Return what a template leaves out without a word, as many do with roles that they do not know.
 
-        Some take contents for lists of parts, of which a text has none. The conversation is rendered once more with
-        marks in the place of what may be left out; many templates leave out what an assistant says beside its calls.
+        The conversation is rendered once more with marks in the place of what may be left out. Keys are places of
+        messages, or marks; values are how to refuse it. That is None for what an assistant says beside its calls, which
+        many templates leave out.
         """
-        marks: dict[str, str] = {}
+        marks: dict[str, tuple[int | str, str | None]] = {}
         marked_messages, marked_tools = [], []
         for place, message in enumerate(messages):
             marked = dict(message)
-            if message.get("content") and not message.get("tool_calls"):
+            calls = message.get("tool_calls")
+            if content := message.get("content"):
                 remedy = "give it another role, or leave it out"
                 if message["role"] in ("user", "assistant"):
                     remedy = "leave it out, or ask /v1/completions with a prompt"
                 what = f"messages.{place}, whose role is {message['role']}; {remedy}"
-                marks[mark := f"laconicmessage{place}mark"] = what
+                marks[mark := f"laconicmessage{place}mark"] = (place, None if calls else what)
                 marked["content"] = mark
-            if calls := message.get("tool_calls"):
-                marks[mark := f"laconiccall{place}mark"] = f"tool_calls of messages.{place}; leave them out"
+                if not isinstance(content, str):
+                    marked = _in_parts(marked)
+            if calls:
+                mark = f"laconiccall{place}mark"
+                marks[mark] = (mark, f"tool_calls of messages.{place}; leave them out")
                 marked["tool_calls"] = [{**call, "function": _marked(call["function"], mark)} for call in calls]
             marked_messages.append(marked)
         for place, tool in enumerate(tools):
-            marks[mark := f"laconictool{place}mark"] = f"tools.{place}; leave it out"
+            marks[mark := f"laconictool{place}mark"] = (mark, f"tools.{place}; leave it out")
             marked_tools.append({**tool, "function": {**tool.get("function", {}), "name": mark}})
         if not marks:
-            return
-        try:
-            text = self._render(marked_messages, marked_tools, variables)
-        except Exception:  # it asks for certain values, so it reads them
-            return
-        if missing := [what for mark, what in marks.items() if mark not in text]:
-            raise ConfigError(f"the model's chat template has no place for {missing[0]}")
+            return {}
+        text = self._render(marked_messages, marked_tools, variables)
+        # A list that is printed whole, as Python or JSON writes it, is none of the template's.
+        return {
+            place: what
+            for mark, (place, what) in marks.items()
+            if mark not in text or f"'text': '{mark}" in text or f'"text": "{mark}' in text
+        }
 
     def _check_variables(self, variables: Mapping[str, Any], with_tools: bool) -> None:
         """Refuse variables that the template does not have, or that are not the client's to set."""
@@ -326,6 +355,12 @@ class ByteTokenizer:
     def vocabulary(self) -> tuple[list[bytes], frozenset[int]]:
         """See TextTokenizer."""
         return [self.token_bytes(token) for token in range(257)], frozenset({256})
+
+
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is a list of one part, as templates of models that see images may want it."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}] if isinstance(content, str) else content}
 
 
 def _marked(function: Mapping[str, Any], mark: str) -> dict[str, Any]:

@@ -64,8 +64,9 @@ class Chats:
         Raises:
             Refusal: the request breaks a rule, or its answer cannot be made.
         """
-        reply = ResponseReply(self._settings.model_name, self._tokenizer, body)
-        return await self._give(request, body.to_chat(), "input", reply)
+        chat = body.to_chat()
+        reply = ResponseReply(self._settings.model_name, self._tokenizer, body, self._parser(chat))
+        return await self._give(request, chat, "input", reply, "text.format")
 
     async def encode(
         self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any] | None, field: str
@@ -87,8 +88,10 @@ class Chats:
         except ConfigError as error:
             raise Refusal(400, str(error), field) from error
 
-    async def _give(self, request: Request, body: ChatBody, field: str, reply: Reply) -> Response:
-        grammar = await asyncio.to_thread(grammar_of, body, self._engine)
+    async def _give(
+        self, request: Request, body: ChatBody, field: str, reply: Reply, format_field: str = "response_format"
+    ) -> Response:
+        grammar = await asyncio.to_thread(grammar_of, body, self._engine, format_field)
         prompt = await self.encode(body.messages, body.callable_tools, body.chat_template_kwargs, field)
         # Of several choices, whose longest answer nobody has named, all must fit into the cache at once.
         most = min(self._answers.max_tokens, self._engine.cache_tokens // (body.n or 1))
@@ -127,7 +130,9 @@ class Chats:
 
 def _format_of(template: str) -> str | None:
     """Return how a model writes calls, by what its chat template shows it; None if that does not tell."""
-    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
+    if "<tool_call>" in template and not any(
+        other in template for other in ("<function=", "<arg_key>", "<tool_calls>")
+    ):
         return "hermes"
     if "[TOOL_CALLS]" in template:
         return "mistral"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import from_json
+
+from laconic.infer.server.tool_calls import read_json
 
 CACHE_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 """Where a prompt's cache may end, as Anthropic's and OpenAI's APIs mark it: taken and not used, it changes no token."""
@@ -38,12 +39,8 @@ def _check_content(value: object) -> object:
 
 
 def _check_arguments(value: str) -> str:
-    try:
-        found = from_json(value or "{}")
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError("must be a JSON object, as a string")
+    if not isinstance(read_json(value or "{}"), dict):
+        raise ValueError("must be a JSON object, as a string, without a name twice and of finite numbers")
     return value
 
 
@@ -60,7 +57,7 @@ class _ToolCall(Strict):
 
     def for_template(self) -> dict[str, Any]:
         """Return what chat templates know of a call: arguments as an object."""
-        called = {"name": self.function.name, "arguments": from_json(self.function.arguments or "{}")}
+        called = {"name": self.function.name, "arguments": read_json(self.function.arguments or "{}")}
         return {"id": self.id, "type": self.type, "function": called}
 
 

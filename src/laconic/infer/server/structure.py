@@ -17,13 +17,18 @@ _Asked = tuple[str, GrammarKind, Any]
 """A field's name, and arguments of `make_grammar`."""
 
 
-def grammar_of(body: RequestBody, engine: TokenEngine) -> str | None:
+def grammar_of(body: RequestBody, engine: TokenEngine, format_field: str = "response_format") -> str | None:
     """Return the grammar that a request asks for, or None; compiling a large one takes a second.
+
+    Args:
+        body: of the request.
+        engine: that answers it.
+        format_field: what the client calls response_format.
 
     Raises:
         Refusal: it is no grammar, there are several, or no answer of the engine could end by one (400).
     """
-    asked = [*_format(body), *_structured(body), *_guided(body), *_tools(body)]
+    asked = [*_format(body, format_field), *_structured(body), *_guided(body), *_tools(body)]
     if not asked:
         return None
     field, kind, value = asked[0]
@@ -56,16 +61,16 @@ def grammar_of(body: RequestBody, engine: TokenEngine) -> str | None:
         raise Refusal(400, f"{field} is no grammar: {error}", field) from error
 
 
-def _format(body: RequestBody) -> list[_Asked]:
+def _format(body: RequestBody, field: str) -> list[_Asked]:
     asked = body.response_format
     if asked is None or asked.type == "text":
         return []
     if asked.type == "json_object":
-        return [("response_format", "json_schema", _ANY_OBJECT)]
+        return [(field, "json_schema", _ANY_OBJECT)]
     if asked.json_schema is None or asked.json_schema.schema_ is None:
-        name = "response_format.json_schema" + (".schema" if asked.json_schema else "")
+        name = f"{field}.json_schema" + (".schema" if asked.json_schema else "")
         raise Refusal(400, f"{name} is missing, but the type json_schema needs it", name)
-    return [("response_format", "json_schema", asked.json_schema.schema_)]
+    return [(field, "json_schema", asked.json_schema.schema_)]
 
 
 def _structured(body: RequestBody) -> list[_Asked]:

@@ -17,9 +17,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from laconic.formats.safetensors_header import unique_names
 from laconic.infer.server.text import cut_at
+from laconic.json_text import parse_json
 
 _TOOL_CALLS = "[TOOL_CALLS]"
+
+
+def read_json(text: str) -> Any:
+    """Return the value of a JSON text; None if it is none, or would change or fail where it is written again."""
+    try:
+        value = parse_json(text, unique_names)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no NaN, and no half of a character
+    except ValueError:
+        return None
+    return value
 
 
 @dataclass(frozen=True)
@@ -140,7 +152,7 @@ class _HermesCalls(ToolParser):
             yield kept
 
     def _end(self, inside: str, tag: str) -> Found:
-        call = _read_call(_parsed(inside))
+        call = _read_call(read_json(inside))
         if call is None:
             yield from self._text(f"<tool_call>{inside}{tag}")
         else:
@@ -157,10 +169,10 @@ class _LlamaCalls(_Collecting):
         calls, rest = [], text.strip().removeprefix(_PYTHON_TAG)
         while rest := rest.lstrip("; \n\t"):
             try:
-                value, end = json.JSONDecoder().raw_decode(rest)
+                _, end = json.JSONDecoder().raw_decode(rest)
             except (ValueError, RecursionError):
                 return []
-            if (call := _read_call(value)) is None:
+            if (call := _read_call(read_json(rest[:end]))) is None:
                 return []
             calls.append(call)
             rest = rest[end:]
@@ -201,7 +213,7 @@ class _MistralCalls(ToolParser):
         found = []
         for each in self._kept.split(_TOOL_CALLS):
             name, brace, arguments = each.replace("[ARGS]", "").partition("{")
-            if not isinstance(_parsed(brace + arguments), dict) or not name.strip():
+            if not isinstance(read_json(brace + arguments), dict) or not name.strip():
                 return []
             found.append((name.strip(), (brace + arguments).strip()))
         return found
@@ -247,16 +259,9 @@ PARSERS: dict[str, Callable[[], ToolParser]] = {
 """Parsers of formats, by their names."""
 
 
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
 def _read_list(text: str) -> list[tuple[str, str]]:
     """Return the calls of a list in JSON; none if it is anything else."""
-    listed = _parsed(text)
+    listed = read_json(text)
     calls = [_read_call(each) for each in listed] if isinstance(listed, list) else []
     return [] if None in calls else [call for call in calls if call is not None]
 
@@ -266,6 +271,6 @@ def _read_call(value: Any) -> tuple[str, str] | None:
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters"))
-    if isinstance(arguments, str) and isinstance(_parsed(arguments), dict):
+    if isinstance(arguments, str) and isinstance(read_json(arguments), dict):
         return name, arguments
     return (name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None

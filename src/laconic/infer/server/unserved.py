@@ -87,12 +87,9 @@ NEUTRAL_IN_RESPONSES: _Neutral = {
     "include": ([], ["reasoning.encrypted_content"]),  # there is no reasoning to encrypt
     "max_tool_calls": (),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "previous_response_id": (),
     "prompt": (),
     "reasoning": ({}, {"effort": "none"}, {"effort": None}),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,12 +63,20 @@ def read_config(model_dir: Path) -> PretrainedConfig:
             " model.safetensors or its index; load the model with transformers and save it with save_pretrained"
         )
     try:
-        group_layers_by_attn_type(config.get_text_config())
+        groups = group_layers_by_attn_type(config.get_text_config())
     except Exception as error:  # layers of another kind, or no list of layers at all
         raise ModelError(
             f"{str(model_dir)!r} is a model of type {config.model_type}, for some of whose layers transformers has no"
             f" paged cache ({error}); only models of full and sliding attention can be served"
         ) from None
+    if "sliding_attention" in groups:
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        if "create_sliding_window_causal_mask" not in inspect.getsource(sys.modules[kind.__module__]):
+            # The cache would forget what the model itself attends to, behind the tokens of the load's check.
+            raise ModelError(
+                f"{str(model_dir / 'config.json')!r} has a sliding_window, which transformers' paged cache obeys and"
+                f" {kind.__name__} itself does not; its answers would differ beyond it: use its own generate"
+            )
     if config.dtype is None:
         config.dtype = _first_dtype(model_dir)
     return config
