@@ -23,6 +23,7 @@ from laconic.moe.huggingface.blocks import FLAGS, takes_rows
 from laconic.moe.huggingface.sharding import hidden_placement
 from laconic.moe.layer import MoELayer
 from laconic.moe.parallel.calling_host import check_not_listed
+from laconic.moe.parallel.cut_tensors import is_cut
 from laconic.moe.placement.expert_map import Placement
 
 _AROUND_ROWS = ("torch.distributed.fsdp.", "laconic.")
@@ -94,6 +95,25 @@ class FusedExperts(Experts):
         if layer is not None and layer.has_own_replicas and not layer.is_fully_sharded:
             check_not_listed([p for p in self._parameters.values() if p is not None], 1)
         return super().named_parameters(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Convert cut parameters in place, as torch converts whole ones: it would drop their hooks and marks."""
+        parameters, rest = self._parameters, dict[str, Any]()
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                held: Any = parameter
+                if not is_cut(held) or not torch._has_compatible_shallow_copy_type(held, made := fn(held)):
+                    rest[name] = held
+                    continue
+                held.data = made
+                if held.grad is not None:
+                    held.grad.data = fn(held.grad)
+        self.__dict__["_parameters"] = rest
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            parameters.update(rest)
+            self.__dict__["_parameters"] = parameters
 
     def stand_for(self, layer: MoELayer) -> None:
         """Forward calls of the block to `layer`; see laconic.moe.huggingface.layer [Note: the seam]."""

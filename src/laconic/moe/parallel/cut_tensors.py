@@ -1,0 +1,107 @@
+"""What scripts do with tensors that are cut over processes, where torch's DTensor would silently do something else.
+
+[Note: DTensors in scripts of one process]
+Scripts of one process take the norm of a gradient as a number, assign `parameter.data` and write into the slice of an
+expert. Of a DTensor torch 2.13 gives the part of a norm that this process has, other numbers on each; it leaves the
+values as they are when `data` is assigned; and it writes into a gathered copy of the slice. None of this can mean what
+the script means, so it is mended for all DTensors.
+"""
+
+from __future__ import annotations
+
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from laconic.errors import TrainingError
+
+_CUTS = {"ep", "esp"}
+"""Dimensions of meshes over which `parallelize` cuts; FSDP2, which holds other references to the values, has more."""
+
+
+@cache
+def mend_dtensors() -> None:
+    """Let numbers, `data` and writes into slices of DTensors be those of the whole, or refused, from now on."""
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
+    named: Any = DTensor
+    named.data = property(Tensor.data.__get__, _set_data)
+    named.__setitem__ = _set_item
+    for name in ("__getitem__", "select", "narrow", "chunk", "split"):
+        setattr(DTensor, name, _marking(getattr(Tensor, name)))
+
+
+def _marking(method: Any) -> Any:
+    """Return a method of slices that marks those that are no views of what this process holds."""
+
+    @wraps(method)
+    def sliced(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        found = method(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            own = self._local_tensor.untyped_storage()._cdata
+            for part in found if isinstance(found, tuple) else (found,):
+                if type(part) is DTensor and part._is_view() and part._local_tensor.untyped_storage()._cdata != own:
+                    part.__class__ = _Copy
+        return found
+
+    return sliced
+
+
+class _Copy(DTensor):
+    """A slice that was gathered for reading: what is written into it would be lost."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable and isinstance(args[0], cls):
+            raise _lost(args[0])
+        found = super().__torch_dispatch__(func, types, args, kwargs)
+        if type(found) is DTensor and any(out.alias_info is not None for out in func._schema.returns):
+            found.__class__ = cls  # a slice of a slice
+        return found
+
+
+def _set_item(self: DTensor, index: Any, value: Any) -> None:
+    """Assign values to a part that all processes hold a part of.
+
+    Raises:
+        TrainingError: a process would write into a copy.
+    """
+    if type(part := self[index]) is _Copy:
+        raise _lost(part)
+    Tensor.__setitem__(self, index, value)
+
+
+def _lost(part: Tensor) -> TrainingError:
+    return TrainingError(
+        f"a slice {list(part.shape)} of a tensor that is cut over processes is changed in place, but it is a gathered"
+        " copy, so that the change would be lost; multiply or add a tensor of the whole's shape, cut by"
+        " torch.distributed.tensor.distribute_tensor, or write into to_local() on the process that has the slice"
+    )
+
+
+def _number(op: Any, args: Any, kwargs: Any) -> Any:
+    """Return the one value of a DTensor as a number, added up over the processes where each has a part."""
+    (value,) = args
+    return op(value.full_tensor())
+
+
+def is_cut(tensor: Tensor | None) -> bool:
+    """Return whether `parallelize` has cut a tensor, and FSDP2 has not cut it again."""
+    return isinstance(tensor, DTensor) and {*(tensor.device_mesh.mesh_dim_names or ())} <= _CUTS
+
+
+def _set_data(self: DTensor, value: Tensor) -> None:
+    """Assign `data`, as of any tensor.
+
+    Raises:
+        TrainingError: the values are no DTensor, or others than this tensor refer to what it holds.
+    """
+    if not (is_cut(self) and isinstance(value, DTensor)):
+        raise TrainingError(
+            f"data of a tensor {list(self.shape)} that is cut over processes is assigned, which would leave its values"
+            " as they are; use copy_ under torch.no_grad(), with values that are cut as it is"
+        )
+    Tensor.data.__set__(self, value)
+    self._local_tensor, self._spec = value._local_tensor, value._spec

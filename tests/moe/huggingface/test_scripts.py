@@ -1,0 +1,163 @@
+"""What training scripts do with parameters and gradients gives the weights of one process, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from laconic.errors import ConfigError, TrainingError
+from laconic.moe.huggingface import parallelize
+from laconic.moe.parallel.grid import Grid
+from tests.activations.models import make_ids, make_model
+from tests.moe.huggingface.test_parallelize import close
+from tests.moe.worlds import run_world
+
+Backward = Callable[[], object]
+Script = Callable[[nn.Module, Backward], object]
+"""What a script does with a model in a step, given what computes the gradients."""
+
+
+def _model(family: str = "qwen3_moe") -> nn.Module:
+    return make_model(family, experts_implementation="eager").double()
+
+
+def _down(model: nn.Module) -> Any:
+    return model.get_parameter("model.layers.0.mlp.experts.down_proj")
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _stepped(model: nn.Module, rate: float = 0.1) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.sub_(p.grad, alpha=rate)
+    model.zero_grad()
+
+
+def clipped_by_hand(model: nn.Module, backward: Backward) -> None:
+    backward()
+    total = sum(p.grad.norm().item() ** 2 for p in model.parameters() if p.grad is not None) ** 0.5
+    count = sum(int((p.grad > 0).sum()) for p in model.parameters() if p.grad is not None)
+    _stepped(model, count / total * 1e-5)
+
+
+def sharpness_aware(model: nn.Module, backward: Backward) -> None:
+    backward()
+    kept = {p: p.data.clone() for p in model.parameters()}
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(p.grad, alpha=0.05 / float(p.grad.norm()))
+    model.zero_grad()
+    backward()
+    for p, data in kept.items():
+        p.data = data
+    _stepped(model)
+
+
+def evaluated_with_averages(model: nn.Module, backward: Backward) -> None:
+    kept = {name: p.data for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.data = p.data * 0.9
+    backward()
+    for name, p in model.named_parameters():
+        p.data = kept[name]
+    _stepped(model)
+
+
+def converted_with_hooks(model: nn.Module, backward: Backward) -> None:
+    calls = []
+    handles = [
+        _down(model).register_hook(lambda grad: grad * 0.5),
+        _down(model).register_post_accumulate_grad_hook(lambda p: calls.append(p)),
+    ]
+    _down(model).mark = True
+    backward()
+    model.to(torch.float32).to(torch.float64)
+    _stepped(model)
+    backward()
+    assert len(calls) == 2
+    assert _down(model).mark
+    _stepped(model)
+    for handle in handles:
+        handle.remove()
+
+
+def scripts_of_one_process() -> None:
+    for script in (clipped_by_hand, sharpness_aware, evaluated_with_averages, converted_with_hooks):
+        found = []
+        for spread in (False, True):
+            model = _model()
+            done = parallelize(model, Grid(ep=2)) if spread else None
+
+            def backward(model: nn.Module = model, done: Any = done) -> None:
+                ids = make_ids(4, 8)
+                ids = ids if done is None else ids.chunk(2)[dist.get_rank()]
+                model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+                if done is not None:
+                    done.reduce_gradients()
+
+            for _ in range(2):
+                script(model, backward)
+            found.append({name: _whole(p.detach()) for name, p in model.named_parameters()})
+        for name, expected in found[0].items():
+            assert close(found[1][name], expected), (script.__name__, name)
+
+
+def writes_that_would_be_lost() -> None:
+    model = _model()
+    parallelize(model, Grid(ep=2))
+    model(input_ids=make_ids(2, 8), labels=make_ids(2, 8)).loss.backward()
+    p = _down(model)
+    whole = p.full_tensor()
+    assert torch.equal(_whole(p.detach()[3]), whole[3])  # reading is fine
+    assert torch.equal(_whole(p.detach()[3][1:5] * 2), whole[3][1:5] * 2)
+    for write in (
+        lambda: p.grad[3].zero_(),
+        lambda: p.data[3][0].zero_(),
+        lambda: p.data.chunk(4)[1].mul_(2),
+        lambda: p.grad.__setitem__(3, 0.0),
+    ):
+        with pytest.raises(TrainingError, match="gathered copy, so that the change would be lost"):
+            write()
+    p.data[:, 3].mul_(2)
+    assert torch.equal(p.full_tensor()[:, 3], 2 * whole[:, 3])
+    with pytest.raises(TrainingError, match=r"data of a tensor \[4, 64, 48\] .* use copy_"):
+        p.data = whole
+
+
+def sums_that_are_no_means() -> None:
+    def started(buffer: Tensor) -> Any:
+        return dist.all_reduce(buffer, async_op=True).get_future().then(lambda it: it.value()[0])
+
+    ids, grid = make_ids(2, 8), Grid(ep=2)
+    model = _model()
+    done = parallelize(model, grid)
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(None, lambda _, bucket: started(bucket.buffer()))
+    with pytest.raises(ConfigError, match="hook of .*, which may make other sums"):
+        ddp(input_ids=ids, labels=ids)
+    for layer in done.layers.values():
+        layer.averages_under_ddp = False
+    ddp(input_ids=ids, labels=ids).loss.backward()
+
+    model = _model()
+    parallelize(model, grid)
+    ddp = DistributedDataParallel(model)
+    with ddp.join(), pytest.raises(ConfigError, match="lets a process without a batch leave"):
+        ddp(input_ids=ids, labels=ids)
+    with ddp.join(throw_on_early_termination=True):
+        ddp(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_a_pair_of_processes(tmp_path: Path) -> None:
+    run_world([scripts_of_one_process, writes_that_would_be_lost, sums_that_are_no_means], 2, tmp_path)
