@@ -92,11 +92,29 @@ def converted_with_hooks(model: nn.Module, backward: Backward) -> None:
         handle.remove()
 
 
+def gated_otherwise(model: nn.Module, backward: Backward) -> None:
+    for layer in model.get_submodule("model.layers").children():
+        experts: Any = layer.get_submodule("mlp.experts")
+        if hasattr(experts, "limit"):
+            experts.limit *= 0.01
+        else:
+            experts.act_fn = nn.GELU()
+    backward()
+    _stepped(model)
+
+
 def scripts_of_one_process() -> None:
-    for script in (clipped_by_hand, sharpness_aware, evaluated_with_averages, converted_with_hooks):
+    for script, family in (
+        (clipped_by_hand, "qwen3_moe"),
+        (sharpness_aware, "qwen3_moe"),
+        (evaluated_with_averages, "qwen3_moe"),
+        (converted_with_hooks, "qwen3_moe"),
+        (gated_otherwise, "qwen3_moe"),
+        (gated_otherwise, "gpt_oss"),
+    ):
         found = []
         for spread in (False, True):
-            model = _model()
+            model = _model(family)
             done = parallelize(model, Grid(ep=2)) if spread else None
 
             def backward(model: nn.Module = model, done: Any = done) -> None:

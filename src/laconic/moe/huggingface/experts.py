@@ -52,10 +52,6 @@ class FusedExperts(Experts):
             adds_down_bias: False on all but one of the processes whose outputs are added up.
         """
         super().__init__()
-        # A copy without parameters runs the original's gating, which may read its attributes.
-        behaviour = copy.copy(original)
-        behaviour.__dict__ = {**original.__dict__, "_parameters": {}}
-        self.__dict__["_behaviour"] = behaviour
         self.training = original.training
         self._adds_down_bias = adds_down_bias
         self.placement: Placement | None = None
@@ -70,6 +66,25 @@ class FusedExperts(Experts):
         down = self.get_parameter("down_proj")
         self.num_experts = len(local_part(down))
         self.num_global_experts = len(down)
+        # A copy without parameters runs the original's gating, which may read its attributes and modules.
+        behaviour = copy.copy(original)
+        behaviour.__dict__ = {**original.__dict__, "_parameters": {}, "_modules": self._modules}
+        self.__dict__["_behaviour"] = behaviour
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, also for the original's gating, which may read it."""
+        super().__setattr__(name, value)
+        if name in self._of_gating():
+            self._of_gating()[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute, also a public one that only the original has."""
+        found = {} if name.startswith("_") else self._of_gating()
+        return found[name] if name in found else super().__getattr__(name)
+
+    def _of_gating(self) -> dict[str, Any]:
+        behaviour = self.__dict__.get("_behaviour")
+        return {} if behaviour is None else behaviour.__dict__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled and copied with a part of the experts, whose process groups cannot be.
