@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.errors import ConfigError, TrainingError
+from laconic.errors import CheckpointError, ConfigError, TrainingError
 from laconic.moe.huggingface import parallelize
 from laconic.moe.parallel.grid import Grid
 from tests.activations.models import make_ids, make_model
@@ -177,5 +178,18 @@ def sums_that_are_no_means() -> None:
         ddp(input_ids=ids, labels=ids).loss.backward()
 
 
+def files_of_one_process(folder: Path) -> None:
+    model, rank = _model(), dist.get_rank()
+    parallelize(model, Grid(ep=2))
+    with pytest.warns(UserWarning, match=rf"is pickled, with the part of rank {rank} only"):
+        torch.save(model.state_dict(), folder / f"{rank}.pt")
+    dist.barrier()
+    model.load_state_dict(torch.load(folder / f"{rank}.pt"))
+    if rank:
+        with pytest.raises(CheckpointError, match=r"part of a process at \(0,\) of \('ep',\), and is loaded at \(1,\)"):
+            model.load_state_dict(torch.load(folder / "0.pt"))
+
+
 def test_a_pair_of_processes(tmp_path: Path) -> None:
-    run_world([scripts_of_one_process, writes_that_would_be_lost, sums_that_are_no_means], 2, tmp_path)
+    of_files = partial(files_of_one_process, tmp_path)
+    run_world([scripts_of_one_process, writes_that_would_be_lost, sums_that_are_no_means, of_files], 2, tmp_path)

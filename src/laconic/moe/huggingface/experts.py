@@ -213,10 +213,22 @@ class FusedExperts(Experts):
         return held
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Take this process's part of whole tensors, which hosts load; DTensors are loaded as ever."""
+        """Take this process's part of whole tensors, which hosts load; DTensors are loaded as ever.
+
+        Raises:
+            CheckpointError: a DTensor is the part of another process.
+        """
         parameters: dict[str, Any] = self._parameters
         for name, like in parameters.items():
             value: Any = state_dict.get(prefix + name)
+            if isinstance(like, DTensor) and isinstance(value, DTensor):
+                place, own = value.device_mesh.get_coordinate(), like.device_mesh.get_coordinate()
+                if place != own and value.device_mesh == like.device_mesh:
+                    raise CheckpointError(
+                        f"{prefix}{name} is the part of a process at {place} of {like.device_mesh.mesh_dim_names}, and"
+                        f" is loaded at {own}; let each process read the file that it wrote, or save with"
+                        " save_pretrained, or with laconic.moe.huggingface.save_sharded"
+                    )
             is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
             if isinstance(like, DTensor) and is_whole and value.shape == like.shape:  # other shapes torch refuses
                 part = taken(value, local_runs(like.shape, like.device_mesh, like.placements))

@@ -4,11 +4,12 @@
 Scripts of one process take the norm of a gradient as a number, assign `parameter.data` and write into the slice of an
 expert. Of a DTensor torch 2.13 gives the part of a norm that this process has, other numbers on each; it leaves the
 values as they are when `data` is assigned; and it writes into a gathered copy of the slice. None of this can mean what
-the script means, so it is mended for all DTensors.
+the script means, so it is mended for all DTensors. That `torch.save` on rank 0 writes a part is said.
 """
 
 from __future__ import annotations
 
+import warnings
 from functools import cache, wraps
 from typing import Any
 
@@ -28,7 +29,7 @@ def mend_dtensors() -> None:
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
     named: Any = DTensor
     named.data = property(Tensor.data.__get__, _set_data)
-    named.__setitem__ = _set_item
+    named.__setitem__, named.__reduce_ex__ = _set_item, _pickled
     for name in ("__getitem__", "select", "narrow", "chunk", "split"):
         setattr(DTensor, name, _marking(getattr(Tensor, name)))
 
@@ -71,6 +72,18 @@ def _set_item(self: DTensor, index: Any, value: Any) -> None:
     if type(part := self[index]) is _Copy:
         raise _lost(part)
     Tensor.__setitem__(self, index, value)
+
+
+def _pickled(self: DTensor, protocol: Any) -> Any:
+    """Pickle this process's part, as torch does, and say that it is no more."""
+    if is_cut(self):
+        warnings.warn(
+            f"a tensor {list(self.shape)} of experts that are spread over processes is pickled, with the part of rank"
+            f" {self.device_mesh.get_rank()} only; let each process write and read a file of its own, or save the model"
+            " with save_pretrained, or with laconic.moe.huggingface.save_sharded, which all processes call",
+            stacklevel=2,
+        )
+    return Tensor.__reduce_ex__(self, protocol)
 
 
 def _lost(part: Tensor) -> TrainingError:
