@@ -104,6 +104,18 @@ def gated_otherwise(model: nn.Module, backward: Backward) -> None:
     _stepped(model)
 
 
+def converted_after_fully_shard() -> None:
+    """FSDP2 on a mesh of one process divides gradients of some dtypes twice."""
+    found = []
+    for again in (False, True):
+        model = _model().float() if again else _model()
+        parallelize(model, Grid(ep=2)).fully_shard([*model.get_submodule("model.layers").children()])
+        model.double()
+        model(input_ids=make_ids(2, 8), labels=make_ids(2, 8), use_cache=False).loss.backward()
+        found.append(_whole(_down(model).grad))
+    assert close(found[1], found[0])
+
+
 def scripts_of_one_process() -> None:
     for script, family in (
         (clipped_by_hand, "qwen3_moe"),
@@ -192,4 +204,4 @@ def files_of_one_process(folder: Path) -> None:
 
 def test_a_pair_of_processes(tmp_path: Path) -> None:
     of_files = partial(files_of_one_process, tmp_path)
-    run_world([scripts_of_one_process, writes_that_would_be_lost, sums_that_are_no_means, of_files], 2, tmp_path)
+    run_world([converted_after_fully_shard, scripts_of_one_process, writes_that_would_be_lost, sums_that_are_no_means, of_files], 2, tmp_path)

@@ -172,9 +172,8 @@ class ExpertsLayer(MoELayer):
 
     def mean_of_forward(self) -> ExpertMean | None:
         """See `MoELayer.mean_of_forward`."""
-        mean = super().mean_of_forward()
         averages = self.ran_under_ddp and self.averages_under_ddp and torch.is_grad_enabled()
-        return self._mean_under_ddp if mean is None and averages else mean
+        return self._mean_under_ddp if averages else None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the host that was checked, of which a copy has another one."""
