@@ -93,6 +93,19 @@ def converted_with_hooks(model: nn.Module, backward: Backward) -> None:
         handle.remove()
 
 
+def drawn_anew(model: nn.Module, backward: Backward) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for experts in (layer.get_submodule("mlp.experts") for layer in model.get_submodule("model.layers").children()):
+        nn.init.normal_(experts.get_parameter("down_proj"), std=0.02, generator=generator)
+        nn.init.trunc_normal_(experts.get_parameter("gate_up_proj"), std=0.02, generator=generator)
+    backward()
+    torch.manual_seed(4)
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad.add_(torch.randn_like(p.grad), alpha=1e-3)
+    _stepped(model)
+
+
 def gated_otherwise(model: nn.Module, backward: Backward) -> None:
     for layer in model.get_submodule("model.layers").children():
         experts: Any = layer.get_submodule("mlp.experts")
@@ -122,6 +135,7 @@ def scripts_of_one_process() -> None:
         (sharpness_aware, "qwen3_moe"),
         (evaluated_with_averages, "qwen3_moe"),
         (converted_with_hooks, "qwen3_moe"),
+        (drawn_anew, "qwen3_moe"),
         (gated_otherwise, "qwen3_moe"),
         (gated_otherwise, "gpt_oss"),
     ):

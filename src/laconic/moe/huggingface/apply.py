@@ -283,9 +283,9 @@ def parallelize(
         # Free the whole experts before the next ones are sharded.
         original._parameters.clear()
     watch_wrappers()
-    if is_cut:
-        mend_dtensors()
-        save_gathered(model, grid.stages if grid is not None else 1)
+    if grid is not None and is_cut:
+        mend_dtensors(grid.expert_mesh.device_type == "cpu")
+        save_gathered(model, grid.stages)
     return Parallelized(model, layers, grid, left, shared)
 
 

@@ -3,8 +3,9 @@
 [Note: DTensors in scripts of one process]
 Scripts of one process take the norm of a gradient as a number, assign `parameter.data` and write into the slice of an
 expert. Of a DTensor torch 2.13 gives the part of a norm that this process has, other numbers on each; it leaves the
-values as they are when `data` is assigned; and it writes into a gathered copy of the slice. None of this can mean what
-the script means, so it is mended for all DTensors. That `torch.save` on rank 0 writes a part is said.
+values as they are when `data` is assigned; it writes into a gathered copy of the slice; and on CPUs it draws the same
+random numbers for the experts of each process. None of this can mean what the script means, so it is mended for all
+DTensors. That `torch.save` on rank 0 writes a part is said.
 """
 
 from __future__ import annotations
@@ -18,15 +19,29 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from laconic.errors import TrainingError
+from laconic.formats.shards import local_runs, sharded_like, taken
 
 _CUTS = {"ep", "esp"}
 """Dimensions of meshes over which `parallelize` cuts; FSDP2, which holds other references to the values, has more."""
 
 
+_aten = torch.ops.aten
+_RANDOM = (
+    _aten.normal_.default,
+    _aten.uniform_.default,
+    _aten.bernoulli_.float,
+    _aten.rand_like.default,
+    _aten.randn_like.default,
+)
+
+
 @cache
-def mend_dtensors() -> None:
-    """Let numbers, `data` and writes into slices of DTensors be those of the whole, or refused, from now on."""
-    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
+def mend_dtensors(on_cpu: bool) -> None:
+    """Let numbers, `data`, slices and random values of DTensors be those of the whole, or refused, from now on."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers[_aten._local_scalar_dense.default] = _number
+    if on_cpu:  # elsewhere torch lets each process draw its own numbers
+        handlers.update(dict.fromkeys(_RANDOM, _drawn))
     named: Any = DTensor
     named.data = property(Tensor.data.__get__, _set_data)
     named.__setitem__, named.__reduce_ex__ = _set_item, _pickled
@@ -103,6 +118,17 @@ def _number(op: Any, args: Any, kwargs: Any) -> Any:
 def is_cut(tensor: Tensor | None) -> bool:
     """Return whether `parallelize` has cut a tensor, and FSDP2 has not cut it again."""
     return isinstance(tensor, DTensor) and {*(tensor.device_mesh.mesh_dim_names or ())} <= _CUTS
+
+
+def _drawn(op: Any, args: Any, kwargs: Any) -> Any:
+    """Draw on each process what one would draw, and keep the part of this one."""
+    like, *others = args
+    found = op(torch.empty(like.shape, dtype=like.dtype, device=like.device), *others, **kwargs)
+    part = taken(found, local_runs(like.shape, like.device_mesh, like.placements)).contiguous()
+    if not op._schema.is_mutable:
+        return sharded_like(part, like)
+    like._local_tensor.copy_(part)
+    return like
 
 
 def _set_data(self: DTensor, value: Tensor) -> None:
