@@ -85,10 +85,14 @@ def _shard_experts(experts: nn.Module, grid: Grid, divisor: float, options: dict
     if parameters and grid.layout.edp == 1:
         # On a mesh of one rank FSDP2 divides gradients of other dtypes than float32 and bfloat16 twice.
         sharded.set_gradient_divide_factor(1.0)
-        sharded.set_all_reduce_hook(lambda gradient: gradient.div_(divisor))
+        sharded.set_all_reduce_hook(partial(_divide, divisor=divisor))
     elif parameters:
         sharded.set_gradient_divide_factor(divisor)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it adds
+
+
+def _divide(gradient: Tensor, divisor: float) -> None:
+    gradient.div_(divisor)
 
 
 def _cut_of_replicas(parameter: nn.Parameter, num_replicas: int) -> Shard | None:

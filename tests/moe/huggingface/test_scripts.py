@@ -166,6 +166,8 @@ def writes_that_would_be_lost() -> None:
     whole = p.full_tensor()
     assert torch.equal(_whole(p.detach()[3]), whole[3])  # reading is fine
     assert torch.equal(_whole(p.detach()[3][1:5] * 2), whole[3][1:5] * 2)
+    (grad,) = torch.autograd.grad(p[3].square().sum().full_tensor(), p)
+    assert torch.equal(_whole(grad)[3], 2 * whole[3])
     for write in (
         lambda: p.grad[3].zero_(),
         lambda: p.data[3][0].zero_(),
@@ -189,7 +191,7 @@ def sums_that_are_no_means() -> None:
     done = parallelize(model, grid)
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(None, lambda _, bucket: started(bucket.buffer()))
-    with pytest.raises(ConfigError, match="hook of .*, which may make other sums"):
+    with pytest.raises(ConfigError, match=r"hook of .*, which may make other sums"):
         ddp(input_ids=ids, labels=ids)
     for layer in done.layers.values():
         layer.averages_under_ddp = False
@@ -217,5 +219,11 @@ def files_of_one_process(folder: Path) -> None:
 
 
 def test_a_pair_of_processes(tmp_path: Path) -> None:
-    of_files = partial(files_of_one_process, tmp_path)
-    run_world([converted_after_fully_shard, scripts_of_one_process, writes_that_would_be_lost, sums_that_are_no_means, of_files], 2, tmp_path)
+    scenarios = [
+        converted_after_fully_shard,
+        scripts_of_one_process,
+        writes_that_would_be_lost,
+        sums_that_are_no_means,
+        partial(files_of_one_process, tmp_path),
+    ]
+    run_world(scenarios, 2, tmp_path)

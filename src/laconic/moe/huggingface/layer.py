@@ -180,8 +180,7 @@ class ExpertsLayer(MoELayer):
         return {**super().__getstate__(), "_checked_ddp": None}
 
     def _check_left_out(self, ddp: DistributedDataParallel) -> None:
-        """Refuse a DDP that was made before `parallelize`, see laconic.moe.huggingface.wrapping, is over too few, or has
-        a hook that may not average.
+        """Refuse a DDP that was made before `parallelize`, is over too few, or may not average.
 
         Raises:
             ConfigError: it was, or is.
@@ -247,8 +246,8 @@ class ExpertsLayer(MoELayer):
                 self._check_left_out(ddp)
             if ddp is not None and self.has_own_replicas and _may_end_alone(ddp):
                 raise ConfigError(
-                    "join() lets a process without a batch leave, but experts of its are needed by the others; pass"
-                    " throw_on_early_termination=True, which ends all together, or give it a batch whose loss is times 0"
+                    "join() lets a process without a batch leave, but the others need its experts; pass"
+                    " throw_on_early_termination=True, which ends all together, or give it batches of weight 0"
                 )
             if torch.is_grad_enabled():
                 self.ran_under_ddp = of_ddp

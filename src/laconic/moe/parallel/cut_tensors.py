@@ -26,6 +26,7 @@ _CUTS = {"ep", "esp"}
 
 
 _aten = torch.ops.aten
+_data: Any = vars(torch._C.TensorBase)["data"]
 _RANDOM = (
     _aten.normal_.default,
     _aten.uniform_.default,
@@ -38,24 +39,24 @@ _RANDOM = (
 @cache
 def mend_dtensors(on_cpu: bool) -> None:
     """Let numbers, `data`, slices and random values of DTensors be those of the whole, or refused, from now on."""
-    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handlers[_aten._local_scalar_dense.default] = _number
     if on_cpu:  # elsewhere torch lets each process draw its own numbers
         handlers.update(dict.fromkeys(_RANDOM, _drawn))
     named: Any = DTensor
-    named.data = property(Tensor.data.__get__, _set_data)
+    named.data = property(_data.__get__, _set_data)
     named.__setitem__, named.__reduce_ex__ = _set_item, _pickled
     for name in ("__getitem__", "select", "narrow", "chunk", "split"):
         setattr(DTensor, name, _marking(getattr(Tensor, name)))
 
 
 def _marking(method: Any) -> Any:
-    """Return a method of slices that marks those that are no views of what this process holds."""
+    """Return a method of slices that marks those of experts that are no views of what this process holds."""
 
     @wraps(method)
     def sliced(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         found = method(self, *args, **kwargs)
-        if not torch.compiler.is_compiling():
+        if "ep" in (self.device_mesh.mesh_dim_names or ()) and not torch.compiler.is_compiling():
             own = self._local_tensor.untyped_storage()._cdata
             for part in found if isinstance(found, tuple) else (found,):
                 if type(part) is DTensor and part._is_view() and part._local_tensor.untyped_storage()._cdata != own:
@@ -69,7 +70,7 @@ class _Copy(DTensor):
     """A slice that was gathered for reading: what is written into it would be lost."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func._schema.is_mutable and isinstance(args[0], cls):
             raise _lost(args[0])
         found = super().__torch_dispatch__(func, types, args, kwargs)
@@ -142,5 +143,5 @@ def _set_data(self: DTensor, value: Tensor) -> None:
             f"data of a tensor {list(self.shape)} that is cut over processes is assigned, which would leave its values"
             " as they are; use copy_ under torch.no_grad(), with values that are cut as it is"
         )
-    Tensor.data.__set__(self, value)
+    _data.__set__(self, value)
     self._local_tensor, self._spec = value._local_tensor, value._spec
