@@ -52,6 +52,12 @@ def clipped_by_hand(model: nn.Module, backward: Backward) -> None:
     _stepped(model, count / total * 1e-5)
 
 
+def scaled_by_norms(model: nn.Module, backward: Backward) -> None:
+    backward()
+    torch.optim.Adafactor(model.parameters(), lr=0.1).step()
+    model.zero_grad()
+
+
 def sharpness_aware(model: nn.Module, backward: Backward) -> None:
     backward()
     kept = {p: p.data.clone() for p in model.parameters()}
@@ -132,6 +138,7 @@ def converted_after_fully_shard() -> None:
 def scripts_of_one_process() -> None:
     for script, family in (
         (clipped_by_hand, "qwen3_moe"),
+        (scaled_by_norms, "qwen3_moe"),
         (sharpness_aware, "qwen3_moe"),
         (evaluated_with_averages, "qwen3_moe"),
         (converted_with_hooks, "qwen3_moe"),
@@ -140,9 +147,9 @@ def scripts_of_one_process() -> None:
         (gated_otherwise, "gpt_oss"),
     ):
         found = []
-        for spread in (False, True):
+        for grid in (None, Grid(ep=2), *([] if script is scaled_by_norms else [Grid(esp=2)])):
             model = _model(family)
-            done = parallelize(model, Grid(ep=2)) if spread else None
+            done = None if grid is None else parallelize(model, grid)
 
             def backward(model: nn.Module = model, done: Any = done) -> None:
                 ids = make_ids(4, 8)
@@ -155,7 +162,7 @@ def scripts_of_one_process() -> None:
                 script(model, backward)
             found.append({name: _whole(p.detach()) for name, p in model.named_parameters()})
         for name, expected in found[0].items():
-            assert close(found[1][name], expected), (script.__name__, name)
+            assert all(close(one[name], expected) for one in found[1:]), (script.__name__, name)
 
 
 def writes_that_would_be_lost() -> None:
