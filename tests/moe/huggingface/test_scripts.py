@@ -173,6 +173,9 @@ def writes_that_would_be_lost() -> None:
     whole = p.full_tensor()
     assert torch.equal(_whole(p.detach()[3]), whole[3])  # reading is fine
     assert torch.equal(_whole(p.detach()[3][1:5] * 2), whole[3][1:5] * 2)
+    with torch.inference_mode():
+        assert abs(p.norm().item() - whole.norm().item()) < 1e-9
+        assert not p.isnan().any()
     (grad,) = torch.autograd.grad(p[3].square().sum().full_tensor(), p)
     assert torch.equal(_whole(grad)[3], 2 * whole[3])
     for write in (

@@ -27,6 +27,7 @@ _CUTS = {"ep", "esp"}
 
 _aten = torch.ops.aten
 _data: Any = vars(torch._C.TensorBase)["data"]
+_NUMBERS = (_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default)
 _RANDOM = (
     _aten.normal_.default,
     _aten.uniform_.default,
@@ -40,7 +41,7 @@ _RANDOM = (
 def mend_dtensors(on_cpu: bool) -> None:
     """Let numbers, `data`, slices and random values of DTensors be those of the whole, or refused, from now on."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
-    handlers[_aten._local_scalar_dense.default] = _number
+    handlers.update(dict.fromkeys(_NUMBERS, _number))
     if on_cpu:  # elsewhere torch lets each process draw its own numbers
         handlers.update(dict.fromkeys(_RANDOM, _drawn))
     named: Any = DTensor
