@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -190,6 +191,10 @@ def writes_that_would_be_lost() -> None:
     assert torch.equal(p.full_tensor()[:, 3], 2 * whole[:, 3])
     with pytest.raises(TrainingError, match=r"data of a tensor \[4, 64, 48\] .* use copy_"):
         p.data = whole
+    other = nn.Linear(4, 4)
+    fully_shard(other)  # holds the values elsewhere, too
+    with pytest.raises(TrainingError, match=r"data of a tensor \[4, 4\] .* use copy_"):
+        other.weight.data = other.weight.data * 2
 
 
 def sums_that_are_no_means() -> None:

@@ -23,8 +23,6 @@ from laconic.formats.shards import local_runs, sharded_like, taken
 
 _CUTS = {"ep", "esp"}
 """Dimensions of meshes over which `parallelize` cuts; FSDP2, which holds other references to the values, has more."""
-
-
 _aten = torch.ops.aten
 _data: Any = vars(torch._C.TensorBase)["data"]
 _NUMBERS = (_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default)
@@ -119,7 +117,7 @@ def _number(op: Any, args: Any, kwargs: Any) -> Any:
 
 def is_cut(tensor: Tensor | None) -> bool:
     """Return whether `parallelize` has cut a tensor, and FSDP2 has not cut it again."""
-    return isinstance(tensor, DTensor) and {*(tensor.device_mesh.mesh_dim_names or ())} <= _CUTS
+    return isinstance(tensor, DTensor) and set() < {*(tensor.device_mesh.mesh_dim_names or ())} <= _CUTS
 
 
 def _drawn(op: Any, args: Any, kwargs: Any) -> Any:
