@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.moe_hosts import CASES, FAMILIES, HOSTS, Cell, cases_of, measure
+from tests.integrations.moe_hosts import BY_VALUE, CASES, FAMILIES, HOSTS, Cell, cases_of, measure
 
 pytest.importorskip("peft")
 pytest.importorskip("trl")
@@ -45,7 +45,8 @@ def assert_like_one_process(cells: list[Cell], folder: Path) -> None:
 def test_hosts_train_experts_over_processes_as_one_process_does(tmp_path: Path) -> None:
     for number, axis in enumerate((HOSTS, FAMILIES, CASES)):
         assert {cell[number] for cell in COVERING} == {*axis} - {"torchtitan"}
-    assert_like_one_process(COVERING, tmp_path)
+    by_value = [(host, "qwen3_moe", BY_VALUE) for host in ("Accelerate", "Lightning")]
+    assert_like_one_process([*COVERING, *by_value], tmp_path)
 
 
 @pytest.mark.slow

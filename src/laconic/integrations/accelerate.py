@@ -30,7 +30,7 @@ from laconic.moe.huggingface.spread import is_cut_otherwise, is_spread, saved_by
 __all__ = ["Attached", "LaconicConfig", "attach", "attach_anew", "check_fsdp_not_dropped"]
 
 _OF_GRADIENTS = ("prepare_model", "backward")
-_OF_EXPERTS = ("get_state_dict", "save_state", "load_state", "clip_grad_norm_")
+_OF_EXPERTS = ("get_state_dict", "save_state", "load_state", "clip_grad_norm_", "clip_grad_value_")
 """Functions of an accelerator that are replaced for coded gradients and for spread experts."""
 _WITHOUT_GRADIENTS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
@@ -215,7 +215,11 @@ def _save_whole(accelerator: Any, model: nn.Module) -> None:
         accelerator.unscale_gradients()
         return clip([parameters] if isinstance(parameters, nn.Parameter) else [*parameters], max_norm)
 
-    functions: tuple[Callable[..., Any], ...] = (gathered, save, load, clip_all)
+    def clip_values(parameters: Any, clip_value: float) -> None:
+        accelerator.unscale_gradients()
+        torch.nn.utils.clip_grad_value_(parameters, clip_value, foreach=False)  # which cannot mix tensors and DTensors
+
+    functions: tuple[Callable[..., Any], ...] = (gathered, save, load, clip_all, clip_values)
     for name, function in zip(_OF_EXPERTS, functions, strict=True):
         function.laconic_model = model  # type: ignore[attr-defined]
         setattr(accelerator, name, function)

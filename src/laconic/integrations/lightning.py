@@ -178,6 +178,9 @@ class LaconicCallback(Callback):
         if is_spread(pl_module):
             plugin: Any = trainer.precision_plugin
             plugin.clip_grad_by_norm = lambda optimizer, clip_val: clip([*plugin.main_params(optimizer)], clip_val)
+            plugin.clip_grad_by_value = lambda optimizer, clip_val: torch.nn.utils.clip_grad_value_(
+                plugin.main_params(optimizer), clip_val, foreach=False
+            )
             for optimizer in trainer.optimizers:
                 take_whole_states(optimizer)
 

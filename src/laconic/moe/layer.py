@@ -91,8 +91,6 @@ class MoELayer(nn.Module):
         self.hooks = tuple(hooks)
         self.placement = placement
         self.losses, self.load, self.num_dropped = {}, None, 0
-        self.expert_mean: ExpertMean | None = None
-        """Reduces the gradients of experts in the backward of each forward; None: they stay those of this rank."""
         self.is_fully_sharded = False
         """Whether `fully_shard_layers` has arranged who reduces the gradients of experts."""
         self.meanwhile: Meanwhile | None = None
@@ -182,7 +180,7 @@ class MoELayer(nn.Module):
 
     def mean_of_forward(self) -> ExpertMean | None:
         """Return what reduces the gradients of experts in the backward of the current forward, if anything does."""
-        return self.expert_mean if torch.is_grad_enabled() else None
+        return None
 
     def by_slot(self, routing: Routing) -> Routing:
         """Return a routing with experts numbered by their slots, those of copies included."""

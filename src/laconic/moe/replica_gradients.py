@@ -29,7 +29,6 @@ from laconic.errors import ConfigError, ModelError
 from laconic.formats import quantized_gradient
 from laconic.formats.shards import local_part
 from laconic.moe.layer import MoELayer, moe_layers
-from laconic.moe.parallel.expert_mean import ExpertMean
 from laconic.moe.parallel.grid import Grid
 
 BUCKET_NBYTES = 25 << 20
@@ -66,12 +65,11 @@ def fully_shard_layers(
         raise ConfigError(
             f"gradient_divide_factor is {gradient_divide_factor}, but it must be positive; 1 leaves sums as they are"
         )
-    ignored = set(options.pop("ignored_params", ()))
     for layer in _layers(model):
         layer.is_fully_sharded = True
-        ignored |= _shard_experts(layer, grid, gradient_divide_factor or float(grid.layout.dp), options)
+        _shard_experts(layer.experts, grid, gradient_divide_factor or float(grid.layout.dp), options)
     for module in (*units, model):
-        sharded = fully_shard(module, mesh=grid.dense_mesh["dp"], ignored_params=ignored or None, **options)
+        sharded = fully_shard(module, mesh=grid.dense_mesh["dp"], **options)
         if gradient_divide_factor is not None and grid.layout.dp > 1:
             sharded.set_gradient_divide_factor(gradient_divide_factor)
             sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it adds
@@ -79,23 +77,22 @@ def fully_shard_layers(
     return model
 
 
-def _shard_experts(layer: MoELayer, grid: Grid, divisor: float, options: dict[str, Any]) -> set[nn.Parameter]:
-    """Shard experts over edp; return the parameters that were left as they are."""
-    experts = layer.experts
+def _shard_experts(experts: nn.Module, grid: Grid, divisor: float, options: dict[str, Any]) -> None:
+    """Shard experts over edp."""
     parameters = [*experts.parameters()]  # frozen ones too, which may be trained later
-    policy = options.get("mp_policy")
-    dtypes = {(policy.reduce_dtype or policy.param_dtype if policy else None) or p.dtype for p in parameters}
-    if grid.layout.edp == 1 and not dtypes <= {torch.float32, torch.bfloat16}:
-        # On a mesh of one rank FSDP2 divides gradients of other dtypes twice; without replicas nothing is sharded.
-        layer.expert_mean = ExpertMean(grid, divisor)
-        return set(experts.parameters())
     options = {"shard_placement_fn": partial(_cut_of_replicas, num_replicas=grid.layout.edp), **options}
     sharded = fully_shard(experts, mesh=grid.expert_mesh["edp"], **options)
-    if parameters:
+    if parameters and grid.layout.edp == 1:
+        # On a mesh of one rank FSDP2 divides gradients of other dtypes than float32 and bfloat16 twice.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_all_reduce_hook(partial(_divide, divisor=divisor))
+    elif parameters:
         sharded.set_gradient_divide_factor(divisor)
-        # gloo cannot multiply while it adds; on a mesh of one rank a forced sum would be divided twice.
-        sharded.set_force_sum_reduction_for_comms(grid.layout.edp > 1)
-    return set()
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it adds
+
+
+def _divide(gradient: Tensor, divisor: float) -> None:
+    gradient.div_(divisor)
 
 
 def _cut_of_replicas(parameter: nn.Parameter, num_replicas: int) -> Shard | None:

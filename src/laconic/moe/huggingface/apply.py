@@ -46,6 +46,7 @@ from laconic.moe.huggingface.shared_experts import SharedCall, SharedExperts
 from laconic.moe.huggingface.shared_recognition import find_shared_experts
 from laconic.moe.huggingface.wrapping import watch_wrappers
 from laconic.moe.layer import Schedule, moe_layers
+from laconic.moe.parallel.cut_tensors import mend_dtensors
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.permute import Order
 from laconic.moe.placement.expert_map import Placement
@@ -282,8 +283,9 @@ def parallelize(
         # Free the whole experts before the next ones are sharded.
         original._parameters.clear()
     watch_wrappers()
-    if is_cut:
-        save_gathered(model, grid.stages if grid is not None else 1)
+    if grid is not None and is_cut:
+        mend_dtensors(grid.expert_mesh.device_type == "cpu")
+        save_gathered(model, grid.stages)
     return Parallelized(model, layers, grid, left, shared)
 
 

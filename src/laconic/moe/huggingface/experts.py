@@ -23,6 +23,7 @@ from laconic.moe.huggingface.blocks import FLAGS, takes_rows
 from laconic.moe.huggingface.sharding import hidden_placement
 from laconic.moe.layer import MoELayer
 from laconic.moe.parallel.calling_host import check_not_listed
+from laconic.moe.parallel.cut_tensors import is_cut
 from laconic.moe.placement.expert_map import Placement
 
 _AROUND_ROWS = ("torch.distributed.fsdp.", "laconic.")
@@ -51,10 +52,6 @@ class FusedExperts(Experts):
             adds_down_bias: False on all but one of the processes whose outputs are added up.
         """
         super().__init__()
-        # A copy without parameters runs the original's gating, which may read its attributes.
-        behaviour = copy.copy(original)
-        behaviour.__dict__ = {**original.__dict__, "_parameters": {}}
-        self.__dict__["_behaviour"] = behaviour
         self.training = original.training
         self._adds_down_bias = adds_down_bias
         self.placement: Placement | None = None
@@ -69,6 +66,25 @@ class FusedExperts(Experts):
         down = self.get_parameter("down_proj")
         self.num_experts = len(local_part(down))
         self.num_global_experts = len(down)
+        # A copy without parameters runs the original's gating, which may read its attributes and modules.
+        behaviour = copy.copy(original)
+        behaviour.__dict__ = {**original.__dict__, "_parameters": {}, "_modules": self._modules}
+        self.__dict__["_behaviour"] = behaviour
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, also for the original's gating, which may read it."""
+        super().__setattr__(name, value)
+        if name in self._of_gating():
+            self._of_gating()[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute, also a public one that only the original has."""
+        found = {} if name.startswith("_") else self._of_gating()
+        return found[name] if name in found else super().__getattr__(name)
+
+    def _of_gating(self) -> dict[str, Any]:
+        behaviour = self.__dict__.get("_behaviour")
+        return {} if behaviour is None else behaviour.__dict__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled and copied with a part of the experts, whose process groups cannot be.
@@ -94,6 +110,25 @@ class FusedExperts(Experts):
         if layer is not None and layer.has_own_replicas and not layer.is_fully_sharded:
             check_not_listed([p for p in self._parameters.values() if p is not None], 1)
         return super().named_parameters(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Convert cut parameters in place, as torch converts whole ones: it would drop their hooks and marks."""
+        parameters, rest = self._parameters, dict[str, Any]()
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                held: Any = parameter
+                if not is_cut(held) or not torch._has_compatible_shallow_copy_type(held, made := fn(held)):
+                    rest[name] = held
+                    continue
+                held.data = made
+                if held.grad is not None:
+                    held.grad.data = fn(held.grad)
+        self.__dict__["_parameters"] = rest
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            parameters.update(rest)
+            self.__dict__["_parameters"] = parameters
 
     def stand_for(self, layer: MoELayer) -> None:
         """Forward calls of the block to `layer`; see laconic.moe.huggingface.layer [Note: the seam]."""
@@ -178,10 +213,22 @@ class FusedExperts(Experts):
         return held
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Take this process's part of whole tensors, which hosts load; DTensors are loaded as ever."""
+        """Take this process's part of whole tensors, which hosts load; DTensors are loaded as ever.
+
+        Raises:
+            CheckpointError: a DTensor is the part of another process.
+        """
         parameters: dict[str, Any] = self._parameters
         for name, like in parameters.items():
             value: Any = state_dict.get(prefix + name)
+            if isinstance(like, DTensor) and isinstance(value, DTensor):
+                place, own = value.device_mesh.get_coordinate(), like.device_mesh.get_coordinate()
+                if place != own and value.device_mesh == like.device_mesh:
+                    raise CheckpointError(
+                        f"{prefix}{name} is the part of a process at {place} of {like.device_mesh.mesh_dim_names}, and"
+                        f" is loaded at {own}; let each process read the file that it wrote, or save with"
+                        " save_pretrained, or with laconic.moe.huggingface.save_sharded"
+                    )
             is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
             if isinstance(like, DTensor) and is_whole and value.shape == like.shape:  # other shapes torch refuses
                 part = taken(value, local_runs(like.shape, like.device_mesh, like.placements))

@@ -25,7 +25,7 @@ from laconic.errors import ConfigError
 from laconic.moe.dispatch.base import Dispatcher
 from laconic.moe.dispatch.expert_sharded import gathered_counts
 from laconic.moe.hooks import Hook
-from laconic.moe.huggingface.experts import FusedExperts
+from laconic.moe.huggingface.experts import FusedExperts, is_of
 from laconic.moe.huggingface.gate import GivenRouting
 from laconic.moe.huggingface.shared_experts import SharedCall
 from laconic.moe.layer import MoELayer, Schedule
@@ -46,6 +46,12 @@ _HOOKS = tuple(
 def has_own_replicas(grid: Grid) -> bool:
     """Return whether the replicas of experts (edp) are others than those of the dense part (dp)."""
     return grid.layout.joint > 1 or grid.layout.mp > 1
+
+
+def _may_end_alone(ddp: DistributedDataParallel) -> bool:
+    """Return whether a process that has no batch left takes part in DDP's messages only."""
+    config = ddp._join_config
+    return config.enable and not config.throw_on_early_termination
 
 
 class ExpertsLayer(MoELayer):
@@ -166,16 +172,15 @@ class ExpertsLayer(MoELayer):
 
     def mean_of_forward(self) -> ExpertMean | None:
         """See `MoELayer.mean_of_forward`."""
-        mean = super().mean_of_forward()
         averages = self.ran_under_ddp and self.averages_under_ddp and torch.is_grad_enabled()
-        return self._mean_under_ddp if mean is None and averages else mean
+        return self._mean_under_ddp if averages else None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the host that was checked, of which a copy has another one."""
         return {**super().__getstate__(), "_checked_ddp": None}
 
     def _check_left_out(self, ddp: DistributedDataParallel) -> None:
-        """Refuse a DDP that was made before `parallelize`, see laconic.moe.huggingface.wrapping, or is over too few.
+        """Refuse a DDP that was made before `parallelize`, is over too few, or may not average.
 
         Raises:
             ConfigError: it was, or is.
@@ -194,6 +199,14 @@ class ExpertsLayer(MoELayer):
                 f" {sorted(left)} have other tokens, so that gradients would be no means over all; give it"
                 " process_group=grid.dp, or none"
             )
+        for hook, _ in getattr(ddp, "_comm_hooks", ()) if grid is not None and self.averages_under_ddp else ():
+            if not is_of(hook, "torch.distributed.", "laconic."):
+                raise ConfigError(
+                    f"DistributedDataParallel reduces gradients by a hook of {hook.__module__}, which may make other"
+                    " sums than the means that experts' gradients become; take a hook of torch.distributed or laconic,"
+                    " or set averages_under_ddp = False on all layers of parallelize, and reduce the gradients of"
+                    " experts, sums over all processes, as the hook does"
+                )
         self._checked_ddp = weakref.ref(ddp)
 
     def _compare_tokens(self, x: Tensor) -> None:
@@ -231,6 +244,11 @@ class ExpertsLayer(MoELayer):
             of_ddp = ddp is not None
             if ddp is not None and (self._checked_ddp is None or self._checked_ddp() is not ddp):
                 self._check_left_out(ddp)
+            if ddp is not None and self.has_own_replicas and _may_end_alone(ddp):
+                raise ConfigError(
+                    "join() lets a process without a batch leave, but the others need its experts; pass"
+                    " throw_on_early_termination=True, which ends all together, or give it batches of weight 0"
+                )
             if torch.is_grad_enabled():
                 self.ran_under_ddp = of_ddp
                 self._without_graph.clear()
