@@ -80,6 +80,7 @@ class Chooser:
         self.rates = rates
         self._codecs_of = codecs_of
         self._learns = learns
+        self._is_brief = not repeats
         self._times_sums = not repeats or group_shape.num_ranks == 2
         self._shrinkages: dict[tuple[str, str, str], Shrinkage] = {}
         self._times: dict[tuple[str, str, str, int], CallTimes] = {}
@@ -169,9 +170,9 @@ class Chooser:
         if coded is not None:
             call, tried = coded
             self._shrinkages.setdefault(call.kind, Shrinkage()).update(sum(messages), sum(expected))
-            self._times.setdefault(call.size, CallTimes()).update_coded(min(coded_ns) / call.numel, tried)
+            self._times.setdefault(call.size, CallTimes()).update_coded(_per_element(coded_ns, call), tried)
         if raw is not None:
-            self._times.setdefault(raw.size, CallTimes()).update_raw(min(raw_ns) / raw.numel)
+            self._times.setdefault(raw.size, CallTimes()).update_raw(_per_element(raw_ns, raw))
 
     def _is_timed(self, call: Call) -> bool:
         return self._learns and (self._times_sums or call.operation not in _SUMS)
@@ -184,13 +185,21 @@ class Chooser:
                 self._kept.clear()
             codes = self.rates.codecs.get(call.dtype, {})
             ratio = None if steps is None else {code: c.ratio * FINENESS / steps for code, c in codes.items()}
-            choice = decide(call.operation, call.numel, call.dtype, self.group_shape, self.rates, ratio)
-            self._kept[key] = choice
+            # A brief measurement errs towards raw: where time decides, its careful assumptions would stand for ever.
+            tries, rates = self._is_brief and self._is_timed(call), self.rates
+            if tries:
+                rates = replace(rates, links={kind: replace(x, extra={}) for kind, x in rates.links.items()})
+            arguments = (call.operation, call.numel, call.dtype, self.group_shape, rates, ratio)
+            self._kept[key] = decide(*arguments, tries=tries)
         return self._kept[key]
 
 
 def _checksum(values: Sequence[int]) -> int:
     return zlib.crc32(struct.pack("<QQQQ", *values))
+
+
+def _per_element(nanoseconds: Sequence[int], call: Call) -> tuple[float, float]:
+    return min(nanoseconds) / call.numel, max(nanoseconds) / call.numel
 
 
 # --- estimates ---
@@ -246,8 +255,9 @@ class Shrinkage:
 _FIRST_RAW, _LAST_RAW = 4, 256
 """Coded calls after which one is left raw to see what that takes; doubled each time."""
 
-_NUM_RAW = 3
-"""Newest observations of raw calls, of which the fastest counts: one that was held up would stand for long."""
+_NUM_KEPT = 3
+"""Newest observations of coded and of raw calls, of which the fastest count: one that was held up would stand for long.
+"""
 
 _FIRST_CODED, _LAST_CODED = 8, 512
 """Calls left raw because coding was slower, after which two are coded to see whether it still is; doubled each time."""
@@ -262,23 +272,25 @@ CODED, SLOWER, TRY = "coded", "slower", "try"
 class CallTimes:
     """What raw and coded calls of one kind and size take, in nanoseconds per element; decides between them.
 
-    A call takes what it takes on the rank that comes to it last: on the others waiting counts in.
+    Each is what the call took on the fastest rank and on the slowest. Where ranks come to a call at different times,
+    waiting counts in on all but the last, so the fastest tells what it takes. Where they leave it at different times, as
+    gloo's all-to-all lets them, the slowest does. So a call is slower only if it is by both.
     """
 
-    coded: float | None = None
-    raw: float | None = None
+    coded: list[tuple[float, float]] = field(default_factory=list)
+    raw: list[tuple[float, float]] = field(default_factory=list)
     num_reports: int = 0
     num_coded: int = 0
     raw_after: int = _FIRST_RAW
     num_refused: int = 0
     coded_after: int = _FIRST_CODED
     num_probes: int = 0
-    raw_kept: list[float] = field(default_factory=list)
 
     @property
     def is_slower(self) -> bool:
         """Whether coded calls take longer than raw ones, as far as is known."""
-        return self.raw is not None and self.coded is not None and self.coded > (1 - MIN_GAIN) * self.raw
+        pairs = zip(zip(*self.coded, strict=True), zip(*self.raw, strict=True), strict=False)
+        return bool(self.coded and self.raw) and all(min(coded) > (1 - MIN_GAIN) * min(raw) for coded, raw in pairs)
 
     def next(self) -> str:
         """Decide the next call for which coding is predicted to pay.
@@ -304,20 +316,18 @@ class CallTimes:
         self.num_coded, self.raw_after, self.coded_after = 0, min(2 * self.raw_after, _LAST_RAW), _FIRST_CODED
         return RAW
 
-    def update_coded(self, nanoseconds: float, tried: bool = False) -> None:
-        """Take the time per element of a coded call on the rank that was fastest; `tried` after a while without one.
+    def update_coded(self, nanoseconds: tuple[float, float], tried: bool = False) -> None:
+        """Take the times per element of a coded call; `tried` after a while without one.
 
         The very first does not count: buffers and connections are new.
         """
         self.num_reports += 1
         if self.num_reports > 1:
-            known = nanoseconds if self.coded is None or tried else self.coded
-            self.coded = known + _WEIGHT * (nanoseconds - known)
+            self.coded = [nanoseconds] if tried else [*self.coded[1 - _NUM_KEPT :], nanoseconds]
 
-    def update_raw(self, nanoseconds: float) -> None:
+    def update_raw(self, nanoseconds: tuple[float, float]) -> None:
         """The same of raw calls."""
-        self.raw_kept = [*self.raw_kept[1 - _NUM_RAW :], nanoseconds]
-        self.raw = min(self.raw_kept)
+        self.raw = [*self.raw[1 - _NUM_KEPT :], nanoseconds]
 
 
 @dataclass(slots=True)

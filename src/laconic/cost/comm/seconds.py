@@ -135,6 +135,7 @@ def decide(
     rates: WireRates,
     ratio: Mapping[str, float] | None = None,
     levels: tuple[int, ...] = (1,),
+    tries: bool = False,
 ) -> AlgorithmChoice:
     """Choose the algorithm of one message.
 
@@ -147,6 +148,7 @@ def decide(
         rates: measured rates.
         ratio: original over message bytes by code, where it has been observed; else that of Gaussian data.
         levels: numbers of levels that the caller can carry out.
+        tries: whether the caller measures what calls take and leaves off: then any predicted gain is worth a try.
 
     Raises:
         ConfigError: the operation is not known.
@@ -156,8 +158,8 @@ def decide(
     if group.num_ranks == 1:
         return left_raw(ONE_RANK)
     call = _Call(operation, numel, dtype, group, rates, ratio, levels)
-    raw, chosen = _choose(call)
-    reason = PAYS if chosen is not raw else _why_raw(call)
+    raw, chosen = _choose(call, tries)
+    reason = PAYS if chosen is not raw else _why_raw(call, tries)
     return AlgorithmChoice(
         chosen.codec, chosen.num_chunks, chosen.levels, chosen.seconds, raw.seconds, reason, chosen.ring
     )
@@ -233,7 +235,7 @@ class _Call(NamedTuple):
     levels: tuple[int, ...]
 
 
-def _choose(call: _Call) -> tuple[Candidate, Candidate]:
+def _choose(call: _Call, tries: bool) -> tuple[Candidate, Candidate]:
     """The best raw candidate, and the one to take."""
     found = list(candidates(*call))
     simple = found[0]
@@ -241,7 +243,8 @@ def _choose(call: _Call) -> tuple[Candidate, Candidate]:
     raw = raw if raw.seconds < (1 - MIN_GAIN) * simple.seconds else simple
     coded = min((c for c in found if c.codec != RAW), key=lambda candidate: candidate.seconds, default=raw)
     latency = call.rates.link(call.group.kind).at(call.group.num_ranks).line(call.operation).alpha_seconds
-    return raw, coded if pays(coded.seconds, raw.seconds, latency) else raw
+    gains = coded.seconds < raw.seconds if tries else pays(coded.seconds, raw.seconds, latency)
+    return raw, coded if gains else raw
 
 
 def _possible(levels: tuple[int, ...], operation: str, group: GroupShape, rates: WireRates) -> tuple[int, ...]:
@@ -376,14 +379,14 @@ def chunk_numbers(sent_nbytes: float) -> Iterator[int]:
         yield number
 
 
-def _why_raw(call: _Call) -> str:
+def _why_raw(call: _Call, tries: bool) -> str:
     if call.dtype not in ITEM_NBYTES:
         return NO_CODE
     if not call.rates.codecs.get(call.dtype):
         return NOT_MEASURED
 
     def would_pay(call: _Call) -> bool:
-        raw, chosen = _choose(call)
+        raw, chosen = _choose(call, tries)
         return chosen is not raw
 
     gaussian = call._replace(ratio=None)
