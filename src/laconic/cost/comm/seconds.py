@@ -83,6 +83,7 @@ class AlgorithmChoice:
     codec: str
     """raw, window or tiered."""
     num_chunks: int
+    """0: by the size of messages alone."""
     levels: int
     """1: between all ranks at once; 2: raw inside nodes, `codec` between them."""
     predicted_seconds: float
