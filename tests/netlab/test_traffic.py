@@ -72,4 +72,4 @@ def test_backward_gathers_inside_the_node_what_its_ranks_have_kept(make_lab: Mak
         # Those of forward do as they would.
         for kept, node in ((plain, plain_node), (coded, coded_node), (zipped, zipped_node)):
             assert node[1][0] == pytest.approx(kept[1][0], rel=0.15)
-        assert coded[1][0] < 0.4 * plain[1][0]
+        assert coded[1][0] < 0.5 * plain[1][0]
