@@ -206,16 +206,17 @@ class LocalSteps:
             TrainingError: the block has changed a parameter, which is not kept.
         """
         self._check_own("at_common_point()")
-        own = {name: parameter.detach().clone() for name, parameter in self.parameters().items()}
+        parameters, point = self.parameters(), self.common()
+        own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         with torch.no_grad():
-            for name, common in self.common().items():
-                self.parameters()[name].copy_(common)
+            for name, parameter in parameters.items():
+                parameter.copy_(point[name])
         self._is_at_common_point = True
         try:
             yield
-            point = self.common()
-            for name, parameter in self.parameters().items():
-                if not torch.equal(parameter, point[name].to(parameter.dtype)):
+            now = dict(self._model.named_parameters())  # frozen ones too: evaluations may freeze
+            for name, parameter in parameters.items():
+                if now.get(name) is not parameter or not torch.equal(parameter, point[name].to(parameter.dtype)):
                     raise TrainingError(
                         f"{name} was changed inside of at_common_point(), which puts this rank's own parameters back; "
                         "train outside of it"
@@ -223,7 +224,7 @@ class LocalSteps:
         finally:
             self._is_at_common_point = False
             with torch.no_grad():
-                for name, parameter in self.parameters().items():
+                for name, parameter in parameters.items():
                     parameter.copy_(own[name])
 
     # --- what is the same on all ranks ---
@@ -288,7 +289,10 @@ class LocalSteps:
         parameters, statistics = self.parameters(), self._statistics()
         targets = {"common": self.common(), "momentum": self.momentum(), "local": {**parameters, **statistics}}
         for part, tensors in targets.items():
-            check_names(part, state[part], tensors)
+            check_names(part, state.get(part, {}), tensors)
+        for part in ("error", "average", "start"):  # which may have some of the parameters, or none
+            tensors = state.get(part, {})
+            check_names(part, tensors, {name: x for name, x in targets["common"].items() if name in tensors})
         for fragment in self._fragments:
             here = [name for name in fragment.shapes if name in state["average"]]
             if here and (len(here) < len(fragment.shapes) or not self.delay):
