@@ -702,7 +702,9 @@ def test_ranks_that_make_the_same_progress_are_told(found: list[Found]) -> None:
 def test_states_that_do_not_fit_are_refused(found: list[Found]) -> None:
     errors = found[0]["misfit"]
     assert errors["momentum"].startswith("ConfigError: first.bias of 'momentum' is missing in the state and [11] in")
-    assert errors["error"].startswith("ConfigError: module.first.weight of 'error' is [11, 13] in the state and missing in")
+    assert errors["error"].startswith(
+        "ConfigError: module.first.weight of 'error' is [11, 13] in the state and missing in"
+    )
     for name in ("delay", "fragments"):
         assert "the state has a synchronization of" in errors[name], errors[name]
 
