@@ -365,11 +365,11 @@ class LocalSteps:
                 torch.sub(difference, rounded, out=fragment.error).nan_to_num_(0.0, 0.0, 0.0)
                 difference = rounded
         pending.average = api.all_reduce(difference, self.group, op="avg", codec=self._codec, async_op=in_background)
+        fragment.pending = pending  # on a rank that must not go on, too: the others do not, either
         if change is not None:
             self._check(pending, change)
         if delay:
             pending.start = {name: found[name].detach().clone() for name in fragment.shapes}
-        fragment.pending = pending
 
     def _merge(self, fragment: Fragment) -> None:
         """Move a fragment's common point by the average of its differences, and its parameters to that point."""
@@ -401,7 +401,6 @@ class LocalSteps:
         if pending.reports is None:
             return
         reports = pending.reports.wait().tolist()
-        pending.reports = None
         if change is not None:
             raise ModelError(
                 f"{change} since LocalSteps was made, but ranks train the parameters of that time apart; make a new "
@@ -429,6 +428,7 @@ class LocalSteps:
                     f"steps: that rank has diverged, and an average with it would be lost; lower the inner learning "
                     "rate and go on from the last checkpoint"
                 )
+        pending.reports = None  # behind an error, so that what was refused is not merged by the next call
         if pending.began > self._first:
             self._still -= {rank for rank, report in zip(ranks, reports, strict=True) if report[4]}
             self._unseen.discard(pending.number)
