@@ -279,18 +279,14 @@ class CallTimes:
 
     coded: list[tuple[float, float]] = field(default_factory=list)
     raw: list[tuple[float, float]] = field(default_factory=list)
+    is_slower: bool = False
+    """Whether coded calls take longer than raw ones, as far as is known; calls that are left raw ask each time."""
     num_reports: int = 0
     num_coded: int = 0
     raw_after: int = _FIRST_RAW
     num_refused: int = 0
     coded_after: int = _FIRST_CODED
     num_probes: int = 0
-
-    @property
-    def is_slower(self) -> bool:
-        """Whether coded calls take longer than raw ones, as far as is known."""
-        pairs = zip(zip(*self.coded, strict=True), zip(*self.raw, strict=True), strict=False)
-        return bool(self.coded and self.raw) and all(min(coded) > (1 - _MIN_GAIN) * min(raw) for coded, raw in pairs)
 
     def next(self) -> str:
         """Decide the next call for which coding is predicted to pay.
@@ -321,10 +317,17 @@ class CallTimes:
         self.num_reports += 1
         if self.num_reports > 1:
             self.coded = [*self.coded[1 - _NUM_KEPT :], nanoseconds]
+            self._compare()
 
     def update_raw(self, nanoseconds: tuple[float, float]) -> None:
         """The same of raw calls."""
         self.raw = [*self.raw[1 - _NUM_KEPT :], nanoseconds]
+        self._compare()
+
+    def _compare(self) -> None:
+        pairs = zip(zip(*self.coded, strict=True), zip(*self.raw, strict=True), strict=False)
+        slower = [min(coded) > (1 - _MIN_GAIN) * min(raw) for coded, raw in pairs]
+        self.is_slower = bool(slower) and all(slower)
 
 
 @dataclass(slots=True)
