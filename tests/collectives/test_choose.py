@@ -20,6 +20,7 @@ from laconic.collectives.policy.microbench import group_shape_of
 from laconic.cost.comm.rates import WireRates
 from laconic.cost.comm.seconds import (
     LOW_RATIO,
+    MAY_PAY,
     MEASURED_SLOWER,
     NOT_PREPARED,
     PAYS,
@@ -59,14 +60,23 @@ def test_without_observations_the_choice_is_the_model_s() -> None:
 
 def test_what_a_brief_measurement_leaves_open_is_tried_where_time_decides() -> None:
     """The profile's margin would leave calls raw for ever that coding makes faster."""
-    call, rates = replace(CALL, numel=1 << 17), made_up_rates(1e9)
-    careful, untaught = Chooser(GroupShape(4), rates, repeats=True), Chooser(GroupShape(4), rates, learns=False)
-    assert careful.choose(call).reason == untaught.choose(call).reason == TOO_SMALL
-    brief = Chooser(GroupShape(4), rates)
-    assert brief.why_always_raw(call.operation, call.numel, call.dtype) is None
-    found = simulated(brief, lambda number, is_coded: 0.02 if is_coded else 0.01, 200, call)
-    assert found[0].reason == PAYS
-    assert sum(choice.codec != RAW for choice in found) < 20
+    rates = made_up_rates(1e9)
+    for numel, reason in ((1 << 17, PAYS), (1 << 15, MAY_PAY)):
+        call = replace(CALL, numel=numel)
+        careful, untaught = Chooser(GroupShape(4), rates, repeats=True), Chooser(GroupShape(4), rates, learns=False)
+        assert careful.choose(call).reason == untaught.choose(call).reason == TOO_SMALL
+        brief = Chooser(GroupShape(4), rates)
+        assert brief.why_always_raw(call.operation, call.numel, call.dtype) is None
+        found = simulated(brief, lambda number, is_coded: 0.02 if is_coded else 0.01, 200, call)
+        assert (found[0].reason, found[0].num_chunks) == (reason, 0)
+        assert found[0].saved_seconds >= 0
+        assert sum(choice.codec != RAW for choice in found) < 20
+
+
+def test_data_that_does_not_shrink_is_not_tried_for_its_time() -> None:
+    own = chooser()
+    tell(own, CALL, own.choose(CALL), 1000, 1000)
+    assert own.choose(CALL).reason == LOW_RATIO
 
 
 def test_data_that_does_not_shrink_is_left_raw_and_tried_again_ever_less_often() -> None:

@@ -28,6 +28,10 @@ MIN_GAIN = 0.05
 """Least predicted gain, as a share of the raw time, at which a message is coded; half a latency must be gained besides.
 Predictions are a few per cent off, those of short messages by more, and no message may lose."""
 
+_TRIED_WITHIN, _TRIED_RATIO = 1.25, 1.1
+"""What coding may be predicted to take, as a share of the raw time, where that is tried and measured: rates of a brief
+measurement are off by as much. Data has to shrink by more than the second for that, as far as it was seen."""
+
 MIN_CODED_NBYTES = 1 << 16
 """Smaller messages are never coded: handshake, headers and threads cost more than any code saves at 100 Mbit/s and
 more, and looking up rates would cost more than the message."""
@@ -45,6 +49,7 @@ _LARGE_NUMEL = 1 << 28
 
 # Why a message was left raw or coded. Without numbers, so that calls can be counted by it.
 PAYS = "coding is predicted to pay"
+MAY_PAY = "coding may pay, and was not measured to be slower"
 ONE_RANK = "one rank"
 NO_CODE = "dtype is not coded"
 NOT_MEASURED = "codec was not measured"
@@ -95,8 +100,8 @@ class AlgorithmChoice:
 
     @property
     def saved_seconds(self) -> float:
-        """Predicted gain over the best raw algorithm."""
-        return self.raw_seconds - self.predicted_seconds
+        """Predicted gain over the best raw algorithm; 0 if none is."""
+        return max(0.0, self.raw_seconds - self.predicted_seconds)
 
 
 class Candidate(NamedTuple):
@@ -149,7 +154,7 @@ def decide(
         rates: measured rates.
         ratio: original over message bytes by code, where it has been observed; else that of Gaussian data.
         levels: numbers of levels that the caller can carry out.
-        tries: whether the caller measures what calls take and leaves off: then any predicted gain is worth a try.
+        tries: whether the caller measures what calls take and leaves off: then what may gain is worth a try.
 
     Raises:
         ConfigError: the operation is not known.
@@ -160,7 +165,7 @@ def decide(
         return left_raw(ONE_RANK)
     call = _Call(operation, numel, dtype, group, rates, ratio, levels)
     raw, chosen = _choose(call, tries)
-    reason = PAYS if chosen is not raw else _why_raw(call, tries)
+    reason = _why_raw(call, tries) if chosen is raw else PAYS if chosen.seconds < raw.seconds else MAY_PAY
     return AlgorithmChoice(
         chosen.codec, chosen.num_chunks, chosen.levels, chosen.seconds, raw.seconds, reason, chosen.ring
     )
@@ -244,7 +249,10 @@ def _choose(call: _Call, tries: bool) -> tuple[Candidate, Candidate]:
     raw = raw if raw.seconds < (1 - MIN_GAIN) * simple.seconds else simple
     coded = min((c for c in found if c.codec != RAW), key=lambda candidate: candidate.seconds, default=raw)
     latency = call.rates.link(call.group.kind).at(call.group.num_ranks).line(call.operation).alpha_seconds
-    gains = coded.seconds < raw.seconds if tries else pays(coded.seconds, raw.seconds, latency)
+    if tries and coded is not raw and (call.ratio is None or call.ratio[coded.codec] > _TRIED_RATIO):
+        gains = coded.seconds < _TRIED_WITHIN * raw.seconds
+    else:
+        gains = pays(coded.seconds, raw.seconds, latency)
     return raw, coded if gains else raw
 
 
