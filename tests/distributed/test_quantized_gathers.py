@@ -75,6 +75,25 @@ class Uneven(nn.Module):
         return self.second(self.first(x).tanh()) * self.large.sum()
 
 
+def forgets_what_was_kept(reshard: bool | int) -> None:
+    """An evaluation has no backward, so units keep what its forward has gathered."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+    x = torch.randn(2, 16)
+    exact = model(x)
+    for part in model:
+        fully_shard(part, reshard_after_forward=reshard)
+    with torch.no_grad():
+        assert torch.equal(model(x), exact)
+        zipped = laconic.quantize_gathers(model)
+        rounded = model(x)
+        assert not torch.equal(rounded, exact)
+        model.state_dict()  # of the exact shards, which stand for what was kept from here on
+        assert torch.equal(model(x), rounded)
+        zipped.remove()
+        assert torch.equal(model(x), exact)
+
+
 def in_two_ranks(_: object) -> None:
     for bits in FORMATS:
         check_values(fsdp(), bits)
@@ -104,6 +123,8 @@ def in_two_ranks(_: object) -> None:
     laconic.quantize_gathers(kept, bits=4)
     loss_of(kept, make_ids(seed=3)).backward()
     assert all(torch.equal(first[name], p.grad.full_tensor()) for name, p in kept.named_parameters())
+
+    forgets_what_was_kept(reshard=False)
 
     with pytest.raises(ModelError, match="model is in DDP, whose ranks hold all parameters"):
         laconic.quantize_gathers(ddp())
@@ -149,6 +170,7 @@ def in_four_ranks(_: object) -> None:
         assert float.fromhex(one) == pytest.approx(float.fromhex(other), abs=5e-3)
     for bits in FORMATS:
         backward_has_what_forward_had(bits)
+    forgets_what_was_kept(reshard=2)
     mesh: Any = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     check_values(fsdp(mesh=mesh), 8, ranks=2)
 

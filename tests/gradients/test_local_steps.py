@@ -257,6 +257,7 @@ def inside_the_common_point(rank: int) -> Found:
         "state": local.state_dict,
         "load": lambda: local.load_state_dict(state),
         "change": lambda: model.last.bias.data.add_(1.0),
+        "freeze": lambda: model.requires_grad_(False),  # for an evaluation
     }.items():
 
         def inside(call: Callable[[], object] = call) -> None:
@@ -264,6 +265,7 @@ def inside_the_common_point(rank: int) -> Found:
                 call()
 
         found[name] = error_of(inside)
+    model.requires_grad_(True)
     return {"errors": found, "back": equal(own, weights(model)), "steps": local.steps}
 
 
@@ -339,7 +341,10 @@ def diverged(rank: int, delay: int) -> str:
     local = LocalSteps(model, every=2, delay=delay)
     if rank == 1:
         model.last.bias.data[3] = float("nan")
-    return error_of(lambda: [local.step() for _ in range(2 + delay)])
+    error = error_of(lambda: [local.step() for _ in range(2 + delay)])
+    error_of(local.step)  # of a program that goes on
+    assert all(x.isfinite().all() for x in local.common().values()), "the next call has merged what was refused"
+    return error
 
 
 def changed(rank: int, delay: int) -> str:
@@ -362,7 +367,9 @@ def misfit(rank: int) -> Found:
     state = local.state_dict()
     missing = copy.deepcopy(state)
     del missing["momentum"]["first.bias"]
+    renamed = state | {"error": {f"module.{name}": x for name, x in state["error"].items()}}
     return {
+        "error": error_of(lambda: LocalSteps(Net(), every=4, num_fragments=2, delay=2).load_state_dict(renamed)),
         "momentum": error_of(lambda: LocalSteps(Net(), every=4, num_fragments=2, delay=2).load_state_dict(missing)),
         "delay": error_of(lambda: LocalSteps(Net(), every=4, num_fragments=2).load_state_dict(state)),
         "fragments": error_of(lambda: LocalSteps(Net(), every=4, num_fragments=1, delay=2).load_state_dict(state)),
@@ -602,6 +609,7 @@ def test_what_needs_this_ranks_own_parameters_is_refused_at_the_common_point(fou
         }.items():
             assert errors[name].startswith(f"TrainingError: {call}() inside of at_common_point()"), errors[name]
         assert errors["change"].startswith("TrainingError: last.bias was changed inside of at_common_point()")
+        assert errors["freeze"] == "no error"
         assert one["inside"]["back"]
         assert one["inside"]["steps"] == 2
 
@@ -697,6 +705,9 @@ def test_ranks_that_make_the_same_progress_are_told(found: list[Found]) -> None:
 def test_states_that_do_not_fit_are_refused(found: list[Found]) -> None:
     errors = found[0]["misfit"]
     assert errors["momentum"].startswith("ConfigError: first.bias of 'momentum' is missing in the state and [11] in")
+    assert errors["error"].startswith(
+        "ConfigError: module.first.weight of 'error' is [11, 13] in the state and missing in"
+    )
     for name in ("delay", "fragments"):
         assert "the state has a synchronization of" in errors[name], errors[name]
 

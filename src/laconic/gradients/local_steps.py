@@ -206,16 +206,17 @@ class LocalSteps:
             TrainingError: the block has changed a parameter, which is not kept.
         """
         self._check_own("at_common_point()")
-        own = {name: parameter.detach().clone() for name, parameter in self.parameters().items()}
+        parameters, point = self.parameters(), self.common()
+        own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         with torch.no_grad():
-            for name, common in self.common().items():
-                self.parameters()[name].copy_(common)
+            for name, parameter in parameters.items():
+                parameter.copy_(point[name])
         self._is_at_common_point = True
         try:
             yield
-            point = self.common()
-            for name, parameter in self.parameters().items():
-                if not torch.equal(parameter, point[name].to(parameter.dtype)):
+            now = dict(self._model.named_parameters())  # frozen ones too: evaluations may freeze
+            for name, parameter in parameters.items():
+                if now.get(name) is not parameter or not torch.equal(parameter, point[name].to(parameter.dtype)):
                     raise TrainingError(
                         f"{name} was changed inside of at_common_point(), which puts this rank's own parameters back; "
                         "train outside of it"
@@ -223,7 +224,7 @@ class LocalSteps:
         finally:
             self._is_at_common_point = False
             with torch.no_grad():
-                for name, parameter in self.parameters().items():
+                for name, parameter in parameters.items():
                     parameter.copy_(own[name])
 
     # --- what is the same on all ranks ---
@@ -288,7 +289,10 @@ class LocalSteps:
         parameters, statistics = self.parameters(), self._statistics()
         targets = {"common": self.common(), "momentum": self.momentum(), "local": {**parameters, **statistics}}
         for part, tensors in targets.items():
-            check_names(part, state[part], tensors)
+            check_names(part, state.get(part, {}), tensors)
+        for part in ("error", "average", "start"):  # which may have some of the parameters, or none
+            tensors = state.get(part, {})
+            check_names(part, tensors, {name: x for name, x in targets["common"].items() if name in tensors})
         for fragment in self._fragments:
             here = [name for name in fragment.shapes if name in state["average"]]
             if here and (len(here) < len(fragment.shapes) or not self.delay):
@@ -361,11 +365,11 @@ class LocalSteps:
                 torch.sub(difference, rounded, out=fragment.error).nan_to_num_(0.0, 0.0, 0.0)
                 difference = rounded
         pending.average = api.all_reduce(difference, self.group, op="avg", codec=self._codec, async_op=in_background)
+        fragment.pending = pending  # on a rank that must not go on, too: the others do not, either
         if change is not None:
             self._check(pending, change)
         if delay:
             pending.start = {name: found[name].detach().clone() for name in fragment.shapes}
-        fragment.pending = pending
 
     def _merge(self, fragment: Fragment) -> None:
         """Move a fragment's common point by the average of its differences, and its parameters to that point."""
@@ -397,7 +401,6 @@ class LocalSteps:
         if pending.reports is None:
             return
         reports = pending.reports.wait().tolist()
-        pending.reports = None
         if change is not None:
             raise ModelError(
                 f"{change} since LocalSteps was made, but ranks train the parameters of that time apart; make a new "
@@ -425,6 +428,7 @@ class LocalSteps:
                     f"steps: that rank has diverged, and an average with it would be lost; lower the inner learning "
                     "rate and go on from the last checkpoint"
                 )
+        pending.reports = None  # behind an error, so that what was refused is not merged by the next call
         if pending.began > self._first:
             self._still -= {rank for rank, report in zip(ranks, reports, strict=True) if report[4]}
             self._unseen.discard(pending.number)

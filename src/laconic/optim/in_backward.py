@@ -56,7 +56,7 @@ class UsedGradient(Tensor):
         raise TrainingError(
             f"{function.name()} reads or adds to a gradient of shape {shape} that backward has used for its update "
             "already (update_in_backward): nothing can be clipped, scaled, added up or reduced after backward; call "
-            "zero_grad() between two backwards, or leave update_in_backward out"
+            "zero_grad(), with set_to_none, between two backwards, or leave update_in_backward out"
         )
 
 

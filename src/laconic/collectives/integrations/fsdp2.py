@@ -124,12 +124,11 @@ class QuantizedAllGather(OwnBuffers, AllGather):
     def _parts(self, numel: int) -> Iterator[tuple[Codec | str, list[slice]]]:
         """How the parts of a shard of `numel` elements travel."""
         parts: dict[bool, list[slice]] = {False: [], True: []}
-        start = 0
+        start, is_kept = 0, self._params.is_sharded_post_forward  # of fewer ranks, after forward
         for parameter in self._params.fsdp_params:
-            found = getattr(parameter, "_sharded_post_forward_param_data", None)  # of fewer ranks, after forward
-            length = (parameter._sharded_param_data if found is None else found).numel()
-            parts[parameter.sharded_param.dim() > 1 and found is None].append(slice(start, start + length))
-            start += length
+            shard = parameter._sharded_post_forward_param_data if is_kept else parameter._sharded_param_data
+            parts[parameter.sharded_param.dim() > 1 and not is_kept].append(slice(start, start + shard.numel()))
+            start += shard.numel()
         if start != numel:
             raise ModelError(
                 f"FSDP2 gathers {numel} elements of parameters that have {start}, so their borders are not known; call"

@@ -53,11 +53,14 @@ def quantize_gathers(model: nn.Module, *, bits: int = 8) -> ZippedCollectives:
             )
         refuse_unwrapped(model)
     codec = Blockwise(BlockFormat(_FORMATS[bits], _BLOCK_SIZE))
-    undo: list[Callable[[], None]] = []
+    # What a forward has kept was gathered in the other way; undone last, when gathers are as they were.
+    undo: list[Callable[[], None]] = [unit.reshard for _, unit in units]
     parts = [part for name, unit in units for part in _attach(name, unit, codec, undo)]
     if all(part.left is not None for part in parts):
         reasons = "; ".join(dict.fromkeys(str(part.left) for part in parts))
         raise ModelError(f"model has no gather that could be quantized: {reasons or 'it has no parameters'}")
+    for _, unit in units:
+        unit.reshard()
     return ZippedCollectives("FSDP2", codec.name, tuple(parts), undo)
 
 

@@ -16,7 +16,6 @@ from laconic.cost.comm.rates import WireRates
 from laconic.cost.comm.seconds import (
     LOW_RATIO,
     MEASURED_SLOWER,
-    MIN_GAIN,
     PROBE,
     PROBE_CODED,
     PROBE_RAW,
@@ -80,14 +79,15 @@ class Chooser:
         self.rates = rates
         self._codecs_of = codecs_of
         self._learns = learns
+        self._is_brief = not repeats
         self._times_sums = not repeats or group_shape.num_ranks == 2
         self._shrinkages: dict[tuple[str, str, str], Shrinkage] = {}
         self._times: dict[tuple[str, str, str, int], CallTimes] = {}
         self._kept: dict[tuple[str, int, str, int], AlgorithmChoice] = {}
         # Observed and not announced yet, and announced and not learnt yet.
-        self._coded: tuple[Call, bool, int, int, int] | None = None
+        self._coded: tuple[Call, int, int, int] | None = None
         self._raw: tuple[Call, int, int] | None = None
-        self._announced: tuple[tuple[Call, bool] | None, Call | None] = (None, None)
+        self._announced: tuple[Call | None, Call | None] = (None, None)
 
     def choose(self, call: Call) -> AlgorithmChoice:
         """The choice for the next call of the group."""
@@ -138,7 +138,7 @@ class Chooser:
         """Record the newest call on this rank: `raw_nbytes` became `message_nbytes`, the call took `nanoseconds`."""
         if choice.codec != RAW:
             expected_nbytes = round(raw_nbytes / self.rates.codecs[call.dtype][choice.codec].ratio)
-            self._coded = call, choice.reason == PROBE_CODED, message_nbytes, expected_nbytes, nanoseconds
+            self._coded = call, message_nbytes, expected_nbytes, nanoseconds
         elif choice.reason in (MEASURED_SLOWER, PROBE_RAW):
             total, num_calls = self._raw[1:] if self._raw is not None and self._raw[0].size == call.size else (0, 0)
             self._raw = call, total + nanoseconds, num_calls + 1
@@ -146,8 +146,8 @@ class Chooser:
     def note(self) -> bytes:
         """What this rank adds to its next announcement."""
         coded, raw, self._coded, self._raw = self._coded, self._raw, None, None
-        self._announced = coded and coded[:2], raw and raw[0]
-        values = (*(coded[2:] if coded else (0, 0, 0)), raw[1] // raw[2] if raw else 0)
+        self._announced = coded and coded[0], raw and raw[0]
+        values = (*(coded[1:] if coded else (0, 0, 0)), raw[1] // raw[2] if raw else 0)
         return _NOTE.pack(*values, _checksum(values))
 
     def merge_notes(self, notes: Sequence[bytes]) -> None:
@@ -167,11 +167,10 @@ class Chooser:
         messages, expected, coded_ns, raw_ns = zip(*rows, strict=True)
         (coded, raw), self._announced = self._announced, (None, None)
         if coded is not None:
-            call, tried = coded
-            self._shrinkages.setdefault(call.kind, Shrinkage()).update(sum(messages), sum(expected))
-            self._times.setdefault(call.size, CallTimes()).update_coded(min(coded_ns) / call.numel, tried)
+            self._shrinkages.setdefault(coded.kind, Shrinkage()).update(sum(messages), sum(expected))
+            self._times.setdefault(coded.size, CallTimes()).update_coded(_per_element(coded_ns, coded))
         if raw is not None:
-            self._times.setdefault(raw.size, CallTimes()).update_raw(min(raw_ns) / raw.numel)
+            self._times.setdefault(raw.size, CallTimes()).update_raw(_per_element(raw_ns, raw))
 
     def _is_timed(self, call: Call) -> bool:
         return self._learns and (self._times_sums or call.operation not in _SUMS)
@@ -184,13 +183,20 @@ class Chooser:
                 self._kept.clear()
             codes = self.rates.codecs.get(call.dtype, {})
             ratio = None if steps is None else {code: c.ratio * FINENESS / steps for code, c in codes.items()}
-            choice = decide(call.operation, call.numel, call.dtype, self.group_shape, self.rates, ratio)
-            self._kept[key] = choice
+            # A brief measurement errs towards raw: where time decides, that would stand for ever.
+            tries = self._is_brief and self._is_timed(call)
+            choice = decide(call.operation, call.numel, call.dtype, self.group_shape, self.rates, ratio, tries=tries)
+            # Nor does it know what a chunk costs.
+            self._kept[key] = replace(choice, num_chunks=0) if tries and choice.codec != RAW else choice
         return self._kept[key]
 
 
 def _checksum(values: Sequence[int]) -> int:
     return zlib.crc32(struct.pack("<QQQQ", *values))
+
+
+def _per_element(nanoseconds: Sequence[int], call: Call) -> tuple[float, float]:
+    return min(nanoseconds) / call.numel, max(nanoseconds) / call.numel
 
 
 # --- estimates ---
@@ -246,14 +252,18 @@ class Shrinkage:
 _FIRST_RAW, _LAST_RAW = 4, 256
 """Coded calls after which one is left raw to see what that takes; doubled each time."""
 
-_NUM_RAW = 3
-"""Newest observations of raw calls, of which the fastest counts: one that was held up would stand for long."""
+_NUM_KEPT = 3
+"""Newest observations of coded and of raw calls, of which the fastest count: one that was held up would stand for long.
+"""
 
 _FIRST_CODED, _LAST_CODED = 8, 512
 """Calls left raw because coding was slower, after which two are coded to see whether it still is; doubled each time."""
 
 _NUM_CODED = 2
 """Coded calls of a probe: the seconds of one are reported with the next."""
+
+_MIN_GAIN = 0.03
+"""Least measured gain, as a share of the raw time, at which calls are coded: coding works the processor."""
 
 CODED, SLOWER, TRY = "coded", "slower", "try"
 
@@ -262,23 +272,21 @@ CODED, SLOWER, TRY = "coded", "slower", "try"
 class CallTimes:
     """What raw and coded calls of one kind and size take, in nanoseconds per element; decides between them.
 
-    A call takes what it takes on the rank that comes to it last: on the others waiting counts in.
+    Each is what the call took on the fastest rank and on the slowest. Where ranks come to a call at different times,
+    waiting counts in on all but the last, so the fastest tells what it takes. Where they leave it at different times,
+    as gloo's all-to-all lets them, the slowest does. So coded calls are slower only if they are by both.
     """
 
-    coded: float | None = None
-    raw: float | None = None
+    coded: list[tuple[float, float]] = field(default_factory=list)
+    raw: list[tuple[float, float]] = field(default_factory=list)
+    is_slower: bool = False
+    """Whether coded calls take longer than raw ones, as far as is known; calls that are left raw ask each time."""
     num_reports: int = 0
     num_coded: int = 0
     raw_after: int = _FIRST_RAW
     num_refused: int = 0
     coded_after: int = _FIRST_CODED
     num_probes: int = 0
-    raw_kept: list[float] = field(default_factory=list)
-
-    @property
-    def is_slower(self) -> bool:
-        """Whether coded calls take longer than raw ones, as far as is known."""
-        return self.raw is not None and self.coded is not None and self.coded > (1 - MIN_GAIN) * self.raw
 
     def next(self) -> str:
         """Decide the next call for which coding is predicted to pay.
@@ -304,20 +312,22 @@ class CallTimes:
         self.num_coded, self.raw_after, self.coded_after = 0, min(2 * self.raw_after, _LAST_RAW), _FIRST_CODED
         return RAW
 
-    def update_coded(self, nanoseconds: float, tried: bool = False) -> None:
-        """Take the time per element of a coded call on the rank that was fastest; `tried` after a while without one.
-
-        The very first does not count: buffers and connections are new.
-        """
+    def update_coded(self, nanoseconds: tuple[float, float]) -> None:
+        """Take the times per element of a coded call, but the very first: buffers and connections are new there."""
         self.num_reports += 1
         if self.num_reports > 1:
-            known = nanoseconds if self.coded is None or tried else self.coded
-            self.coded = known + _WEIGHT * (nanoseconds - known)
+            self.coded = [*self.coded[1 - _NUM_KEPT :], nanoseconds]
+            self._compare()
 
-    def update_raw(self, nanoseconds: float) -> None:
+    def update_raw(self, nanoseconds: tuple[float, float]) -> None:
         """The same of raw calls."""
-        self.raw_kept = [*self.raw_kept[1 - _NUM_RAW :], nanoseconds]
-        self.raw = min(self.raw_kept)
+        self.raw = [*self.raw[1 - _NUM_KEPT :], nanoseconds]
+        self._compare()
+
+    def _compare(self) -> None:
+        pairs = zip(zip(*self.coded, strict=True), zip(*self.raw, strict=True), strict=False)
+        slower = [min(coded) > (1 - _MIN_GAIN) * min(raw) for coded, raw in pairs]
+        self.is_slower = bool(slower) and all(slower)
 
 
 @dataclass(slots=True)

@@ -28,6 +28,10 @@ MIN_GAIN = 0.05
 """Least predicted gain, as a share of the raw time, at which a message is coded; half a latency must be gained besides.
 Predictions are a few per cent off, those of short messages by more, and no message may lose."""
 
+_TRIED_WITHIN, _TRIED_RATIO = 1.25, 1.1
+"""What coding may be predicted to take, as a share of the raw time, where that is tried and measured: rates of a brief
+measurement are off by as much. Data has to shrink by more than the second for that, as far as it was seen."""
+
 MIN_CODED_NBYTES = 1 << 16
 """Smaller messages are never coded: handshake, headers and threads cost more than any code saves at 100 Mbit/s and
 more, and looking up rates would cost more than the message."""
@@ -45,6 +49,7 @@ _LARGE_NUMEL = 1 << 28
 
 # Why a message was left raw or coded. Without numbers, so that calls can be counted by it.
 PAYS = "coding is predicted to pay"
+MAY_PAY = "coding may pay, and was not measured to be slower"
 ONE_RANK = "one rank"
 NO_CODE = "dtype is not coded"
 NOT_MEASURED = "codec was not measured"
@@ -83,6 +88,7 @@ class AlgorithmChoice:
     codec: str
     """raw, window or tiered."""
     num_chunks: int
+    """0: by the size of messages alone."""
     levels: int
     """1: between all ranks at once; 2: raw inside nodes, `codec` between them."""
     predicted_seconds: float
@@ -94,8 +100,8 @@ class AlgorithmChoice:
 
     @property
     def saved_seconds(self) -> float:
-        """Predicted gain over the best raw algorithm."""
-        return self.raw_seconds - self.predicted_seconds
+        """Predicted gain over the best raw algorithm; 0 if none is."""
+        return max(0.0, self.raw_seconds - self.predicted_seconds)
 
 
 class Candidate(NamedTuple):
@@ -135,6 +141,7 @@ def decide(
     rates: WireRates,
     ratio: Mapping[str, float] | None = None,
     levels: tuple[int, ...] = (1,),
+    tries: bool = False,
 ) -> AlgorithmChoice:
     """Choose the algorithm of one message.
 
@@ -147,6 +154,7 @@ def decide(
         rates: measured rates.
         ratio: original over message bytes by code, where it has been observed; else that of Gaussian data.
         levels: numbers of levels that the caller can carry out.
+        tries: whether the caller measures what calls take and leaves off: then what may gain is worth a try.
 
     Raises:
         ConfigError: the operation is not known.
@@ -156,8 +164,8 @@ def decide(
     if group.num_ranks == 1:
         return left_raw(ONE_RANK)
     call = _Call(operation, numel, dtype, group, rates, ratio, levels)
-    raw, chosen = _choose(call)
-    reason = PAYS if chosen is not raw else _why_raw(call)
+    raw, chosen = _choose(call, tries)
+    reason = _why_raw(call, tries) if chosen is raw else PAYS if chosen.seconds < raw.seconds else MAY_PAY
     return AlgorithmChoice(
         chosen.codec, chosen.num_chunks, chosen.levels, chosen.seconds, raw.seconds, reason, chosen.ring
     )
@@ -233,7 +241,7 @@ class _Call(NamedTuple):
     levels: tuple[int, ...]
 
 
-def _choose(call: _Call) -> tuple[Candidate, Candidate]:
+def _choose(call: _Call, tries: bool) -> tuple[Candidate, Candidate]:
     """The best raw candidate, and the one to take."""
     found = list(candidates(*call))
     simple = found[0]
@@ -241,7 +249,11 @@ def _choose(call: _Call) -> tuple[Candidate, Candidate]:
     raw = raw if raw.seconds < (1 - MIN_GAIN) * simple.seconds else simple
     coded = min((c for c in found if c.codec != RAW), key=lambda candidate: candidate.seconds, default=raw)
     latency = call.rates.link(call.group.kind).at(call.group.num_ranks).line(call.operation).alpha_seconds
-    return raw, coded if pays(coded.seconds, raw.seconds, latency) else raw
+    if tries and coded is not raw and (call.ratio is None or call.ratio[coded.codec] > _TRIED_RATIO):
+        gains = coded.seconds < _TRIED_WITHIN * raw.seconds
+    else:
+        gains = pays(coded.seconds, raw.seconds, latency)
+    return raw, coded if gains else raw
 
 
 def _possible(levels: tuple[int, ...], operation: str, group: GroupShape, rates: WireRates) -> tuple[int, ...]:
@@ -376,14 +388,14 @@ def chunk_numbers(sent_nbytes: float) -> Iterator[int]:
         yield number
 
 
-def _why_raw(call: _Call) -> str:
+def _why_raw(call: _Call, tries: bool) -> str:
     if call.dtype not in ITEM_NBYTES:
         return NO_CODE
     if not call.rates.codecs.get(call.dtype):
         return NOT_MEASURED
 
     def would_pay(call: _Call) -> bool:
-        raw, chosen = _choose(call)
+        raw, chosen = _choose(call, tries)
         return chosen is not raw
 
     gaussian = call._replace(ratio=None)
