@@ -148,6 +148,13 @@ class QuickGelu(nn.Module):
         return x * torch.sigmoid(1.702 * x)
 
 
+class Clipped(nn.Module):
+    """SiLU below a limit that few inputs reach, as GELU in transformers' `gelu_10`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(x).clamp(max=10)
+
+
 class Plain(nn.Module):
     """A feed-forward block with an activation of choice."""
 
@@ -170,6 +177,7 @@ class Plain(nn.Module):
         (QuickGelu(), "quick_gelu"),
         (nn.ReLU(inplace=True), None),
         (nn.Tanh(), None),
+        (Clipped(), None),
         (nn.PReLU(), None),
     ],
 )
@@ -198,6 +206,24 @@ class HandWritten(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-6)
+
+
+class ClippedNorm(nn.RMSNorm):
+    """Normalizes what it has clipped."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.clamp(-100, 100))
+
+
+class ClippedLinear(nn.Linear):
+    """Multiplies what it has clipped."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.clamp(-100, 100))
+
+
+def test_what_clips_its_input_is_no_norm_and_no_linear_layer() -> None:
+    assert find_sites(nn.Sequential(ClippedNorm(8, eps=1e-6), ClippedLinear(8, 8))) == []
 
 
 @pytest.mark.parametrize(

@@ -248,6 +248,10 @@ def _is_mixer(module: nn.Module) -> bool:
     return has_own or "softmax" in calls or any(type(child) is nn.Softmax for child in module.children())
 
 
+_FAR = 1e4
+"""Times what is usual: some modules clip what is large, such as the `gelu_10` of transformers."""
+
+
 def _layer_of(name: str) -> int | None:
     match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
     return int(match[1]) if match else None
@@ -280,6 +284,7 @@ def _is_linear(module: nn.Linear) -> bool:
     if bias is not None:
         tensors["bias"] = torch.randn(3, generator=generator)
     x = torch.randn(2, 5, 4, generator=generator)
+    x[1] *= _FAR
     got = settled(module, tensors, x, attributes={"in_features": 4, "out_features": 3})
     return got is not None and _same(got, torch.nn.functional.linear(x, tensors["weight"], tensors.get("bias")))
 
@@ -289,6 +294,7 @@ def _multiplies(module: nn.Module) -> bool:
     generator = torch.Generator().manual_seed(0)
     tensors = {"weight": torch.randn(4, 3, generator=generator), "bias": torch.randn(3, generator=generator)}
     x = torch.randn(2, 4, generator=generator)
+    x[1] *= _FAR
     if module._parameters.keys() != tensors.keys() or not has_plain_attributes(module):
         return False
     got = settled(module, tensors, x, attributes={"nf": 3})
@@ -343,6 +349,7 @@ def _norm_with(module: nn.Module, features: int, eps: float) -> NormSpec | None:
     others = 3 if features != 3 else 5
     shapes = ((2, features), (2, others, features), (2, others, 2, features))
     xs = [torch.randn(shape, generator=generator) * eps**0.5 for shape in shapes]
+    xs.append(torch.randn(shapes[0], generator=generator) * _FAR)
     parameters = {
         name: torch.randn(features, generator=generator)
         for name, parameter in module._parameters.items()
@@ -445,6 +452,7 @@ def _activation(module: nn.Module) -> str | None:
     ):
         return None
     x = torch.linspace(-8, 8, 1001)
+    x = torch.cat((x, x * _FAR))
     got = settled(module, {}, x)  # one that works in place, and would overwrite what is to be kept, is not
     if got is None:
         return None
