@@ -6,15 +6,18 @@ needed: the module's own code runs again in backward, with the random numbers an
 nothing else is kept but its input.
 
 Whether that is allowed is proved once per module, at its first training call: it runs twice for its value alone, and
-both runs have to give the same bits and leave arguments, buffers and attributes as they were. A module that fails stays
-exact, and the log says so. Then its gradients for a random output gradient are compared, from the exact input and from
-the packed one: where they differ too much (attention with very sharp logits), the input is kept exactly. A call with
-arguments that cannot be handed over twice (a filled cache, objects of unknown kinds) runs as it is.
+both runs have to give the same bits and leave arguments, buffers, attributes and the lists of its globals as they were.
+What they leave is undone. A module that fails stays exact, and the log says so. Then its gradients for a random output
+gradient are compared, from the exact input and from the packed one: where they differ too much (attention with very
+sharp logits), the input is kept exactly. A call with arguments that cannot be handed over twice (a filled cache,
+objects of unknown kinds) runs as it is.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -29,6 +32,7 @@ from laconic.activations.forwards.base import SiteForward
 from laconic.activations.forwards.checkpoint import packed_inputs, run_again
 from laconic.activations.host.modules import modules_of
 from laconic.activations.keep.choice import Offload, Packing
+from laconic.activations.keep.preserve import preserved
 from laconic.activations.keep.rounding import quantized
 from laconic.activations.keep.witnesses import Glances, check_unchanged, glances
 from laconic.activations.recognize.sites import Site
@@ -40,6 +44,9 @@ LARGEST_ERROR = 0.1
 
 Eight bits are off by half a per cent, of which most mixers make a few per cent (benchmarks/families.py tries many).
 """
+
+
+_CONTAINERS = (list, dict, set, deque)
 
 
 class MixerForward(SiteForward):
@@ -72,11 +79,15 @@ class MixerForward(SiteForward):
         if self.repeats is False or not self._may_run_again(args, kwargs):
             return self.original(*args, **kwargs)
         if self.repeats is None:
-            self.repeats = self._repeats(args, kwargs)
+            outside = inspect.getclosurevars(inspect.unwrap(type(self.module).forward))
+            lists = [x for x in (*outside.globals.values(), *outside.nonlocals.values()) if isinstance(x, _CONTAINERS)]
+            with preserved(self.module, (args, kwargs, lists), at_once=True) as state:
+                repeats = self._repeats(args, kwargs)
+            self.repeats = repeats and not state.has_undone
             if not self.repeats:
                 logging.getLogger("laconic").warning(
-                    "%s (%s) stays exact: it does not compute the same when it runs twice, so backward cannot run it "
-                    "again",
+                    "%s (%s) stays exact: it does not compute the same when it runs twice, or leaves something in an "
+                    "attribute, an argument or a list, so backward cannot run it again",
                     self.site.name,
                     type(self.module).__name__,
                 )
@@ -198,6 +209,8 @@ class MixerForward(SiteForward):
             for name, value in module.__dict__.items():
                 if isinstance(value, bool | int | float | str):
                     state.append((name, value))
+                elif isinstance(value, Tensor) and not value.is_inference():
+                    state.append((name, value._version))
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 state.append((name, id(tensor), None if tensor is None else tensor._version))
         return state

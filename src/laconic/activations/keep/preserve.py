@@ -12,7 +12,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -32,21 +32,29 @@ _DEPTH = 4
 
 
 @contextmanager
-def preserved(model: nn.Module, inputs: Any = ()) -> Iterator[None]:
+def preserved(model: nn.Module, inputs: Any = (), *, at_once: bool = False) -> Iterator[_State]:
     """After the block, `model`, the tensors in `inputs` and all random generators are as they were before.
 
     That is: parameters, buffers and other tensors that modules hold, with their values, gradients and requires_grad;
     modules' attributes, containers and plain objects among them (such as a configuration), modes and hooks; and the
-    random states of torch, its devices, numpy and Python.
+    random states of torch, its devices, numpy and Python. Afterwards `has_undone` of what the block gets says whether an
+    attribute or a container had become another one.
+
+    Args:
+        model: the model, or a part of one.
+        inputs: of its forward.
+        at_once: copy all tensors beforehand, which takes memory, but no mode that would keep torch.compile from work.
     """
     state = _State()
     state.note(inputs, _DEPTH)
     state.note(model, _DEPTH)
+    if at_once:
+        state.writes.copy_all()
     for buffer in model.buffers():
         state.writes.copy(buffer)
     try:
-        with state.writes:
-            yield
+        with nullcontext() if at_once else state.writes:
+            yield state
     finally:
         state.put_back()
 
@@ -55,6 +63,7 @@ class _State:
     """The recorded state, as actions that restore it."""
 
     def __init__(self) -> None:
+        self.has_undone = False
         self._undo: list[Callable[[], object]] = []
         self._seen: dict[int, object] = {}  # keeps them, so that no identity is used again
         self.writes = _Writes()
@@ -91,6 +100,7 @@ class _State:
         def undo() -> None:
             if _is_same(container, before):
                 return
+            self.has_undone = True
             if isinstance(container, dict | set):
                 container.clear()
                 container.update(before)
@@ -154,6 +164,10 @@ class _Writes(TorchDispatchMode):
         for storage in storages_of(tensor.detach()):
             if storage.device.type != "meta":
                 self._watched[storage._cdata] = storage
+
+    def copy_all(self) -> None:
+        """Copy all watched tensors now."""
+        self._copies = {key: storage.clone() for key, storage in self._watched.items()}
 
     def copy(self, tensor: Tensor) -> None:
         """Copy a watched tensor now, unless that has been done."""
