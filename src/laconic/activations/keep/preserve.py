@@ -37,8 +37,8 @@ def preserved(model: nn.Module, inputs: Any = (), *, at_once: bool = False) -> I
 
     That is: parameters, buffers and other tensors that modules hold, with their values, gradients and requires_grad;
     modules' attributes, containers and plain objects among them (such as a configuration), modes and hooks; and the
-    random states of torch, its devices, numpy and Python. Afterwards `has_undone` of what the block gets says whether an
-    attribute or a container had become another one.
+    random states of torch, its devices, numpy and Python. Afterwards `has_undone` of what the block gets says whether a
+    container, or an attribute of what is no module, was another one.
 
     Args:
         model: the model, or a part of one.
@@ -81,7 +81,7 @@ class _State:
             return
         self._seen[id(value)] = value
         if isinstance(value, nn.Module):
-            self._note_container(value.__dict__, _DEPTH)
+            self._note_container(value.__dict__, _DEPTH, of_module=True)
         elif isinstance(value, Tensor):
             self._note_tensor(value)
         elif isinstance(value, torch.Generator):
@@ -94,13 +94,13 @@ class _State:
         elif isinstance(attributes := getattr(value, "__dict__", None), dict):
             self._note_container(attributes, depth)
 
-    def _note_container(self, container: Any, depth: int) -> None:
+    def _note_container(self, container: Any, depth: int, *, of_module: bool = False) -> None:
         before = container.copy()
 
         def undo() -> None:
             if _is_same(container, before):
                 return
-            self.has_undone = True
+            self.has_undone |= not of_module
             if isinstance(container, dict | set):
                 container.clear()
                 container.update(before)
