@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from laconic.activations.backward.functions import ACTIVATIONS
 from laconic.activations.backward.norms import NormSpec, normalize
+from laconic.activations.host.patched import overrides_functions
 from laconic.activations.recognize.code_scan import TorchCalls, calls_of
 from laconic.activations.recognize.leaf_layers import LeafKind, LeafSpec, leaf_of
 from laconic.activations.recognize.mixture import ExpertsSpec, RouterSpec, experts_of, router_of
@@ -153,8 +154,9 @@ def _sites(model: nn.Module) -> Iterator[Site]:
     beside_linears = {child for module in model.modules() if _has_linear(module) for child in module.children()}
     for name, module in model.named_modules():
         layer = _layer_of(name)
-        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module._parameters.values()):
-            continue  # it becomes another module in its first forward
+        # Not in lazy ones, which become others in their first forward, and whose parameters override functions, too.
+        if any(p is not None and overrides_functions(p) for p in module._parameters.values()):
+            continue
         if module in parts:
             continue
         if (torchs := _torchs_own(module)) is not None:
