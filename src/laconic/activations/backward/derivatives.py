@@ -27,11 +27,11 @@ from laconic.ops.derivatives import connected, differentiable, refusal
 def is_transformed() -> bool:
     """Whether torch.func, forward-mode AD or a function mode of others changes the running code; warns once of each.
 
-    Also in the exact run of an audit, which runs the original forwards likewise.
+    Also in the exact run of an audit and under torch.jit.trace, which run the original forwards likewise.
     """
     if torch.compiler.is_compiling():
         return False
-    if AUDITED.originals:
+    if AUDITED.originals or torch._C._is_tracing():
         return True
     # torch has no public name for either; both are numbers of levels.
     if forward_ad._current_level >= 0 or innermost_transform() is not None:

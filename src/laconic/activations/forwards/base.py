@@ -140,7 +140,7 @@ class SiteForward(Replacement):
         if len(args) != 1 or kwargs or not self.serves(args[0]) or not torch.is_grad_enabled():
             return self.left(*args, **kwargs)
         x = args[0]
-        if not self.keeps(x) or self.stays_exact():
+        if self.stays_exact() or not self.keeps(x):
             return self.left(x)
         if not torch.compiler.is_compiling():
             named(self.site.name)
