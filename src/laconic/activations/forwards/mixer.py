@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from laconic.activations.backward.decisions import Decisions, Habit
-from laconic.activations.backward.replay import Replay, forgetting
+from laconic.activations.backward.replay import Replay, attributes_kept, forgetting
 from laconic.activations.forwards.base import SiteForward
 from laconic.activations.forwards.checkpoint import packed_inputs, run_again
 from laconic.activations.host.modules import modules_of
@@ -119,14 +119,8 @@ class MixerForward(SiteForward):
                         f"None for it in the plan"
                     )
                 args, kwargs = _without_caches(args, kwargs)
-                parts = [(vars(part), vars(part).copy()) for part in modules_of(self.module)]
-                try:
+                with attributes_kept(modules_of(self.module)):
                     return self.run_module(*args, **kwargs)
-                finally:
-                    for own, was in parts:
-                        for name in own.keys() - was.keys():
-                            del own[name]
-                        own.update(was)
             return self.run_module(*args, **kwargs)
 
         return run
