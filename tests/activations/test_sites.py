@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -224,6 +225,48 @@ class ClippedLinear(nn.Linear):
 
 def test_what_clips_its_input_is_no_norm_and_no_linear_layer() -> None:
     assert find_sites(nn.Sequential(ClippedNorm(8, eps=1e-6), ClippedLinear(8, 8))) == []
+
+
+class Guided(torch.autograd.Function):
+    """ReLU whose backward passes positive gradients only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad.relu() * (x > 0)
+
+
+class GuidedRelu(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Guided.apply(x)
+        return y
+
+
+class DetachedNorm(nn.RMSNorm):
+    """Does not differentiate its statistics."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.eps is not None
+        return x * (x.detach().square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
+
+
+class Slow(nn.Linear):
+    """Learns at half of the rate."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, (self.weight + self.weight.detach()) / 2, self.bias)
+
+
+def test_what_has_another_gradient_is_no_norm_no_linear_layer_and_no_activation() -> None:
+    model = nn.Sequential(DetachedNorm(8, eps=1e-6), Slow(8, 8), nn.Linear(8, 8), GuidedRelu())
+    assert [site.name for site in find_sites(model)] == ["2"]
+    with torch.inference_mode():
+        assert [site.name for site in find_sites(nn.Sequential(nn.RMSNorm(8, eps=1e-6), GuidedRelu()))] == ["0"]
 
 
 @pytest.mark.parametrize(

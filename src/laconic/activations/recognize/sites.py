@@ -22,12 +22,19 @@ import torch
 from torch import Tensor, nn
 
 from laconic.activations.backward.functions import ACTIVATIONS
-from laconic.activations.backward.norms import NormSpec, normalize
+from laconic.activations.backward.norms import NormSpec, norm_formula
 from laconic.activations.host.patched import overrides_functions
 from laconic.activations.recognize.code_scan import TorchCalls, calls_of
 from laconic.activations.recognize.leaf_layers import LeafKind, LeafSpec, leaf_of
 from laconic.activations.recognize.mixture import ExpertsSpec, RouterSpec, experts_of, router_of
-from laconic.activations.recognize.trial import has_plain_attributes, outcome, own_forward, settled, usual_numbers
+from laconic.activations.recognize.trial import (
+    alike,
+    has_plain_attributes,
+    outcome,
+    own_forward,
+    settled,
+    usual_numbers,
+)
 
 
 @dataclass(frozen=True)
@@ -254,6 +261,14 @@ _FAR = 1e4
 """Times what is usual: some modules clip what is large, such as the `gelu_10` of transformers."""
 
 
+def _draw(*shape: int, generator: torch.Generator, scale: float = 1.0, far: int | None = None) -> Tensor:
+    """Random numbers of about this scale, in one row far larger ones."""
+    x = torch.randn(shape, generator=generator) * scale
+    if far is not None:
+        x[far] *= _FAR
+    return x.requires_grad_()
+
+
 def _layer_of(name: str) -> int | None:
     match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
     return int(match[1]) if match else None
@@ -282,25 +297,24 @@ def _is_linear(module: nn.Linear) -> bool:
     if weight.shape != (module.out_features, module.in_features):
         return False
     generator = torch.Generator().manual_seed(0)
-    tensors = {"weight": torch.randn(3, 4, generator=generator)}
+    tensors = {"weight": _draw(3, 4, generator=generator)}
     if bias is not None:
-        tensors["bias"] = torch.randn(3, generator=generator)
-    x = torch.randn(2, 5, 4, generator=generator)
-    x[1] *= _FAR
+        tensors["bias"] = _draw(3, generator=generator)
+    x = _draw(2, 5, 4, generator=generator, far=1)
     got = settled(module, tensors, x, attributes={"in_features": 4, "out_features": 3})
-    return got is not None and _same(got, torch.nn.functional.linear(x, tensors["weight"], tensors.get("bias")))
+    expected = torch.nn.functional.linear(x, tensors["weight"], tensors.get("bias"))
+    return alike(got, expected, x, *tensors.values())
 
 
 def _multiplies(module: nn.Module) -> bool:
     """Whether a module of the name and the parts of GPT-2's Conv1D computes what that does."""
     generator = torch.Generator().manual_seed(0)
-    tensors = {"weight": torch.randn(4, 3, generator=generator), "bias": torch.randn(3, generator=generator)}
-    x = torch.randn(2, 4, generator=generator)
-    x[1] *= _FAR
+    tensors = {"weight": _draw(4, 3, generator=generator), "bias": _draw(3, generator=generator)}
+    x = _draw(2, 4, generator=generator, far=1)
     if module._parameters.keys() != tensors.keys() or not has_plain_attributes(module):
         return False
     got = settled(module, tensors, x, attributes={"nf": 3})
-    return got is not None and _same(got, torch.addmm(tensors["bias"], x, tensors["weight"]))
+    return alike(got, torch.addmm(tensors["bias"], x, tensors["weight"]), x, *tensors.values())
 
 
 # Norms
@@ -350,10 +364,10 @@ def _norm_with(module: nn.Module, features: int, eps: float) -> NormSpec | None:
     generator = torch.Generator().manual_seed(0)
     others = 3 if features != 3 else 5
     shapes = ((2, features), (2, others, features), (2, others, 2, features))
-    xs = [torch.randn(shape, generator=generator) * eps**0.5 for shape in shapes]
-    xs.append(torch.randn(shapes[0], generator=generator) * _FAR)
+    xs = [_draw(*shape, generator=generator, scale=eps**0.5) for shape in shapes]
+    xs.append(_draw(*shapes[0], generator=generator, scale=_FAR))
     parameters = {
-        name: torch.randn(features, generator=generator)
+        name: _draw(features, generator=generator)
         for name, parameter in module._parameters.items()
         if parameter is not None
     }
@@ -363,9 +377,8 @@ def _norm_with(module: nn.Module, features: int, eps: float) -> NormSpec | None:
     for spec in candidates:
         if (spec.unit_offset and weight is None) or (bias is not None and spec.kind != "layer"):
             continue
-        if all(
-            got is not None and _same(got, normalize(x, weight, bias, spec)) for x, got in zip(xs, found, strict=True)
-        ):
+        expected = (norm_formula(x, weight, bias, spec, x.dtype) for x in xs)
+        if all(alike(got, y, x, weight, bias) for x, got, y in zip(xs, found, expected, strict=True)):
             return spec
     return None
 
@@ -454,11 +467,9 @@ def _activation(module: nn.Module) -> str | None:
     ):
         return None
     x = torch.linspace(-8, 8, 1001)
-    x = torch.cat((x, x * _FAR))
+    x = torch.cat((x, x * _FAR)).requires_grad_()
     got = settled(module, {}, x)  # one that works in place, and would overwrite what is to be kept, is not
-    if got is None:
-        return None
-    return next((name for name, function in ACTIVATIONS.items() if _same(got, function.forward(x))), None)
+    return next((name for name, function in ACTIVATIONS.items() if alike(got, function.forward(x), x)), None)
 
 
 # Attention
