@@ -149,6 +149,32 @@ class QuickGelu(nn.Module):
         return x * torch.sigmoid(1.702 * x)
 
 
+class Recorder:
+    """Notes what an activation reads."""
+
+    def __init__(self) -> None:
+        self.calls, self.largest = 0, list[float]()
+
+
+class Recording(nn.Module):
+    """SiLU that tells a recorder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorder = Recorder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.recorder.calls += 1
+        self.recorder.largest.append(float(x.detach().abs().max()))
+        return F.silu(x)
+
+
+def test_a_trial_is_not_recorded() -> None:
+    recording = Recording()
+    assert "activation" in [site.kind for site in find_sites(nn.Sequential(nn.Linear(8, 8), recording))]
+    assert vars(recording.recorder) == {"calls": 0, "largest": []}
+
+
 class Clipped(nn.Module):
     """SiLU below a limit that few inputs reach, as GELU in transformers' `gelu_10`."""
 

@@ -81,7 +81,7 @@ class MixerForward(SiteForward):
         if self.repeats is None:
             outside = inspect.getclosurevars(inspect.unwrap(type(self.module).forward))
             lists = [x for x in (*outside.globals.values(), *outside.nonlocals.values()) if isinstance(x, _CONTAINERS)]
-            with preserved(self.module, (args, kwargs, lists), at_once=True) as state:
+            with preserved(self.module, (args, kwargs, lists), tensors="copied") as state:
                 repeats = self._repeats(args, kwargs)
             self.repeats = repeats and not state.has_undone
             if not self.repeats:

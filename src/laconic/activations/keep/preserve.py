@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +24,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from laconic.activations.host.storages import place_of, storages_of
 
 _CONTAINERS = (list, dict, set, deque)
-_LEFT_OUT = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial, str, bytes, int, float)
-"""What is no state, or not the model's: our own forwards note in measuring what they keep."""
+_LEFT_OUT = (
+    *(type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial, str, bytes, int, float),
+    nn.parameter.UninitializedTensorMixin,
+)
+"""What is no state, has none, or is not the model's: our own forwards note in measuring what they keep."""
 
 _DEPTH = 4
 """How far attributes of attributes are followed."""
 
 
 @contextmanager
-def preserved(model: nn.Module, inputs: Any = (), *, at_once: bool = False) -> Iterator[_State]:
+def preserved(
+    model: nn.Module, inputs: Any = (), *, tensors: Literal["watched", "copied", "left"] = "watched"
+) -> Iterator[_State]:
     """After the block, `model`, the tensors in `inputs` and all random generators are as they were before.
 
     That is: parameters, buffers and other tensors that modules hold, with their values, gradients and requires_grad;
@@ -43,17 +48,19 @@ def preserved(model: nn.Module, inputs: Any = (), *, at_once: bool = False) -> I
     Args:
         model: the model, or a part of one.
         inputs: of its forward.
-        at_once: copy all tensors beforehand, which takes memory, but no mode that would keep torch.compile from work.
+        tensors: "watched" by a mode; "copied" beforehand, all of them, which takes memory, but no mode that would keep
+            torch.compile from work; "left" with what is written into them.
     """
     state = _State()
     state.note(inputs, _DEPTH)
     state.note(model, _DEPTH)
-    if at_once:
+    if tensors == "copied":
         state.writes.copy_all()
-    for buffer in model.buffers():
-        state.writes.copy(buffer)
+    elif tensors == "watched":
+        for buffer in model.buffers():
+            state.writes.copy(buffer)
     try:
-        with nullcontext() if at_once else state.writes:
+        with state.writes if tensors == "watched" else nullcontext():
             yield state
     finally:
         state.put_back()

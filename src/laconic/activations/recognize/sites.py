@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from laconic.activations.backward.functions import ACTIVATIONS
 from laconic.activations.backward.norms import NormSpec, norm_formula
 from laconic.activations.host.patched import overrides_functions
+from laconic.activations.keep.preserve import preserved
 from laconic.activations.recognize.code_scan import TorchCalls, calls_of
 from laconic.activations.recognize.leaf_layers import LeafKind, LeafSpec, leaf_of
 from laconic.activations.recognize.mixture import ExpertsSpec, RouterSpec, experts_of, router_of
@@ -147,7 +148,8 @@ class Site:
 
 def find_sites(model: nn.Module) -> list[Site]:
     """All sites of a model in the order of its modules, each shared module once."""
-    with usual_numbers():
+    # Trials share what is no tensor with the modules, such as a recorder of largest values.
+    with usual_numbers(), preserved(model, tensors="left"):
         sites = list(_sites(model))
     if all(site.layer is None for site in sites):
         return sites

@@ -40,8 +40,9 @@ def usual_numbers() -> Iterator[None]:
     """Make differentiable tensors in fp32 on the CPU inside, whatever the defaults: models are built under meta."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
+    hidden_from_trackers = torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), lambda x: x)
     try:
-        with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
+        with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad(), hidden_from_trackers:
             yield
     finally:
         torch.set_default_dtype(dtype)
