@@ -221,6 +221,26 @@ def test_a_registered_implementation_gets_all_its_gradients(monkeypatch: pytest.
         assert relative_error(got, expected) < 1e-6
 
 
+def test_what_attention_notes_on_its_module_is_that_of_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AttentionInterface
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    def noting(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        output, module.noted = eager_attention_forward(module, *args, **kwargs)
+        return output, module.noted
+
+    monkeypatch.setattr(AttentionInterface, "_global_mapping", {**AttentionInterface._global_mapping})
+    AttentionInterface.register("noting", noting)
+    model = make_model("llama")
+    module = model.model.layers[0].self_attn
+    laconic.compress_activations(model)
+    module.config._attn_implementation = "noting"
+    tables = torch.randn(2, 16, 16), torch.randn(2, 16, 16)
+    output, weights = module(torch.randn(2, 16, 64), position_embeddings=tables, attention_mask=None)
+    output.sum().backward()
+    assert module.noted is weights
+
+
 @pytest.mark.usefixtures("queries_are_not_packed")
 def test_a_parameter_of_somebody_else_gets_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AttentionInterface

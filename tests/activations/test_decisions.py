@@ -409,6 +409,30 @@ def test_layers_that_decide_nothing_are_looked_at_once(
     assert second["calls"] == 0
 
 
+class LongIsSparse(nn.Module):
+    """Attention to the largest two scores only, from nine tokens on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.value = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.query(x) @ x.transpose(1, 2)
+        if x.shape[1] > 8:
+            scores = scores.masked_fill(scores < scores.topk(2)[0][..., -1:], -torch.inf)
+        out: Tensor = self.value(scores.softmax(-1) @ x)
+        return out
+
+
+def test_layers_that_decide_from_some_length_on_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.ModuleList([LongIsSparse()])
+    laconic.compress_activations(model, bits=8)
+    for length, decides in ((4, False), (4, False), (16, True), (16, True)):
+        with counted(monkeypatch) as counts:
+            model[0](torch.randn(2, length, 32, requires_grad=True)).sum().backward()
+        assert (counts["decisions"] > 0) == decides
+
+
 @pytest.mark.parametrize("family", few(sorted(set(MIXTURES) - {"gpt_oss"}), 2))
 def test_experts_that_are_told_where_to_go_are_looked_at_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_mixture(family)

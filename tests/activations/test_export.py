@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -34,6 +35,19 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.body(x)
+        return y
+
+
+class Fused(nn.Module):
+    """Attention whose query, key and value are views with gaps of one projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out_of, self.body = nn.Linear(64, 192), nn.Linear(64, 64), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.into(x).view(*x.shape[:2], 3, 4, 16).permute(2, 0, 3, 1, 4)
+        y: Tensor = self.body(self.out_of(F.scaled_dot_product_attention(*qkv).transpose(1, 2).flatten(2)))
         return y
 
 
@@ -80,6 +94,7 @@ def _resnet() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "mlp": (Mlp, lambda: torch.randn(4, 64)),
+    "fused": (Fused, lambda: torch.randn(2, 8, 64)),
     "llama": (_llama, lambda: make_ids(2, 8)),
     "mixtral": (_mixtral, lambda: make_ids(2, 8)),
     "t5": (_t5, lambda: make_ids(2, 8)),
@@ -144,6 +159,11 @@ def test_a_plain_model_is_exported_as_it_is(exporter: str, mode: str, state: str
 )
 def test_every_kind_of_site_is_exported_as_it_is(name: str, exporter: str) -> None:
     check(name, exporter, "combined" if exporter == "trace" else "sites", "train")
+
+
+@pytest.mark.parametrize("exporter", ["trace", "make_fx"])
+def test_views_with_gaps_are_traced(exporter: str) -> None:
+    check("fused", exporter, "sites", "train")
 
 
 @pytest.mark.slow

@@ -197,6 +197,53 @@ def test_a_mixer_that_does_not_repeat_itself_stays_exact_and_the_log_says_so(
         assert relative_error(grad, expected[2][name]) < 0.03, name
 
 
+MAPS: list[Tensor] = []
+
+
+class Leaving(nn.Module):
+    """Attention that leaves its probabilities, or a count, in some place."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place, self.maps, self.calls = place, list[Tensor](), torch.zeros(())
+        self.query, self.value = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, maps: list[Tensor]) -> Tensor:
+        if self.place == "input":
+            x.mul_(1.5)
+        probabilities = torch.softmax(self.query(x) @ x.transpose(1, 2), -1)
+        match self.place:
+            case "attribute":
+                self.calls = self.calls + 1
+            case "tensor":
+                self.calls += 1
+            case "list":
+                self.maps.append(probabilities)
+            case "global":
+                MAPS.append(probabilities)
+            case "argument":
+                maps.append(probabilities)
+        out: Tensor = self.value(probabilities @ x)
+        return out
+
+
+@pytest.mark.parametrize("place", ["attribute", "tensor", "list", "global", "argument", "input"])
+def test_what_a_mixer_leaves_is_left_once(place: str) -> None:
+    torch.manual_seed(0)
+    exact = nn.ModuleList([Leaving(place)])
+    model, x = copy.deepcopy(exact), torch.randn(2, 8, 32, requires_grad=True)
+    laconic.compress_activations(model, bits=8)  # measures nothing, so the first call is one of training
+    found = []
+    for each in (exact[0], model[0]):
+        maps: list[Tensor] = []
+        MAPS.clear()
+        y = each(x * 1, maps)
+        left = [*maps, *MAPS, *each.maps]
+        torch.stack([y.square().sum(), *(m.square().sum() for m in left)]).sum().backward()
+        found.append((y, torch.tensor(len(left)), each.calls, *left))
+    assert all(map(torch.equal, *found))
+
+
 def test_a_mixer_of_frozen_parameters_and_exact_inputs_runs_as_it_is() -> None:
     model = nn.ModuleList([Recurrent(0.0)])
     model.requires_grad_(False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -148,6 +149,39 @@ class QuickGelu(nn.Module):
         return x * torch.sigmoid(1.702 * x)
 
 
+class Recorder:
+    """Notes what an activation reads."""
+
+    def __init__(self) -> None:
+        self.calls, self.largest = 0, list[float]()
+
+
+class Recording(nn.Module):
+    """SiLU that tells a recorder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorder = Recorder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.recorder.calls += 1
+        self.recorder.largest.append(float(x.detach().abs().max()))
+        return F.silu(x)
+
+
+def test_a_trial_is_not_recorded() -> None:
+    recording = Recording()
+    assert "activation" in [site.kind for site in find_sites(nn.Sequential(nn.Linear(8, 8), recording))]
+    assert vars(recording.recorder) == {"calls": 0, "largest": []}
+
+
+class Clipped(nn.Module):
+    """SiLU below a limit that few inputs reach, as GELU in transformers' `gelu_10`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(x).clamp(max=10)
+
+
 class Plain(nn.Module):
     """A feed-forward block with an activation of choice."""
 
@@ -170,6 +204,7 @@ class Plain(nn.Module):
         (QuickGelu(), "quick_gelu"),
         (nn.ReLU(inplace=True), None),
         (nn.Tanh(), None),
+        (Clipped(), None),
         (nn.PReLU(), None),
     ],
 )
@@ -198,6 +233,66 @@ class HandWritten(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-6)
+
+
+class ClippedNorm(nn.RMSNorm):
+    """Normalizes what it has clipped."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.clamp(-100, 100))
+
+
+class ClippedLinear(nn.Linear):
+    """Multiplies what it has clipped."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.clamp(-100, 100))
+
+
+def test_what_clips_its_input_is_no_norm_and_no_linear_layer() -> None:
+    assert find_sites(nn.Sequential(ClippedNorm(8, eps=1e-6), ClippedLinear(8, 8))) == []
+
+
+class Guided(torch.autograd.Function):
+    """ReLU whose backward passes positive gradients only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad.relu() * (x > 0)
+
+
+class GuidedRelu(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Guided.apply(x)
+        return y
+
+
+class DetachedNorm(nn.RMSNorm):
+    """Does not differentiate its statistics."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.eps is not None
+        return x * (x.detach().square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
+
+
+class Slow(nn.Linear):
+    """Learns at half of the rate."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, (self.weight + self.weight.detach()) / 2, self.bias)
+
+
+def test_what_has_another_gradient_is_no_norm_no_linear_layer_and_no_activation() -> None:
+    model = nn.Sequential(DetachedNorm(8, eps=1e-6), Slow(8, 8), nn.Linear(8, 8), GuidedRelu())
+    assert [site.name for site in find_sites(model)] == ["2"]
+    with torch.inference_mode():
+        assert [site.name for site in find_sites(nn.Sequential(nn.RMSNorm(8, eps=1e-6), GuidedRelu()))] == ["0"]
 
 
 @pytest.mark.parametrize(

@@ -141,8 +141,9 @@ class Decisions:
 class Habit:
     """Whether code decides anything, which its first call in each mode shows.
 
-    The mode is that of the module and which of its arguments are there: branches on anything else hardly ever make code
-    decide later, and those on values are decisions themselves.
+    The mode is that of the module, which of its arguments are there, and how long they are, as sparse attention may
+    begin at some length. Branches on anything else hardly ever make code decide later, and those on values are
+    decisions themselves.
 
     Args:
         name: of the code, for errors.
@@ -154,7 +155,8 @@ class Habit:
 
     def decisions(self, training: bool, args: Any, kwargs: Any) -> Decisions | None:
         """Where a call with these arguments notes what it decides; None if it decides nothing in this mode."""
-        mode = (training, tuple([x is None for x in args]), *[(name, x is None) for name, x in kwargs.items()])
+        there = tuple([x.shape if type(x) is Tensor else x is None for x in args])
+        mode = (training, there, *[(name, x is None) for name, x in kwargs.items()])
         return None if mode in self._idle else Decisions(self.name, partial(self._learn, mode))
 
     def _learn(self, mode: Any) -> None:

@@ -3,7 +3,8 @@
 Derivatives of any order by backward: where a graph of the gradients is asked for (`create_graph=True`), backward
 rebuilds its inputs as always and differentiates torch's own formula at them. Of DTensors there are first derivatives
 only, and a second one is refused. Backward of packed tensors cannot be transformed by torch.func, and there is no
-forward-mode formula: under such transforms the original code runs, exactly and without saving anything.
+forward-mode formula: under such transforms the original code runs, exactly and without saving anything. So it does
+under a function mode of others, which may compute something else in the place of torch's functions.
 """
 
 from __future__ import annotations
@@ -17,35 +18,38 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from laconic.activations.host.audited import AUDITED
+from laconic.activations.host.patched import mode_of_others
 from laconic.activations.keep.kept import Memo, Tensors
 from laconic.errors import ModelError
 from laconic.ops.derivatives import connected, differentiable, refusal
 
 
 def is_transformed() -> bool:
-    """Whether torch.func transforms or forward-mode AD differentiate the running code; warns at the first time.
+    """Whether torch.func, forward-mode AD or a function mode of others changes the running code; warns once of each.
 
-    Also in the exact run of an audit, which runs the original forwards likewise.
+    Also in the exact run of an audit and under torch.jit.trace, which run the original forwards likewise.
     """
     if torch.compiler.is_compiling():
         return False
-    if AUDITED.originals:
+    if AUDITED.originals or torch._C._is_tracing():
         return True
     # torch has no public name for either; both are numbers of levels.
-    if forward_ad._current_level < 0 and innermost_transform() is None:
-        return False
-    _warn_it_is_exact()
-    return True
+    if forward_ad._current_level >= 0 or innermost_transform() is not None:
+        _warn_it_is_exact("torch.func transforms and forward-mode AD")
+        return True
+    mode = mode_of_others()
+    if mode is not None:
+        _warn_it_is_exact(f"function modes of others, here {type(mode).__name__},")
+    return mode is not None
 
 
 innermost_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 
 
 @cache
-def _warn_it_is_exact() -> None:
+def _warn_it_is_exact(what: str) -> None:
     logging.getLogger("laconic").warning(
-        "torch.func transforms and forward-mode AD run the original forwards of compressed models: derivatives are "
-        "exact, and nothing is saved"
+        "%s run the original forwards of compressed models: derivatives are exact, and nothing is saved", what
     )
 
 

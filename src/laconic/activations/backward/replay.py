@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -73,6 +73,19 @@ def swapped_parameters(module: nn.Module, others: Mapping[str, Tensor]) -> Itera
     finally:
         for (parameters, name, _), parameter in zip(places, before, strict=True):
             parameters[name] = parameter
+
+
+@contextmanager
+def attributes_kept(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """After the block, the attributes of modules are those that they were before."""
+    before = [(vars(part), vars(part).copy()) for part in parts]
+    try:
+        yield
+    finally:
+        for own, was in before:
+            for name in own.keys() - was.keys():
+                del own[name]
+            own.update(was)
 
 
 def _check_batches(*, draws: bool) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from laconic.activations.backward.replay import Forgetting, Replay, swapped_parameters
+from laconic.activations.backward.replay import Forgetting, Replay, attributes_kept, swapped_parameters
 from laconic.activations.host.storages import laid_out, overlaps
 from laconic.activations.host.traceable import untraced
 from laconic.activations.keep.kept import Kept, Memo
@@ -344,7 +344,8 @@ class SecondRun(Forgetting):
         others = tuple(islice(saved, len(self._strides) - len(self._kept)))
         state = tuple(saved)
         collecting = _Collecting()
-        with self._replay.again(state), swapped_parameters(self._module, self._own), torch.enable_grad():
+        again, parameters = self._replay.again(state), swapped_parameters(self._module, self._own)
+        with again, parameters, attributes_kept((self._module,)), torch.enable_grad():
             inputs = self._rebuilt(codes, others)
             _push(collecting.collect, collecting.give)
             try:

@@ -39,6 +39,7 @@ from laconic.activations.backward.saving import Call, SecondRun, first_tensor
 from laconic.activations.forwards.checkpoint import runs_twice
 from laconic.activations.forwards.replacement import OfModule, follow_copies, forget_copies
 from laconic.activations.host.dtensors import warn_exact
+from laconic.activations.host.patched import overrides_functions
 from laconic.activations.host.storages import overlaps
 from laconic.activations.keep.choice import Packing
 from laconic.activations.keep.kept import Kept, Tensors, attach, derive, held, pack, whole_of
@@ -169,7 +170,9 @@ def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
 
 def _packable(x: Any) -> bool:
     warn_exact("attention", x)
-    return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dtype in DTYPES
+    if type(x) is Tensor:
+        return x.dtype in DTYPES
+    return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dtype in DTYPES and not overrides_functions(x)
 
 
 def _serve_attention_modules() -> None:

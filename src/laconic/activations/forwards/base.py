@@ -22,6 +22,7 @@ from laconic.activations.backward.saving import hooks_of_linear
 from laconic.activations.forwards.checkpoint import is_plain, num_modes, runs_twice
 from laconic.activations.forwards.replacement import Replacement
 from laconic.activations.host.dtensors import has_whole_rows, is_packable, warn_exact
+from laconic.activations.host.patched import overrides_functions
 from laconic.activations.keep.choice import Packing
 from laconic.activations.keep.kept import keep, mark_as_linear
 from laconic.activations.keep.witnesses import named
@@ -110,7 +111,8 @@ class SiteForward(Replacement):
         """Whether `x` is a tensor of a kind that can be packed."""
         if type(x) is Tensor:
             return x.dtype in DTYPES
-        return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dtype in DTYPES
+        plain = isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dtype in DTYPES
+        return plain and not overrides_functions(x)
 
     def serves(self, x: Any) -> bool:
         """Whether an input of this kind can be packed here: a plain tensor, or a DTensor where the site knows how."""
@@ -138,7 +140,7 @@ class SiteForward(Replacement):
         if len(args) != 1 or kwargs or not self.serves(args[0]) or not torch.is_grad_enabled():
             return self.left(*args, **kwargs)
         x = args[0]
-        if not self.keeps(x) or self.stays_exact():
+        if self.stays_exact() or not self.keeps(x):
             return self.left(x)
         if not torch.compiler.is_compiling():
             named(self.site.name)
@@ -228,6 +230,8 @@ class LinearForward(SiteForward):
                 y: Tensor = self.original(x)
             mark_as_linear(y)
             return y
+        if hooks is None and overrides_functions(weight):
+            return self.left(x)
         spec = self.site.spec
         assert isinstance(spec, LinearSpec)
         bias = self.parameter("bias")

@@ -6,15 +6,18 @@ needed: the module's own code runs again in backward, with the random numbers an
 nothing else is kept but its input.
 
 Whether that is allowed is proved once per module, at its first training call: it runs twice for its value alone, and
-both runs have to give the same bits and leave arguments, buffers and attributes as they were. A module that fails stays
-exact, and the log says so. Then its gradients for a random output gradient are compared, from the exact input and from
-the packed one: where they differ too much (attention with very sharp logits), the input is kept exactly. A call with
-arguments that cannot be handed over twice (a filled cache, objects of unknown kinds) runs as it is.
+both runs have to give the same bits and leave arguments, buffers, numbers and lists as they were. What they leave, such
+as a tensor in an attribute, is undone. A module that fails stays exact, and the log says so. Then its gradients for a
+random output gradient are compared, from the exact input and from the packed one: where they differ too much (attention
+with very sharp logits), the input is kept exactly. A call with arguments that cannot be handed over twice (a filled
+cache, objects of unknown kinds) runs as it is.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -24,11 +27,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from laconic.activations.backward.decisions import Decisions, Habit
-from laconic.activations.backward.replay import Replay, forgetting
+from laconic.activations.backward.replay import Replay, attributes_kept, forgetting
 from laconic.activations.forwards.base import SiteForward
 from laconic.activations.forwards.checkpoint import packed_inputs, run_again
 from laconic.activations.host.modules import modules_of
 from laconic.activations.keep.choice import Offload, Packing
+from laconic.activations.keep.preserve import preserved
 from laconic.activations.keep.rounding import quantized
 from laconic.activations.keep.witnesses import Glances, check_unchanged, glances
 from laconic.activations.recognize.sites import Site
@@ -40,6 +44,9 @@ LARGEST_ERROR = 0.1
 
 Eight bits are off by half a per cent, of which most mixers make a few per cent (benchmarks/families.py tries many).
 """
+
+
+_CONTAINERS = (list, dict, set, deque)
 
 
 class MixerForward(SiteForward):
@@ -72,11 +79,15 @@ class MixerForward(SiteForward):
         if self.repeats is False or not self._may_run_again(args, kwargs):
             return self.original(*args, **kwargs)
         if self.repeats is None:
-            self.repeats = self._repeats(args, kwargs)
+            outside = inspect.getclosurevars(inspect.unwrap(type(self.module).forward))
+            lists = [x for x in (*outside.globals.values(), *outside.nonlocals.values()) if isinstance(x, _CONTAINERS)]
+            with preserved(self.module, (args, kwargs, lists), tensors="copied") as state:
+                repeats = self._repeats(args, kwargs)
+            self.repeats = repeats and not state.has_undone
             if not self.repeats:
                 logging.getLogger("laconic").warning(
-                    "%s (%s) stays exact: it does not compute the same when it runs twice, so backward cannot run it "
-                    "again",
+                    "%s (%s) stays exact: it does not compute the same when it runs twice, or leaves something in a "
+                    "tensor, an argument or a list, so backward cannot run it again",
                     self.site.name,
                     type(self.module).__name__,
                 )
@@ -88,7 +99,7 @@ class MixerForward(SiteForward):
             return run_again(region(self._writing_once()), args, kwargs, modules_of(self.module))
 
     def _writing_once(self) -> Callable[..., Any]:
-        """The module's own forward; what its first call writes to a cache stays there, and later ones get none."""
+        """The module's own forward, whose first call alone writes to caches and to attributes for good."""
         before: Glances | None = None
         attributes: list[Any] = []
 
@@ -108,6 +119,8 @@ class MixerForward(SiteForward):
                         f"None for it in the plan"
                     )
                 args, kwargs = _without_caches(args, kwargs)
+                with attributes_kept(modules_of(self.module)):
+                    return self.run_module(*args, **kwargs)
             return self.run_module(*args, **kwargs)
 
         return run
@@ -142,7 +155,9 @@ class MixerForward(SiteForward):
         """Whether two runs give the same bits and change nothing; notes whether the packed input moves the output."""
         args, kwargs = _without_caches(args, kwargs)
         replay = Replay(args[0].device, self.module)
-        before = self._state(args, kwargs)
+        values = (*tree_leaves((args, kwargs)), *(x for part in modules_of(self.module) for x in vars(part).values()))
+        tensors = [x for x in values if isinstance(x, Tensor) and not x.is_inference()]
+        before = self._state(tensors)
         random_state = replay.generators()
 
         def run() -> tuple[list[Any], Any]:
@@ -150,7 +165,7 @@ class MixerForward(SiteForward):
                 return tree_flatten(self.run_module(*args, **kwargs))
 
         (first, spec), (second, other_spec) = run(), run()
-        if self._state(args, kwargs) != before or spec != other_spec:
+        if self._state(tensors) != before or spec != other_spec:
             return False
         if not all(_same(a, b) for a, b in zip(first, second, strict=True)):
             return False
@@ -191,9 +206,9 @@ class MixerForward(SiteForward):
         grads = torch.autograd.grad(output, wanted, cotangent, allow_unused=True)
         return torch.cat([grad.detach().double().flatten() for grad in grads if grad is not None])
 
-    def _state(self, args: Any, kwargs: Any) -> list[Any]:
+    def _state(self, tensors: list[Tensor]) -> list[Any]:
         """What shows a change: versions of tensors, identities and plain attributes of all modules inside."""
-        state: list[Any] = [leaf._version for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        state: list[Any] = [x._version for x in tensors]
         for module in self.module.modules():
             for name, value in module.__dict__.items():
                 if isinstance(value, bool | int | float | str):

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.overrides import TorchFunctionMode
 
 from laconic.errors import ModelError
 
@@ -51,6 +52,25 @@ def unpatched(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
     places = vars(F)
     return next((own for name, own in _ORIGINALS.items() if places.get(name) is function), function)
+
+
+def overrides_functions(x: Tensor) -> bool:
+    """Whether the class of a tensor puts code of its own in the place of torch's functions, as quantized weights do."""
+    own = type(x).__torch_function__
+    return own is not _NONE and getattr(own, "__func__", own) is not _USUAL
+
+
+_NONE = torch._C._disabled_torch_function_impl
+_USUAL = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+
+
+def mode_of_others() -> TorchFunctionMode | None:
+    """A function mode in force that is neither torch's, such as that of a default device, nor one of laconic's."""
+    for place in range(torch._C._len_torch_function_stack()):
+        mode: TorchFunctionMode = torch._C._get_function_stack_at(place)
+        if type(mode).__module__.partition(".")[0] not in ("torch", "laconic"):
+            return mode
+    return None
 
 
 _NAMES = tuple([name for name, value in vars(F).items() if callable(value)])

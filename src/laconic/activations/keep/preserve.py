@@ -12,10 +12,10 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,29 +24,44 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from laconic.activations.host.storages import place_of, storages_of
 
 _CONTAINERS = (list, dict, set, deque)
-_LEFT_OUT = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial, str, bytes, int, float)
-"""What is no state, or not the model's: our own forwards note in measuring what they keep."""
+_LEFT_OUT = (
+    *(type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial, str, bytes, int, float),
+    nn.parameter.UninitializedTensorMixin,
+)
+"""What is no state, has none, or is not the model's: our own forwards note in measuring what they keep."""
 
 _DEPTH = 4
 """How far attributes of attributes are followed."""
 
 
 @contextmanager
-def preserved(model: nn.Module, inputs: Any = ()) -> Iterator[None]:
+def preserved(
+    model: nn.Module, inputs: Any = (), *, tensors: Literal["watched", "copied", "left"] = "watched"
+) -> Iterator[_State]:
     """After the block, `model`, the tensors in `inputs` and all random generators are as they were before.
 
     That is: parameters, buffers and other tensors that modules hold, with their values, gradients and requires_grad;
     modules' attributes, containers and plain objects among them (such as a configuration), modes and hooks; and the
-    random states of torch, its devices, numpy and Python.
+    random states of torch, its devices, numpy and Python. Afterwards `has_undone` of what the block gets says whether a
+    container, or an attribute of what is no module, was another one.
+
+    Args:
+        model: the model, or a part of one.
+        inputs: of its forward.
+        tensors: "watched" by a mode; "copied" beforehand, all of them, which takes memory, but no mode that would keep
+            torch.compile from work; "left" with what is written into them.
     """
     state = _State()
     state.note(inputs, _DEPTH)
     state.note(model, _DEPTH)
-    for buffer in model.buffers():
-        state.writes.copy(buffer)
+    if tensors == "copied":
+        state.writes.copy_all()
+    elif tensors == "watched":
+        for buffer in model.buffers():
+            state.writes.copy(buffer)
     try:
-        with state.writes:
-            yield
+        with state.writes if tensors == "watched" else nullcontext():
+            yield state
     finally:
         state.put_back()
 
@@ -55,6 +70,7 @@ class _State:
     """The recorded state, as actions that restore it."""
 
     def __init__(self) -> None:
+        self.has_undone = False
         self._undo: list[Callable[[], object]] = []
         self._seen: dict[int, object] = {}  # keeps them, so that no identity is used again
         self.writes = _Writes()
@@ -72,7 +88,7 @@ class _State:
             return
         self._seen[id(value)] = value
         if isinstance(value, nn.Module):
-            self._note_container(value.__dict__, _DEPTH)
+            self._note_container(value.__dict__, _DEPTH, of_module=True)
         elif isinstance(value, Tensor):
             self._note_tensor(value)
         elif isinstance(value, torch.Generator):
@@ -85,12 +101,13 @@ class _State:
         elif isinstance(attributes := getattr(value, "__dict__", None), dict):
             self._note_container(attributes, depth)
 
-    def _note_container(self, container: Any, depth: int) -> None:
+    def _note_container(self, container: Any, depth: int, *, of_module: bool = False) -> None:
         before = container.copy()
 
         def undo() -> None:
             if _is_same(container, before):
                 return
+            self.has_undone |= not of_module
             if isinstance(container, dict | set):
                 container.clear()
                 container.update(before)
@@ -154,6 +171,10 @@ class _Writes(TorchDispatchMode):
         for storage in storages_of(tensor.detach()):
             if storage.device.type != "meta":
                 self._watched[storage._cdata] = storage
+
+    def copy_all(self) -> None:
+        """Copy all watched tensors now."""
+        self._copies = {key: storage.clone() for key, storage in self._watched.items()}
 
     def copy(self, tensor: Tensor) -> None:
         """Copy a watched tensor now, unless that has been done."""

@@ -4,7 +4,8 @@ Rounding multiplies a value by something between 0 and 2: a small one becomes ze
 lowest level doubles. A function is tolerant if its derivative stays finite under that, as products, convolutions, norms
 and bounded activations do. It is not if backward divides by what it saved (`div`, `log`, `sqrt`, `rsqrt`, `acos`), asks
 where two saved tensors are equal (`amax`, `norm` of order infinity), or multiplies exponentials that only the exact
-statistic balances (`exp`, `softmax`, `logsumexp`, attention, cross entropy). Whatever is not listed here counts as
+statistic balances (`exp`, `softmax`, `logsumexp`, attention, cross entropy), nor if its derivative turns within a step
+of the format (`sin`, `cos`: SIREN multiplies their input by 30). Whatever is not listed here counts as
 intolerant: functions of one's own, compiled graphs, functions that torch will have next year.
 """
 
@@ -25,8 +26,8 @@ _CONVOLUTIONS = """conv1d conv2d conv3d convolution conv_tbc conv_transpose1d co
     unfold fold max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d
     adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
     interpolate upsample"""
-_ACTIVATIONS = """relu relu6 leaky_relu rrelu elu selu celu gelu silu mish sigmoid tanh softplus logsigmoid log_sigmoid
-    hardtanh hardswish hardsigmoid hardshrink softshrink tanhshrink threshold glu erf sin cos"""
+_ACTIVATIONS = """relu relu6 leaky_relu elu selu celu gelu silu mish sigmoid tanh softplus logsigmoid log_sigmoid
+    hardtanh hardswish hardsigmoid hardshrink softshrink tanhshrink threshold glu erf"""
 _RECURRENT = "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
 _NORMS = "layer_norm rms_norm group_norm instance_norm batch_norm"
 _POWERS = "pow float_power"

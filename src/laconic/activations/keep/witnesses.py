@@ -149,10 +149,12 @@ def _is_real(x: Tensor) -> bool:
 
 
 def _has_memory(x: Tensor) -> bool:
-    return type(x) in _CLASSES and (x.is_cpu or x.is_cuda) and x.layout is torch.strided
+    is_read = type(x) in _CLASSES and (x.is_cpu or x.is_cuda) and x.layout is torch.strided
+    return is_read and torch._C._get_dispatch_mode(_PROXY) is None  # nor is it read where make_fx traces
 
 
 _CLASSES = (Tensor, torch.nn.Parameter)
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 def _watches() -> bool:

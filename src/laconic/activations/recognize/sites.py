@@ -22,11 +22,20 @@ import torch
 from torch import Tensor, nn
 
 from laconic.activations.backward.functions import ACTIVATIONS
-from laconic.activations.backward.norms import NormSpec, normalize
+from laconic.activations.backward.norms import NormSpec, norm_formula
+from laconic.activations.host.patched import overrides_functions
+from laconic.activations.keep.preserve import preserved
 from laconic.activations.recognize.code_scan import TorchCalls, calls_of
 from laconic.activations.recognize.leaf_layers import LeafKind, LeafSpec, leaf_of
 from laconic.activations.recognize.mixture import ExpertsSpec, RouterSpec, experts_of, router_of
-from laconic.activations.recognize.trial import has_plain_attributes, outcome, own_forward, settled, usual_numbers
+from laconic.activations.recognize.trial import (
+    alike,
+    has_plain_attributes,
+    outcome,
+    own_forward,
+    settled,
+    usual_numbers,
+)
 
 
 @dataclass(frozen=True)
@@ -139,7 +148,8 @@ class Site:
 
 def find_sites(model: nn.Module) -> list[Site]:
     """All sites of a model in the order of its modules, each shared module once."""
-    with usual_numbers():
+    # Trials share what is no tensor with the modules, such as a recorder of largest values.
+    with usual_numbers(), preserved(model, tensors="left"):
         sites = list(_sites(model))
     if all(site.layer is None for site in sites):
         return sites
@@ -153,8 +163,9 @@ def _sites(model: nn.Module) -> Iterator[Site]:
     beside_linears = {child for module in model.modules() if _has_linear(module) for child in module.children()}
     for name, module in model.named_modules():
         layer = _layer_of(name)
-        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module._parameters.values()):
-            continue  # it becomes another module in its first forward
+        # Not in lazy ones, which become others in their first forward, and whose parameters override functions, too.
+        if any(p is not None and overrides_functions(p) for p in module._parameters.values()):
+            continue
         if module in parts:
             continue
         if (torchs := _torchs_own(module)) is not None:
@@ -248,6 +259,18 @@ def _is_mixer(module: nn.Module) -> bool:
     return has_own or "softmax" in calls or any(type(child) is nn.Softmax for child in module.children())
 
 
+_FAR = 1e4
+"""Times what is usual: some modules clip what is large, such as the `gelu_10` of transformers."""
+
+
+def _draw(*shape: int, generator: torch.Generator, scale: float = 1.0, far: int | None = None) -> Tensor:
+    """Random numbers of about this scale, in one row far larger ones."""
+    x = torch.randn(shape, generator=generator) * scale
+    if far is not None:
+        x[far] *= _FAR
+    return x.requires_grad_()
+
+
 def _layer_of(name: str) -> int | None:
     match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
     return int(match[1]) if match else None
@@ -276,23 +299,24 @@ def _is_linear(module: nn.Linear) -> bool:
     if weight.shape != (module.out_features, module.in_features):
         return False
     generator = torch.Generator().manual_seed(0)
-    tensors = {"weight": torch.randn(3, 4, generator=generator)}
+    tensors = {"weight": _draw(3, 4, generator=generator)}
     if bias is not None:
-        tensors["bias"] = torch.randn(3, generator=generator)
-    x = torch.randn(2, 5, 4, generator=generator)
+        tensors["bias"] = _draw(3, generator=generator)
+    x = _draw(2, 5, 4, generator=generator, far=1)
     got = settled(module, tensors, x, attributes={"in_features": 4, "out_features": 3})
-    return got is not None and _same(got, torch.nn.functional.linear(x, tensors["weight"], tensors.get("bias")))
+    expected = torch.nn.functional.linear(x, tensors["weight"], tensors.get("bias"))
+    return alike(got, expected, x, *tensors.values())
 
 
 def _multiplies(module: nn.Module) -> bool:
     """Whether a module of the name and the parts of GPT-2's Conv1D computes what that does."""
     generator = torch.Generator().manual_seed(0)
-    tensors = {"weight": torch.randn(4, 3, generator=generator), "bias": torch.randn(3, generator=generator)}
-    x = torch.randn(2, 4, generator=generator)
+    tensors = {"weight": _draw(4, 3, generator=generator), "bias": _draw(3, generator=generator)}
+    x = _draw(2, 4, generator=generator, far=1)
     if module._parameters.keys() != tensors.keys() or not has_plain_attributes(module):
         return False
     got = settled(module, tensors, x, attributes={"nf": 3})
-    return got is not None and _same(got, torch.addmm(tensors["bias"], x, tensors["weight"]))
+    return alike(got, torch.addmm(tensors["bias"], x, tensors["weight"]), x, *tensors.values())
 
 
 # Norms
@@ -342,9 +366,10 @@ def _norm_with(module: nn.Module, features: int, eps: float) -> NormSpec | None:
     generator = torch.Generator().manual_seed(0)
     others = 3 if features != 3 else 5
     shapes = ((2, features), (2, others, features), (2, others, 2, features))
-    xs = [torch.randn(shape, generator=generator) * eps**0.5 for shape in shapes]
+    xs = [_draw(*shape, generator=generator, scale=eps**0.5) for shape in shapes]
+    xs.append(_draw(*shapes[0], generator=generator, scale=_FAR))
     parameters = {
-        name: torch.randn(features, generator=generator)
+        name: _draw(features, generator=generator)
         for name, parameter in module._parameters.items()
         if parameter is not None
     }
@@ -354,9 +379,8 @@ def _norm_with(module: nn.Module, features: int, eps: float) -> NormSpec | None:
     for spec in candidates:
         if (spec.unit_offset and weight is None) or (bias is not None and spec.kind != "layer"):
             continue
-        if all(
-            got is not None and _same(got, normalize(x, weight, bias, spec)) for x, got in zip(xs, found, strict=True)
-        ):
+        expected = (norm_formula(x, weight, bias, spec, x.dtype) for x in xs)
+        if all(alike(got, y, x, weight, bias) for x, got, y in zip(xs, found, expected, strict=True)):
             return spec
     return None
 
@@ -445,10 +469,9 @@ def _activation(module: nn.Module) -> str | None:
     ):
         return None
     x = torch.linspace(-8, 8, 1001)
+    x = torch.cat((x, x * _FAR)).requires_grad_()
     got = settled(module, {}, x)  # one that works in place, and would overwrite what is to be kept, is not
-    if got is None:
-        return None
-    return next((name for name, function in ACTIVATIONS.items() if _same(got, function.forward(x))), None)
+    return next((name for name, function in ACTIVATIONS.items() if alike(got, function.forward(x), x)), None)
 
 
 # Attention

@@ -1,9 +1,10 @@
 """Tries modules on a few numbers: a twin runs that shares nothing but opaque objects, so the module stays unchanged.
 
-Values alone do not identify a module. It may draw random numbers, or compute something else in training than in
-evaluation, or do so later, when somebody sets an attribute that was zero at the trial. So a formula stands for a module
-only if both modes agree and nothing is drawn (`settled`), and only as long as its plain attributes and its code stay
-the same (`PlainAttributes`): a host may put code of its own in the place of a class or its forward, or of a function of
+Values alone do not identify a module. Its gradient may be another one (a detached statistic, a backward of its own); it
+may draw random numbers, or compute something else in training than in evaluation, or do so later, when somebody sets an
+attribute that was zero at the trial. So a formula stands for a module only if the gradients agree (`alike`) and both
+modes do and nothing is drawn (`settled`), and only as long as its plain attributes and its code stay the same
+(`PlainAttributes`): a host may put code of its own in the place of a class or its forward, or of a function of
 torch, at any time.
 """
 
@@ -36,11 +37,12 @@ _CONTAINERS = (list, dict, set, deque)
 
 @contextmanager
 def usual_numbers() -> Iterator[None]:
-    """Make tensors in fp32 on the CPU inside, whatever the defaults: models are built under meta and in bf16."""
+    """Make differentiable tensors in fp32 on the CPU inside, whatever the defaults: models are built under meta."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
+    hidden_from_trackers = torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), lambda x: x)
     try:
-        with torch.device("cpu"):
+        with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad(), hidden_from_trackers:
             yield
     finally:
         torch.set_default_dtype(dtype)
@@ -64,13 +66,16 @@ def outcome(
         attributes: of the module itself, set for the trial.
         children: other modules in place of its own.
     """
-    return _tried(module, tensors, args, training, attributes, children)[0]
+    with torch.no_grad():
+        return _tried(module, tensors, args, training, attributes, children)[0]
 
 
 def settled(
     module: nn.Module, tensors: Mapping[str, Tensor], *args: Tensor, attributes: Mapping[str, Any] | None = None
 ) -> Tensor | None:
     """The tensor that the module returns in training and in evaluation alike, without randomness or writes to `args`.
+
+    It has the graph of its derivatives.
 
     None if there is no such tensor. Arguments are those of `outcome`.
     """
@@ -84,6 +89,20 @@ def settled(
     return found[0] if torch.equal(*found) else None
 
 
+def alike(got: Tensor | None, expected: Tensor, *inputs: Tensor | None) -> bool:
+    """Whether a result is the expected one, and has its gradients by the inputs."""
+    if got is None or got.shape != expected.shape or not torch.allclose(got.float(), expected, rtol=1e-4, atol=1e-5):
+        return False
+    leaves = [x for x in inputs if x is not None]
+    along = torch.arange(1.0, got.numel() + 1).sin().view(got.shape)
+    options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    try:
+        ours, theirs = (torch.autograd.grad(y, leaves, along, **options) for y in (expected, got.float()))
+    except Exception:  # it has no backward, or one that fails
+        return False
+    return all((a - b).norm() <= 1e-3 * a.norm() for a, b in zip(ours, theirs, strict=True))
+
+
 def _tried(
     module: nn.Module,
     tensors: Mapping[str, Tensor],
@@ -94,7 +113,7 @@ def _tried(
 ) -> tuple[Any, bool]:
     """What a twin returns, and whether it drew random numbers."""
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
             before = torch.get_rng_state()
             result = _twin(module, tensors, training, "", attributes, children).forward(*args)
             return result, not torch.equal(torch.get_rng_state(), before)
