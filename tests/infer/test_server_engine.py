@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from laconic.cli.main import main
@@ -27,7 +27,7 @@ from laconic.infer import Engine, InferencePlan
 from laconic.infer.server import ByteTokenizer, HuggingFaceTokenizer, ServerSettings, create_app, load_text_tokenizer
 from tests.distributed.processes import wait_until
 from tests.infer.models import generated, make
-from tests.infer.serving import running
+from tests.infer.serving import FakeEngine, running
 from tests.patience import patient
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
@@ -173,6 +173,37 @@ def test_a_call_of_a_tool_is_shown_by_its_name_or_its_arguments(shown: str) -> N
     call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     text = ours.decode(ours.encode_chat([{"role": "assistant", "content": "", "tool_calls": [call]}]))
     assert text == call["function"][shown.partition(".")[2]]  # type: ignore[index]
+
+
+def test_completions_continue_the_text_of_their_prompt() -> None:
+    """Where a decoder leaves out the space at the start of a text, prompt and answer were run together."""
+    symbols = ["<s>", "▁", "a", "b", "c", "▁a"]
+    made = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(symbols)}, [("▁", "a")]))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    original = PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", chat_template="{{ messages[0].content }}"
+    )
+    engine, answer = FakeEngine(), [1, 1, 3, 5]
+    engine.answer = lambda prompt, sampling: answer
+    try:
+        with (
+            running(create_app(engine, HuggingFaceTokenizer(original), ServerSettings("tiny"))) as url,
+            openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            for prompt, text in (([0, 5, 4], "  b a"), ([0], " b a")):  # behind a text, and where it begins
+                shown = original.decode(prompt, skip_special_tokens=True)
+                assert original.decode([*prompt, *answer], skip_special_tokens=True) == shown + text
+                ask: Any = {"model": "tiny", "prompt": prompt, "max_tokens": 4}
+                assert client.completions.create(**ask, echo=True).choices[0].text == shown + text
+                chunks = [chunk.choices[0].text for chunk in client.completions.create(**ask, stream=True)]
+                assert "".join(chunks) == text
+            cut = client.completions.create(model="tiny", prompt="a", max_tokens=4, stop="  b")
+            assert (cut.choices[0].text, cut.choices[0].finish_reason) == ("", "stop")
+            chat: Any = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+            assert client.chat.completions.create(**chat).choices[0].message.content == " b a"
+    finally:
+        engine.close()
 
 
 def test_models_of_bytes_and_models_without_a_tokenizer(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ def run(args: Sequence[str]) -> int:
 def _generate(
     options: argparse.Namespace, prompts: Sequence[str], tokenizer: TextTokenizer, emit: Callable[[Any], None]
 ) -> None:
+    from laconic.infer.tokenizer import begun_text
+
     if options.plan == "auto":
         _expect(options, [len(tokenizer.encode(prompt)) for prompt in prompts])
     found = []
@@ -40,10 +42,11 @@ def _generate(
         described = str(engine)
         if not options.json:
             print(f"{described}\n")
-        generations = [engine.submit(tokenizer.encode(prompt), options.max_new_tokens) for prompt in prompts]
-        for prompt, generation in zip(prompts, generations, strict=True):
-            tokens = generation.result()
-            text = tokenizer.decode(tokens)
+        encoded = [tokenizer.encode(prompt) for prompt in prompts]
+        generations = [engine.submit(tokens, options.max_new_tokens) for tokens in encoded]
+        for prompt, before, generation in zip(prompts, encoded, generations, strict=True):
+            tokens, (begun, shown) = generation.result(), begun_text(tokenizer, before)
+            text = tokenizer.decode([*begun, *tokens]).removeprefix(shown)
             found.append({"prompt": prompt, "text": text, "tokens": tokens})
             if not options.json:
                 print(f"{prompt}{text}\n")

@@ -357,6 +357,24 @@ class ByteTokenizer:
         return [self.token_bytes(token) for token in range(257)], frozenset({256})
 
 
+def begun_text(tokenizer: Any, prompt: Sequence[int]) -> tuple[Sequence[int], str]:
+    """Return tokens to decode before those that continue a prompt, and their text; none if the prompt has no text.
+
+    The tokenizer is a TextTokenizer.
+
+    At the start of a text many tokenizers (of Llama 2, BERT) leave out a space or show a part of a word otherwise.
+    """
+    return ((), "") if all(map(tokenizer.is_special, prompt)) else _begun_text(tokenizer)
+
+
+@lru_cache(maxsize=8)
+def _begun_text(tokenizer: Any) -> tuple[Sequence[int], str]:
+    tokens = [token for token in tokenizer.encode("a") if not tokenizer.is_special(token)]
+    if any(tokenizer.token_name(token).startswith("<0x") for token in tokens):  # would be of one run with other bytes
+        return (), ""
+    return tokens, tokenizer.decode(tokens)
+
+
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message whose content is a list of one part, as templates of models that see images may want it."""
     content = message.get("content")

@@ -127,6 +127,7 @@ class Answers:
             self._handover_here(),
             burst=1 if body.stream or stops else _BURST,
             is_seeded=body.seed is not None,
+            continues=body.continues_prompt,
         )
         self._check_size(field, prompts, max_new_tokens, generation)
         self._generations.add(generation)

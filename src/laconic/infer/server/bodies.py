@@ -153,6 +153,11 @@ class RequestBody(Strict):
         return bool(self.return_tokens_as_token_ids)
 
     @property
+    def continues_prompt(self) -> bool:
+        """Whether the answer is the text behind the prompt's, and no text of its own."""
+        return False
+
+    @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with numbers of tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -187,6 +192,11 @@ class CompletionBody(RequestBody):
     logprobs: int | None = Field(None, ge=0, le=20)
     max_tokens: int | None = Field(None, ge=0, le=2**31)
     echo: bool | None = None
+
+    @property
+    def continues_prompt(self) -> bool:
+        """Whether the answer is the text behind the prompt's, and no text of its own."""
+        return True
 
     @property
     def num_logprobs(self) -> int | None:

@@ -14,7 +14,7 @@ from laconic.infer.server.handover import Handover
 from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.text import StopFinder
 from laconic.infer.token_engine import TokenEngine, TokenHandle
-from laconic.infer.tokenizer import TextTokenizer
+from laconic.infer.tokenizer import TextTokenizer, begun_text
 
 FinishReason = Literal["stop", "length"]
 _Event = ChosenToken | LaconicError | None
@@ -58,6 +58,7 @@ class Generation:
         burst: tokens that `parts` waits for, unless a request ends; 1 gives each at once.
         is_seeded: whether a client gave the seed, so that a prompt has the same choices beside others as alone; else
             equal prompts draw apart.
+        continues: whether the choices' texts are those behind the prompts', and no texts of their own.
 
     Attributes:
         prompt_tokens: of all prompts.
@@ -78,6 +79,7 @@ class Generation:
         handover: Handover,
         burst: int = 1,
         is_seeded: bool = True,
+        continues: bool = False,
     ) -> None:
         self._engine, self._on_freed, self._handover = engine, on_freed, handover
         self._events: list[tuple[int, _Event]] = []
@@ -97,6 +99,7 @@ class Generation:
                 stop_tokens,
                 tokenizer,
                 stops,
+                begun_text(tokenizer, prompt) if continues else ((), ""),
             )
             for number, prompt in enumerate(prompts)
             for choice in range(num_choices)
@@ -244,6 +247,7 @@ class _Choice:
         stop_tokens: frozenset[int],
         tokenizer: TextTokenizer,
         stops: Sequence[str],
+        begun: tuple[Sequence[int], str],
     ) -> None:
         self.index, self.prompt, self.sampling = index, prompt, sampling
         self.handle: TokenHandle | None = None
@@ -256,8 +260,10 @@ class _Choice:
         self._special_stops = frozenset(special[stop] for stop in stops if stop in special)
         self._decode, self._detokenizer = tokenizer.decode, tokenizer.detokenizer()
         self._stopper = StopFinder(stops)
-        self._tokens: list[int] = []
-        self._pieces: list[str] = []
+        self._tokens = list(begun[0])
+        self._pieces = [self._detokenizer.push(token) for token in self._tokens]
+        self._start = len(begun[1])
+        self._held = begun[1].removeprefix("".join(self._pieces))  # comes with the answer's first piece
         self._offset = 0
 
     def push(self, token: ChosenToken) -> Part:
@@ -297,6 +303,8 @@ class _Choice:
 
     def _take(self, piece: str) -> str:
         self._pieces.append(piece)
+        if self._held:
+            piece, self._held = piece[len(self._held) :], self._held[len(piece) :]
         self._offset += len(piece)
         return piece
 
@@ -308,6 +316,7 @@ class _Choice:
         """
         if (text := "".join(self._pieces)) != (whole := self._decode(self._tokens)):
             raise TextError(
-                f"the pieces of this answer make {text!r}, but its tokens decode to {whole!r}; report the model's"
+                f"the pieces of this answer make {text[self._start :]!r}, but its tokens decode to"
+                f" {whole[self._start :]!r}; report the model's"
                 " tokenizer.json as an error of laconic, and until it is mended do not trust the pieces"
             )
