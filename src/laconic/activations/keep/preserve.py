@@ -26,7 +26,8 @@ from laconic.activations.host.storages import place_of, storages_of
 _CONTAINERS = (list, dict, set, deque)
 _LEFT_OUT = (
     *(type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial, str, bytes, int, float),
-    nn.parameter.UninitializedTensorMixin,
+    nn.parameter.UninitializedParameter,
+    nn.parameter.UninitializedBuffer,
 )
 """What is no state, has none, or is not the model's: our own forwards note in measuring what they keep."""
 
