@@ -26,7 +26,8 @@ from laconic.activations.host.storages import place_of, storages_of
 _CONTAINERS = (list, dict, set, deque)
 _LEFT_OUT = (
     *(type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial, str, bytes, int, float),
-    nn.parameter.UninitializedTensorMixin,
+    nn.parameter.UninitializedParameter,
+    nn.parameter.UninitializedBuffer,
 )
 """What is no state, has none, or is not the model's: our own forwards note in measuring what they keep."""
 
@@ -48,14 +49,14 @@ def preserved(
     Args:
         model: the model, or a part of one.
         inputs: of its forward.
-        tensors: "watched" by a mode; "copied" beforehand, all of them, which takes memory, but no mode that would keep
-            torch.compile from work; "left" with what is written into them.
+        tensors: "watched" by a mode; "copied" beforehand, all but parameters, where a mode would keep torch.compile
+            from work; "left" with what is written into them.
     """
     state = _State()
     state.note(inputs, _DEPTH)
     state.note(model, _DEPTH)
     if tensors == "copied":
-        state.writes.copy_all()
+        state.writes.copy_all(model)
     elif tensors == "watched":
         for buffer in model.buffers():
             state.writes.copy(buffer)
@@ -172,9 +173,10 @@ class _Writes(TorchDispatchMode):
             if storage.device.type != "meta":
                 self._watched[storage._cdata] = storage
 
-    def copy_all(self) -> None:
-        """Copy all watched tensors now."""
-        self._copies = {key: storage.clone() for key, storage in self._watched.items()}
+    def copy_all(self, model: nn.Module) -> None:
+        """Copy all watched tensors now, but parameters and their gradients, to which forwards do not write."""
+        left = {key for p in model.parameters() for x in (p, p.grad) if x is not None for key in place_of(x.detach())}
+        self._copies = {key: storage.clone() for key, storage in self._watched.items() if key not in left}
 
     def copy(self, tensor: Tensor) -> None:
         """Copy a watched tensor now, unless that has been done."""

@@ -132,8 +132,8 @@ def linear_cross_entropy(
     _check(hidden, weight, bias, labels, spec, chunk_tokens, reduction, num_items)
     if is_transformed():
         raise ModelError(
-            "linear_cross_entropy is called under a torch.func transform, forward-mode AD or another's function mode, "
-            "for which its chunks have no derivative; call torch.nn.functional.cross_entropy on the logits there"
+            "linear_cross_entropy runs under a torch.func transform, forward-mode AD, torch.jit.trace or somebody's "
+            "function mode, where its chunks have no derivative; call torch.nn.functional.cross_entropy on the logits"
         )
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).to(hidden.device, torch.int64)
     check_range(targets, weight.shape[0], ignore_index)
