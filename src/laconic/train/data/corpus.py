@@ -157,8 +157,8 @@ def prepare(config: DataConfig, *, verify: bool = True) -> TokenCorpus:
     files = find_files(config.paths)
     if config.text_key != DataConfig().text_key and not any(map(is_jsonl, files)):
         raise DataError(
-            f"data.text_key is {config.text_key!r}, but data.paths names no .jsonl file, whose lines it is for; leave it "
-            "out, or name such files"
+            f"data.text_key is {config.text_key!r}, but data.paths names no .jsonl file, whose lines it is for; "
+            "leave it out, or name such files"
         )
     source = _source_fingerprint(files, tokenizer, config.text_key)
     folder = _cache_dir(config)

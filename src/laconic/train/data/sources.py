@@ -186,8 +186,9 @@ def _text_files(root: Path) -> list[Path]:
         raise DataError(f"cannot read {error.filename}: {error.strerror}") from None
 
     def is_new(folder: str) -> bool:  # links may lead back, or twice to the same place
-        real = os.path.realpath(folder)
-        return real not in seen and not seen.add(real)
+        before = len(seen)
+        seen.add(os.path.realpath(folder))
+        return len(seen) > before
 
     files: list[Path] = []
     skipped = 0
