@@ -214,3 +214,24 @@ def test_no_arguments_make_a_parser_fail_otherwise(args: list[str]) -> None:
 def test_an_abbreviation_is_not_taken_for_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["zip", "x", "--job", "1"]) == 2
     assert capsys.readouterr().err == "laconic: error: unknown flag --job; did you mean --jobs?\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "flag"),
+    [
+        (["train", "--data.paths", "a", "--data.paths", "b"], "--data.paths"),
+        (["train", "--data.paths=a", "--data.paths", "b", "c"], "--data.paths"),
+        (["plan", "m", "--choices", "4", "--choices", "8"], "--choices"),
+    ],
+)
+def test_a_list_that_is_given_twice_loses_no_values(
+    args: list[str], flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(args) == 2
+    assert f"{flag} is given twice, but it must be given once, with all its values" in capsys.readouterr().err
+
+
+def test_a_list_without_values_does_not_mean_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    """As of an unset variable of a shell; without paths the demo would be trained."""
+    assert main(["train", "--data.paths", "--steps", "3"]) == 2
+    assert "--data.paths needs at least one value" in capsys.readouterr().err

@@ -36,7 +36,7 @@ SENT = NOTHING_SENT | {"groups": 1, "calls": 3, "coded_calls": 2, "nbytes": 900,
 ONE_STEP = {"optimizers": {"AdamW": 1}}
 
 CASES: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("nothing", {}, ["no optimizer of torch made a step: the script did not train with one"]),
+    ("nothing", {}, ["no optimizer of torch made a step in this process; processes that it forked are not counted"]),
     (
         "no gradients",
         ONE_STEP,

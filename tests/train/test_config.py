@@ -51,6 +51,7 @@ SECTIONS = (
 
 # Text that settings can hold: any code points but lone surrogates, and no NUL.
 texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=30)
+paths = texts.filter(bool)
 toml_values = st.recursive(
     st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
@@ -58,14 +59,14 @@ toml_values = st.recursive(
 )
 configs = st.builds(
     TrainConfig,
-    model=st.builds(ModelConfig, path=texts)
+    model=st.builds(ModelConfig, path=paths)
     | st.builds(
         ModelConfig,
         num_key_value_heads=st.sampled_from([None, 1, 2, 4]),
         tie_word_embeddings=st.booleans(),
         extra=st.dictionaries(texts, toml_values, max_size=4),
     ),
-    data=st.builds(DataConfig, paths=st.lists(texts, max_size=3).map(tuple), cache_dir=st.none() | texts),
+    data=st.builds(DataConfig, paths=st.lists(paths, max_size=3).map(tuple), cache_dir=st.none() | paths),
     activations=st.sampled_from(
         [
             ActivationsConfig(),
@@ -83,7 +84,7 @@ configs = st.builds(
             PipelineConfig(stages=2, virtual_stages=2, schedule="interleaved-1f1b"),
         ]
     ),
-    run_dir=st.none() | texts,
+    run_dir=st.none() | paths,
     seed=st.integers(0, 2**63 - 1),
     tensorboard=st.booleans(),
 )
@@ -404,6 +405,7 @@ CHECKS = {
     "minimum": lambda value, limit: value >= limit,
     "exclusiveMaximum": lambda value, limit: value < limit,
     "exclusiveMinimum": lambda value, limit: value > limit,
+    "minLength": lambda value, limit: len(value) >= limit,
     "maxItems": lambda value, limit: len(value) <= limit,
     "pattern": lambda value, pattern: re.search(pattern, value) is not None,
     "items": lambda value, rule: all(accepts(rule, item) for item in value),
@@ -521,3 +523,20 @@ def test_a_section_that_is_built_in_python_is_refused_by_the_same_names() -> Non
         dataclasses.replace(TrainConfig(), steps=0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         TrainConfig().steps = 3  # type: ignore[misc]
+
+
+def test_paths_of_files_may_begin_with_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell replaces the tilde there, nor in --run-dir=~/x."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    values = {"run_dir": "~/run", "plan": "~/plan.json", "data": {"paths": ["~/a", "b"], "tokenizer": "~/t.json"}}
+    config = build_config(values)
+    assert (config.run_dir, config.plan) == (f"{tmp_path}/run", f"{tmp_path}/plan.json")
+    assert (config.data.paths, config.data.tokenizer) == ((f"{tmp_path}/a", "b"), f"{tmp_path}/t.json")
+
+
+@pytest.mark.parametrize("name", [one.name for one in settings_of(TrainConfig) if one.is_path])
+def test_an_empty_path_is_refused(name: str) -> None:
+    """As of an unset variable of a shell; it would mean the working directory."""
+    values = nested_settings({name: [""] if name == "data.paths" else ""})
+    with pytest.raises(ConfigError, match=rf"^{re.escape(name)}(\[0\])? is '', but it must not be empty$"):
+        build_config(values)

@@ -1,11 +1,14 @@
 """From text to batches: tokenizers, sources, token files, split, windows, sampler."""
 
+import errno
 import json
 import multiprocessing
 import os
 import sysconfig
+from collections.abc import Iterator
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,6 +141,32 @@ def test_files_are_sorted_once_each_and_filtered(tmp_path: Path) -> None:
     assert [file.name for file in deep] == ["c.md"]
 
 
+def test_folders_behind_links_are_read_once(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a.txt").write_text("a")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "corpus")
+    (tmp_path / "corpus").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / "corpus" / name).symlink_to(tmp_path / "elsewhere")
+    found = find_files([str(tmp_path / "corpus")])
+    assert [file.relative_to(tmp_path).as_posix() for file in found] == ["corpus/one/a.txt"]
+
+
+def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "locked").mkdir()
+    scandir = os.scandir
+
+    def refusing(folder: str) -> Any:
+        if str(folder).endswith("locked"):
+            raise PermissionError(errno.EACCES, "Permission denied", folder)
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(DataError, match=r"cannot read .*locked: Permission denied"):
+        find_files([str(tmp_path)])
+
+
 def test_standard_library_is_real_text_without_its_tests() -> None:
     files = standard_library_files()
     assert len(files) > 300
@@ -191,6 +220,8 @@ def test_jsonl_gives_a_document_per_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one\\ntwo", "id": 1}\n\n{"text": ""}\n{"text": "three"}')
     assert list(read_documents(path, "text")) == [("one\ntwo", True), ("", True), ("three", True)]
+    path.write_text(r'{"text": "\ud83d\ude00 \\ud83d"}')
+    assert list(read_documents(path, "text")) == [("\N{GRINNING FACE} \\ud83d", True)]
 
 
 @pytest.mark.parametrize(
@@ -202,6 +233,7 @@ def test_jsonl_gives_a_document_per_line(tmp_path: Path) -> None:
         (b'{"text": ', r"a.jsonl:2 is not valid JSON"),
         (b"\xff", r"a.jsonl is not text: .* at offset 14"),
         (b"[" * 200_000, r"a.jsonl:2 is nested too deeply"),
+        (b'{"text": "\\uD83D"}', r"a.jsonl:2 has half of a surrogate pair"),
     ],
 )
 def test_bad_jsonl_line_is_named(line: bytes, message: str, tmp_path: Path) -> None:
@@ -305,6 +337,25 @@ def test_cache_is_used_until_something_changes(tmp_path: Path, json_tokenizer: P
     assert len(token_files()) == 2
     corpus_of(tmp_path, {}, tokenizer=str(json_tokenizer))
     assert len(token_files()) == 3
+
+
+def test_files_that_change_while_they_are_tokenized_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def growing(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
+        yield from read_documents(path, text_key)
+        path.write_text(path.read_text() + " and more")
+
+    monkeypatch.setattr(corpus, "read_documents", growing)
+    with pytest.raises(DataError, match=r"data\.paths changed while they were tokenized"):
+        corpus_of(tmp_path, {"a.txt": "some text"})
+    assert not list((tmp_path / "cache").glob("*.idx"))
+
+
+def test_a_key_of_jsonl_lines_is_refused_without_such_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.text_key is 'body', but data\.paths names no \.jsonl file"):
+        corpus_of(tmp_path, {"a.txt": "some text"}, text_key="body")
+    corpus_of(tmp_path, {"b.jsonl": '{"body": "more"}'}, text_key="body")
 
 
 def _prepare_at_once(rank: int, folder: Path, together: Barrier) -> None:

@@ -123,6 +123,12 @@ def test_one_process_needs_no_launcher(tmp_path: Path, monkeypatch: pytest.Monke
     assert launch(tiny_config(tmp_path, "under-torchrun", {"steps": 1, "nproc": 7})) == 0
 
 
+def test_one_process_says_what_has_no_effect_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(tiny_config(tmp_path, "run", {"steps": 1, "zip": "on", "gradients.reduce": "q8"})) == 0
+    said = re.findall(r"laconic: (.*) has no effect: this run is one process", capsys.readouterr().err)
+    assert said == ["zip = on", "gradients.reduce = q8"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -314,6 +314,15 @@ def test_what_cannot_be_traced_is_refused() -> None:
         trace_model(nn.Linear(8, 8), inputs, BATCH, PRECISIONS["fp32"], {})
 
 
+def test_a_chunked_loss_beside_a_models_own_cross_entropy_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = transformers.BertConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+    config.save_pretrained(tmp_path)
+    assert main(["plan", str(tmp_path), "--sequence-length", "16", "--loss", "chunked"]) == 2
+    assert "without self.loss_function, which cannot be followed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("precision", "loss"),
     [

@@ -29,8 +29,8 @@ class Parser(argparse.ArgumentParser):
         """Parse `args`; `--help` prints and exits with 0.
 
         Raises:
-            ConfigError: a flag is unknown, lacks its value or is given by two names, a value is wrong, or an argument
-                is missing or too many.
+            ConfigError: a flag is unknown, lacks its value, is given by two names or takes a list and is given twice, a
+                value is wrong, or an argument is missing or too many.
         """
         self._given = list(args)
         options, unknown = self.parse_known_args(args, namespace)
@@ -39,6 +39,8 @@ class Parser(argparse.ArgumentParser):
         names: dict[argparse.Action, str] = {}
         for one in self._flags_given():
             action = self._option_string_actions.get(one)
+            if action in names and action.nargs in ("*", "+"):
+                raise ConfigError(f"{one} is given twice, but it must be given once, with all its values behind it")
             if action is not None and (other := names.setdefault(action, one)) != one:
                 raise ConfigError(f"{other} and {one} are given, which are the same flag; give one of them")
         return options

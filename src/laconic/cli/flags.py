@@ -161,7 +161,7 @@ def _add_flag(group: Any, one: Setting, text: str) -> None:
         options["choices"] = (*one.choices, None) if one.can_be_none else one.choices
         options["metavar"] = "{" + ",".join(map(str, one.choices)) + "}"
     if one.is_list:
-        options["nargs"] = "*"
+        options["nargs"] = "+"
     group.add_argument(flag, dest=one.name, help=text, **options)
 
 

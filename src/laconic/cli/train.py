@@ -100,7 +100,7 @@ def resolve(args: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
         run_dir = asked.get("run_dir")
         if run_dir is None:
             raise ConfigError("resume needs run_dir, the run to continue, e.g. --resume --run-dir runs/mine")
-        saved = Path(run_dir) / "config.toml"
+        saved = Path(run_dir).expanduser() / "config.toml"
         if not saved.is_file():
             raise ConfigError(
                 f"run_dir is {run_dir!r}, but it must hold the config.toml of a run for resume; a run that was stopped "
@@ -112,7 +112,7 @@ def resolve(args: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
         from laconic.cost import load_plan  # late: few runs have one
         from laconic.train.config.plan import plan_settings
 
-        planned = plan_settings(load_plan(plan))
+        planned = plan_settings(load_plan(os.path.expanduser(plan)))
         if functools.reduce(merge, [*layers, asked])["model"]["path"] is not None:
             del planned["model"]  # sizes; that the directory's model is the planned one is checked when it is there
         layers.append(planned)

@@ -219,8 +219,7 @@ def _zip_file(
             progress=progress,
             name=str(path),
         )
-        if _version(path) != before:
-            raise CheckpointError(f"{path} changed while it was being zipped; try again")
+        _check_unchanged(path, before)
     return Summary(out, len(plain.content), nbytes, len(plain.entries))
 
 
@@ -274,9 +273,15 @@ def _version(path: Path) -> tuple[int, int, int]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
+def _check_unchanged(path: Path, before: tuple[int, int, int]) -> None:
+    if _version(path) != before:
+        raise CheckpointError(f"{path} changed while it was being read; try again")
+
+
 def _copy(source: Path, target: Path) -> tuple[int, str]:
     """Copy a file durably; its size and SHA-256."""
     content = map_file(source)
+    before = _version(source)
     digest = hashlib.sha256()
     with open(target, "xb") as writing:
         for start in range(0, len(content), _PIECE_NBYTES):
@@ -284,6 +289,7 @@ def _copy(source: Path, target: Path) -> tuple[int, str]:
             digest.update(piece)
             writing.write(piece)
         fsync_file(writing)
+    _check_unchanged(source, before)
     return len(content), digest.hexdigest()
 
 

@@ -93,7 +93,7 @@ def render(summary: dict[str, Any]) -> str:
         )
     steps = ", ".join(f"{count} of {name}" for name, count in summary["optimizers"].items())
     if not steps:
-        lines.append("no optimizer of torch made a step: the script did not train with one")
+        lines.append("no optimizer of torch made a step in this process; processes that it forked are not counted")
     else:
         time = summary["step_seconds"]
         lines.append(f"steps: {steps}" + ("" if time is None else f"; {time * 1e3:.1f} ms per step (median)"))

@@ -169,6 +169,9 @@ def _prepare(config: TrainConfig, world: World, lock: RunLock, launch: Launch | 
     """Check settings, load data, make the model and all that trains it, and load the checkpoint, if any."""
     started = time.monotonic()
     config, parallel_state, run_dir, goes_on = _check_settings(config, world, lock, launch)
+    for name, value, idle in (("zip", config.zip, "on"), ("gradients.reduce", config.gradients.reduce, "q8")):
+        if world.size == 1 and value == idle:
+            say(f"laconic: {name} = {value} has no effect: this run is one process, which sends nothing")
     with log_on_stderr(world):
         task = find_task(config.task)(config, world, parallel_state)
         plain = task.build_model()

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from laconic.errors import CheckpointError, FormatError
-from laconic.formats import durable
+from laconic.formats import archive, durable
 from laconic.formats.archive import unzip, verify, zip_path
 from tests.formats.container.files import contents
 
@@ -109,6 +109,21 @@ def test_a_file_that_changes_meanwhile_is_refused(plain: Path, tmp_path: Path) -
     def change(nbytes: int) -> None:
         os.utime(plain, ns=(1, 1))
 
-    with pytest.raises(CheckpointError, match="changed while it was being zipped"):
+    with pytest.raises(CheckpointError, match="changed while it was being read"):
         zip_path(plain, progress=change)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_another_file_of_a_directory_that_changes_meanwhile_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "optimizer.pt").write_bytes(b"1" * 100)
+
+    def change(file: object) -> None:
+        os.utime(tmp_path / "model" / "optimizer.pt", ns=(1, 1))
+
+    monkeypatch.setattr(archive, "fsync_file", change)
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt changed while it was being read"):
+        zip_path(tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

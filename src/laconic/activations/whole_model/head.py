@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_leaves
@@ -101,7 +102,16 @@ class _NoLogits(Tensor):
 
     @classmethod
     def carrying(cls, logits: Tensor, request: _Request) -> Tensor:
-        """The logits as a tensor of this class."""
+        """The logits as a tensor of this class.
+
+        Raises:
+            ModelError: they have no numbers, only a shape, as in planning: torch makes no such tensor of those.
+        """
+        if isinstance(logits, FakeTensor):
+            raise ModelError(
+                "loss is 'chunked', but the model computes its cross entropy without self.loss_function, which cannot "
+                "be followed without numbers; plan it with the exact loss"
+            )
         carrier = logits.as_subclass(cls)
         carrier.request = request
         return carrier

@@ -9,10 +9,11 @@ Docstrings of sections and fields are the help texts of the flags and the descri
 
 from __future__ import annotations
 
+import os
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Strict, StrictBool, StrictInt, TypeAdapter
+from pydantic import AfterValidator, BeforeValidator, Field, Strict, StrictBool, StrictInt, TypeAdapter
 from pydantic_core import PydanticCustomError
 
 from laconic.options import (
@@ -40,7 +41,7 @@ PositiveFloat = Annotated[float, Strict(), Field(gt=0)]
 NonNegativeFloat = Annotated[float, Strict(), Field(ge=0)]
 Fraction = Annotated[float, Strict(), Field(ge=0, lt=1)]
 Text = Annotated[str, Strict(), Field(pattern=r"^[^\x00]*$")]
-PathText = Annotated[Text, IS_PATH]
+PathText = Annotated[Text, Field(min_length=1), AfterValidator(os.path.expanduser), IS_PATH]
 if TYPE_CHECKING:
     TaskName = str
 else:

@@ -31,6 +31,7 @@ RULES = {
     "int_parsing_size": _INT64,
     "too_long": "have at most {max_length} numbers",
     "string_pattern_mismatch": _TEXT,
+    "string_too_short": "not be empty",
     "string_unicode": _TEXT,
     "value_error": "",  # a rule of several fields, which brings its own message
 }

@@ -26,7 +26,7 @@ from laconic.cache_folder import cache_folder, is_homeless
 from laconic.errors import DataError
 from laconic.train.config.schema import DataConfig
 from laconic.train.data.sampler import sample_id
-from laconic.train.data.sources import find_files, read_documents
+from laconic.train.data.sources import find_files, is_jsonl, read_documents
 from laconic.train.data.token_file import TokenFile, TokenFileWriter
 from laconic.train.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -155,6 +155,11 @@ def prepare(config: DataConfig, *, verify: bool = True) -> TokenCorpus:
     """
     tokenizer = load_tokenizer(config.tokenizer or "bytes", config.end_of_document)
     files = find_files(config.paths)
+    if config.text_key != DataConfig().text_key and not any(map(is_jsonl, files)):
+        raise DataError(
+            f"data.text_key is {config.text_key!r}, but data.paths names no .jsonl file, whose lines it is for; "
+            "leave it out, or name such files"
+        )
     source = _source_fingerprint(files, tokenizer, config.text_key)
     folder = _cache_dir(config)
     stem = folder / source.hex()[:32]
@@ -189,6 +194,8 @@ def _tokenize(files: Sequence[Path], tokenizer: Tokenizer, text_key: str, stem: 
                 logger.warning("still tokenizing: %.1f million tokens so far", writer.num_tokens / 1e6)
         if not writer.num_tokens:
             raise DataError(f"the data is empty: no text in {len(files)} file(s), the first of them {files[0]}")
+        if _source_fingerprint(files, tokenizer, text_key) != source:
+            raise DataError("files of data.paths changed while they were tokenized; try again when they are complete")
     logger.info("tokenized %d tokens in %.1f s", writer.num_tokens, time.monotonic() - started)
 
 
@@ -287,7 +294,7 @@ def _source_fingerprint(files: Sequence[Path], tokenizer: Tokenizer, text_key: s
 
 def _cache_dir(config: DataConfig) -> Path:
     if config.cache_dir is not None:
-        return Path(config.cache_dir).expanduser()
+        return Path(config.cache_dir)
     folder = cache_folder()
     if is_homeless(folder):
         raise DataError("no place for the token file: this user has no home directory; set data.cache_dir, or HOME")

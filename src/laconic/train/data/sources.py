@@ -36,11 +36,11 @@ _STANDARD_LIBRARY_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dis
 def find_files(paths: Sequence[str]) -> list[Path]:
     """The files that `paths` (files, directories, glob patterns) name, absolute, sorted, each once.
 
-    A directory contributes its files with a suffix in _TEXT_SUFFIXES, at any depth, hidden ones left out. No paths mean
-    `standard_library_files()`.
+    A directory contributes its files with a suffix in _TEXT_SUFFIXES, at any depth, hidden ones left out; links are
+    followed. No paths mean `standard_library_files()`.
 
     Raises:
-        DataError: a path does not exist, or a pattern or directory gives nothing.
+        DataError: a path does not exist or cannot be read, or a pattern or directory gives nothing.
     """
     if not paths:
         return standard_library_files()
@@ -86,6 +86,11 @@ def standard_library_files() -> list[Path]:
     return files
 
 
+def is_jsonl(path: Path) -> bool:
+    """Whether each line of a file is a JSON value, by its suffix."""
+    return path.suffix.lower() in _JSONL_SUFFIXES
+
+
 def read_documents(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
     """Pieces of text of one file, each with True where a document ends after it.
 
@@ -95,7 +100,7 @@ def read_documents(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
     Raises:
         DataError: the file cannot be read or is not text; the message names the file and the line or byte.
     """
-    if path.suffix.lower() in _JSONL_SUFFIXES:
+    if is_jsonl(path):
         for number, record in read_records(path):
             if not isinstance(record, dict) or not isinstance(record.get(text_key), str):
                 has = f"its keys are {sorted(record)}" if isinstance(record, dict) else "it is no object"
@@ -116,7 +121,7 @@ def read_records(path: Path) -> Iterator[tuple[int, Any]]:
     Raises:
         DataError: the file is none, cannot be read, or a line is no JSON; the message names the file and the line.
     """
-    if path.suffix.lower() not in _JSONL_SUFFIXES:
+    if not is_jsonl(path):
         raise DataError(f"data.paths names {path}, but it must be a .jsonl file, with a JSON value on each line")
     try:
         with open(path, "rb") as file:
@@ -160,7 +165,14 @@ def _not_text(path: Path, offset: int, what: str) -> DataError:
 
 def _json_value(line: bytes, path: Path, number: int, offset: int) -> Any:
     try:
-        return json.loads(line.decode("utf-8"))
+        value = json.loads(line.decode("utf-8"))
+        if b"\\u" in line:  # may write half of a pair, which no tokenizer takes
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeEncodeError:
+        raise DataError(
+            f"{path}:{number} has half of a surrogate pair (\\ud800 to \\udfff), which is no text"
+        ) from None
     except UnicodeDecodeError as error:
         raise _not_text(path, offset + error.start, "a byte that is not valid UTF-8") from None
     except json.JSONDecodeError as error:
@@ -170,10 +182,21 @@ def _json_value(line: bytes, path: Path, number: int, offset: int) -> Any:
 
 
 def _text_files(root: Path) -> list[Path]:
+    def refuse(error: OSError) -> None:  # os.walk alone passes over what it cannot list
+        raise DataError(f"cannot read {error.filename}: {error.strerror}") from None
+
+    def is_new(folder: str) -> bool:  # links may lead back, or twice to the same place
+        before = len(seen)
+        seen.add(os.path.realpath(folder))
+        return len(seen) > before
+
     files: list[Path] = []
     skipped = 0
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+    seen = {os.path.realpath(root)}
+    for folder, subfolders, names in os.walk(root, onerror=refuse, followlinks=True):
+        subfolders[:] = [
+            name for name in sorted(subfolders) if not name.startswith(".") and is_new(os.path.join(folder, name))
+        ]
         visible = [Path(folder, name) for name in names if not name.startswith(".")]
         chosen = [file for file in visible if file.suffix.lower() in _TEXT_SUFFIXES and file.is_file()]
         files += chosen
