@@ -324,7 +324,7 @@ def test_hooks_know_second_derivatives() -> None:
 
 def test_the_chunked_loss_is_refused_under_a_transform() -> None:
     weight, labels = torch.randn(32, 16), torch.arange(4)
-    with pytest.raises(ModelError, match=r"linear_cross_entropy is called under a torch\.func transform"):
+    with pytest.raises(ModelError, match=r"linear_cross_entropy runs under a torch\.func transform"):
         grad(lambda x: laconic.linear_cross_entropy(x, weight, labels))(torch.randn(4, 16))
 
 

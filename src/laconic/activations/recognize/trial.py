@@ -94,7 +94,8 @@ def alike(got: Tensor | None, expected: Tensor, *inputs: Tensor | None) -> bool:
     if got is None or got.shape != expected.shape or not torch.allclose(got.float(), expected, rtol=1e-4, atol=1e-5):
         return False
     leaves = [x for x in inputs if x is not None]
-    along = torch.arange(1.0, got.numel() + 1).sin().view(got.shape)
+    places = torch.arange(1, got.numel() + 1, dtype=torch.float32, device=expected.device)
+    along = places.sin().view(got.shape)
     options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
     try:
         ours, theirs = (torch.autograd.grad(y, leaves, along, **options) for y in (expected, got.float()))
