@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -17,7 +18,11 @@ from laconic.activations.forwards.checkpoint import checkpoint
 from laconic.activations.forwards.dropout import pack_mask, unpack_mask
 from laconic.activations.forwards.mixer import MixerForward
 from laconic.activations.forwards.replacement import replacements_of
+from laconic.activations.host.storages import place_of
+from laconic.activations.keep.preserve import preserved
+from laconic.activations.recognize.sites import MixerSpec, Site
 from laconic.formats import BlockFormat
+from laconic.optim.in_backward import UsedGradient
 from tests.activations.hand_written import Attention, FunctionsOnly, Language, Recurrent
 from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
 from tests.grid import few, grid
@@ -242,6 +247,112 @@ def test_what_a_mixer_leaves_is_left_once(place: str) -> None:
         torch.stack([y.square().sum(), *(m.square().sum() for m in left)]).sum().backward()
         found.append((y, torch.tensor(len(left)), each.calls, *left))
     assert all(map(torch.equal, *found))
+
+
+class Called:
+    """A decorator of methods that is an object."""
+
+    def __init__(self, method: Any) -> None:
+        self.method = method
+
+    def __call__(self, module: nn.Module, x: Tensor) -> Any:
+        return self.method(module, x)
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        return self if module is None else MethodType(self, module)
+
+
+class CalledLeaving(Leaving):
+    """Attention whose forward is an object that is called."""
+
+    @Called
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return Leaving.forward(self, x, [])
+
+
+def empty_closure() -> Any:
+    def forward(module: Leaving, x: Tensor) -> Any:
+        return Leaving.forward(module, x, []) if x is not None else missing
+
+    if forward is None:
+        missing = None
+    return forward
+
+
+class EmptyClosure(Leaving):
+    """Attention whose forward has a closure that nobody has filled."""
+
+    forward = empty_closure()
+
+
+def as_mixer(module: nn.Module) -> MixerForward:
+    ours = MixerForward(module, Site("0", "mixer", 0, (), MixerSpec()), BlockFormat("int8", block_size=32))
+    ours.install()
+    return ours
+
+
+@pytest.mark.parametrize("cls", [CalledLeaving, EmptyClosure])
+def test_a_forward_whose_closure_cannot_be_read_runs_as_a_mixer(cls: type[Leaving]) -> None:
+    mixer, x = cls(""), torch.randn(2, 8, 32, requires_grad=True)
+    ours = as_mixer(mixer)
+    mixer(x).sum().backward()
+    assert ours.repeats
+
+
+class Caching(Leaving):
+    """Attention with a mask, which it makes once for each length."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.masks: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        if x.shape[1] not in self.masks:
+            self.masks[x.shape[1]] = torch.ones(x.shape[1], 1).tril()
+        return super().forward(x * self.masks[x.shape[1]], [])
+
+
+def test_a_mixer_that_fills_a_cache_once_runs_again() -> None:
+    mixer, x = Caching(), torch.randn(2, 8, 32, requires_grad=True)
+    ours = as_mixer(mixer)
+    mixer(x).sum().backward()
+    assert ours.repeats
+    assert list(mixer.masks) == [8]
+
+
+def test_a_mixer_whose_gradients_are_used_up_is_tried() -> None:
+    mixer, x = Leaving(""), torch.randn(2, 8, 32, requires_grad=True)
+    mixer.query.weight.grad = UsedGradient(mixer.query.weight)
+    ours = as_mixer(mixer)
+    mixer(x, [])
+    assert ours.repeats
+    assert isinstance(mixer.query.weight.grad, UsedGradient)
+
+
+def test_no_parameter_that_a_mixer_leads_to_is_copied() -> None:
+    model, buffer = nn.Linear(4, 4), torch.ones(3)
+    part = nn.Linear(2, 2)
+    part.root = [model, buffer]  # type: ignore[assignment]
+    model.weight.grad = torch.ones(4, 4)
+    with preserved(part, tensors="copied") as state:
+        assert list(state.writes._copies) == list(place_of(buffer))
+
+
+class Frozen(dict):  # type: ignore[type-arg]
+    """A dict that makes no copies of itself."""
+
+    def copy(self) -> Any:
+        raise TypeError
+
+
+def test_a_dict_that_makes_no_copies_is_preserved() -> None:
+    part = nn.Linear(2, 2)
+    part.options = Frozen(a=1)  # type: ignore[assignment]
+    with preserved(part) as state:
+        part.options["a"] = 2  # type: ignore[index, operator]
+    assert part.options == {"a": 1}
+    assert state.has_undone
+    assert isinstance(part.options, Frozen)
 
 
 def test_a_mixer_of_frozen_parameters_and_exact_inputs_runs_as_it_is() -> None:

@@ -79,11 +79,9 @@ class MixerForward(SiteForward):
         if self.repeats is False or not self._may_run_again(args, kwargs):
             return self.original(*args, **kwargs)
         if self.repeats is None:
-            outside = inspect.getclosurevars(inspect.unwrap(type(self.module).forward))
-            lists = [x for x in (*outside.globals.values(), *outside.nonlocals.values()) if isinstance(x, _CONTAINERS)]
-            with preserved(self.module, (args, kwargs, lists), tensors="copied") as state:
-                repeats = self._repeats(args, kwargs)
-            self.repeats = repeats and not state.has_undone
+            lists = self._outside_lists()
+            with preserved(self.module, (args, kwargs, lists), tensors="copied"):
+                self.repeats = self._repeats(args, kwargs, lists)
             if not self.repeats:
                 logging.getLogger("laconic").warning(
                     "%s (%s) stays exact: it does not compute the same when it runs twice, or leaves something in a "
@@ -151,8 +149,19 @@ class MixerForward(SiteForward):
                 return False
         return True
 
-    def _repeats(self, args: Any, kwargs: Any) -> bool:
-        """Whether two runs give the same bits and change nothing; notes whether the packed input moves the output."""
+    def _outside_lists(self) -> list[Any]:
+        """The lists and dicts outside of the module that its forward names."""
+        try:
+            outside = inspect.getclosurevars(inspect.unwrap(type(self.module).forward))
+        except (TypeError, ValueError):  # an object that is called, or a closure with an empty cell
+            return []
+        return [x for x in (*outside.globals.values(), *outside.nonlocals.values()) if isinstance(x, _CONTAINERS)]
+
+    def _repeats(self, args: Any, kwargs: Any, lists: list[Any]) -> bool:
+        """Whether two runs give the same bits and change nothing; notes whether the packed input moves the output.
+
+        What the first run alone fills, such as a dict of masks, the second run finds filled in backward, too.
+        """
         args, kwargs = _without_caches(args, kwargs)
         replay = Replay(args[0].device, self.module)
         values = (*tree_leaves((args, kwargs)), *(x for part in modules_of(self.module) for x in vars(part).values()))
@@ -164,11 +173,18 @@ class MixerForward(SiteForward):
             with forgetting(), replay.again(random_state):
                 return tree_flatten(self.run_module(*args, **kwargs))
 
-        (first, spec), (second, other_spec) = run(), run()
-        if self._state(tensors) != before or spec != other_spec:
-            return False
-        if not all(_same(a, b) for a, b in zip(first, second, strict=True)):
-            return False
+        first, spec = run()
+        with preserved(self.module, (args, kwargs, lists), tensors="left") as after_first:
+            second, other_spec = run()
+            if self._state(tensors) != before or spec != other_spec:
+                return False
+            if not all(_same(a, b) for a, b in zip(first, second, strict=True)):
+                return False
+            self._compare_gradients(first, args, kwargs, replay, random_state)
+        return not after_first.has_undone
+
+    def _compare_gradients(self, first: list[Any], args: Any, kwargs: Any, replay: Replay, random_state: Any) -> None:
+        """Note whether the packed input moves the gradients of a run that gave `first`."""
         if self.input_format is not None and first and isinstance(first[0], Tensor) and first[0].is_floating_point():
             cotangent = torch.randn(
                 first[0].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
@@ -182,7 +198,6 @@ class MixerForward(SiteForward):
             )
             # Not the other way round: NaN is too large.
             self.is_sensitive = not (rounded - exact).norm() <= LARGEST_ERROR * exact.norm()
-        return True
 
     def _gradient(
         self,

@@ -49,14 +49,14 @@ def preserved(
     Args:
         model: the model, or a part of one.
         inputs: of its forward.
-        tensors: "watched" by a mode; "copied" beforehand, all but parameters, where a mode would keep torch.compile
-            from work; "left" with what is written into them.
+        tensors: "watched" by a mode; "copied" beforehand, all but parameters and their gradients, where a mode would
+            keep torch.compile from work; "left" with what is written into them.
     """
     state = _State()
     state.note(inputs, _DEPTH)
     state.note(model, _DEPTH)
     if tensors == "copied":
-        state.writes.copy_all(model)
+        state.writes.copy_all()
     elif tensors == "watched":
         for buffer in model.buffers():
             state.writes.copy(buffer)
@@ -103,7 +103,7 @@ class _State:
             self._note_container(attributes, depth)
 
     def _note_container(self, container: Any, depth: int, *, of_module: bool = False) -> None:
-        before = container.copy()
+        before = _copied(container)
 
         def undo() -> None:
             if _is_same(container, before):
@@ -121,8 +121,10 @@ class _State:
             self.note(item, depth - 1)
 
     def _note_tensor(self, tensor: Tensor) -> None:
-        self.writes.watch(tensor)
         data, requires_grad, grad = tensor.data, tensor.requires_grad, tensor.grad if tensor.is_leaf else None
+        self.writes.watch(tensor)
+        if isinstance(tensor, nn.Parameter):
+            self.writes.leave(*(tensor,) if grad is None else (tensor, grad))
 
         def undo() -> None:
             if place_of(tensor) != place_of(data):
@@ -147,6 +149,13 @@ class _State:
             self._undo.append(partial(numpy.random.set_state, numpy.random.get_state()))
 
 
+def _copied(container: Any) -> Any:
+    """What a container holds, whatever a subclass makes of `copy`."""
+    if isinstance(container, dict):
+        return dict.copy(container)
+    return set.copy(container) if isinstance(container, set) else list(container)
+
+
 def _is_same(container: Any, before: Any) -> bool:
     """Whether a container holds the very same objects in the same order."""
     if len(container) != len(before):
@@ -166,17 +175,21 @@ class _Writes(TorchDispatchMode):
         super().__init__()
         self._watched: dict[int, torch.UntypedStorage] = {}
         self._copies: dict[int, torch.UntypedStorage] = {}
+        self._left: set[int] = set()
 
     def watch(self, tensor: Tensor) -> None:
         """Restore this tensor's bytes at the end."""
         for storage in storages_of(tensor.detach()):
-            if storage.device.type != "meta":
+            if _has_memory(storage):
                 self._watched[storage._cdata] = storage
 
-    def copy_all(self, model: nn.Module) -> None:
-        """Copy all watched tensors now, but parameters and their gradients, to which forwards do not write."""
-        left = {key for p in model.parameters() for x in (p, p.grad) if x is not None for key in place_of(x.detach())}
-        self._copies = {key: storage.clone() for key, storage in self._watched.items() if key not in left}
+    def leave(self, *tensors: Tensor) -> None:
+        """Have no copies of these made by `copy_all`: parameters and gradients, to which forwards do not write."""
+        self._left.update(key for tensor in tensors for key in place_of(tensor.detach()))
+
+    def copy_all(self) -> None:
+        """Copy all watched tensors now, but those left."""
+        self._copies = {key: storage.clone() for key, storage in self._watched.items() if key not in self._left}
 
     def copy(self, tensor: Tensor) -> None:
         """Copy a watched tensor now, unless that has been done."""
@@ -204,3 +217,10 @@ class _Writes(TorchDispatchMode):
         for tensor in target if isinstance(target, list | tuple) else [target]:
             if isinstance(tensor, Tensor):
                 self.copy(tensor)
+
+
+def _has_memory(storage: torch.UntypedStorage) -> bool:
+    try:
+        return storage.device.type != "meta" and storage.data_ptr() != 0
+    except RuntimeError:  # of a tensor that only stands for others, or for a gradient that is used up
+        return False
