@@ -175,6 +175,63 @@ def test_a_trial_is_not_recorded() -> None:
     assert vars(recording.recorder) == {"calls": 0, "largest": []}
 
 
+TRIED: list[float] = []
+
+
+class Times(nn.Module):
+    """A function times a scale that is kept in some place; SiLU where it is one."""
+
+    def __init__(self, place: str, scale: float) -> None:
+        super().__init__()
+        if place == "buffer":
+            self.register_buffer("scale", torch.tensor(scale))
+        self.place, self.function = place, F.silu
+        if place == "attribute":
+            self.scale = scale
+        elif place == "tuple":
+            self.scale = (0, (scale,))
+        elif place == "object":
+            self.scale = Scale(scale)
+        elif place == "function":
+            self.scale = lambda x: x * scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        TRIED.append(1)
+        y = F.silu(x)
+        match self.place:
+            case "tuple":
+                return y * self.scale[1][0]
+            case "object":
+                return y * self.scale.value
+            case "function":
+                return self.scale(y)
+        return y * self.scale
+
+
+class Scale:
+    """A scale that a module holds as an object."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize("place", ["attribute", "tuple", "object", "function", "buffer"])
+def test_modules_of_one_class_that_compute_something_else_are_told_apart(place: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), *(Times(place, scale) for scale in (1.0, 2.0, 1.0, 0.5)))
+    assert [site.name for site in find_sites(model) if site.kind == "activation"] == ["1", "3"]
+
+
+def test_modules_that_are_alike_are_tried_once() -> None:
+    counts = []
+    for number in (1, 9):
+        TRIED.clear()
+        sites = find_sites(nn.Sequential(nn.Linear(8, 8), *(Times("attribute", 1.0) for _ in range(number))))
+        assert [site.kind for site in sites] == ["linear", *["activation"] * number]
+        counts.append(len(TRIED))
+    find_sites(nn.Sequential(nn.Linear(8, 8), Times("attribute", 1.0)))  # nothing is known from another search
+    assert [*counts, len(TRIED)] == [counts[0], counts[0], 2 * counts[0]]
+
+
 class Clipped(nn.Module):
     """SiLU below a limit that few inputs reach, as GELU in transformers' `gelu_10`."""
 

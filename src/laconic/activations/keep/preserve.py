@@ -82,6 +82,7 @@ class _State:
         self.writes.put_back()
         for undo in reversed(self._undo):
             undo()
+        self._undo.clear()  # they hold this object, and with it the model and its copies until a collection
 
     def note(self, value: Any, depth: int) -> None:
         """Record a value and what it holds."""

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import wraps
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,7 @@ from laconic.activations.recognize.mixture import ExpertsSpec, RouterSpec, exper
 from laconic.activations.recognize.trial import (
     alike,
     has_plain_attributes,
+    kind_of,
     outcome,
     own_forward,
     settled,
@@ -107,6 +110,9 @@ class MixerSpec:
     """A module that mixes tokens by code of its own and runs again in backward (see mixer.py)."""
 
 
+_M = TypeVar("_M", bound=nn.Module)
+_T = TypeVar("_T")
+
 Spec = (
     NormSpec
     | LinearSpec
@@ -146,11 +152,36 @@ class Site:
     head: bool = False
 
 
+_VERDICTS: ContextVar[dict[Hashable, Any] | None] = ContextVar("verdicts", default=None)
+"""Of the search under way: a model's layers repeat, and trials take nearly all of the time."""
+
+
+def _once(tries: Callable[[_M], _T]) -> Callable[[_M], _T]:
+    """Try one of the modules that are alike in all that a trial reads."""
+
+    @wraps(tries)
+    def verdict(module: _M) -> _T:
+        verdicts = _VERDICTS.get()
+        kind = None if verdicts is None else kind_of(module)
+        if verdicts is None or kind is None:
+            return tries(module)
+        if (tries, kind) not in verdicts:
+            verdicts[tries, kind] = tries(module)
+        found: _T = verdicts[tries, kind]
+        return found
+
+    return verdict
+
+
 def find_sites(model: nn.Module) -> list[Site]:
     """All sites of a model in the order of its modules, each shared module once."""
     # Trials share what is no tensor with the modules, such as a recorder of largest values.
     with usual_numbers(), preserved(model, tensors="left"):
-        sites = list(_sites(model))
+        known = _VERDICTS.set({})
+        try:
+            sites = list(_sites(model))
+        finally:
+            _VERDICTS.reset(known)
     if all(site.layer is None for site in sites):
         return sites
     may_be_head = ("norm", "linear")
@@ -289,6 +320,7 @@ def _linear(module: nn.Module) -> LinearSpec | None:
     return LinearSpec(transposed=True) if _is_conv1d(module) and _multiplies(module) else None
 
 
+@_once
 def _is_linear(module: nn.Linear) -> bool:
     """Whether a subclass of nn.Linear computes what that does, with and without a bias as it has one."""
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
@@ -328,6 +360,7 @@ def _weight_of(module: nn.Module) -> Tensor:
     return weight
 
 
+@_once
 def _norm(module: nn.Module) -> NormSpec | None:
     """The normalization a leaf module computes over its last dimension, found by running it on random numbers."""
     weight = module._parameters.get("weight")  # not the attribute: a parametrized one is computed anew, and may change
@@ -460,6 +493,7 @@ def _computes(module: nn.Module, spec: MlpSpec) -> bool:
     return True
 
 
+@_once
 def _activation(module: nn.Module) -> str | None:
     """The name in `ACTIVATIONS` of what an elementwise module without parts computes."""
     if (

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -40,9 +40,12 @@ def usual_numbers() -> Iterator[None]:
     """Make differentiable tensors in fp32 on the CPU inside, whatever the defaults: models are built under meta."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
+    # The mode of a device calls Python in each function of torch, so it is entered only where another may be in force.
+    is_usual = torch._C._len_torch_function_stack() == 0 and torch.get_default_device().type == "cpu"
+    device = nullcontext() if is_usual else torch.device("cpu")
     hidden_from_trackers = torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), lambda x: x)
     try:
-        with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad(), hidden_from_trackers:
+        with device, torch.inference_mode(False), torch.enable_grad(), hidden_from_trackers:
             yield
     finally:
         torch.set_default_dtype(dtype)
@@ -252,6 +255,34 @@ class PlainAttributes:
         return not self._inside or all(
             getattr(getattr(module, name, None), key, _NEVER) == value for name, key, value in self._inside
         )
+
+
+def kind_of(module: nn.Module) -> Hashable | None:
+    """Equal for modules whose trials read equal things; None for one that holds more than this can tell.
+
+    A trial reads the class, plain attributes, and names and shapes of parameters, which it replaces.
+    """
+    own = vars(module)
+    attributes = [(name, _exactly(value)) for name, value in own.items() if name not in _INTERNAL]
+    is_alone = not module._buffers and not module._modules and own_forward(module) is None
+    if not is_alone or any(value is None for _, value in attributes):
+        return None
+    parameters = [
+        (name, p if p is None else (type(p), p.shape, p.dtype, p.requires_grad))
+        for name, p in module._parameters.items()
+    ]
+    return type(module), tuple(attributes), tuple(parameters)
+
+
+def _exactly(value: Any) -> Hashable | None:
+    """What is equal for the same function, or for plain values of one type and all their bits; None for others."""
+    if isinstance(value, FunctionType | BuiltinFunctionType):
+        return id(value)
+    kind = type(value)
+    if kind in (tuple, list):
+        items = tuple(map(_exactly, value))
+        return None if None in items else (kind, items)
+    return (kind, repr(value)) if kind in (type(None), bool, int, float, str) else None
 
 
 def _is_plain(value: Any) -> bool:
