@@ -262,10 +262,10 @@ def kind_of(module: nn.Module) -> Hashable | None:
 
     A trial reads the class, plain attributes, and names and shapes of parameters, which it replaces.
     """
-    own = vars(module)
-    attributes = [(name, _exactly(value)) for name, value in own.items() if name not in _INTERNAL]
-    is_alone = not module._buffers and not module._modules and own_forward(module) is None
-    if not is_alone or any(value is None for _, value in attributes):
+    if module._buffers or module._modules or own_forward(module) is not None:
+        return None
+    attributes = [(name, _exactly(value)) for name, value in vars(module).items() if name not in _INTERNAL]
+    if any(value is None for _, value in attributes):
         return None
     parameters = [
         (name, p if p is None else (type(p), p.shape, p.dtype, p.requires_grad))
