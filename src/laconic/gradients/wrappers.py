@@ -81,7 +81,7 @@ def quantize_reduction(
         raise ConfigError("error_feedback is True, but FSDP2 shows no parameters to keep errors for; it needs DDP")
     if isinstance(across, TwoLevel):
         raise ConfigError("across is a TwoLevel, but FSDP2 itself reduces inside the node; pass the group across nodes")
-    from laconic.collectives.integrations.fsdp2 import num_trained, param_groups, replicates
+    from laconic.collectives.integrations.fsdp2 import DividedOnce, num_trained, param_groups, replicates
     from laconic.gradients.fsdp2 import Q8ReduceScatter
 
     if any(replicates(group) for unit in units for group in param_groups(unit)):
@@ -94,7 +94,9 @@ def quantize_reduction(
         unit.set_force_sum_reduction_for_comms(True)
         unit.set_custom_reduce_scatter(Q8ReduceScatter(min_nbytes))
         if across is not None:
-            unit.set_all_reduce_hook(partial(_average_across, group=across, min_nbytes=min_nbytes))
+            hook = partial(_average_across, group=across, min_nbytes=min_nbytes)
+            before = [group._all_reduce_hook for group in param_groups(unit)]
+            unit.set_all_reduce_hook(next((it.followed_by(hook) for it in before if isinstance(it, DividedOnce)), hook))
     num_elements = sum(num_trained(group) for unit in units for group in param_groups(unit))
     return QuantizedReduction("FSDP2", len(units), num_elements)
 

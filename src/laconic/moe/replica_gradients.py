@@ -82,17 +82,16 @@ def _shard_experts(experts: nn.Module, grid: Grid, divisor: float, options: dict
     parameters = [*experts.parameters()]  # frozen ones too, which may be trained later
     options = {"shard_placement_fn": partial(_cut_of_replicas, num_replicas=grid.layout.edp), **options}
     sharded = fully_shard(experts, mesh=grid.expert_mesh["edp"], **options)
-    if parameters and grid.layout.edp == 1:
-        # On a mesh of one rank FSDP2 divides gradients of other dtypes than float32 and bfloat16 twice.
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_all_reduce_hook(partial(_divide, divisor=divisor))
-    elif parameters:
-        sharded.set_gradient_divide_factor(divisor)
+    if not parameters:
+        return
+    sharded.set_gradient_divide_factor(divisor)
+    if grid.layout.edp > 1:
         sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it adds
+        return
+    from laconic.collectives.integrations.fsdp2 import DividedOnce, param_groups
 
-
-def _divide(gradient: Tensor, divisor: float) -> None:
-    gradient.div_(divisor)
+    for group in param_groups(sharded):
+        sharded.set_all_reduce_hook(DividedOnce(group))
 
 
 def _cut_of_replicas(parameter: nn.Parameter, num_replicas: int) -> Shard | None:

@@ -11,11 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic.collectives.integrations.zip import zip_collectives
 from laconic.errors import CheckpointError, ConfigError, TrainingError
+from laconic.gradients import quantize_reduction
 from laconic.moe.huggingface import parallelize
 from laconic.moe.parallel.grid import Grid
 from tests.activations.models import make_ids, make_model
@@ -136,6 +140,42 @@ def converted_after_fully_shard() -> None:
     assert close(found[1], found[0])
 
 
+def divided_by_the_factor_that_is_set() -> None:
+    """1, as torchtitan sets on all units, leaves out the division of experts too; hooks of reductions do not."""
+    own: Any = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+
+    def undivided(model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+
+    def in_8_bits(model: nn.Module) -> None:
+        quantize_reduction(model, across=own, min_nbytes=1 << 30)
+
+    def zipped(model: nn.Module) -> None:
+        parts = zip_collectives(model, across=own).parts
+        assert not [part for part in parts if part.operation == "all_reduce" and part.left is not None]
+
+    ids = make_ids(2, 8)
+    for dtype in (torch.float32, torch.float64):
+        found = []
+        for change in (lambda _: None, undivided, in_8_bits, zipped):
+            if change is in_8_bits and dtype == torch.float64:
+                continue  # which it refuses
+            model = _model().float()
+            parallelize(model, Grid(ep=2)).fully_shard([*model.get_submodule("model.layers").children()])
+            model.to(dtype)
+            change(model)
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            found.append([_whole(p.grad) for p in (_down(model), model.get_submodule("lm_head").weight)])
+        plain, twice, *others = found
+        for number in range(2):
+            assert torch.allclose(twice[number], 2 * plain[number], rtol=1e-3, atol=1e-7), (dtype, number)
+            for other in others:
+                assert torch.allclose(other[number], plain[number], rtol=1e-3, atol=1e-7), (dtype, number)
+
+
 def scripts_of_one_process() -> None:
     for script, family in (
         (clipped_by_hand, "qwen3_moe"),
@@ -187,14 +227,70 @@ def writes_that_would_be_lost() -> None:
     ):
         with pytest.raises(TrainingError, match="gathered copy, so that the change would be lost"):
             write()
+    for write in (
+        lambda: torch._foreach_mul_([p.data[3]], 2),
+        lambda: p.data.tensor_split(4)[1].mul_(2),
+        lambda: p.data.__setitem__((3, torch.ones(64, dtype=torch.bool)), 0.0),
+    ):
+        with pytest.raises(TrainingError, match="gathered copy, so that the change would be lost"):
+            write()
+    assert torch.equal(p.full_tensor(), whole)
     p.data[:, 3].mul_(2)
     assert torch.equal(p.full_tensor()[:, 3], 2 * whole[:, 3])
     with pytest.raises(TrainingError, match=r"data of a tensor \[4, 64, 48\] .* use copy_"):
         p.data = whole
-    other = nn.Linear(4, 4)
-    fully_shard(other)  # holds the values elsewhere, too
-    with pytest.raises(TrainingError, match=r"data of a tensor \[4, 4\] .* use copy_"):
-        other.weight.data = other.weight.data * 2
+    with pytest.raises(TrainingError, match=r"values are \[2, 64, 48\] over .* of its shape"):
+        p.data = p.data[:2]
+    whole, grad = p.full_tensor(), p.grad.full_tensor()
+    p.data -= 0.1 * p.grad
+    assert torch.equal(p.full_tensor(), whole - 0.1 * grad)
+    whole = p.full_tensor()
+    p.data = p.data.flip(0)
+    assert torch.equal(p.full_tensor(), whole.flip(0))
+    assert p.placements == p.grad.placements
+    model(input_ids=make_ids(2, 8), labels=make_ids(2, 8)).loss.backward()
+
+    parallelize(model := _model(), Grid(ep=2)).fully_shard()  # which holds the values elsewhere, too
+    p = _down(model)
+    with pytest.raises(TrainingError, match=r"data of a tensor \[4, 64, 48\] .* use copy_"):
+        p.data = p.data * 2
+    whole = p.full_tensor()
+    p.data *= 2
+    assert torch.equal(p.full_tensor(), 2 * whole)
+
+
+def tensors_of_others() -> None:
+    """What `parallelize` has not cut keeps torch's way."""
+    parallelize(model := _model(), Grid(ep=2))
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    other = fully_shard(nn.Linear(4, 4))
+    whole = other.weight.full_tensor()
+    other.weight.data -= 0.5 * other.weight
+    other.weight.data *= 4
+    assert torch.equal(other.weight.full_tensor(), 2 * whole)
+    if rank == 0:  # numbers and writes send nothing
+        part = DTensor.from_local(torch.tensor(3.0), mesh, [Partial()], run_check=False)
+        assert part.item() == 3.0
+        same = DTensor.from_local(torch.arange(8.0), mesh, [Replicate()], run_check=False)
+        same[same > 5] = 0
+        assert same.to_local().sum() == 15
+    torch.manual_seed(3)
+    summed = DTensor.from_local(torch.zeros(5000), mesh, [Partial()], run_check=False)
+    assert abs(torch.randn_like(summed).full_tensor().std() - 1) < 0.1
+    cut = distribute_tensor(torch.zeros(8, 4), mesh, [Shard(0)])
+    before = torch.get_rng_state()
+    torch.rand_like(cut)
+    assert not torch.equal(torch.get_rng_state(), before)
+
+    p = _down(model).detach()
+    torch.manual_seed(3)
+    expected = torch.rand(p.shape, dtype=p.dtype)
+    torch.manual_seed(3)
+    assert torch.equal(torch.compile(torch.rand_like, backend="aot_eager")(p).full_tensor(), expected)
+    with FakeTensorMode():
+        local = torch.empty(2, 8)
+        fake = DTensor.from_local(local, p.device_mesh, p.placements, run_check=False)
+        nn.init.normal_(fake)
 
 
 def sums_that_are_no_means() -> None:
@@ -224,7 +320,7 @@ def sums_that_are_no_means() -> None:
 def files_of_one_process(folder: Path) -> None:
     model, rank = _model(), dist.get_rank()
     parallelize(model, Grid(ep=2))
-    with pytest.warns(UserWarning, match=rf"is pickled, with the part of rank {rank} only"):
+    with pytest.warns(UserWarning, match=rf"is pickled, or copied by copy.copy, with the part of rank {rank} only"):
         torch.save(model.state_dict(), folder / f"{rank}.pt")
     dist.barrier()
     model.load_state_dict(torch.load(folder / f"{rank}.pt"))
@@ -236,6 +332,8 @@ def files_of_one_process(folder: Path) -> None:
 def test_a_pair_of_processes(tmp_path: Path) -> None:
     scenarios = [
         converted_after_fully_shard,
+        divided_by_the_factor_that_is_set,
+        tensors_of_others,
         scripts_of_one_process,
         writes_that_would_be_lost,
         sums_that_are_no_means,

@@ -6,7 +6,7 @@ ImportError.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ __all__ = [
     "AllGather",
     "DefaultAllGather",
     "DefaultReduceScatter",
+    "DividedOnce",
     "OwnBuffers",
     "QuantizedAllGather",
     "ReduceScatter",
@@ -179,6 +180,32 @@ class ZipReduceScatter(OwnBuffers, ReduceScatter):
             return BackgroundWork(started, [output_tensor])
         api.reduce_scatter(output_tensor, input_tensor, group, op=name, codec=self.codec)
         return None
+
+
+class DividedOnce:
+    """All-reduce hook of a group of parameters on one rank, which FSDP2 may divide twice by the divide factor.
+
+    It does so in dtypes other than float32 and bfloat16, which a model may be converted to later, and in forced sums.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.then: Callable[[Tensor], None] | None = None
+        """Another hook that follows."""
+
+    def __call__(self, gradient: Tensor) -> None:
+        """Undo one of two divisions."""
+        factor, forced = self._group.gradient_divide_factor, self._group.force_sum_reduction_for_comms
+        if factor is not None and (forced or gradient.dtype not in (torch.float32, torch.bfloat16)):
+            gradient.mul_(factor)
+        if self.then is not None:
+            self.then(gradient)
+
+    def followed_by(self, hook: Callable[[Tensor], None]) -> DividedOnce:
+        """Return a hook of the same group that another one follows."""
+        both = DividedOnce(self._group)
+        both.then = hook
+        return both
 
 
 def param_groups(module: Any) -> Iterator[Any]:

@@ -221,10 +221,13 @@ def _attach_to_unit(
             left = "FSDP2 does not let others replace the all-reduce of a 2-D mesh; pass `across` with a 1-D mesh"
         elif across is None:
             continue
-        elif group._all_reduce_hook is not None:
+        elif (before := group._all_reduce_hook) is not None and not (
+            isinstance(before, fsdp2.DividedOnce) and before.then is None
+        ):
             left = "another all-reduce hook is set"
         else:
-            replace(group, "_all_reduce_hook", partial(_average_across, group=across, codec=codec))
+            hook = partial(_average_across, group=across, codec=codec)
+            replace(group, "_all_reduce_hook", hook if before is None else before.followed_by(hook))
         yield ZippedPart(name, "all_reduce", reduced, numel, left)
 
 

@@ -284,7 +284,7 @@ def parallelize(
         original._parameters.clear()
     watch_wrappers()
     if grid is not None and is_cut:
-        mend_dtensors(grid.expert_mesh.device_type == "cpu")
+        mend_dtensors()
         save_gathered(model, grid.stages)
     return Parallelized(model, layers, grid, left, shared)
 
