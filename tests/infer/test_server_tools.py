@@ -365,6 +365,13 @@ def test_calls_by_responses(engine: FakeEngine, client: openai.OpenAI, tokenizer
     ]
 
 
+def test_text_with_any_letters_is_one_item_of_responses(engine: FakeEngine, client: openai.OpenAI) -> None:
+    text = "I <tool_call>did it</tool_call>, provided"  # no call, which comes in one piece
+    engine.says(text)
+    done = client.responses.create(model=MODEL, input="Hi", tools=FLAT)
+    assert ([item.type for item in done.output], done.output_text) == (["message"], text)
+
+
 def test_choices_of_tools_by_responses(engine: FakeEngine, client: openai.OpenAI, tokenizer: ToolBytes) -> None:
     pytest.importorskip("llguidance")
     ask: dict[str, Any] = {"model": MODEL, "input": "Hi", "tools": FLAT}

@@ -242,6 +242,11 @@ def test_bad_jsonl_line_is_named(line: bytes, message: str, tmp_path: Path) -> N
         list(read_documents(tmp_path / "a.jsonl", "text"))
 
 
+def test_keys_that_nobody_reads_may_hold_anything(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "k", "title": "\\uD83D"}\n')
+    assert list(read_documents(tmp_path / "a.jsonl", "text")) == [("k", True)]
+
+
 # Token files
 
 

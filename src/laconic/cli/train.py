@@ -100,7 +100,7 @@ def resolve(args: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
         run_dir = asked.get("run_dir")
         if run_dir is None:
             raise ConfigError("resume needs run_dir, the run to continue, e.g. --resume --run-dir runs/mine")
-        saved = Path(run_dir).expanduser() / "config.toml"
+        saved = Path(os.path.expanduser(run_dir), "config.toml")
         if not saved.is_file():
             raise ConfigError(
                 f"run_dir is {run_dir!r}, but it must hold the config.toml of a run for resume; a run that was stopped "

@@ -288,10 +288,12 @@ class LocalSteps:
         self._check_own("load_state_dict()")
         parameters, statistics = self.parameters(), self._statistics()
         targets = {"common": self.common(), "momentum": self.momentum(), "local": {**parameters, **statistics}}
+        optional = ("error", "average", "start")
+        state = {part: {} for part in (*targets, *optional)} | dict(state)
         for part, tensors in targets.items():
-            check_names(part, state.get(part, {}), tensors)
-        for part in ("error", "average", "start"):  # which may have some of the parameters, or none
-            tensors = state.get(part, {})
+            check_names(part, state[part], tensors)
+        for part in optional:  # which may have some of the parameters, or none
+            tensors = state[part]
             check_names(part, tensors, {name: x for name, x in targets["common"].items() if name in tensors})
         for fragment in self._fragments:
             here = [name for name in fragment.shapes if name in state["average"]]

@@ -203,7 +203,8 @@ class ResponseReply(ChatReply):
             self._status = "completed" if part.finish_reason == "stop" else "incomplete"
         for found in self._found(part):
             kind = "message" if isinstance(found, str) else "function_call"
-            if not self._items or self._items[-1]["type"] != kind or "id" in found:
+            begins = isinstance(found, dict) and "id" in found
+            if begins or not self._items or self._items[-1]["type"] != kind:
                 yield from self._end_item("completed")
                 yield from self._begin_item(None if isinstance(found, str) else found)
             if isinstance(found, str):

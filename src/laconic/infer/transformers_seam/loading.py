@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import re
 import sys
@@ -71,7 +70,7 @@ def read_config(model_dir: Path) -> PretrainedConfig:
         ) from None
     if "sliding_attention" in groups:
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        if "create_sliding_window_causal_mask" not in inspect.getsource(sys.modules[kind.__module__]):
+        if not hasattr(sys.modules[kind.__module__], "create_sliding_window_causal_mask"):
             # The cache would forget what the model itself attends to, behind the tokens of the load's check.
             raise ModelError(
                 f"{str(model_dir / 'config.json')!r} has a sliding_window, which transformers' paged cache obeys and"

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from laconic.errors import DataError, first_line
 from laconic.train.config.schema import DataConfig
 from laconic.train.data.corpus import held_out
-from laconic.train.data.sources import find_files, read_records
+from laconic.train.data.sources import find_files, read_records, whole_text
 from laconic.train.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -150,14 +150,14 @@ def _texts(files: Sequence[Path], render: _Render) -> Iterator[_Text]:
             keys = set(record) if isinstance(record, dict) else set()
             if "messages" in keys and not keys & {"prompt", "completion"}:
                 text, spans = _conversation(record["messages"], render, where)
-                yield _Text(where, text, spans, completes=False)
+                yield _Text(where, whole_text(text, where), spans, completes=False)
             elif {"prompt", "completion"} <= keys and "messages" not in keys:
                 prompt, completion = record["prompt"], record["completion"]
                 if not isinstance(prompt, str) or not isinstance(completion, str):
                     raise DataError(f"{where} has a prompt or completion that is no string; {_REMEDY}")
                 if not completion.strip():
                     raise DataError(f"{where} has an empty completion, from which nothing is learned; leave it out")
-                text = prompt + completion
+                text = whole_text(prompt + completion, where)
                 yield _Text(where, text, [(len(prompt), len(text))], completes=True)
             else:
                 has = f"has the keys {sorted(keys)}" if isinstance(record, dict) else "is no object"

@@ -107,7 +107,7 @@ def read_documents(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
                 instructs = isinstance(record, dict) and {"messages", "completion"} & set(record)
                 remedy = "set task = instruction-tuning" if instructs else "set data.text_key"
                 raise DataError(f"{path}:{number} has no string under {text_key!r} ({has}); {remedy}")
-            yield record[text_key], True
+            yield whole_text(record[text_key], f"{path}:{number}"), True
         return
     try:
         yield from _read_text(path)
@@ -132,6 +132,15 @@ def read_records(path: Path) -> Iterator[tuple[int, Any]]:
                 offset += len(line)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
+
+
+def whole_text(text: str, where: str) -> str:
+    """The text of a JSONL file's line, unless its escapes write half of a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{where} has half of a surrogate pair (\\ud800 to \\udfff), which is no text") from None
+    return text
 
 
 def _read_text(path: Path) -> Iterator[tuple[str, bool]]:
@@ -165,20 +174,17 @@ def _not_text(path: Path, offset: int, what: str) -> DataError:
 
 def _json_value(line: bytes, path: Path, number: int, offset: int) -> Any:
     try:
-        value = json.loads(line.decode("utf-8"))
-        if b"\\u" in line:  # may write half of a pair, which no tokenizer takes
-            json.dumps(value, ensure_ascii=False).encode()
-        return value
-    except UnicodeEncodeError:
-        raise DataError(
-            f"{path}:{number} has half of a surrogate pair (\\ud800 to \\udfff), which is no text"
-        ) from None
+        return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise _not_text(path, offset + error.start, "a byte that is not valid UTF-8") from None
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{number} is not valid JSON: {error}") from None
     except RecursionError:
         raise DataError(f"{path}:{number} is nested too deeply to be read") from None
+
+
+_OF_FILE_SYSTEM = "lost+found"
+"""At the root of many, for its administrator alone."""
 
 
 def _text_files(root: Path) -> list[Path]:
@@ -195,7 +201,9 @@ def _text_files(root: Path) -> list[Path]:
     seen = {os.path.realpath(root)}
     for folder, subfolders, names in os.walk(root, onerror=refuse, followlinks=True):
         subfolders[:] = [
-            name for name in sorted(subfolders) if not name.startswith(".") and is_new(os.path.join(folder, name))
+            name
+            for name in sorted(subfolders)
+            if not name.startswith(".") and name != _OF_FILE_SYSTEM and is_new(os.path.join(folder, name))
         ]
         visible = [Path(folder, name) for name in names if not name.startswith(".")]
         chosen = [file for file in visible if file.suffix.lower() in _TEXT_SUFFIXES and file.is_file()]
