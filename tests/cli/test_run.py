@@ -234,7 +234,7 @@ def test_endings_are_those_of_the_script(tmp_path: Path) -> None:
     assert err.startswith("no data\n")
     code, _, err = laconic_run(tmp_path, "with torch.no_grad(): Net().eval()(torch.ones(1, 64))")
     assert code == 0
-    assert "the script did not train" in err
+    assert "no optimizer of torch made a step" in err
 
 
 def test_flags_behind_the_script_are_said_to_be_the_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
