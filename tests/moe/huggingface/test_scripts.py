@@ -329,6 +329,7 @@ def files_of_one_process(folder: Path) -> None:
             model.load_state_dict(torch.load(folder / "0.pt"))
 
 
+@pytest.mark.ci
 def test_a_pair_of_processes(tmp_path: Path) -> None:
     scenarios = [
         converted_after_fully_shard,
