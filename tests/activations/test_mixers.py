@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import laconic
 from laconic.activations import ActivationPlan, Recompute, SavedTensorTracker, find_sites
@@ -111,3 +114,33 @@ def test_an_object_that_is_registered_as_a_nest_stays_itself() -> None:
     run_again(region, (x,), {"cache": cache}).sum().backward()
     assert len(seen) == 2
     assert all(each is cache for each in seen)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+@pytest.mark.parametrize(
+    ("family", "input_of", "checkpoints"),
+    [("llama", "model.layers.1.self_attn", False), ("mamba", "backbone.layers.1.mixer", False),
+     ("llama", "model.layers.1", True)],
+)  # fmt: skip
+def test_what_runs_again_holds_its_input_in_codes_alone(family: str, input_of: str, checkpoints: bool) -> None:
+    """torch holds hooks of saved tensors, and whatever their code refers to, as long as what they have packed."""
+    model = make_model(family).train()
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    ids = make_ids()
+    laconic.compress_activations(model, attention="recompute")
+    held: list[StorageWeakRef] = []
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        x = args[0] if args else kwargs["hidden_states"]
+        held.append(StorageWeakRef(x.untyped_storage()))
+
+    handle = model.get_submodule(input_of).register_forward_pre_hook(note, with_kwargs=True)
+    for _ in range(2):  # the first one tries the code
+        held.clear()
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        gc.collect()
+        assert held
+        assert all(ref.expired() for ref in held)
+        loss.backward()
+    handle.remove()

@@ -202,7 +202,7 @@ def packed_inputs(
     if format is None or not tensors or AUDITED.originals:
         yield _as_it_is
         return
-    # Held by this frame, so that no address can be reused meanwhile. Values that share memory are kept exactly: that
+    # Held meanwhile, so that no address can be reused. Values that share memory are kept exactly: that
     # takes no more than the exact model does, and what is rebuilt could not have their strides.
     places = {_place(x): x for x in tensors if not overlaps(x)}
     known: dict[Any, Kept] = {}
@@ -222,8 +222,12 @@ def packed_inputs(
     def unpack(saved: Tensor | tuple[Kept, tuple[int, ...], Decisions | None]) -> Tensor:
         return saved if isinstance(saved, Tensor) else laid_out(saved[0].memo.take(saved[0].tensors), saved[1])
 
-    with torch.autograd.graph.saved_tensors_hooks(packed, unpack):
-        yield _as_it_is if decisions is None else _DecidesOnce(decisions).of
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(packed, unpack):
+            yield _as_it_is if decisions is None else _DecidesOnce(decisions).of
+    finally:
+        places.clear()  # torch holds the hooks, and what they refer to, as long as what they have packed
+        known.clear()
 
 
 def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
