@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,26 +74,33 @@ def _prompts(size: dict[str, int], count: int, generator: random.Random) -> list
     ]
 
 
-def _row(name: str, size: dict[str, int], count: int, new_tokens: int, options: Options) -> list[str]:
-    prompts = _prompts(size, count, random.Random(0))
+@contextmanager
+def _both(size: dict[str, int], options: Options) -> Iterator[tuple[Engine, _Peer]]:
+    """The engine without expert workers and transformers, on the same model."""
     with tempfile.TemporaryDirectory() as folder:
         save_demo_model(Path(folder), **size)
         peer = _Peer(Path(folder))
         with Engine(
             folder, experts=0, cache_tokens=_CACHE_TOKENS, batch_tokens=_BATCH_TOKENS, threads=options.threads
         ) as engine:
-            expected = peer.managed(prompts, new_tokens)
-            assert engine.generate(prompts, new_tokens) == expected, "the engine's tokens differ"
-            assert _streamed(engine, prompts, new_tokens) == expected, "the streams' tokens differ"
-            assert peer.batch(prompts, new_tokens) == expected
-            cases: dict[str, Case] = {
-                "engine": lambda: engine.generate(prompts, new_tokens),
-                "streams": lambda: _streamed(engine, prompts, new_tokens),
-                "manager": lambda: peer.managed(prompts, new_tokens),
-                "generate_batch": lambda: peer.batch(prompts, new_tokens),
-            }
-            seconds = seconds_of(cases, options.rounds, rotate=True)
+            yield engine, peer
         peer.stop()
+
+
+def _row(name: str, size: dict[str, int], count: int, new_tokens: int, options: Options) -> list[str]:
+    prompts = _prompts(size, count, random.Random(0))
+    with _both(size, options) as (engine, peer):
+        expected = peer.managed(prompts, new_tokens)
+        assert engine.generate(prompts, new_tokens) == expected, "the engine's tokens differ"
+        assert _streamed(engine, prompts, new_tokens) == expected, "the streams' tokens differ"
+        assert peer.batch(prompts, new_tokens) == expected
+        cases: dict[str, Case] = {
+            "engine": lambda: engine.generate(prompts, new_tokens),
+            "streams": lambda: _streamed(engine, prompts, new_tokens),
+            "manager": lambda: peer.managed(prompts, new_tokens),
+            "generate_batch": lambda: peer.batch(prompts, new_tokens),
+        }
+        seconds = seconds_of(cases, options.rounds, rotate=True)
     tokens = count * new_tokens
     better = min(seconds["manager"], seconds["generate_batch"])
     return [
@@ -105,20 +114,14 @@ def _generate_row(name: str, size: dict[str, int], count: int, longest: int, opt
     generator = random.Random(0)
     prompts = _prompts(size, count, generator)
     lengths = [generator.randint(1, longest) for _ in prompts]
-    with tempfile.TemporaryDirectory() as folder:
-        save_demo_model(Path(folder), **size)
-        peer = _Peer(Path(folder))
-        with Engine(
-            folder, experts=0, cache_tokens=_CACHE_TOKENS, batch_tokens=_BATCH_TOKENS, threads=options.threads
-        ) as engine:
-            cases = {
-                "engine": lambda: _asked(engine, prompts, lengths),
-                "batch": lambda: peer.padded(prompts, lengths),
-            }
-            ours, theirs = (answer() for answer in cases.values())
-            assert ours == theirs, "the engine's tokens differ from those of generate"
-            seconds = seconds_of(cases, options.rounds, rotate=True)
-        peer.stop()
+    with _both(size, options) as (engine, peer):
+        cases = {
+            "engine": lambda: _asked(engine, prompts, lengths),
+            "batch": lambda: peer.padded(prompts, lengths),
+        }
+        ours, theirs = (answer() for answer in cases.values())
+        assert ours == theirs, "the engine's tokens differ from those of generate"
+        seconds = seconds_of(cases, options.rounds, rotate=True)
     rates = [_rate(sum(lengths), seconds[case]) for case in cases]
     return [name, *rates, *_gain(seconds["batch"], seconds["engine"])]
 

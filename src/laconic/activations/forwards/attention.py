@@ -29,23 +29,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from laconic.activations.backward.decisions import Habit
 from laconic.activations.backward.derivatives import is_transformed
 from laconic.activations.backward.replay import Replay
 from laconic.activations.backward.rerun import graft, rebuilt
 from laconic.activations.backward.saving import Call, SecondRun, first_tensor
+from laconic.activations.forwards.base import SiteForward
 from laconic.activations.forwards.checkpoint import runs_twice
 from laconic.activations.forwards.replacement import OfModule, follow_copies, forget_copies
 from laconic.activations.host.dtensors import warn_exact
-from laconic.activations.host.patched import overrides_functions
 from laconic.activations.host.storages import overlaps
 from laconic.activations.keep.choice import Packing
 from laconic.activations.keep.kept import Kept, Tensors, attach, derive, held, pack, whole_of
 from laconic.activations.keep.witnesses import named
 from laconic.activations.recognize.sites import Site
-from laconic.ops import DTYPES
 
 _ATTRIBUTE = "_laconic_attention"
 
@@ -170,9 +168,7 @@ def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
 
 def _packable(x: Any) -> bool:
     warn_exact("attention", x)
-    if type(x) is Tensor:
-        return x.dtype in DTYPES
-    return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dtype in DTYPES and not overrides_functions(x)
+    return SiteForward.ours(x)
 
 
 def _serve_attention_modules() -> None:

@@ -202,8 +202,8 @@ def packed_inputs(
     if format is None or not tensors or AUDITED.originals:
         yield _as_it_is
         return
-    # Held meanwhile, so that no address can be reused. Values that share memory are kept exactly: that
-    # takes no more than the exact model does, and what is rebuilt could not have their strides.
+    # Held meanwhile, so that no address can be reused. Values that share memory are kept exactly: that takes no more
+    # than the exact model does, and what is rebuilt could not have their strides.
     places = {_place(x): x for x in tensors if not overlaps(x)}
     known: dict[Any, Kept] = {}
 

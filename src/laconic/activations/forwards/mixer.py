@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -32,7 +31,7 @@ from laconic.activations.forwards.base import SiteForward
 from laconic.activations.forwards.checkpoint import packed_inputs, run_again
 from laconic.activations.host.modules import modules_of
 from laconic.activations.keep.choice import Offload, Packing
-from laconic.activations.keep.preserve import preserved
+from laconic.activations.keep.preserve import CONTAINERS, preserved
 from laconic.activations.keep.rounding import quantized
 from laconic.activations.keep.witnesses import Glances, check_unchanged, glances
 from laconic.activations.recognize.sites import Site
@@ -44,9 +43,6 @@ LARGEST_ERROR = 0.1
 
 Eight bits are off by half a per cent, of which most mixers make a few per cent (benchmarks/families.py tries many).
 """
-
-
-_CONTAINERS = (list, dict, set, deque)
 
 
 class MixerForward(SiteForward):
@@ -155,7 +151,7 @@ class MixerForward(SiteForward):
             outside = inspect.getclosurevars(inspect.unwrap(type(self.module).forward))
         except (TypeError, ValueError):  # an object that is called, or a closure with an empty cell
             return []
-        return [x for x in (*outside.globals.values(), *outside.nonlocals.values()) if isinstance(x, _CONTAINERS)]
+        return [x for x in (*outside.globals.values(), *outside.nonlocals.values()) if isinstance(x, CONTAINERS)]
 
     def _repeats(self, args: Any, kwargs: Any, lists: list[Any]) -> bool:
         """Whether two runs give the same bits and change nothing; notes whether the packed input moves the output.

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from laconic.activations.host.storages import place_of, storages_of
 
-_CONTAINERS = (list, dict, set, deque)
+CONTAINERS = (list, dict, set, deque)
 _LEFT_OUT = (
     *(type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial, str, bytes, int, float),
     nn.parameter.UninitializedParameter,
@@ -95,7 +95,7 @@ class _State:
             self._note_tensor(value)
         elif isinstance(value, torch.Generator):
             self._undo.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, _CONTAINERS):
+        elif isinstance(value, CONTAINERS):
             self._note_container(value, depth)
         elif isinstance(value, tuple):
             for item in value:
