@@ -48,3 +48,23 @@ def json_number(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
+
+
+def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An `object_pairs_hook` for `json.loads`, which would otherwise keep the last of two equal names.
+
+    Raises:
+        ValueError: two names are equal.
+    """
+    table: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in table:
+            raise ValueError(f"{short(name)!r} comes twice")
+        table[name] = value
+    return table
+
+
+def short(value: object) -> str:
+    """A value in a message: its text, or the beginning of a long one."""
+    text = str(value)
+    return text if len(text) <= 120 else text[:117] + "..."

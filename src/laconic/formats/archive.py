@@ -19,9 +19,8 @@ from laconic.formats.chunk import Code
 from laconic.formats.container import SUFFIX, ContainerFile, Progress, write_container
 from laconic.formats.durable import begin_writeback, fsync_file, new_directory, new_file
 from laconic.formats.mapped import SafetensorsFile, TensorSource, map_file
-from laconic.formats.safetensors_header import unique_names
 from laconic.formats.zipped import is_zipped, open_tensors
-from laconic.json_text import parse_json
+from laconic.json_text import parse_json, unique_names
 
 MANIFEST = "laconic-zip.json"
 _VERSION = 1

@@ -27,8 +27,8 @@ from laconic.formats.chunk import Code, decode_chunk, difference, difference_pay
 from laconic.formats.durable import begin_writeback
 from laconic.formats.lossless import Checksum, checksum_of
 from laconic.formats.mapped import TensorSource, map_file
-from laconic.formats.safetensors_header import HEADER_LIMIT_NBYTES, TensorEntry, parse_header, unique_names
-from laconic.json_text import parse_json
+from laconic.formats.safetensors_header import HEADER_LIMIT_NBYTES, TensorEntry, parse_header
+from laconic.json_text import parse_json, unique_names
 from laconic.ops.entropy import MAX_ELEMENTS_PER_BYTE, is_entropy_coded
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from laconic.errors import FormatError
-from laconic.json_text import parse_json
+from laconic.json_text import parse_json, short, unique_names
 
 HEADER_LIMIT_NBYTES = 100_000_000
 """What the safetensors project allows; of an index, what is read."""
@@ -111,7 +111,7 @@ def parse_header(text: bytes, data_nbytes: int, where: str) -> tuple[list[Tensor
     try:
         header = parse_json(text.decode("utf-8"), object_pairs_hook=unique_names)
     except ValueError as error:
-        raise FormatError(f"{where}: the safetensors header is not valid JSON ({_short(error)})") from None
+        raise FormatError(f"{where}: the safetensors header is not valid JSON ({short(error)})") from None
     if not isinstance(header, dict):
         raise FormatError(f"{where}: the safetensors header is a {type(header).__name__}, but it must be an object")
     metadata = header.pop("__metadata__", {})
@@ -173,35 +173,16 @@ def _entry(name: str, fields: Any, where: str) -> TensorEntry:
     if not isinstance(dtype, str) or dtype not in _ELEMENTS:
         raise FormatError(f"{where} has dtype {dtype!r}; known are {', '.join(_ELEMENTS)}")
     if not _is_sizes(shape):
-        raise FormatError(f"{where} has shape {_short(shape)}, but it must be a list of sizes from 0 to 2^63 - 1")
+        raise FormatError(f"{where} has shape {short(shape)}, but it must be a list of sizes from 0 to 2^63 - 1")
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise FormatError(f"{where} has data_offsets {_short(offsets)}, but they must be a begin and an end after it")
+        raise FormatError(f"{where} has data_offsets {short(offsets)}, but they must be a begin and an end after it")
     num_bits = math.prod(shape) * _ELEMENTS[dtype].bits
     if num_bits != 8 * (offsets[1] - offsets[0]):
         raise FormatError(
-            f"{where} has {offsets[1] - offsets[0]:,} bytes, but {dtype} of shape {_short(shape)} takes {num_bits} bits"
+            f"{where} has {offsets[1] - offsets[0]:,} bytes, but {dtype} of shape {short(shape)} takes {num_bits} bits"
         )
     return TensorEntry(name, dtype, tuple(shape), offsets[0], offsets[1] - offsets[0])
 
 
 def _is_sizes(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= 64 and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
-
-
-def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An `object_pairs_hook` for `json.loads`, which would otherwise keep the last of two equal names.
-
-    Raises:
-        ValueError: two names are equal.
-    """
-    table: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in table:
-            raise ValueError(f"{_short(name)!r} comes twice")
-        table[name] = value
-    return table
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 120 else text[:117] + "..."

@@ -14,11 +14,10 @@ from pydantic_core import from_json
 from starlette.applications import Starlette
 
 from laconic.errors import ConfigError
-from laconic.formats.safetensors_header import unique_names
 from laconic.infer.engine import Engine
 from laconic.infer.server import ServerSettings, create_app, load_text_tokenizer
 from laconic.infer.transformers_seam import check_transformers, read_config
-from laconic.json_text import parse_json
+from laconic.json_text import parse_json, unique_names
 from laconic.schedule.inference import InferencePlan
 
 _STRICT = ConfigDict(extra="forbid", strict=True)

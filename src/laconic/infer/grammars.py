@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import ConfigError, ModelError
-from laconic.formats.safetensors_header import unique_names
-from laconic.json_text import parse_json
+from laconic.json_text import parse_json, unique_names
 
 if TYPE_CHECKING:
     from laconic.infer.tokenizer import TextTokenizer

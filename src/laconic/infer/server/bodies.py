@@ -10,12 +10,11 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import from_json
 
-from laconic.formats.safetensors_header import unique_names
 from laconic.infer.server.conversation import Message, NamedTool, Strict, Tool, ToolChoice
 from laconic.infer.server.formats import ResponseFormat, StructuredOutputs, check_false
 from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.unserved import NEUTRAL_IN_CHATS, NEUTRAL_IN_COMPLETIONS
-from laconic.json_text import parse_json
+from laconic.json_text import parse_json, unique_names
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,17}")  # without leading zeros, so that no two name one token
 

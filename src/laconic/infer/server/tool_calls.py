@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from laconic.formats.safetensors_header import unique_names
 from laconic.infer.server.text import cut_at
-from laconic.json_text import parse_json
+from laconic.json_text import parse_json, unique_names
 
 _TOOL_CALLS = "[TOOL_CALLS]"
 
