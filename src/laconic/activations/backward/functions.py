@@ -193,7 +193,8 @@ def linear(
         bias: [out_features] or None.
     """
     kept = keep(x, format, "linear")
-    y: Tensor = _Linear.apply(x, weight, bias, kept, transposed, (value,), *kept.tensors)
+    apply = _Linear.apply if torch.compiler.is_compiling() else _apply_linear
+    y: Tensor = apply(x, weight, bias, kept, transposed, (value,), *kept.tensors)
     return y
 
 
@@ -239,6 +240,9 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             dbias = rows.sum(0).to(ctx.bias_dtype)
         return (dx, dweight, dbias, *[None] * (3 + len(saved)))
+
+
+_apply_linear = direct_apply(_Linear)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -354,7 +358,8 @@ def multiply(a: Tensor, b: Tensor, format: Packing) -> Tensor:
     if product is not None:
         return product
     saved = [tensor for part in kept for tensor in part.tensors]
-    y: Tensor = _Multiply.apply(a, b, kept, (packed.value,), *saved)
+    apply = _Multiply.apply if torch.compiler.is_compiling() else _apply_product
+    y: Tensor = apply(a, b, kept, (packed.value,), *saved)
     attach(y, derive(torch.mul, kept, (), "mlp"))
     return y
 
@@ -408,3 +413,6 @@ class _Multiply(torch.autograd.Function):
         a = take(ctx.memos[0], tuple(saved[: ctx.count]), edge_a, after=grad)
         b = take(ctx.memos[1], tuple(saved[ctx.count :]), edge_b, after=grad)
         return (grad * b, grad * a, None, None, *[None] * len(saved))
+
+
+_apply_product = direct_apply(_Multiply)
