@@ -8,6 +8,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from laconic.collectives.runtime import torch_compat
 from laconic.errors import RoutingError
@@ -103,15 +104,16 @@ class FirstRuns:
         self._without_graph = 0
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-
-
 def _is_in_function() -> bool:
-    """Whether this runs in the forward of a Function of autograd."""
+    """Whether this runs in the forward of a Function of autograd, whose first argument is a context."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _APPLY:
+    while frame is not None:
+        code = frame.f_code
+        is_forward = code.co_name == "forward" and code.co_argcount > 0
+        if is_forward and isinstance(frame.f_locals.get(code.co_varnames[0]), FunctionCtx):
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False
 
 
 def load_step(load: Tensor, rate: float, dtype: torch.dtype) -> Tensor:
