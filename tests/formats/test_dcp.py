@@ -52,7 +52,7 @@ def test_what_dcp_wrote_is_read_as_dcp_reads_it(written: Path) -> None:
     for entry in theirs.state_dict_metadata.values():
         if isinstance(
             entry, TensorStorageMetadata
-        ):  # layout and strides, which torch 2.15 adds, say nothing to a reader
+        ):  # torch 2.15 adds strides, which nobody reads
             entry.properties = TensorProperties(dtype=entry.properties.dtype)
     ours = read_dcp_metadata(written)
     assert ours.state_dict_metadata == theirs.state_dict_metadata
