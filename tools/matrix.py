@@ -26,7 +26,7 @@ from pathlib import Path
 from interpreters import find_interpreter
 
 ROOT = Path(__file__).resolve().parents[1]
-PYTHONS, TORCHES, TRANSFORMERS = ("3.11", "3.12", "3.13"), ("2.11", "2.12", "2.13", "2.14"), ("5.1", "newest")
+PYTHONS, TORCHES, TRANSFORMERS = ("3.11", "3.12", "3.13"), ("2.11", "2.12", "2.13", "2.14", "2.15"), ("5.1", "newest")
 TESTS = [
     "tests/ops/test_native.py",
     "tests/formats/test_blockwise.py",

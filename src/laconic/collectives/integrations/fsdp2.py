@@ -27,7 +27,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"torch {torch.__version__} has moved FSDP2's interface for custom collectives; laconic knows the place it has"
-        " in torch 2.11 to 2.13"
+        " in torch 2.11 to 2.15"
     ) from error
 
 __all__ = [
