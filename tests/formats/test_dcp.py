@@ -50,9 +50,7 @@ def test_what_dcp_wrote_is_read_as_dcp_reads_it(written: Path) -> None:
     with open(written / ".metadata", "rb") as file:
         theirs: Metadata = pickle.load(file)
     for entry in theirs.state_dict_metadata.values():
-        if isinstance(
-            entry, TensorStorageMetadata
-        ):  # torch 2.15 adds strides, which nobody reads
+        if isinstance(entry, TensorStorageMetadata):  # torch 2.15 adds strides, which nobody reads
             entry.properties = TensorProperties(dtype=entry.properties.dtype)
     ours = read_dcp_metadata(written)
     assert ours.state_dict_metadata == theirs.state_dict_metadata

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic.collectives.runtime import torch_compat
 from tests.streams.device import Device
 from tests.streams.stream_group import StreamGroup, StreamWork
 
@@ -132,7 +133,7 @@ def _reduce(found: Sequence[Tensor], out: Tensor, opts: Any) -> None:
     out.copy_((total / len(found) if is_mean else total).view(out.shape))
 
 
-_batch_isend_irecv = dist.batch_isend_irecv
+_batch_isend_irecv = torch_compat.batch_isend_irecv
 
 
 def _batch_of_device(operations: list[dist.P2POp]) -> list[dist.Work]:
@@ -154,7 +155,7 @@ def ranks(device: Device, store: Path, rank: int, size: int) -> Iterator[dist.Pr
         assert isinstance(group, _Ranks)
         with (
             mock.patch.object(_Ranks, "device", device, create=True),
-            mock.patch.object(dist, "batch_isend_irecv", _batch_of_device),
+            mock.patch.object(torch_compat, "batch_isend_irecv", _batch_of_device),
         ):
             yield group
     finally:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives.engine.handshake import GROUP_ENDED, Announcement, Peers, Splits
+from laconic.collectives.runtime import torch_compat
 from laconic.collectives.runtime.device_streams import Ready
 from laconic.collectives.runtime.group_facts import fail, raise_if_failed
 from laconic.errors import ConfigError
@@ -87,7 +88,7 @@ class DeviceHandshake:
         operations += [dist.P2POp(dist.isend, mine, group=group, group_peer=peer) for peer in self._peers]
         self.sent_nbytes = len(self._front) * len(self._peers)
         """Bytes that leave this rank."""
-        self._works: Sequence[dist.Work] = dist.batch_isend_irecv(operations)
+        self._works: Sequence[dist.Work] = torch_compat.batch_isend_irecv(operations)
         self._copy: Tensor | None = None
 
     def collect(self) -> None:

@@ -569,7 +569,7 @@ class _BatchedMessages(InFlightMessages):
         operations = [dist.P2POp(dist.irecv, buffer, group=wire.group, group_peer=p) for p, buffer in receives.items()]
         operations += [dist.P2POp(dist.isend, message, group=wire.group, group_peer=p) for p, message in sends]
         wire.count(sum(message.nbytes for _, message in sends))
-        return dist.batch_isend_irecv(operations) if operations else []
+        return torch_compat.batch_isend_irecv(operations) if operations else []
 
     def take(self, peer: int) -> tuple[Codec, Tensor]:
         self.wait_sent()

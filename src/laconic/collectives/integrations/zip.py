@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from itertools import pairwise
 from typing import Any, Literal, NoReturn
 
@@ -250,14 +250,18 @@ def _replaced(comm: Any, native: type, what: str) -> str | None:
 
 def _dtypes_of(group: Any) -> tuple[str, str | None, int]:
     """Dtypes of a group's gathered parameters and reduced gradients (None: it has none), and its number of elements."""
-    parameters = [parameter.sharded_param for parameter in group.fsdp_params]
-    policy = group.mp_policy
-    gathered = {policy.param_dtype or parameter.dtype for parameter in parameters}
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    reduced = {policy.reduce_dtype or policy.param_dtype or parameter.dtype for parameter in trained}
+    gathered, reduced, numel = set(), set(), 0
+    for member in group.fsdp_params:
+        parameter = member.sharded_param
+        policy = group.mp_policy if hasattr(group, "mp_policy") else member.mp_policy  # torch 2.15 has one for each
+        gathered.add(policy.param_dtype or parameter.dtype)
+        if parameter.requires_grad:
+            reduced.add(policy.reduce_dtype or policy.param_dtype or parameter.dtype)
+        numel += parameter.numel()
     # FSDP2 gathers parameters of several types as bytes.
-    names = "uint8" if len(gathered) > 1 else _name(gathered.pop())
-    return names, _name(reduced.pop()) if reduced else None, sum(parameter.numel() for parameter in parameters)
+    dtype = "uint8" if len(gathered) > 1 else _name(gathered.pop())
+    # And reduces gradients of several in the widest.
+    return dtype, _name(reduce(torch.promote_types, reduced)) if reduced else None, numel
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -194,6 +194,7 @@ class ProcessGroupLaconic(_Base):
             prepare(self._backend_group)
         self._raw = raw_calls_of(self, self._backend_group)
         self._p2p = P2P(self._backend_group, options.codec, options.min_nbytes)
+        self._coalesced: list[dist.Work] | None = None
 
     # --- identity and life cycle ---
 
@@ -353,17 +354,36 @@ class ProcessGroupLaconic(_Base):
     @on_dense(reads=("tensors",))
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
         """Send one tensor to group rank `dst`; see `P2P.send`."""
-        return self._p2p.send(tensors, dst, tag)
+        return self._coalescing(self._p2p.send(tensors, dst, tag))
 
     @on_dense(writes=("tensors",))
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
         """Receive one tensor from group rank `src`; see `P2P.recv`."""
-        return self._p2p.recv(tensors, src, tag)
+        return self._coalescing(self._p2p.recv(tensors, src, tag))
 
     @on_dense(writes=("tensors",))
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         """Receive one tensor from any rank; see `P2P.recv`."""
-        return self._p2p.recv(tensors, None, tag)
+        return self._coalescing(self._p2p.recv(tensors, None, tag))
+
+    def _coalescing(self, work: dist.Work) -> dist.Work:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    # torch calls these around sends and receives of CUDA tensors, from 2.15 on in groups of any class. Those of the
+    # backend would return a work of what was sent by then: nothing, as P2P puts it off.
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Begin what is one work for torch: all sends and receives up to `_end_coalescing`."""
+        self._p2p.start()
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        """Return the work of all sends and receives since `_start_coalescing`."""
+        works, self._coalesced = self._coalesced or [], None
+        self._p2p.start()
+        return WorkGroup(works, [], queue_of(self._backend_group))
 
     # --- calls left to the backend group ---
 

@@ -8,8 +8,8 @@ so CUDA tensors are sent uncoded.
 
 Two ranks that both send first and receive then wait for each other for ever, unless NCCL gets both operations at once.
 torch's batch_isend_irecv starts them together for groups of exactly its own class; for others it calls isend and irecv
-one by one. So operations are deferred here until one of them is waited for or the group is used otherwise, and are
-started as one batch then.
+one by one (from 2.15 on between `ProcessGroupLaconic._start_coalescing` and its end). So operations are deferred here
+until one of them is waited for or the group is used otherwise, and are started as one batch then.
 """
 
 from __future__ import annotations

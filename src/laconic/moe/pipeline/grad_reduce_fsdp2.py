@@ -109,12 +109,14 @@ class _Deferred(ReduceScatter):
 
     def _refuse_what_looks(self, output: Tensor, op: Any) -> None:
         params = self._group.fsdp_params
+        trained = [one.sharded_param for one in params if one.sharded_param.requires_grad]
+        others = [one.dtype for one in trained if one.dtype != output.dtype]
         why = (
             f"reduces {output.dtype}, which is not the mean that the collective makes; use float32 or bfloat16"
             if op != dist.ReduceOp.AVG
-            else f"reduces {output.dtype}, but its parameters are {self._group._orig_dtype}; set"
+            else f"reduces {output.dtype}, but its parameters are {others[0]}; set"
             " MixedPrecisionPolicy.reduce_dtype to that"
-            if self._group._orig_dtype not in (None, output.dtype)
+            if others
             else "has gradients already, to which this one would be added at once; set them to None, and let"
             " micro-batches but the last not reduce (set_requires_gradient_sync(False))"
             if any(one.sharded_param.grad is not None for one in params)

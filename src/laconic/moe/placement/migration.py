@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from laconic.collectives.runtime import torch_compat
 from laconic.collectives.runtime.failure_diagnosis import losses_named
 from laconic.collectives.runtime.group_facts import ranks_of, registered_ranks
 from laconic.errors import ConfigError
@@ -274,7 +275,7 @@ class ExpertMover:
         ]
         remedy = "none has moved here, go on from the last checkpoint"
         with losses_named(lambda: ranks, "while experts moved", remedy):
-            for work in dist.batch_isend_irecv(operations) if operations else ():
+            for work in torch_compat.batch_isend_irecv(operations) if operations else ():
                 work.wait()
             received: list[bool] = [False] * self._world
             dist.all_gather_object(received, True, group=self.group)
