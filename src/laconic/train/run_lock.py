@@ -28,8 +28,8 @@ from typing import IO, Any
 
 import psutil
 
+from laconic.durable import fsync_file
 from laconic.errors import CheckpointError, ConfigError
-from laconic.formats.durable import fsync_file
 from laconic.json_text import parse_json
 
 logger = logging.getLogger(__name__)
