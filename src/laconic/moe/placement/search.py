@@ -109,17 +109,15 @@ def swap_seconds(chosen: Tensor, weights: Tensor, costs: Sequence[Cost], gamma: 
     return seconds
 
 
-def best_swaps(
-    chosen: Tensor, weights: Tensor, costs: Sequence[Cost], num_pairs: int = 1, gamma: float = GAMMA
-) -> SwapPlan:
+def best_swaps(chosen: Tensor, weights: Tensor, costs: Sequence[Cost], num_pairs: int = 1) -> SwapPlan:
     """Find the pair of slots whose exchange shortens the time most, exactly; then the next, at most `num_pairs`.
 
     Ties go to the lowest slots. Powers are libm's: where machines differ, one rank's plan should count for all.
     """
-    before = now = seconds_of(chosen, weights, costs, gamma)
+    before = now = seconds_of(chosen, weights, costs)
     pairs: list[tuple[int, int]] = []
     while len(pairs) < num_pairs:
-        after = swap_seconds(chosen, weights, costs, gamma)
+        after = swap_seconds(chosen, weights, costs)
         a, b = divmod(int(after.masked_fill(torch.ones_like(after).tril().bool(), torch.inf).argmin()), len(after))
         if a >= b or not float(after[a, b]) < now * (1 - 1e-9):
             break
