@@ -115,7 +115,7 @@ class Choice:
         return cls(**entry)
 
     @classmethod
-    def from_bits(cls, bits: int, block_size: int = 64) -> Choice:
+    def from_bits(cls, bits: int) -> Choice:
         """The default code of so many bits; 16 keeps exactly.
 
         Raises:
@@ -125,7 +125,7 @@ class Choice:
             return EXACT
         if bits not in DEFAULT_CODES:
             raise PlanError(f"bits is {bits!r}, but it must be {listed((*sorted(DEFAULT_CODES), 16))}")
-        return cls(DEFAULT_CODES[bits], block_size)
+        return cls(DEFAULT_CODES[bits])
 
 
 EXACT = Choice()

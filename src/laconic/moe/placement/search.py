@@ -90,7 +90,7 @@ def seconds_of(chosen: Tensor, weights: Tensor, costs: Sequence[Cost], gamma: fl
     )
 
 
-def swap_seconds(chosen: Tensor, weights: Tensor, costs: Sequence[Cost], gamma: float = GAMMA) -> Tensor:
+def swap_seconds(chosen: Tensor, weights: Tensor, costs: Sequence[Cost]) -> Tensor:
     """Predict `seconds_of` after exchanging slots a and b, float64 [slots, slots]; see [Note: prices of all swaps]."""
     size = chosen.shape[1]
     seconds = torch.zeros(size, size, dtype=torch.float64, device="cpu")
@@ -102,10 +102,10 @@ def swap_seconds(chosen: Tensor, weights: Tensor, costs: Sequence[Cost], gamma: 
         changed = (rows[group][:, None] + change).clamp(min=0)  # of a's group, for each b
         # Only two groups change, so their powers leave the sum and come back changed.
         scale = torch.maximum(changed.amax(), rows.amax()).clamp(min=1e-30)
-        old, new = (rows / scale) ** gamma, (changed / scale) ** gamma
+        old, new = (rows / scale) ** GAMMA, (changed / scale) ** GAMMA
         total = old.sum() - old[group][:, None] - old[group][None, :] + new + new.T
         total = torch.where(same, old.sum(), total).clamp(min=0)
-        seconds += cost.alpha_seconds + cost.seconds_per_row * scale * total ** (1 / gamma)
+        seconds += cost.alpha_seconds + cost.seconds_per_row * scale * total ** (1 / GAMMA)
     return seconds
 
 
