@@ -48,7 +48,8 @@ from laconic.cost.moe.hierarchy import (
     level_costs,
 )
 from laconic.moe.placement.search import Cost, best_swaps
-from laconic.schedule.moe import BackwardPart, LayerTimes, best_degree, fill_slots
+from laconic.schedule.moe_gradients import BackwardPart, fill_slots
+from laconic.schedule.moe_pipeline import LayerTimes, best_degree
 
 Prices = Sequence[Mapping[str, float]]
 """Seconds of each layer, by plan."""

@@ -39,7 +39,7 @@ from laconic.moe import (
     make_dispatcher,
     mean_over,
 )
-from laconic.schedule.moe import LayerTimes, pipeline_seconds
+from laconic.schedule.moe_pipeline import LayerTimes, pipeline_seconds
 
 _RANKS_PER_NODE = 2
 _MODEL_DIM, _TOP_K, _NUM_BLOCKS, _LENGTH, _VOCABULARY = 256, 2, 2, 128, 257

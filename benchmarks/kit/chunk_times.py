@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.kit.timing import in_rounds
 from laconic.moe import ChunkedSchedule, MoELayer
 from laconic.schedule.execute import Execution, InlineStream
-from laconic.schedule.moe import COMPUTE, INTER, INTRA, ChunkTime, LayerTimes
+from laconic.schedule.moe_pipeline import COMPUTE, INTER, INTRA, ChunkTime, LayerTimes
 
 Parts = dict[str, dict[str, float]]
 """Seconds of all chunks of each step, by direction."""

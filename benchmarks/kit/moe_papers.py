@@ -14,15 +14,8 @@ from laconic.cost.comm.rates import Line, LinkRates, WireRates
 from laconic.cost.comm.seconds import sent_nbytes
 from laconic.cost.moe import GridLayout, LayerShape, MoERates, Route, fsmoe_route, parm_routes
 from laconic.cost.moe.shape import group_shape
-from laconic.schedule.moe import (
-    DEGREES,
-    BackwardPart,
-    ChunkTime,
-    LayerTimes,
-    best_degree,
-    fill_slots,
-    pipeline_seconds,
-)
+from laconic.schedule.moe_gradients import BackwardPart, fill_slots
+from laconic.schedule.moe_pipeline import DEGREES, ChunkTime, LayerTimes, best_degree, pipeline_seconds
 from laconic.topology import Levels
 
 

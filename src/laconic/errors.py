@@ -5,24 +5,6 @@ Every message names the field, the value it had, the rule it broke and what to d
 
 from __future__ import annotations
 
-__all__ = [
-    "AuditError",
-    "CheckpointError",
-    "CollectiveError",
-    "CollectiveTimeoutError",
-    "ConfigError",
-    "CorruptionError",
-    "DataError",
-    "FormatError",
-    "KernelError",
-    "LaconicError",
-    "ModelError",
-    "PlanError",
-    "RoutingError",
-    "ScheduleError",
-    "TrainingError",
-]
-
 
 class LaconicError(Exception):
     """Base of everything laconic raises on purpose."""

@@ -9,38 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
-__all__ = [
-    "ACTIVATION_BITS",
-    "ATTENTIONS",
-    "BLOCK_CODES",
-    "BLOCK_SIZES",
-    "CODE_BITS",
-    "DEFAULT_CODES",
-    "DIFFERENCE_BITS",
-    "EXPERT_BLOCK_SIZE",
-    "EXPERT_FORMATS",
-    "GATES",
-    "GRADIENT_BITS",
-    "LOSSES",
-    "MODES",
-    "OPTIMIZERS",
-    "ActivationBits",
-    "Attention",
-    "BlockCode",
-    "BlockSize",
-    "Code",
-    "DifferenceBits",
-    "ExpertFormat",
-    "GateName",
-    "GradientBits",
-    "Loss",
-    "Mode",
-    "Optimizer",
-    "listed",
-    "refused",
-    "takes",
-]
-
 Code = Literal["uint2", "nf4", "e2m1", "int4", "int5", "int6", "int8"]
 
 

@@ -56,10 +56,11 @@ def test_every_choice_survives_json() -> None:
     assert data["layers"]["x.2"] == {"input": None}
 
 
-def test_version_1_is_still_read() -> None:
-    entry = {"code": "int8", "block_size": 32, "scale_dtype": "float32"}
-    text = json.dumps({"version": 1, "sites": {"a": None, "b": entry}})
-    assert ActivationPlan.from_json(text) == ActivationPlan({"a": None, "b": INT8})
+@pytest.mark.parametrize("version", [1, 3])
+def test_another_version_is_refused(version: int) -> None:
+    text = json.dumps({"version": version, "sites": {"a": None}, "layers": {}})
+    with pytest.raises(FormatError, match=f"is {version}, but this laconic reads 2; write it again"):
+        ActivationPlan.from_json(text)
 
 
 @pytest.mark.parametrize(

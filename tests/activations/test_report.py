@@ -237,7 +237,7 @@ def test_compressing_twice_and_decompressing_nothing_are_refused() -> None:
         laconic.compress_activations(model)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"version": 3}', '{"version": 1, "sites": {"a": {"code": "nf4"}}}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 3}', '{"version": 2, "sites": {"a": {"code": "nf4"}}}'])
 def test_a_damaged_plan_is_refused(text: str) -> None:
     with pytest.raises(FormatError, match="activation plan"):
         ActivationPlan.from_json(text)

@@ -85,8 +85,8 @@ def traced_llama(
     def unit(
         name: str, kind: str, sites: tuple[str, ...], exact: int, *tensors: tuple[int, int], **more: object
     ) -> Unit:
-        elements = ((1, sum(n * length for n, length in tensors)),) if tensors else ()
-        return Unit(name, kind, None, sites, exact, elements, 1, packed=packed(*tensors) if tensors else (), **more)  # type: ignore[arg-type]
+        elements = sum(n * length for n, length in tensors) if tensors else None
+        return Unit(name, kind, None, sites, exact, elements, packed=packed(*tensors) if tensors else (), **more)  # type: ignore[arg-type]
 
     projections = tuple(f"self_attn.{name}_proj" for name in "qkv")
     gate_up = "mlp.gate_proj", "mlp.up_proj"
@@ -153,8 +153,7 @@ def traced_llama(
         None,
         ("model.norm", "lm_head"),
         norm + behind + kept,
-        ((1, rows * hidden),),
-        1,
+        rows * hidden,
         packed=tuple((code, nbytes + kept) for code, nbytes in packed((rows, hidden))),
         minimum_bits=8,
     )

@@ -62,13 +62,13 @@ def test_the_choice_is_the_best_of_all() -> None:
     job = job_of(replace(SMALL, num_layers=1), Batch(2, 64), Layout(), Settings(precision="fp32"))
     words = ("16", "8", "4")
     sensitivity, hardware, weights = Sensitivity.default(), Hardware.named("a100"), Weights(0.5)
-    units = [unit for stage in job.stages() for unit in stage.units() if unit.rows]
+    units = [unit for stage in job.stages() for unit in stage.units() if unit.num_elements is not None]
     options = [[Choice.from_bits(int(w)) for w in words if int(w) >= u.minimum_bits] for u in units]
     step = 3 * 1  # in units of one layer's forward
 
     def cost_of(assignment: tuple[Choice, ...]) -> tuple[float, int]:
         choices = {unit.name: choice for unit, choice in zip(units, assignment, strict=True)}
-        choices |= {u.name: Choice("nf4") for s in job.stages() for u in s.units() if not u.rows}
+        choices |= {u.name: Choice("nf4") for s in job.stages() for u in s.units() if u.num_elements is None}
         found = describe(job, choices, {}, "by hand")
         from laconic.cost.hardware.compute import pack_seconds, recompute_seconds
 

@@ -63,7 +63,7 @@ def test_another_depth_is_as_if_it_had_been_traced(num_layers: int) -> None:
         assert resized.names == deeper.model.names
         assert resized.kinds == deeper.model.kinds
         assert resized.config["num_hidden_layers"] == num_layers
-        assert predict(replace(short, shape=resized)) == predict(deeper)
+        assert predict(replace(short, model=resized)) == predict(deeper)
 
 
 def test_what_has_no_other_depth_is_refused() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from laconic.collectives import Lossless, Raw, audit
+from laconic.collectives.integrations.autograd import all_to_all
 from laconic.collectives.runtime import torch_compat
 from laconic.errors import ConfigError, FormatError
 from laconic.moe.parallel import autograd_collectives as collectives
@@ -84,7 +85,7 @@ def rows_that_all_know_of_need_no_announcement() -> None:
     received = [row[rank] for row in table]
     for codec in (RAW, Lossless(), "auto"):
         audit.reset()
-        rows = collectives.all_to_all(x, received, table[rank], group, codec=codec, table=table)
+        rows = all_to_all(x, received, table[rank], group, codec=codec, table=table)
         assert torch.equal(rows, expected)
         (entry,) = audit.snapshot().entries
         away = sum(table[rank]) - table[rank][rank]
@@ -96,7 +97,7 @@ def rows_that_all_know_of_need_no_announcement() -> None:
     if rank == 1:  # what ranks say themselves is compared with the table before anything is sent
         table[rank][0] += 1
         with pytest.raises(FormatError, match="table says that rank 1 of the group sends"):
-            collectives.all_to_all(x.detach(), received, [1, *table[rank][1:]], group, codec=RAW, table=table)
+            all_to_all(x.detach(), received, [1, *table[rank][1:]], group, codec=RAW, table=table)
 
 
 def linear_maps_have_their_adjoints() -> None:

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from laconic.errors import ConfigError
-from laconic.moe.dispatch.traffic import LevelTraffic, add_traffic, traffic_of
+from laconic.moe.dispatch.traffic import LevelTraffic, traffic_of
 
 FIRST = LevelTraffic(num_entries=8, num_rows=4, num_sent_entries=5, num_sent_rows=3, row_nbytes=96, id_nbytes=56)
 SECOND = LevelTraffic(num_entries=2, num_rows=2, num_sent_entries=1, num_sent_rows=1, row_nbytes=32, id_nbytes=24)
@@ -30,15 +29,3 @@ def test_a_rank_counts_what_it_sends_to_others(me: int, dtype: torch.dtype) -> N
     assert (found.num_sent_rows, found.num_sent_entries) == (rows, entries)
     assert found.row_nbytes == rows * 10 * (4 if dtype is torch.float32 else 2)
     assert found.id_nbytes == entries * (4 + 4) + 2 * 8 * (1 + 3)  # and to each peer a length and rows to all places
-
-
-def test_traffic_adds_up_stage_by_stage() -> None:
-    first, second = add_traffic([(FIRST, SECOND), (SECOND, FIRST), (FIRST, FIRST)])
-    assert first == LevelTraffic(18, 10, 11, 7, 224, 136)
-    assert second == first
-    assert add_traffic([]) == ()
-
-
-def test_traffic_of_different_depths_does_not_add_up() -> None:
-    with pytest.raises(ConfigError, match="dispatches have 1 and 2 stages"):
-        add_traffic([(FIRST,), (FIRST, SECOND)])

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from laconic.ops import quantize_blockwise
-from laconic.ops.dynamic_map import BLOCK_SIZES, zero_code
+from laconic.ops.dynamic_map import zero_code
+from laconic.options import MOMENT_BLOCK_SIZES
 from tests.ops.cases import same_bits
 
 OPTIONS: dict[str, Any] = {
@@ -58,7 +59,7 @@ class Case:
 def new_case(shape: tuple[int, int], dtype: torch.dtype, gradient: Tensor, bits: int = 8) -> Case:
     """A parameter with moments of zero in so many bits and a dense gradient."""
     rows, length = shape
-    blocks, codes = -(-length // BLOCK_SIZES[bits]), (rows, -(-length * bits // 8))
+    blocks, codes = -(-length // MOMENT_BLOCK_SIZES[bits]), (rows, -(-length * bits // 8))
     return Case(
         torch.randn(shape).to(dtype),
         torch.full(codes, zero_code(True, bits) * (17 if bits == 4 else 1), dtype=torch.uint8),

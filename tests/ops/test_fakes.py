@@ -17,11 +17,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from laconic.ops.codebooks import AFFINE, BITS, BLOCK_SIZES
+from laconic.ops.codebooks import AFFINE, BITS
 from laconic.ops.declarations import OPS
 from laconic.ops.declarations.bits import MASK_DTYPES
 from laconic.ops.gated_activations import CURVES
 from laconic.ops.lossless import CODES, HEADER_NBYTES, LAYOUTS, max_nbytes
+from laconic.options import BLOCK_SIZES
 from tests.ops.adamw_cases import OPTIONS, as_lists, new_case, quantized
 from tests.ops.cases import DTYPES
 from tests.ops.test_rows import entries

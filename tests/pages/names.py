@@ -339,7 +339,7 @@ def _moe_autotune(block: str, until_the_end: ExitStack) -> Names:
 
 def _moe_pipeline(block: str, until_the_end: ExitStack) -> Names:
     from laconic.moe import Grid
-    from laconic.schedule.moe import fill_slots
+    from laconic.schedule.moe_gradients import fill_slots
     from tests.moe.test_windows import Line, batch, dense, model_of, parts_of
 
     joined()

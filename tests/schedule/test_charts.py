@@ -14,7 +14,7 @@ from laconic.errors import ScheduleError
 from laconic.schedule import make_schedule
 from laconic.schedule.execute import InlineStream, execute
 from laconic.schedule.gantt import gantt_html, save_gantt
-from laconic.schedule.moe import ChunkTime, LayerTimes, pipeline_plan
+from laconic.schedule.moe_pipeline import ChunkTime, LayerTimes, pipeline_plan
 from laconic.schedule.streams import StreamPlan, Task, Timeline, simulate
 from laconic.schedule.trace import chrome_trace, save_trace
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laconic.cli.flags import parse_flags
 from laconic.errors import ConfigError
 from laconic.train.config.dotted_names import nested_settings
 from laconic.train.config.recipes import RECIPES
@@ -366,27 +365,6 @@ def test_experts_that_cannot_be_spread_so_are_refused(changes: dict[str, Any], m
     with pytest.raises(ConfigError) as caught:
         load_config(None, changes)
     assert str(caught.value).startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("rows", "dispatch_codec"),
-        ("windows", "overlap_grad_reduce"),
-        ("swap_when", "swap_policy (pays: cost_aware, shorter: always)"),
-        ("balance_coef", "router_aux_loss_coef"),
-        ("z_coef", "router_z_loss_coef"),
-    ],
-)
-def test_an_old_name_is_refused_with_the_new_one(tmp_path: Path, old: str, new: str) -> None:
-    file = tmp_path / "old.toml"
-    file.write_text(f"[moe]\n{old} = 1\n")
-    with pytest.raises(ConfigError, match=re.escape(f"unknown key moe.{old} in {file}; it is called moe.{new} now")):
-        load_config(file)
-    flag = f"--moe.{old.replace('_', '-')}"
-    now = f"--moe.{new.partition(' ')[0].replace('_', '-')}{new[len(new.partition(' ')[0]) :]}"
-    with pytest.raises(ConfigError, match=re.escape(f"unknown flag {flag}; it is called {now} now")):
-        parse_flags(TrainConfig, [flag, "1"], (), prog="laconic train")
 
 
 SCHEMA = json_schema()

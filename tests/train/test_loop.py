@@ -184,20 +184,6 @@ def test_a_resumed_run_with_another_beta2_has_the_steps_of_one_that_went_on(
     assert exact_metrics(broken.run_dir) == exact_metrics(whole.run_dir)
 
 
-def test_a_checkpoint_that_does_not_know_its_betas_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tiny_config(tmp_path, "run", BETA2_LATER)
-    with monkeypatch.context() as patch:
-        patch.setattr(save_load, "_text_of_betas", lambda optimizer: {})
-        assert train_alone(config, stop_after=2) == 130
-    assert train_alone(resumed(with_beta2(config, 0.95)), stop_after=2) == 130
-    words = "step-00000002, of an older version, does not say which betas its steps had, taken to be 0.9 and 0.95"
-    assert words in capsys.readouterr().err
-    assert train_alone(resumed(config)) == 0
-    assert "betas" not in capsys.readouterr().err
-
-
 def test_rows_after_the_last_checkpoint_are_not_written_twice(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "run", {"checkpoint.every": 2})
     assert train_alone(config) == 0

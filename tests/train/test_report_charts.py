@@ -135,7 +135,7 @@ def test_what_a_run_did_not_record_is_told_in_a_sentence_with_the_reason(tmp_pat
     runs = load_runs([make_rich_run(tmp_path, "rich"), make_run(tmp_path, "exact"), make_run(tmp_path, "again")])
     assert left_out(runs[:1]) == []
     assert left_out(runs) == [
-        "Memory after each step of exact and again: metrics.jsonl has no memory_nbytes, as of an older version.",
+        "Memory after each step of exact and again: metrics.jsonl has no memory_nbytes.",
         "Bytes by site of exact and again: activations.json lists no sites with their bytes; a run that keeps "
         "everything exact has none.",
         "Load of experts of exact and again: no router of a mixture of experts was watched, as in a dense model.",

@@ -27,7 +27,7 @@ from tests.train.runs import losses, resumed, tiny_config, train_alone
 
 
 def holder(**changes: Any) -> dict[str, Any]:
-    return run_lock._myself("somebody") | changes
+    return run_lock._record("somebody", os.getpid()) | changes
 
 
 def write(run_dir: Path, content: Any) -> Path:

@@ -190,7 +190,7 @@ def test_expert_parallelism_cuts_experts_and_nothing_else(tmp_path: Path) -> Non
 @pytest.mark.ci
 def test_experts_that_take_rows_are_cut_too() -> None:
     job = traced_job(llama4().float(), BATCH, Layout(data_parallel=2, expert_parallel=2), Settings(precision="fp32"))
-    assert [count for count, _, _ in job.model.experts_of(0)] == [4, 4]
+    assert [count for count, _, _ in job.model.layer(0).experts] == [4, 4]
     assert predict(job).ranks[0].parameters_nbytes < 4 * job.model.num_parameters
 
 

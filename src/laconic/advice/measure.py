@@ -6,9 +6,7 @@ import copy
 import gc
 import logging
 import platform
-import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from laconic.activations import SavedTensorTracker
 from laconic.activations.forwards.attention import attention_core_of
 from laconic.activations.forwards.replacement import replacements_of
+from laconic.activations.keep.preserve import noted_random_states
 from laconic.activations.keep.rounding import seeds_restored
 from laconic.activations.whole_model.report import SAVINGS_LOGGER, brief
 from laconic.advice.advice import Advice, Row
@@ -310,13 +309,7 @@ def _check(model: nn.Module, rounds: int) -> None:
 def _untouched(model: nn.Module) -> Iterator[None]:
     """Without gradients inside; afterwards gradients and all random states are those from before."""
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
-    restore = [partial(random.setstate, random.getstate()), partial(torch.set_rng_state, torch.get_rng_state())]
-    if torch.cuda.is_available():
-        restore.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-    if "numpy" in sys.modules:
-        import numpy
-
-        restore.append(partial(numpy.random.set_state, numpy.random.get_state()))
+    put_back_random_states = noted_random_states()
     with seeds_restored():
         try:
             for parameter in gradients:
@@ -325,8 +318,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         finally:
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
-            for put_back in restore:
-                put_back()
+            put_back_random_states()
 
 
 @contextmanager

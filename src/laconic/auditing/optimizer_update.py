@@ -24,10 +24,11 @@ from torch.optim import optimizer as torch_optimizer
 from laconic.errors import AuditError
 from laconic.formats.shards import local_part
 from laconic.ops.adamw_scalars import adamw_scalars, largest_ratio, widened
-from laconic.ops.dynamic_map import BLOCK_SIZES, dynamic_map, has_signed_scale
+from laconic.ops.dynamic_map import dynamic_map, has_signed_scale
 from laconic.optim import AdamW8bit
 from laconic.optim.adamw import BETAS_SEEN
 from laconic.optim.moments import MOMENTS, dequantize_moment, is_coded, rows_of, state_bits
+from laconic.options import MOMENT_BLOCK_SIZES
 
 _MAX_ROWS = 32
 _MAX_NUMEL = 1 << 16
@@ -131,7 +132,7 @@ def _code_bound(moment: Tensor, signed: bool, bits: int) -> Tensor:
     become that, and -1 the level next to it.
     """
     values = moment.reshape(rows_of(moment.shape))
-    block_size = BLOCK_SIZES[bits]
+    block_size = MOMENT_BLOCK_SIZES[bits]
     padding = -values.shape[1] % block_size
     blocks = F.pad(values, (0, padding)).unflatten(1, (-1, block_size))
     scales = blocks.abs().amax(-1, keepdim=True)

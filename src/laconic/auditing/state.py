@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from laconic.activations.forwards.attention import attention_core_of
 from laconic.activations.forwards.replacement import replacements_of
+from laconic.activations.keep.preserve import noted_random_states
 from laconic.activations.keep.rounding import seeds_restored
 
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None))
@@ -52,7 +52,7 @@ class ModelState:
             for buffer in module._buffers.values():
                 self._note(buffer)
             self._contents[id(module._buffers)] = (module._buffers, dict(module._buffers))
-        self._random = _random_states()
+        self._put_back_random_states = noted_random_states()
         self._numbers = seeds_restored()
         self._numbers.__enter__()
 
@@ -75,7 +75,7 @@ class ModelState:
             for value, copy in self._tensors.values():
                 if not _same_bits(value, copy):
                     value.copy_(copy)
-        _set_random_states(self._random)
+        self._put_back_random_states()
         self._numbers.__exit__(None, None, None)
         self._numbers = seeds_restored()
         self._numbers.__enter__()
@@ -134,21 +134,3 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
         if not a.dim():
             return bool((a == b) | (a.isnan() & b.isnan()))
     return torch.equal(a, b)
-
-
-def _random_states() -> dict[str, Any]:
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
-    return states
-
-
-def _set_random_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state_all(states["cuda"])
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])

@@ -170,7 +170,7 @@ def _job(options: argparse.Namespace) -> Job:
         job = traced_job(
             source, batch, layout, settings, sequence_length=options.sequence_length, image_size=options.image_size
         )
-    return replace(job, shape=replace(job.model, settings=sizes))
+    return replace(job, model=replace(job.model, settings=sizes))
 
 
 def _check_largest(options: argparse.Namespace) -> None:

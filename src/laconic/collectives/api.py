@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import methodcaller
-from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -41,8 +40,6 @@ from laconic.collectives.policy.raw_calls import known_route
 from laconic.collectives.policy.selector import leaves_raw
 from laconic.collectives.runtime.background import Work
 from laconic.errors import ConfigError, FormatError
-
-T = TypeVar("T")
 
 
 def all_gather(

@@ -3,7 +3,8 @@
 Pure Python at import; nothing here needs torch. Bytes of a model are read off it by `laconic.train.memory.trace`.
 """
 
-from laconic.cost.memory.predict import Job, Layout, Prediction, RankMemory, Settings, predict
+from laconic.cost.memory.job import Job, Layout, Settings
+from laconic.cost.memory.predict import Prediction, RankMemory, predict
 from laconic.cost.memory.saved_tensors import Batch, Choice, Unit
 from laconic.cost.memory.traced import TracedModel
 from laconic.cost.planner.plan import Plan, load_plan

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from laconic.durable import begin_writeback, fsync_file, new_directory, new_file
 from laconic.errors import CheckpointError, FormatError
 from laconic.formats.chunk import Code
 from laconic.formats.container import SUFFIX, ContainerFile, Progress, write_container
-from laconic.formats.durable import begin_writeback, fsync_file, new_directory, new_file
 from laconic.formats.mapped import SafetensorsFile, TensorSource, map_file
 from laconic.formats.zipped import is_zipped, open_tensors
 from laconic.json_text import parse_json, unique_names

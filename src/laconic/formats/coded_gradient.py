@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Literal, Protocol
 
 import torch
@@ -407,16 +408,13 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten._foreach_mul_.ScalarList: _scales,
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }
-_warned = False
 
 
+@cache
 def _warn_of_buckets() -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(
-            "gradients in codes are copied into full-precision buckets during backward, as DistributedDataParallel"
-            " does: results are right, but the buckets take 4 bytes per element; compress_gradients(model, group)"
-            " without DistributedDataParallel reduces the codes themselves",
-            stacklevel=2,
-        )
+    warnings.warn(
+        "gradients in codes are copied into full-precision buckets during backward, as DistributedDataParallel does:"
+        " results are right, but the buckets take 4 bytes per element; compress_gradients(model, group) without"
+        " DistributedDataParallel reduces the codes themselves",
+        stacklevel=2,
+    )

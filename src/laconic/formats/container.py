@@ -22,9 +22,9 @@ from typing import IO, Any, TypeVar
 import torch
 from torch import Tensor
 
+from laconic.durable import begin_writeback
 from laconic.errors import FormatError
 from laconic.formats.chunk import Code, decode_chunk, difference, difference_pays, encode_chunk
-from laconic.formats.durable import begin_writeback
 from laconic.formats.lossless import Checksum, checksum_of
 from laconic.formats.mapped import TensorSource, map_file
 from laconic.formats.safetensors_header import HEADER_LIMIT_NBYTES, TensorEntry, parse_header

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from laconic.collectives.engine.handshake import difference
-from laconic.collectives.runtime.group_facts import ranks_of, registered_ranks
+from laconic.collectives.engine.handshake import difference_in_group
+from laconic.collectives.runtime.group_facts import registered_ranks
 from laconic.errors import ConfigError
 from laconic.formats.shards import local_part
 
@@ -19,24 +19,12 @@ from laconic.formats.shards import local_part
 def check_same_settings(settings: Mapping[str, object], group: dist.ProcessGroup) -> None:
     """Compare settings, by name, with those of the other ranks of a group.
 
-    Costs one small all-gather; the settings themselves are exchanged only when they differ.
-
     Raises:
         ConfigError: settings differ; raised on every rank, naming the first setting that differs.
     """
-    text = json.dumps(settings, default=str)
-    digests: list[str] = [""] * group.size()
-    dist.all_gather_object(digests, hashlib.sha256(text.encode()).hexdigest(), group=group)
-    if len(set(digests)) == 1:
-        return
-    texts = [""] * group.size()
-    dist.all_gather_object(texts, text, group=group)
-    everyones = dict(zip(ranks_of(group), map(json.loads, texts), strict=True))
-    found = difference(everyones)
-    if found is None:  # numbers of another kind are equal, as 1, 1.0 and True
-        written = {rank: {name: json.dumps(one) for name, one in theirs.items()} for rank, theirs in everyones.items()}
-        found = difference(written) or "the order of the settings is not the same"
-    raise ConfigError(f"{found}, but all ranks of a group must agree; start every rank with the same settings")
+    found = difference_in_group(settings, group)
+    if found is not None:
+        raise ConfigError(f"{found}, but all ranks of a group must agree; start every rank with the same settings")
 
 
 def settings_digest(settings: Mapping[str, object]) -> int:

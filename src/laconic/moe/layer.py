@@ -175,7 +175,7 @@ class MoELayer(nn.Module):
             peers = {rank for group in getattr(self.dispatcher, "groups", ()) for rank in ranks_of(group)}
             peers -= {dist.get_rank()} if peers else set()
             if peers:
-                check_not_wrapped(self.experts.parameters(), peers, 1)
+                check_not_wrapped(self.experts.parameters(), peers)
         return super().named_parameters(*args, **kwargs)
 
     def mean_of_forward(self) -> ExpertMean | None:

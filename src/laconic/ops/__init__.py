@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from laconic.ops import native, reference, triton
-from laconic.ops.codebooks import BITS, BLOCK_SIZES, bits_of
+from laconic.ops.codebooks import BITS, bits_of
 from laconic.ops.declarations import DIRECT, DTYPES, OPS, implement
 from laconic.ops.declarations.accumulate import accumulate_blockwise_, square_sum_blockwise
 from laconic.ops.declarations.adamw import adamw8bit_, adamw8bit_multi_
@@ -27,6 +27,7 @@ from laconic.ops.dynamic_map import STATE_BLOCK_SIZE
 from laconic.ops.reference.adamw import dequantize_dynamic, quantize_dynamic
 from laconic.ops.selection import warn_once
 from laconic.ops.self_check import checked
+from laconic.options import BLOCK_SIZES
 
 __all__ = [
     "quantize_blockwise",

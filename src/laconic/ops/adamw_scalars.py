@@ -23,8 +23,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["LARGEST_GRADIENT", "BetaRanges", "adamw_scalars", "largest_ratio", "largest_step", "widened"]
-
 BetaRanges = tuple[float, float, float, float]
 """The smallest and the largest beta1, and the smallest and the largest beta2, of some steps."""
 

@@ -24,24 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from laconic.ops.constants import constant_tensor
-from laconic.options import BLOCK_CODES, BLOCK_SIZES, CODE_BITS
-
-__all__ = [
-    "AFFINE",
-    "ARITHMETIC",
-    "BITS",
-    "BLOCK_SIZES",
-    "GRADIENT_BLOCK_SIZE",
-    "LEVEL_MAX",
-    "MIN_SCALE",
-    "bits_of",
-    "bucket_rounder",
-    "bucket_tensor",
-    "codebook",
-    "codebook_tensor",
-    "rounding_error",
-    "scales_per_block",
-]
+from laconic.options import BLOCK_CODES, CODE_BITS
 
 BITS = CODE_BITS
 """Bits stored per element of each code."""

@@ -9,8 +9,6 @@ from typing import ParamSpec
 import torch
 from torch import Tensor
 
-__all__ = ["KEPT", "constant_tensor"]
-
 P = ParamSpec("P")
 
 _MAX_KEPT = 256

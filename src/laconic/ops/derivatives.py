@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["connected", "differentiable", "edge_of", "first_derivatives", "gradients", "is_batched", "refusal"]
-
 Backward = Callable[..., Any]
 Refusal = Callable[[Any, tuple[Any, ...], Any], tuple[Any, ...]]
 

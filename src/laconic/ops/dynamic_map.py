@@ -38,11 +38,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from laconic.ops.constants import constant_tensor
 from laconic.options import MOMENT_BLOCK_SIZES
 
-__all__ = ["BLOCK_SIZES", "STATE_BLOCK_SIZE", "dynamic_map", "dynamic_map_tensor", "has_signed_scale", "zero_code"]
-
-BLOCK_SIZES = MOMENT_BLOCK_SIZES
-
-STATE_BLOCK_SIZE = BLOCK_SIZES[8]
+STATE_BLOCK_SIZE = MOMENT_BLOCK_SIZES[8]
 """Elements of 8 bits that share one scale."""
 
 _NUM_DECADES = 7

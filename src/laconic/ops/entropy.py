@@ -19,8 +19,6 @@ from laconic.ops.lossless import DamagedMessage, Status
 from laconic.ops.reference import entropy as reference
 from laconic.ops.selection import warn_once
 
-__all__ = ["MAX_ELEMENTS_PER_BYTE", "entropy_decode_", "entropy_encode", "is_entropy_coded", "max_nbytes"]
-
 _MAGIC, _VERSION = b"LCNB", 1
 _HEADER = struct.Struct("<4s4B3Q")  # magic, version, itemsize, is_rotated, 0; numel, sum, weighted_sum
 _GUARD_NBYTES = 8

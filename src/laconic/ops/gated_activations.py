@@ -10,8 +10,6 @@ import math
 
 import torch
 
-__all__ = ["ACTIVATION_LIMIT", "CURVES", "EXP_COEFFICIENTS", "EXP_LIMIT", "LN2_HIGH", "LN2_LOW", "LOG2_E", "ROUNDER"]
-
 
 def _fp32(value: float) -> float:
     return float(torch.tensor(value, dtype=torch.float32, device="cpu"))

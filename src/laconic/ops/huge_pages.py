@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["LARGE_NBYTES", "cut", "empty"]
-
 LARGE_NBYTES = 4 << 20
 """From here on a result is asked for in huge pages."""
 

@@ -15,29 +15,6 @@ from torch import Tensor
 
 from laconic.errors import FormatError
 
-__all__ = [
-    "BLOCK_NUMEL",
-    "CODES",
-    "DTYPE_NUMBERS",
-    "EXPONENT_DTYPES",
-    "HEADER_NBYTES",
-    "LAYOUTS",
-    "MAX_DIMS",
-    "MAX_FRONT_NBYTES",
-    "RANKED",
-    "RANKED_WIDTHS",
-    "WIDTHS",
-    "DamagedMessage",
-    "Header",
-    "Status",
-    "WordLayout",
-    "checksum",
-    "front_checksum",
-    "max_nbytes",
-    "parse_header",
-    "words_of",
-]
-
 MAGIC = b"LCNZ"
 VERSION = 1
 RANKED_VERSION = 2

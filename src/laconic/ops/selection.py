@@ -15,8 +15,6 @@ from functools import cache
 
 from laconic.errors import ConfigError
 
-__all__ = ["Selection", "forced_isa", "reference_is_forced", "warn_once"]
-
 
 @dataclass(frozen=True)
 class Selection:

@@ -19,8 +19,6 @@ from laconic.errors import ConfigError, FormatError, KernelError
 from laconic.ops import reference
 from laconic.ops.declarations.op import OPS, Arguments, Choices
 
-__all__ = ["IS_ON", "checked", "difference", "examples"]
-
 Implementation = Callable[..., Any]
 
 

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from laconic.errors import FormatError
 from laconic.formats.shards import local_part
 from laconic.ops import dequantize_dynamic, quantize_dynamic
-from laconic.ops.dynamic_map import BLOCK_SIZES, zero_code
+from laconic.ops.dynamic_map import zero_code
+from laconic.options import MOMENT_BLOCK_SIZES
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """Adam's moments by their names in a state, and whether each has a sign. In codes, <name>_codes and <name>_scales."""
@@ -94,7 +95,7 @@ def _zero_moment(part: Tensor, signed: bool, bits: int) -> tuple[Tensor, Tensor]
         codes = torch.full((rows, -(-length // 2)), zero << 4 | zero, dtype=torch.uint8, device=part.device)
         if length % 2:
             codes[:, -1] = zero
-    return codes, torch.zeros(rows, -(-length // BLOCK_SIZES[bits]), dtype=torch.float32, device=part.device)
+    return codes, torch.zeros(rows, -(-length // MOMENT_BLOCK_SIZES[bits]), dtype=torch.float32, device=part.device)
 
 
 def quantize_moment(moment: Tensor, *, signed: bool, bits: int = 8) -> tuple[Tensor, Tensor]:
@@ -171,7 +172,7 @@ def check_state(name: str, parameter: Tensor, state: Mapping[str, Any], min_8bit
 def _shape_kept(parameter: Tensor, key: str, bits: int) -> torch.Size:
     """The shape of one tensor of a parameter's state."""
     if key.endswith("_scales"):
-        return _shape_by(parameter, BLOCK_SIZES[bits])
+        return _shape_by(parameter, MOMENT_BLOCK_SIZES[bits])
     return _shape_by(parameter, 2) if bits == 4 and key.endswith("_codes") else parameter.shape
 
 
@@ -192,7 +193,7 @@ def _parts_by(parameter: Tensor, size: int) -> list[int]:
 def has_own_blocks(parameter: Tensor, bits: int = 8) -> bool:
     """Whether the blocks of a parameter are those of this way to cut it, and not those of its global shape."""
     lengths = _parts_of_row(parameter)
-    return len(lengths) > 1 and any(length % BLOCK_SIZES[bits] for length in lengths[:-1])
+    return len(lengths) > 1 and any(length % MOMENT_BLOCK_SIZES[bits] for length in lengths[:-1])
 
 
 def _parts_of_row(parameter: Tensor) -> list[int]:
@@ -235,7 +236,7 @@ def _placed_like(parameter: Tensor, codes: Tensor, scales: Tensor, bits: int) ->
             between_rows = along_rows == 1 and getattr(placement, "dim", None) == 0
             followed = followed and (placement.is_replicate() or between_rows)
             placements.append(placement)
-    sizes = (BLOCK_SIZES[bits],) if bits == 8 else (BLOCK_SIZES[bits], 2)
+    sizes = (MOMENT_BLOCK_SIZES[bits],) if bits == 8 else (MOMENT_BLOCK_SIZES[bits], 2)
     if not followed or not all(_are_chunks(parameter, size) for size in sizes):
         raise FormatError(
             f"a parameter of shape {tuple(parameter.shape)} is placed as {parameter.placements} on a mesh of shape"
@@ -245,7 +246,7 @@ def _placed_like(parameter: Tensor, codes: Tensor, scales: Tensor, bits: int) ->
         )
     by_row = tuple(placements)
     coded = (parameter.shape, parameter.placements) if bits == 8 else (_shape_by(parameter, 2), by_row)
-    blocks = _shape_by(parameter, BLOCK_SIZES[bits])
+    blocks = _shape_by(parameter, MOMENT_BLOCK_SIZES[bits])
     return _distributed(parameter, codes, *coded), _distributed(parameter, scales, blocks, by_row)
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from laconic.durable import write_whole
+
 LAUNCH_FILE = "launch.json"
 """Its name in a run directory, and in the folder where our launcher tells its processes about it."""
 
@@ -67,9 +69,7 @@ class Launch:
 
     def save(self, folder: Path) -> None:
         """Write it into `folder`; the file appears whole or not at all."""
-        temporary = folder / f".{LAUNCH_FILE}.tmp"
-        temporary.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, folder / LAUNCH_FILE)
+        write_whole(folder / LAUNCH_FILE, json.dumps(asdict(self), indent=1) + "\n")
 
     @staticmethod
     def load(folder: Path) -> Launch:

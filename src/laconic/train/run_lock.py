@@ -28,8 +28,8 @@ from typing import IO, Any
 
 import psutil
 
+from laconic.durable import fsync_file
 from laconic.errors import CheckpointError, ConfigError
-from laconic.formats.durable import fsync_file
 from laconic.json_text import parse_json
 
 logger = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ def _parsed(stream: IO[bytes]) -> dict[str, Any]:
         content = parse_json(stream.read())
     except ValueError:
         return {}
-    whole = isinstance(content, dict) and all(name in content for name in ("token", *_myself("")))
+    whole = isinstance(content, dict) and all(name in content for name in _record("", os.getpid()))
     return content if whole else {}
 
 
@@ -218,10 +218,6 @@ def _write(stream: IO[bytes], content: dict[str, Any]) -> None:
     stream.truncate()
     stream.write(json.dumps(content, indent=1).encode() + b"\n")
     fsync_file(stream)
-
-
-def _myself(token: str) -> dict[str, Any]:
-    return _record(token, os.getpid())
 
 
 def _record(token: str, pid: int) -> dict[str, Any]:

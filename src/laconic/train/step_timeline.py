@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from laconic.schedule.streams import Timeline
 
 TIMELINE_FILE = "timeline.json"
-_VERSION = 1
+TIMELINE_VERSION = 1
 _RECORDED = 3
 
 
@@ -73,7 +73,7 @@ def timeline_of_layer(step: int, schedule: str, executed: Mapping[str, Timeline]
 
 def _timeline(step: int, schedule: str, groups: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return {
-        "version": _VERSION,
+        "version": TIMELINE_VERSION,
         "step": step,
         "schedule": schedule,
         "groups": [{"title": title, "lanes": lanes} for title, lanes in groups.items()],

@@ -12,7 +12,7 @@ from torch import nn
 
 from laconic.errors import ConfigError, TrainingError
 from laconic.gradients import LocalSteps
-from laconic.train.checkpoint.save_load import BETAS_FILE, Checkpoint, load_checkpoint
+from laconic.train.checkpoint.save_load import Checkpoint, load_checkpoint
 from laconic.train.config.schema import TrainConfig
 from laconic.train.conversion import Conversion
 from laconic.train.distributed import comm_compression
@@ -60,12 +60,6 @@ class Steps:
         if checkpoint is not None:
             adapters = self.config.lora.r is not None
             load_checkpoint(checkpoint, self.world, trainer.model, trainer.optimizer, adapters, trainer.local)
-            chosen = self.config.optimizer
-            if chosen.kind != "adamw" and checkpoint.step and checkpoint.text(BETAS_FILE) is None:
-                self.messages.append(
-                    f"optimizer: {checkpoint.path.name}, of an older version, does not say which betas its steps had, "
-                    f"taken to be {chosen.beta1} and {chosen.beta2}; where they were others, first moments may be cut"
-                )
             if trainer.local is not None and checkpoint.world_size != self.world.size:
                 self.messages.append(
                     f"local steps of {checkpoint.world_size} processes go on in {self.world.size}: process r takes the "

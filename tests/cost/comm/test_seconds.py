@@ -392,16 +392,17 @@ def test_hops_of_a_ring_are_those_of_the_definition() -> None:
         assert ring_seconds(operation, nbytes, 4, one, codec, 1.5, 1) == pytest.approx(expected)
 
 
-def test_how_messages_travel_is_kept_in_the_file_and_need_not_be_there(tmp_path: Path) -> None:
+def test_how_messages_travel_is_kept_in_the_file(tmp_path: Path) -> None:
     found = with_ring(0.7)
     found.save(tmp_path / "rates.json")
     assert WireRates.load(tmp_path / "rates.json") == found
-    old = found.to_dict()
-    del old["links"]["across"]["travels"]
-    assert WireRates.from_dict(old).links["across"].travels == {}
-    old["links"]["across"]["travels"] = {"pigeon": {"alpha_seconds": 1.0, "seconds_per_byte": 1.0, "error": 0.0}}
-    with pytest.raises(ConfigError, match="travels"):
-        WireRates.from_dict(old)
+    data = found.to_dict()
+    data["links"]["across"]["travels"] = {"pigeon": {"alpha_seconds": 1.0, "seconds_per_byte": 1.0, "error": 0.0}}
+    with pytest.raises(ConfigError, match="travels names 'pigeon'"):
+        WireRates.from_dict(data)
+    del data["links"]["across"]["travels"]
+    with pytest.raises(ConfigError, match="travels is None, but it must be a table; run laconic profile again"):
+        WireRates.from_dict(data)
 
 
 def test_a_neighbour_is_one_however_many_ranks_there_are() -> None:

@@ -8,7 +8,7 @@ from laconic.cost.comm.rates import Line
 from laconic.cost.comm.seconds import sent_nbytes
 from laconic.cost.moe import GridLayout, LayerShape, MoERates, fsmoe_route, layer_times, parm_routes, shares_link
 from laconic.errors import ConfigError, ScheduleError
-from laconic.schedule.moe import best_degree, pipeline_seconds
+from laconic.schedule.moe_pipeline import best_degree, pipeline_seconds
 from tests.schedule.closed_forms import fsmoe
 
 GRID = GridLayout(8, mp=4, ep=2, esp=4, ranks_per_node=4)

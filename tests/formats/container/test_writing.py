@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from laconic import durable
 from laconic.errors import CheckpointError, FormatError
-from laconic.formats import archive, durable
+from laconic.formats import archive
 from laconic.formats.archive import unzip, verify, zip_path
 from tests.formats.container.files import contents
 

@@ -75,7 +75,7 @@ class _State:
         self._undo: list[Callable[[], object]] = []
         self._seen: dict[int, object] = {}  # keeps them, so that no identity is used again
         self.writes = _Writes()
-        self._note_generators()
+        self._undo.append(noted_random_states())
 
     def put_back(self) -> None:
         """Run the actions, the last one first."""
@@ -140,14 +140,21 @@ class _State:
         if grad is not None:
             self.note(grad, 1)
 
-    def _note_generators(self) -> None:
-        self._undo.append(partial(random.setstate, random.getstate()))
-        self._undo.append(partial(torch.set_rng_state, torch.get_rng_state()))
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            self._undo.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            self._undo.append(partial(numpy.random.set_state, numpy.random.get_state()))
+
+def noted_random_states() -> Callable[[], None]:
+    """What puts the random states of torch, its devices, numpy and Python back to those of now, as often as called."""
+    undo = [partial(random.setstate, random.getstate()), partial(torch.set_rng_state, torch.get_rng_state())]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        undo.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        undo.append(partial(numpy.random.set_state, numpy.random.get_state()))
+
+    def put_back() -> None:
+        for one in undo:
+            one()
+
+    return put_back
 
 
 def _copied(container: Any) -> Any:

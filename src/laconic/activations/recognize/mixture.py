@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laconic.activations.recognize.trial import outcome
+from laconic.activations.recognize.trial import are_close, outcome
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def experts_of(module: nn.Module) -> ExpertsSpec | None:
         outs = [outcome(module, parameters, x, *trial, training=False) for trial in trials]
         if all(isinstance(out, Tensor) and out.shape == x.shape for out in outs):
             whole, flipped, first, second = outs
-            if _same(flipped, whole) and _same(first + second, whole) and not _same(first, second):
+            if are_close(flipped, whole) and are_close(first + second, whole) and not are_close(first, second):
                 return ExpertsSpec(num_experts, hidden_size)
     return None
 
@@ -80,7 +80,7 @@ def _sorted_experts_of(module: nn.Module) -> ExpertsSpec | None:
             isinstance(out, Tensor) and out.shape == trial[0].shape for out, trial in zip(outs, trials, strict=True)
         ):
             whole, first, second, other = outs
-            if _same(torch.cat([first, second]), whole) and not _same(first, other):
+            if are_close(torch.cat([first, second]), whole) and not are_close(first, other):
                 return ExpertsSpec(num_experts, hidden_size)
     return None
 
@@ -130,7 +130,7 @@ def router_of(module: nn.Module) -> RouterSpec | None:
         return None
     logits = F.linear(x, tensors["weight"], tensors.get("bias"))
     chooses = any(not part.is_floating_point() and part.shape[:1] == x.shape[:1] for part in out)
-    return RouterSpec(weight.shape[0]) if chooses and any(_same(part, logits) for part in out) else None
+    return RouterSpec(weight.shape[0]) if chooses and any(are_close(part, logits) for part in out) else None
 
 
 def _num_arguments(module: nn.Module) -> int:
@@ -138,7 +138,3 @@ def _num_arguments(module: nn.Module) -> int:
         return len(inspect.signature(type(module).forward).parameters) - 1
     except (TypeError, ValueError):
         return 0
-
-
-def _same(got: Tensor, expected: Tensor) -> bool:
-    return got.shape == expected.shape and torch.allclose(got.float(), expected.float(), rtol=1e-4, atol=1e-5)

@@ -17,6 +17,8 @@ from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
 from laconic.json_text import parse_json
 
+_VERSION = 2
+
 Policy = Callable[[Site], Choice]
 """Chooses how the activation of each site is kept."""
 
@@ -108,11 +110,11 @@ class ActivationPlan:
         """
         sites = {name: entry_of(choice) for name, choice in self.choices.items()}
         layers = {name: {"input": entry_of(format)} for name, format in self.layers.items()}
-        return json.dumps({"version": 2, "sites": sites, "layers": layers}, indent=1)
+        return json.dumps({"version": _VERSION, "sites": sites, "layers": layers}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> ActivationPlan:
-        """Read what `to_json` wrote, now or in version 1, which had neither layers nor other entries than formats.
+        """Read what `to_json` wrote.
 
         Raises:
             FormatError: the text is not such a plan.
@@ -122,10 +124,13 @@ class ActivationPlan:
         except ValueError as error:
             raise FormatError(f"not an activation plan: {error!r}; write one with ActivationPlan.to_json") from error
         try:
-            if plan["version"] not in (1, 2):
-                raise FormatError(f"version of the activation plan is {plan['version']!r}, but only 1 and 2 are known")
+            if plan["version"] != _VERSION:
+                raise FormatError(
+                    f"version of the activation plan is {plan['version']!r}, but this laconic reads {_VERSION}; write "
+                    "it again with ActivationPlan.to_json"
+                )
             choices = {name: choice_of(entry) for name, entry in plan["sites"].items()}
-            layers = {name: choice_of(entry["input"]) for name, entry in plan.get("layers", {}).items()}
+            layers = {name: choice_of(entry["input"]) for name, entry in plan["layers"].items()}
         except (KeyError, TypeError, AttributeError) as error:
             raise FormatError(f"not an activation plan: {error!r}; write one with ActivationPlan.to_json") from error
         formats: dict[str, BlockFormat | None] = {}

@@ -32,6 +32,7 @@ from laconic.activations.recognize.leaf_layers import LeafKind, LeafSpec, leaf_o
 from laconic.activations.recognize.mixture import ExpertsSpec, RouterSpec, experts_of, router_of
 from laconic.activations.recognize.trial import (
     alike,
+    are_close,
     has_plain_attributes,
     kind_of,
     outcome,
@@ -418,10 +419,6 @@ def _norm_with(module: nn.Module, features: int, eps: float) -> NormSpec | None:
     return None
 
 
-def _same(got: Tensor, expected: Tensor) -> bool:
-    return got.shape == expected.shape and torch.allclose(got.float(), expected.float(), rtol=1e-4, atol=1e-5)
-
-
 # Feed-forward blocks
 
 # Children of the feed-forward blocks in use: gate, up, down. Names only propose; the values decide.
@@ -488,7 +485,7 @@ def _computes(module: nn.Module, spec: MlpSpec) -> bool:
     # With another activation, too: the block may have one and call a function instead.
     for act, replaced in ((ACTIVATIONS[spec.activation].forward, {}), (torch.tanh, {spec.act: nn.Tanh()})):
         got = outcome(module, {}, x, training=False, children={**stand_ins, **replaced})
-        if not isinstance(got, Tensor) or not _same(got, stand_ins[spec.down](inside(act)).detach()):
+        if not isinstance(got, Tensor) or not are_close(got, stand_ins[spec.down](inside(act)).detach()):
             return False
     return True
 

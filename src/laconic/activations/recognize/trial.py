@@ -92,9 +92,14 @@ def settled(
     return found[0] if torch.equal(*found) else None
 
 
+def are_close(got: Tensor, expected: Tensor) -> bool:
+    """Whether tensors have the same shape and, but for rounding, the same values."""
+    return got.shape == expected.shape and torch.allclose(got.float(), expected.float(), rtol=1e-4, atol=1e-5)
+
+
 def alike(got: Tensor | None, expected: Tensor, *inputs: Tensor | None) -> bool:
     """Whether a result is the expected one, and has its gradients by the inputs."""
-    if got is None or got.shape != expected.shape or not torch.allclose(got.float(), expected, rtol=1e-4, atol=1e-5):
+    if got is None or not are_close(got, expected):
         return False
     leaves = [x for x in inputs if x is not None]
     places = torch.arange(1, got.numel() + 1, dtype=torch.float32, device=expected.device)

@@ -11,6 +11,7 @@ first message if that is short; device_handshake.py has those of a backend witho
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.errors import ConfigError
 
 MAX_INSIDE_NBYTES = 1 << 14
@@ -239,6 +241,26 @@ def difference(settings: Mapping[int, Mapping[str, Any]]) -> str | None:
                 a, b = (repr(one[name]) if name in one else "missing" for one in (first, other))
                 return f"{name} is {a} on rank {here} and {b} on rank {there}"
     return None
+
+
+def difference_in_group(settings: Mapping[str, object], group: dist.ProcessGroup) -> str | None:
+    """What differs first between the settings of a group's ranks, the same on all of them; None if all agree.
+
+    Costs one small all-gather; the settings themselves are exchanged only when they differ.
+    """
+    text = json.dumps(settings, default=str)
+    digests: list[str] = [""] * group.size()
+    dist.all_gather_object(digests, hashlib.sha256(text.encode()).hexdigest(), group=group)
+    if len(set(digests)) == 1:
+        return None
+    texts = [""] * group.size()
+    dist.all_gather_object(texts, text, group=group)
+    everyones = dict(zip(ranks_of(group), map(json.loads, texts), strict=True))
+    found = difference(everyones)
+    if found is None:  # numbers of another kind are equal, as 1, 1.0 and True
+        written = {rank: {name: json.dumps(one) for name, one in theirs.items()} for rank, theirs in everyones.items()}
+        found = difference(written) or "the order of the settings is not the same"
+    return found
 
 
 def disagreement(settings: Mapping[int, Mapping[str, Any]], outcome: str) -> ConfigError:

@@ -22,9 +22,6 @@ from laconic.cost.comm.rates import CODES, OPERATIONS, RING, CodecRates, Line, L
 from laconic.cost.comm.seconds import MIN_CODED_NBYTES, GroupShape, sent_nbytes
 from laconic.formats import lossless
 
-Exchange = Callable[[Sequence[int]], list[list[int]]]
-"""All-gather of whole numbers: what every rank of a group passed, in rank order."""
-
 _BRIEF_NBYTES = (1 << 16, 1 << 19, 1 << 22)
 _LONG_SECONDS = 0.004
 """The brief measurement ends with the first message that takes longer than this."""
@@ -84,11 +81,7 @@ class Ranks:
         self.exchange([0])
         taken: list[float] = []
         while len(taken) < 3 or sum(taken) < _CODING_SECONDS:
-            started = time.perf_counter()
-            case()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            taken.append(time.perf_counter() - started)
+            taken.append(self._own_seconds(case))
         return max(nanoseconds for (nanoseconds,) in self.exchange([round(median(taken) * 1e9)])) * 1e-9
 
     def in_turn(self, cases: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:
@@ -98,14 +91,17 @@ class Ranks:
             taken = []
             for case in cases:
                 self.exchange([0])
-                started = time.perf_counter()
-                case()
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)
-                taken.append(time.perf_counter() - started)
+                taken.append(self._own_seconds(case))
             gathered = self.exchange([round(seconds * 1e9) for seconds in taken])
             found.append([max(column) * 1e-9 for column in zip(*gathered, strict=True)])
         return found[1:]
+
+    def _own_seconds(self, case: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        case()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - started
 
 
 def host_name() -> str:

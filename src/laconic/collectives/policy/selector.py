@@ -197,9 +197,9 @@ def prepare(group: dist.ProcessGroup, device: torch.device = _CPU) -> None:
     forget_routes()
 
 
-def prepared_rates(group: dist.ProcessGroup, device: torch.device = _CPU) -> tuple[GroupShape, WireRates] | None:
-    """Ranks, nodes and rates that `prepare` agreed on, the same on all ranks of `group`; None if it was not called."""
-    return _prepared.get(original_of(group), {}).get(device.type)
+def prepared_rates(group: dist.ProcessGroup) -> tuple[GroupShape, WireRates] | None:
+    """Ranks, nodes and rates of the CPU that `prepare` agreed on, the same on all ranks; None if it was not called."""
+    return _prepared.get(original_of(group), {}).get(_CPU.type)
 
 
 def observe(

@@ -156,6 +156,7 @@ class WireRates:
             ConfigError: a field is missing or impossible; the message names it.
         """
         check_format(data, _FORMAT, _VERSION)
+        check_known(data, ("format", "version", *cls.__dataclass_fields__), "the file")
         links = {kind: read_link(value, f"links.{kind}") for kind, value in read_table(data, "links", "").items()}
         codecs = read_codecs(data)
         check_known(links, GROUP_KINDS, "links")
@@ -249,8 +250,7 @@ def read_link(data: Any, where: str) -> LinkRates:
     """
     tables = {}
     for name in ("operations", "extra", "travels"):
-        # Files written before rings existed have no travels.
-        lines = read_table({"travels": {}, **read_table(data, None, where)}, name, where)
+        lines = read_table(data, name, where)
         check_known(lines, (*OPERATIONS, RING) if name == "travels" else OPERATIONS, f"{where}.{name}")
         tables[name] = {key: read_line(value, f"{where}.{name}.{key}") for key, value in lines.items()}
     if "all_to_all" not in tables["operations"]:

@@ -114,9 +114,9 @@ class Candidate(NamedTuple):
     ring: bool = False
 
 
-def left_raw(reason: str, seconds: float = 0.0) -> AlgorithmChoice:
+def left_raw(reason: str) -> AlgorithmChoice:
     """The choice of a message that is sent uncoded."""
-    return AlgorithmChoice(RAW, 1, 1, seconds, seconds, reason)
+    return AlgorithmChoice(RAW, 1, 1, 0.0, 0.0, reason)
 
 
 def sent_nbytes(operation: str, nbytes: float, num_ranks: int) -> float:

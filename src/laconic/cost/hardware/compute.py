@@ -111,7 +111,7 @@ class Sensitivity:
         Raises:
             PlanError: neither it nor a coarser one was measured.
         """
-        if choice.code is None or choice.recompute or not unit.rows:
+        if choice.code is None or choice.recompute or unit.num_elements is None:
             return 0.0
         known = self.errors.get(unit.kind, {})
         # Two bits are another way of rounding; what they cost stands for nothing else, and nothing else for them.
@@ -125,7 +125,7 @@ class Sensitivity:
 
     def time_share(self, unit: Unit, choice: Choice, num_units: int) -> float | None:
         """A unit's share of the measured time, None where nothing was measured for the choice."""
-        if choice.recompute or choice.offload or choice.code is None or not unit.rows:
+        if choice.recompute or choice.offload or choice.code is None or unit.num_elements is None:
             return None
         share = self.time_shares.get(unit.kind, {}).get(choice.code)
         return None if share is None else share / num_units
@@ -156,7 +156,7 @@ def pack_seconds(job: Job, hardware: Hardware, unit: Unit, choice: Choice) -> fl
     tp = job.layout.tensor_parallel
     if choice.recompute:
         return (unit.recompute_flops or 0.0) / tp / hardware.matmul_flops_per_second
-    if choice.code is None or not unit.rows:
+    if choice.code is None or unit.num_elements is None:
         return 0.0
     element = job.precision.compute_nbytes
     seconds = 2.0 * unit.num_elements * element / tp / hardware.pack_bytes_per_second

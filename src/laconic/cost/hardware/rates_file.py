@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from laconic.cache_folder import cache_folder, is_homeless
+from laconic.durable import write_whole
 from laconic.errors import ConfigError
 from laconic.json_text import parse_json
 
@@ -34,9 +35,7 @@ def save_json(values: Any, path: str | Path) -> None:
     if is_homeless(path):
         raise ConfigError(f"cannot write {path}: this user has no home directory; set HOME, or name a file")
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    scratch.replace(path)
+    write_whole(path, json.dumps(values, indent=1) + "\n")
 
 
 def load_json(path: str | Path, noun: str, read: Callable[[Any], T], remedy: str = "run laconic profile again") -> T:

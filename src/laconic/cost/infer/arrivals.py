@@ -39,7 +39,7 @@ from laconic.cost.infer.planner import (
     plans_of,
 )
 from laconic.cost.infer.rates import InferenceRates
-from laconic.cost.infer.shape import InferenceShape
+from laconic.cost.infer.shape import InferenceShape, check_whole
 from laconic.errors import PlanError
 from laconic.schedule.inference import InferencePlan
 from laconic.schedule.slices import largest_slice
@@ -68,8 +68,7 @@ class Arrivals:
         if not 0 < self.requests_per_second < math.inf:
             raise PlanError(f"requests_per_second is {self.requests_per_second!r}, but it must be above 0 and finite")
         for name in ("prompt", "output"):
-            if type(value := getattr(self, name)) is not int or value < 1:
-                raise PlanError(f"{name} is {value!r}, but it must be a whole number from 1 on")
+            check_whole(name, getattr(self, name), 1)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from math import fsum, prod
 
 from laconic.cost.infer.rates import InferenceRates
-from laconic.cost.infer.shape import InferenceShape
+from laconic.cost.infer.shape import InferenceShape, check_whole
 from laconic.errors import PlanError
 from laconic.schedule.inference import BlockTimes, InferencePlan
 from laconic.schedule.slices import largest_slice, slice_ranges
@@ -53,11 +53,11 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name, least in (("new_tokens", 1), ("context", 0)):
-            _check(name, getattr(self, name), least)
+            check_whole(name, getattr(self, name), least)
         if self.reserved is not None:
-            _check("reserved", self.reserved, self.context + self.new_tokens)
+            check_whole("reserved", self.reserved, self.context + self.new_tokens)
         if self.requests is not None:
-            _check("requests", self.requests, 1)
+            check_whole("requests", self.requests, 1)
 
     @property
     def cached_tokens(self) -> int:
@@ -285,8 +285,3 @@ class InferenceCostModel:
         dense = (self.dense_times(batch),) * shape.num_dense_layers if shape.num_dense_layers else ()
         head = (BlockTimes(self.head_seconds(batch), 0.0, (), (), ()),) if shape.vocab_size else ()
         return (*dense, *(self.block_times(batch, split, plan),) * shape.num_moe_layers, *head)
-
-
-def _check(name: str, value: object, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise PlanError(f"{name} is {value!r}, but it must be a whole number from {least} on")

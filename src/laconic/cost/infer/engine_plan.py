@@ -20,7 +20,7 @@ from statistics import median
 from laconic.cost.infer.costs import InferenceCostModel, Split, Workload
 from laconic.cost.infer.planner import Search, replicated_seconds
 from laconic.cost.infer.rates import InferenceRates
-from laconic.cost.infer.shape import InferenceShape
+from laconic.cost.infer.shape import InferenceShape, check_whole
 from laconic.errors import PlanError
 from laconic.schedule.inference import InferencePlan, Order, Slicing, inference_plan, inference_seconds
 from laconic.schedule.slices import largest_slice
@@ -48,8 +48,7 @@ class Demand:
 
     def __post_init__(self) -> None:
         for name in ("prompt", "output", "requests"):
-            if type(value := getattr(self, name)) is not int or value < 1:
-                raise PlanError(f"{name} is {value!r}, but it must be a whole number from 1 on")
+            check_whole(name, getattr(self, name), 1)
 
 
 @dataclass(frozen=True)

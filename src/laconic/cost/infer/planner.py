@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 from laconic.cost.infer.costs import InferenceCostModel, Split
 from laconic.cost.infer.memory import Limit, largest_batch
+from laconic.cost.infer.shape import check_whole
 from laconic.errors import PlanError
 from laconic.schedule.inference import BlockTimes, InferencePlan, Order, Slicing, inference_seconds
 from laconic.schedule.slices import largest_slice
@@ -97,8 +98,7 @@ class Search:
 
     def __post_init__(self) -> None:
         for name in ("max_micro_batches", "max_slices"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise PlanError(f"{name} is {getattr(self, name)!r}, but it must be a whole number from 1 on")
+            check_whole(name, getattr(self, name), 1)
         for name in ("orders", "slicings"):
             if not getattr(self, name):
                 raise PlanError(f"{name} is empty, but at least one must be tried")

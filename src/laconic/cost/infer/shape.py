@@ -24,6 +24,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = parse_json(
 _MOST_LAYERS = 100_000
 _SCALE_BITS = 16
 _QUANTIZED = "quantization_config"
+_SEE = "; see the model's config"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +91,9 @@ class InferenceShape:
             raise PlanError(refused("expert_format", self.expert_format, EXPERT_FORMATS))
         attention = ("num_heads", "key_dim", "value_dim", "attention_parameters", "attention_products", "cache_values")
         for name in ("hidden_size", "num_layers", *attention, "num_experts", "top_k", "expert_hidden", "item_nbytes"):
-            _check_whole(name, getattr(self, name), 1)
+            check_whole(name, getattr(self, name), 1, _SEE)
         for name in ("num_dense_layers", "shared_hidden", "dense_hidden", "vocab_size"):
-            _check_whole(name, getattr(self, name), 0)
+            check_whole(name, getattr(self, name), 0, _SEE)
         if self.num_moe_layers < 1:
             raise PlanError(
                 f"num_dense_layers is {self.num_dense_layers} of num_layers = {self.num_layers}, but at least one "
@@ -243,22 +244,20 @@ class _Reader:
     def size(self, name: str, otherwise: int | None = None) -> int:
         value = self.config.get(name)
         value = otherwise if value is None else value
-        _check_whole(name, value, 0)
+        check_whole(name, value, 0, _SEE)
         assert value is not None
         return value
 
     def entries(self, name: str) -> list[Any] | None:
         value = self.config.get(name)
         if not (value is None or isinstance(value, list)):
-            raise PlanError(f"{name} is {value!r}, but it must be a list or null; see the model's config")
+            raise PlanError(f"{name} is {value!r}, but it must be a list or null{_SEE}")
         return value
 
     def fields(self) -> dict[str, Any]:
         hidden, layers = self.size("hidden_size"), self.size("num_hidden_layers")
         if layers > _MOST_LAYERS:
-            raise PlanError(
-                f"num_hidden_layers is {layers}, but it must be at most {_MOST_LAYERS}; see the model's config"
-            )
+            raise PlanError(f"num_hidden_layers is {layers}, but it must be at most {_MOST_LAYERS}{_SEE}")
         deepseek, gpt_oss = self.family.startswith("deepseek"), self.family == "gpt_oss"
         attention = self._latent_attention(hidden) if deepseek else self._grouped_attention(hidden)
         small = attention.pop("small") + 2 * hidden  # the norms in front of attention and experts
@@ -360,6 +359,11 @@ def _item_nbytes(config: Mapping[str, Any]) -> int:
     return ITEM_NBYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
 
 
-def _check_whole(name: str, value: object, least: int) -> None:
+def check_whole(name: str, value: object, least: int, remedy: str = "") -> None:
+    """Check one of the numbers that a prediction starts from.
+
+    Raises:
+        PlanError: it is no whole number from `least` on; `remedy` ends the message.
+    """
     if type(value) is not int or value < least:
-        raise PlanError(f"{name} is {value!r}, but it must be a whole number from {least} on; see the model's config")
+        raise PlanError(f"{name} is {value!r}, but it must be a whole number from {least} on{remedy}")

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from laconic.cost.memory.model_sizes import ModelSizes
 from laconic.cost.memory.saved_tensors import EXACT, PRECISIONS, Batch, Choice, Precision, Unit
 from laconic.cost.memory.split import balanced_split
 from laconic.cost.memory.traced import TracedModel
@@ -136,49 +135,33 @@ def precision_of(settings: Settings, layout: Layout) -> Precision:
 class Job:
     """The subject of a prediction: a model, a micro-batch, a layout and settings."""
 
-    shape: TracedModel | ModelSizes
+    model: TracedModel
     batch: Batch
     layout: Layout = field(default_factory=Layout)
     settings: Settings = field(default_factory=Settings)
 
     def __post_init__(self) -> None:
-        shape, layout, batch, precision = self.shape, self.layout, self.batch, self.precision
-        if isinstance(shape, ModelSizes):
-            return
+        model, layout, batch, precision = self.model, self.layout, self.batch, self.precision
         check_together(layout, self.settings)
-        for layer in range(shape.num_layers) if layout.expert_parallel > 1 else ():
-            for count, _, _ in shape.experts_of(layer):
+        for layer in range(model.num_layers) if layout.expert_parallel > 1 else ():
+            for count, _, _ in model.layer(layer).experts:
                 if count % layout.expert_parallel:
                     raise PlanError(
                         f"expert_parallel is {layout.expert_parallel}, but it must divide the {count} experts of "
-                        f"{shape.layer_name(layer)}"
+                        f"{model.names[layer]}"
                     )
-        shape.check_setting(
+        model.check_setting(
             sequences=batch.sequences,
             sequence_length=batch.sequence_length,
             precision=[precision.name, precision.residual_nbytes],
             loss=self.settings.loss,
             expert_parallel=layout.expert_parallel,
         )
-        if layout.num_chunks > 1 and not shape.is_stack:
+        if layout.num_chunks > 1 and not model.is_stack:
             raise PlanError(
-                f"stages are {layout.num_chunks}, but the layers of {shape.model_class} are no single list that could "
+                f"stages are {layout.num_chunks}, but the layers of {model.model_class} are no single list that could "
                 "be cut; plan with one stage"
             )
-
-    @property
-    def model(self) -> TracedModel:
-        """The model with its bytes.
-
-        Raises:
-            PlanError: the job is that of a plan file from before bytes were traced.
-        """
-        if isinstance(self.shape, ModelSizes):
-            raise PlanError(
-                "the plan is from a version that knew sizes only, so nothing else can be predicted for its model; make "
-                "another plan with laconic plan"
-            )
-        return self.shape
 
     @property
     def precision(self) -> Precision:
@@ -191,30 +174,25 @@ class Job:
         return _NOT_COUNTED if self.layout.expert_parallel > 1 else {}
 
     @property
-    def layer_input(self) -> tuple[int, int]:
-        """Rows and columns of what a layer takes in."""
-        return self.model.layer_input
-
-    @property
     def split(self) -> tuple[int, ...]:
         """Layers per chunk."""
         layout = self.layout
         if not layout.split:
-            shape = self.model
+            model = self.model
             # Looking up an embedding is no work; the head is, as much as so many parameters in the layers.
-            head = shape.embedding_parameters
-            sizes = [shape.parameters_of(layer) for layer in range(shape.num_layers)]
+            head = model.embedding_parameters
+            sizes = [model.layers[kind].num_parameters for kind in model.kinds]
             return balanced_split(sizes, layout.num_chunks, last=head)
-        if sum(layout.split) != self.shape.num_layers:
+        if sum(layout.split) != self.model.num_layers:
             raise PlanError(
                 f"split is {list(layout.split)}, which makes {sum(layout.split)} layers, but the model has "
-                f"{self.shape.num_layers}"
+                f"{self.model.num_layers}"
             )
         return layout.split
 
     def arguments_nbytes(self, layers: Sequence[int]) -> int:
         """Bytes that attention which runs again in backward holds besides its tensors, once for these layers."""
-        kinds = {self.model.kind_of(layer) for layer in layers}
+        kinds = {self.model.kinds[layer] for layer in layers}
         return sum(self.model.layers[kind].arguments_nbytes for kind in kinds)
 
     def stages(self) -> list[Stage]:
@@ -280,18 +258,18 @@ class Stage:
 
     def tensors(self) -> list[tuple[int, int]]:
         """Rows and columns of every parameter but experts'; vectors have one column."""
-        shape = self.job.model
-        tensors = [tensor for layer in self.layers for tensor in shape.tensors_of(layer)]
-        tensors += shape.first_tensors if self.is_first else ()
+        model = self.job.model
+        tensors = [tensor for layer in self.layers for tensor in model.layer(layer).tensors]
+        tensors += model.first_tensors if self.is_first else ()
         if self.is_last:
-            tensors += shape.last_tensors
-            if shape.tied_tensor is not None and self.is_first:
-                tensors.remove(shape.tied_tensor)
+            tensors += model.last_tensors
+            if model.tied_tensor is not None and self.is_first:
+                tensors.remove(model.tied_tensor)
         return tensors
 
     def experts(self) -> list[tuple[int, int, int]]:
         """Experts, rows and columns of each of the parameters that hold all experts of a layer."""
-        return [tensor for layer in self.layers for tensor in self.job.model.experts_of(layer)]
+        return [tensor for layer in self.layers for tensor in self.job.model.layer(layer).experts]
 
 
 def kept_nbytes(
@@ -314,13 +292,13 @@ def kept_nbytes(
         given = job.arguments_nbytes(holding)
         kept[f"(attention's arguments in stage {stage.index})"] = ("attention", given, 0)
     for layer in again:
-        kept[job.model.layer_name(layer)] = ("recomputed", recomputed_nbytes(job, recomputed[layer]), 0)
+        kept[job.model.names[layer]] = ("recomputed", recomputed_nbytes(job, recomputed[layer]), 0)
     return kept
 
 
 def recomputed_nbytes(job: Job, choice: Choice) -> int:
     """Bytes per micro-batch of the saved input of a decoder layer that runs again in backward."""
-    tokens, hidden = job.layer_input
+    tokens, hidden = job.model.layer_input
     if choice.code is None:
         return tokens * hidden * job.precision.residual_nbytes
     return choice.packed_nbytes(tokens, hidden)

@@ -48,8 +48,7 @@ class PeakPoint:
         """Bytes of workspace for these choices."""
         total = self.workspace_nbytes
         units = [unit for stage in stages for unit in stage.units() if unit.layer not in recomputed]
-        # A unit without rows has nothing of its own to rebuild, whatever is chosen for it.
-        inner = {choices.get(unit.name, EXACT) for unit in units if unit.rebuilds and unit.rows}
+        inner = {choices.get(unit.name, EXACT) for unit in units if unit.rebuilds and unit.num_elements is not None}
         if inner - {EXACT}:
             total += self.packed_nbytes
         if any(choice.offload or choice.recompute for choice in inner):

@@ -1,4 +1,4 @@
-"""Predicted bytes of every rank of a training run, by kind, from sizes alone.
+"""Predicted bytes of every rank of a training run, by kind, from a trace of its model.
 
 Persistent memory (parameters, gradients, optimizer state) is counted tensor by tensor. Activations are a sum over units
 per micro-batch, times the micro-batches that a replay of the schedule finds in flight. Buffers and workspace (gathered
@@ -13,14 +13,12 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from laconic.cost.memory.job import Job, Layout, Settings, Stage, kept_nbytes
+from laconic.cost.memory.job import Job, Stage, kept_nbytes
 from laconic.cost.memory.peak import PeakPoint, peak_points
 from laconic.cost.memory.persistent import persistent_nbytes
 from laconic.cost.memory.saved_tensors import Choice
 from laconic.errors import PlanError
 from laconic.schedule import PipelineSchedule
-
-__all__ = ["Job", "Layout", "Prediction", "RankMemory", "Settings", "Stage", "predict"]
 
 REDUCTION_BUCKET_NBYTES = 8 * 2**20
 """Bytes of codes that one reduction of compressed gradients takes at a time (laconic.compress_gradients)."""
@@ -175,7 +173,7 @@ def _activations_nbytes(
             count = state[stage.index]
             if stage.index == point.stage:
                 loss_side = kind in ("logits", "head")
-                later = tuple(f"{job.model.layer_name(layer)}." for layer in stage.layers[1:])
+                later = tuple(f"{job.model.names[layer]}." for layer in stage.layers[1:])
                 inside = f"{name}.".startswith(later) if later else False
                 if (loss_side and not point.loss_is_kept) or (inside and point.only_first_layer):
                     count -= 1
@@ -191,7 +189,7 @@ def _buffers_nbytes(job: Job, stages: list[Stage], schedule: PipelineSchedule, r
         gathered = 4 if job.settings.precision == "fp32" else 2
         own = [layer for stage in stages for layer in stage.layers]
         ends = sum(rows * columns for stage in stages for rows, columns in stage.tensors())
-        ends -= sum(rows * columns for layer in own for rows, columns in model.tensors_of(layer))
+        ends -= sum(rows * columns for layer in own for rows, columns in model.layer(layer).tensors)
         # The rest of the model stays gathered; of the layers one runs, the next arrives, one is being reduced in fp32.
         largest = max(_gathered_parameters(job, layer) for layer in own)
         buffers["gathered parameters"] = gathered * (ends + 2 * largest)
@@ -200,7 +198,7 @@ def _buffers_nbytes(job: Job, stages: list[Stage], schedule: PipelineSchedule, r
         grads = persistent_nbytes(job, stages)["gradients"]
         buffers["gradient reduction"] = 2 * min(REDUCTION_BUCKET_NBYTES, grads)
     if layout.stages > 1:
-        boundary = prod(job.layer_input) * job.precision.residual_nbytes // layout.tensor_parallel
+        boundary = prod(job.model.layer_input) * job.precision.residual_nbytes // layout.tensor_parallel
         in_flight = max(schedule.peak_in_flight()[rank], 1)
         inner = sum(not stage.is_first for stage in stages), sum(not stage.is_last for stage in stages)
         # torch.distributed.pipelining allocates what it receives for all micro-batches at once.
@@ -211,5 +209,6 @@ def _buffers_nbytes(job: Job, stages: list[Stage], schedule: PipelineSchedule, r
 
 def _gathered_parameters(job: Job, layer: int) -> int:
     """Parameters of a layer that a rank has while it runs: of the experts those that are its own."""
-    experts = sum(count * rows * columns for count, rows, columns in job.model.experts_of(layer))
-    return job.model.parameters_of(layer) - experts + experts // job.layout.expert_parallel
+    traced = job.model.layer(layer)
+    experts = sum(count * rows * columns for count, rows, columns in traced.experts)
+    return traced.num_parameters - experts + experts // job.layout.expert_parallel

@@ -6,7 +6,7 @@ the rest of a layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from laconic.errors import PlanError
@@ -110,18 +110,12 @@ class Choice:
         """
         if entry is None:
             return EXACT
-        if not isinstance(entry, dict) or not set(entry) <= {
-            "code",
-            "block_size",
-            "scale_dtype",
-            "offload",
-            "recompute",
-        }:
+        if not isinstance(entry, dict) or not entry.keys() <= {field.name for field in fields(cls)}:
             raise PlanError(f"site is {entry!r} in the plan, but it must be a format, {{'recompute': true}} or null")
         return cls(**entry)
 
     @classmethod
-    def from_bits(cls, bits: int, block_size: int = 64) -> Choice:
+    def from_bits(cls, bits: int) -> Choice:
         """The default code of so many bits; 16 keeps exactly.
 
         Raises:
@@ -131,7 +125,7 @@ class Choice:
             return EXACT
         if bits not in DEFAULT_CODES:
             raise PlanError(f"bits is {bits!r}, but it must be {listed((*sorted(DEFAULT_CODES), 16))}")
-        return cls(DEFAULT_CODES[bits], block_size)
+        return cls(DEFAULT_CODES[bits])
 
 
 EXACT = Choice()
@@ -166,15 +160,14 @@ class Unit:
         layer: None outside of the stack.
         sites: modules that get the choice.
         exact_nbytes: saved per micro-batch if nothing is packed.
-        rows: (rows per token, length) of the tensors that a choice packs.
-        tokens: of a micro-batch.
+        num_elements: values per micro-batch that a choice packs; None where nothing is chosen.
         weight_nbytes: part of `exact_nbytes` that are autocast's casts of weights.
         beside_nbytes: saved in addition to what a choice packs (decisions of routers).
         minimum_bits: fewer are not offered.
         rebuilt_with: a unit whose backward rebuilds this one's tensor if that one is not exact; then nothing is saved
             here, or `input_nbytes` more if this one is exact.
         input_nbytes: see `rebuilt_with`.
-        packed: bytes of codes and scales by code, where they are known; else they follow from `rows`.
+        packed: bytes of codes and scales by code, where they are known; else they follow from `num_elements`.
         rebuilds: whether backward needs workspace to rebuild what is inside unless this is exact.
         again_flops: operations that backward does again unless this is exact.
         recompute_flops: the same if this is recomputed.
@@ -185,8 +178,7 @@ class Unit:
     layer: int | None
     sites: tuple[str, ...]
     exact_nbytes: int
-    rows: tuple[tuple[int, int], ...]
-    tokens: int
+    num_elements: int | None
     weight_nbytes: int = 0
     beside_nbytes: int = 0
     minimum_bits: int = 2
@@ -197,17 +189,12 @@ class Unit:
     again_flops: float = 0.0
     recompute_flops: float = 0.0
 
-    @property
-    def num_elements(self) -> int:
-        """Values per micro-batch that are packed."""
-        return self.tokens * sum(count * length for count, length in self.rows)
-
     def packed_nbytes(self, choice: Choice) -> int:
         """Bytes of codes and scales per micro-batch."""
         for code, nbytes in self.packed:
             if code == choice.code:
                 return nbytes
-        return sum(choice.packed_nbytes(count * self.tokens, length) for count, length in self.rows)
+        return 0 if self.num_elements is None else choice.packed_nbytes(1, self.num_elements)
 
     def nbytes(self, choice: Choice) -> int:
         """Bytes on the device per micro-batch in flight."""

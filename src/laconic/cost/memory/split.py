@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from laconic.errors import PlanError
 
 
-def balanced_split(sizes: Sequence[int], num_chunks: int, first: int = 0, last: int = 0) -> tuple[int, ...]:
+def balanced_split(sizes: Sequence[int], num_chunks: int, last: int = 0) -> tuple[int, ...]:
     """Layers per chunk such that the largest chunk is as small as it can be; of such splits the most even one.
 
     Args:
         sizes: of the layers: their work, or parameters, which stand for it.
         num_chunks: into how many consecutive chunks they are cut.
-        first, last: size of what comes with the first chunk and with the last (head).
+        last: size of what comes with the last chunk (head).
 
     Raises:
         PlanError: there are fewer layers than chunks.
@@ -22,18 +22,13 @@ def balanced_split(sizes: Sequence[int], num_chunks: int, first: int = 0, last: 
         raise PlanError(
             f"the model has {len(sizes)} layers, but {num_chunks} chunks need at least one each; use fewer stages"
         )
-    largest, _ = _cheapest(sizes, num_chunks, first, last, max)
-    _, counts = _cheapest(sizes, num_chunks, first, last, lambda total, size: total + size * size, largest)
+    largest, _ = _cheapest(sizes, num_chunks, last, max)
+    _, counts = _cheapest(sizes, num_chunks, last, lambda total, size: total + size * size, largest)
     return counts
 
 
 def _cheapest(
-    sizes: Sequence[int],
-    num_chunks: int,
-    first: int,
-    last: int,
-    add: Callable[[int, int], int],
-    limit: int | None = None,
+    sizes: Sequence[int], num_chunks: int, last: int, add: Callable[[int, int], int], limit: int | None = None
 ) -> tuple[int, tuple[int, ...]]:
     """The smallest cost of a split whose chunks are no larger than `limit`, and its counts.
 
@@ -43,7 +38,7 @@ def _cheapest(
     # found[n]: cost and counts of the best chunks so far that hold n layers.
     found: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for chunk in range(num_chunks):
-        own = (first if chunk == 0 else 0) + (last if chunk == num_chunks - 1 else 0)
+        own = last if chunk == num_chunks - 1 else 0
         longer: dict[int, tuple[int, tuple[int, ...]]] = {}
         for done, (cost, counts) in found.items():
             for end in range(done + 1, count - (num_chunks - chunk - 1) + 1):

@@ -120,7 +120,7 @@ class TracedModel:
         """Parameters of the whole model; a tied matrix counts once."""
         ends = [*self.first_tensors, *self.last_tensors]
         tied = 0 if self.tied_tensor is None else self.tied_tensor[0] * self.tied_tensor[1]
-        return sum(self.parameters_of(i) for i in range(self.num_layers)) + sum(a * b for a, b in ends) - tied
+        return sum(self.layers[kind].num_parameters for kind in self.kinds) + sum(a * b for a, b in ends) - tied
 
     @property
     def embedding_parameters(self) -> int:
@@ -132,25 +132,9 @@ class TracedModel:
         """Features of what a layer takes in."""
         return self.layer_input[1]
 
-    def layer_name(self, layer: int) -> str:
-        """Name of a layer's module."""
-        return self.names[layer]
-
-    def kind_of(self, layer: int) -> int:
-        """The kind of a layer."""
-        return self.kinds[layer]
-
-    def parameters_of(self, layer: int) -> int:
-        """Parameters of a layer, those of all experts included."""
-        return self.layers[self.kinds[layer]].num_parameters
-
-    def tensors_of(self, layer: int) -> list[tuple[int, int]]:
-        """Rows and columns of every parameter of a layer but experts'; vectors have one column."""
-        return list(self.layers[self.kinds[layer]].tensors)
-
-    def experts_of(self, layer: int) -> list[tuple[int, int, int]]:
-        """Experts, rows and columns of each of the parameters that hold all experts of a layer."""
-        return list(self.layers[self.kinds[layer]].experts)
+    def layer(self, number: int) -> TracedLayer:
+        """What is known of a layer."""
+        return self.layers[self.kinds[number]]
 
     def units_of(self, layer: int) -> list[Unit]:
         """The units of a layer, by the names that they have in the model."""
@@ -163,7 +147,7 @@ class TracedModel:
                 sites=tuple(f"{at}.{site}" if site else at for site in unit.sites),
                 rebuilt_with=None if unit.rebuilt_with is None else f"{at}.{unit.rebuilt_with}",
             )
-            for unit in self.layers[self.kinds[layer]].units
+            for unit in self.layer(layer).units
         ]
 
     def with_num_layers(self, num_layers: int) -> TracedModel:
@@ -215,18 +199,15 @@ class TracedModel:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {"traced": 1, **asdict(self)}
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TracedModel:
         """Read what `to_dict` gave; the errors of damaged data are the caller's to catch."""
-        if data["traced"] != 1:
-            raise PlanError(f"the plan's model has version {data['traced']!r}, but only 1 is known")
 
         def unit(entry: Mapping[str, Any]) -> Unit:
-            rows = tuple((int(count), int(length)) for count, length in entry["rows"])
             packed = tuple((str(code), int(nbytes)) for code, nbytes in entry["packed"])
-            return Unit(**{**entry, "rows": rows, "packed": packed, "sites": tuple(entry["sites"])})
+            return Unit(**{**entry, "packed": packed, "sites": tuple(entry["sites"])})
 
         def numbers(entries: Any) -> Any:
             return tuple(tuple(int(n) for n in entry) for entry in entries)
@@ -235,14 +216,12 @@ class TracedModel:
             read = {"tensors": numbers(entry["tensors"]), "experts": numbers(entry["experts"])}
             return TracedLayer(**{**entry, **read, "units": tuple(map(unit, entry["units"]))})
 
-        given = {"settings": {}} | {one.name: data[one.name] for one in fields(cls) if one.name in data}
+        given = {one.name: data[one.name] for one in fields(cls)}
         if not isinstance(given["setting"], Mapping):
             raise PlanError(
                 f"the plan's model.setting is {given['setting']!r}, but it must be a table of what was traced; write "
                 "the plan again with laconic plan"
             )
-        # Files from before experts were traced as a process has them are of the model's own.
-        given["setting"] = {"expert_parallel": 1, **given["setting"]}
         model = cls(
             **given
             | {name: tuple(map(unit, given[name])) for name in ("first_units", "last_units")}

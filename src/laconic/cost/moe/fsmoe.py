@@ -3,8 +3,8 @@
     split over MP, gate, [all_to_all_ep, all_gather_esp, experts, reduce_scatter_esp, all_to_all_ep] in r chunks,
     all_gather_mp
 
-The part in brackets becomes the `LayerTimes` that laconic.schedule.moe cuts into chunks. An all-to-all of a rank has
-c*n/N_MP rows; the gather brings N_ESP times as many to each shard, the reduce-scatter sums their outputs.
+The part in brackets becomes the `LayerTimes` that laconic.schedule.moe_pipeline cuts into chunks. An all-to-all of a
+rank has c*n/N_MP rows; the gather brings N_ESP times as many to each shard, the reduce-scatter sums their outputs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.routes import Route, RouteBuilder, Step
 from laconic.cost.moe.shape import LayerShape, group_shape
-from laconic.schedule.moe import LayerTimes, best_degree, pipeline_seconds
+from laconic.schedule.moe_pipeline import LayerTimes, best_degree, pipeline_seconds
 from laconic.topology import GridLayout
 
 FSMOE = "fsmoe"

@@ -44,8 +44,8 @@ class Sample:
     """With the links' time: errors count as shares of it."""
 
 
-def fit_overhead(samples: Iterable[Sample], *, signed: bool = True, rounds: int = 3) -> Overhead:
-    """Fit by least squares of the errors' shares of the whole time; slopes are at least 0, alpha too unless `signed`.
+def fit_overhead(samples: Iterable[Sample], *, rounds: int = 3) -> Overhead:
+    """Fit by least squares of the errors' shares of the whole time; slopes are at least 0.
 
     With three unknowns the constrained optimum is the free one or one with some of them 0, so all seven are tried.
     A sample that was disturbed is long, and as a share of itself its error counts less, so that a fit would come out
@@ -58,15 +58,15 @@ def fit_overhead(samples: Iterable[Sample], *, signed: bool = True, rounds: int 
     if not kept:
         raise ValueError("samples are empty or all 0 s, but a fit needs one with a positive time")
     totals = [sample.total_seconds for sample in kept]
-    found = _fit(kept, totals, signed)
+    found = _fit(kept, totals)
     for _ in range(rounds - 1):
         fitted = [s.total_seconds - s.seconds + found.seconds(s.num_rows, s.nbytes) for s in kept]
         totals = [max(new, old / 4) for new, old in zip(fitted, totals, strict=True)]
-        found = _fit(kept, totals, signed)
+        found = _fit(kept, totals)
     return found
 
 
-def _fit(samples: Sequence[Sample], totals: Sequence[float], signed: bool) -> Overhead:
+def _fit(samples: Sequence[Sample], totals: Sequence[float]) -> Overhead:
     rows = [[1 / t, s.num_rows / t, s.nbytes / t] for s, t in zip(samples, totals, strict=True)]
     wanted = [s.seconds / t for s, t in zip(samples, totals, strict=True)]
 
@@ -76,7 +76,7 @@ def _fit(samples: Sequence[Sample], totals: Sequence[float], signed: bool) -> Ov
     best = [0.0, 0.0, 0.0]
     for used in chain.from_iterable(combinations(range(3), number) for number in (1, 2, 3)):
         found = _least_squares([[row[i] for i in used] for row in rows], wanted)
-        if found is None or any(value < 0 for i, value in zip(used, found, strict=True) if i or not signed):
+        if found is None or any(value < 0 for i, value in zip(used, found, strict=True) if i):
             continue
         whole = [0.0, 0.0, 0.0]
         for i, value in zip(used, found, strict=True):

@@ -40,8 +40,6 @@ from laconic.topology import GROUPS
 _FORMAT, _VERSION = "laconic moe rates", 1
 _LEVEL = re.compile(r"inter[1-9][0-9]*|intra[0-9]+")
 _NOTHING = Line(0.0, 0.0)
-_OF_CHUNKS = " per chunk"
-"""Suffix of routes in files of older versions, which also priced a further chunk."""
 _LONGEST_SECONDS = 3600.0
 
 
@@ -167,12 +165,13 @@ class MoERates:
 
     @classmethod
     def from_dict(cls, data: Any) -> MoERates:
-        """Read what `to_dict` returned; ignores what only older versions measured.
+        """Read what `to_dict` returned.
 
         Raises:
             ConfigError: a value is missing or impossible; the message names it.
         """
         check_format(data, _FORMAT, _VERSION, "measure with laconic profile --moe")
+        check_known(data, ("format", "version", *cls.__dataclass_fields__), "the file")
         wire = WireRates.from_dict(data.get("wire"))
         gemm, copy = (read_line(read_table(data, name, ""), name) for name in ("gemm", "copy"))
         groups = {name: read_link(link, f"groups.{name}") for name, link in read_table(data, "groups", "").items()}
@@ -190,8 +189,7 @@ class MoERates:
                 direction: _read_overhead(read_table(found, direction, route), f"overheads.{route}.{direction}")
                 for direction in ("forward", "backward")
             }
-            for route, found in read_table({"overheads": {}} | data, "overheads", "").items()
-            if not route.endswith(_OF_CHUNKS)
+            for route, found in read_table(data, "overheads", "").items()
         }
         source = str(data.get("source", ""))
         return cls(wire, gemm, copy, groups, codecs, overlap, grouped, source, overheads)

@@ -55,12 +55,7 @@ def move_seconds(nbytes: float, group_shape: GroupShape, rates: MoERates, group:
 
 
 def query_seconds(
-    num_tokens: int,
-    num_experts: int,
-    num_groups: Sequence[int],
-    group_shape: GroupShape,
-    rates: MoERates,
-    group: str = "ep",
+    num_tokens: int, num_experts: int, num_groups: Sequence[int], group_shape: GroupShape, rates: MoERates
 ) -> float:
     """Predict one query of a layer's routing: gather a sample of tokens, price all swaps on one rank, tell the plan.
 
@@ -70,15 +65,14 @@ def query_seconds(
         num_tokens: of a rank.
         num_experts: E.
         num_groups: of the levels, see `LevelCost`.
-        group_shape: ranks and nodes of the group.
+        group_shape: ranks and nodes of the EP group.
         rates: of the cluster.
-        group: name of the group.
     """
     most = sampled_tokens(group_shape.num_ranks)
     entries = group_shape.num_ranks * min(num_tokens, most) * num_experts
     products = rates.products_seconds(entries * (num_experts * len(num_groups) + sum(num_groups)), 2 * len(num_groups))
     touched = rates.copy.seconds(_TOUCHED_NBYTES * entries * len(num_groups))
-    line = rates.link(group, group_shape).line("all_gather")
+    line = rates.link("ep", group_shape).line("all_gather")
     gathered = line.seconds(sent_nbytes("all_gather", most * num_experts / 8, group_shape.num_ranks))
     return products + touched + gathered + _TELLING * line.alpha_seconds
 

@@ -26,7 +26,7 @@ def most_layers(job: Job, choices: Callable[[Job], Chosen | None]) -> int:
     """
 
     def fits(num_layers: int) -> bool:
-        return choices(replace(job, shape=job.model.with_num_layers(num_layers))) is not None
+        return choices(replace(job, model=job.model.with_num_layers(num_layers))) is not None
 
     fitting, step = 0, job.layout.num_chunks
     while fits(fitting + step):

@@ -97,7 +97,7 @@ def _kinds(stage: Stage) -> dict[int | None, list[int]]:
     """The layers of a stage by kind, such as the window of their attention."""
     kinds: dict[int | None, list[int]] = {}
     for layer in stage.layers:
-        kinds.setdefault(stage.job.model.kind_of(layer), []).append(layer)
+        kinds.setdefault(stage.job.model.kinds[layer], []).append(layer)
     return kinds
 
 
@@ -302,9 +302,9 @@ def _groups(stage: Stage, costs: Costs, words: Sequence[str]) -> list[_Group]:
     shape = stage.job.model
     alike: dict[tuple[str, int | None], list[Unit]] = {}
     for unit in stage.units():
-        if unit.rows:
-            name = unit.name if unit.layer is None else unit.name.removeprefix(f"{shape.layer_name(unit.layer)}.")
-            alike.setdefault((name, None if unit.layer is None else shape.kind_of(unit.layer)), []).append(unit)
+        if unit.num_elements is not None:
+            name = unit.name if unit.layer is None else unit.name.removeprefix(f"{shape.names[unit.layer]}.")
+            alike.setdefault((name, None if unit.layer is None else shape.kinds[unit.layer]), []).append(unit)
     groups = []
     for (_, kind), units in alike.items():
         first = units[0]
@@ -333,7 +333,7 @@ def _output_projections(
     """Projections behind attention that read what it holds or makes again: a format of theirs packs nothing."""
     found = {}
     for unit in stage.units():
-        if not unit.rows and unit.rebuilt_with is not None and unit.layer not in recomputed:
+        if unit.num_elements is None and unit.rebuilt_with is not None and unit.layer not in recomputed:
             attention = choices.get(unit.rebuilt_with, EXACT)
             found[unit.name] = Choice("nf4") if attention == EXACT else Choice(attention.code or "nf4")
     return found

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from laconic.cost.memory.job import Job, Layout, Settings
-from laconic.cost.memory.model_sizes import ModelSizes
-from laconic.cost.memory.predict import Prediction, RankMemory, predict
+from laconic.cost.memory.predict import Prediction, predict
 from laconic.cost.memory.saved_tensors import EXACT, Batch, Choice
 from laconic.cost.memory.traced import TracedModel
 from laconic.cost.planner.policy import Chosen
+from laconic.durable import write_whole
 from laconic.errors import PlanError
 from laconic.json_text import parse_json
 
@@ -34,7 +34,6 @@ class Plan:
         recomputed: decoder layers that run again in backward, with the format of their saved input.
         policy: who decided.
         budget_nbytes: of each device, None if none was given.
-        written: the whole file, of a plan from before bytes were traced: what it predicted is taken as it stands there.
     """
 
     job: Job
@@ -42,7 +41,6 @@ class Plan:
     recomputed: Mapping[int, Choice]
     policy: str
     budget_nbytes: int | None = None
-    written: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, job: Job, chosen: Chosen, budget_nbytes: int | None = None) -> Plan:
@@ -53,15 +51,11 @@ class Plan:
     @property
     def prediction(self) -> Prediction:
         """Predicted bytes of every rank, computed again from the choices."""
-        if self.written is not None:
-            return _written_prediction(self.written["predicted"])
         return predict(self.job, self.choices, self.recomputed)
 
     @property
     def attention(self) -> str:
         """How attention is kept: "exact", a code, or "mixed"."""
-        if self.written is not None:
-            return str(self.written["settings"]["attention"])
         names = {
             self.choices.get(unit.name, EXACT).code or "exact"
             for stage in self.job.stages()
@@ -76,8 +70,6 @@ class Plan:
         "sites": by module name a format, {"recompute": true}, or null for exact. "layers": decoder layers that run
         again in backward, by module name, with how their input is kept.
         """
-        if self.written is not None:
-            return dict(self.written["settings"]["activations"])
         sites: dict[str, Any] = {}
         for stage in self.job.stages():
             for unit in stage.units():
@@ -86,24 +78,15 @@ class Plan:
                     # The down projection reads what its block rebuilds, so it is rewritten whatever is chosen for that.
                     inner = choice.recompute and index > 0
                     sites[site] = (Choice("nf4") if inner else choice).to_json()
-        plan: dict[str, Any] = {"version": 2, "sites": sites}
-        if self.recomputed:
-            name_of = self.job.model.layer_name
-            plan["layers"] = {name_of(i): {"input": c.to_json()} for i, c in sorted(self.recomputed.items())}
-        return plan
+        names = self.job.model.names
+        layers = {names[i]: {"input": choice.to_json()} for i, choice in sorted(self.recomputed.items())}
+        return {"version": 2, "sites": sites, "layers": layers}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        if self.written is not None:
-            return dict(self.written)
         job, prediction = self.job, self.prediction
         layout = asdict(job.layout) | {"split": list(job.split), "world_size": job.layout.world_size}
-        if job.layout.expert_parallel == 1:
-            del layout["expert_parallel"]  # as in files from before there was such a field
-        settings = asdict(job.settings)
-        if not job.settings.update_in_backward:
-            del settings["update_in_backward"]  # likewise
-        uncounted = {"not_counted": {f"moe.{name}": what for name, what in job.not_counted.items()}}
+        activations = {"attention": self.attention, "activations": self.activation_plan()}
         return {
             "format": _FORMAT,
             "version": _VERSION,
@@ -111,7 +94,7 @@ class Plan:
             "world": layout,
             "batch": asdict(job.batch),
             "schedule": [[str(action) for action in line] for line in job.layout.make_schedule().actions],
-            "settings": {**settings, "attention": self.attention, "activations": self.activation_plan()},
+            "settings": asdict(job.settings) | activations,
             "policy": self.policy,
             "budget_nbytes": self.budget_nbytes,
             "choices": {name: choice.to_json() for name, choice in self.choices.items()},
@@ -119,7 +102,7 @@ class Plan:
             "predicted": {
                 "ranks": [rank.to_dict() for rank in prediction.ranks],
                 "saved_nbytes_per_micro_batch": dict(prediction.saved_nbytes),
-                **(uncounted if job.not_counted else {}),
+                "not_counted": {f"moe.{name}": what for name, what in job.not_counted.items()},
             },
         }
 
@@ -129,17 +112,11 @@ class Plan:
         Raises:
             PlanError: it cannot be written; nothing is left behind then.
         """
-        target = Path(path)
         text = json.dumps(self.to_dict(), indent=1) + "\n"
         try:
-            temporary = target.with_name(target.name + ".part")
-            try:
-                temporary.write_text(text, encoding="utf-8")
-                temporary.replace(target)
-            finally:
-                temporary.unlink(missing_ok=True)
+            write_whole(Path(path), text)
         except (OSError, ValueError) as error:  # ValueError: no name, or a NUL in it
-            raise PlanError(f"the plan cannot be written to {str(target)!r}: {error}") from error
+            raise PlanError(f"the plan cannot be written to {str(path)!r}: {error}") from error
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
@@ -153,14 +130,11 @@ class Plan:
         if data.get("version") != _VERSION:
             raise PlanError(f"the plan has version {data.get('version')!r}, but only {_VERSION} is known")
         try:
-            given = {"expert_parallel": 1, **data["world"]}
-            world = {field.name: given[field.name] for field in fields(Layout)}
-            given = {"update_in_backward": False, **data["settings"]}
-            settings = {field.name: given[field.name] for field in fields(Settings)}
-            traced = "traced" in data["model"]
+            world = {field.name: data["world"][field.name] for field in fields(Layout)}
+            settings = {field.name: data["settings"][field.name] for field in fields(Settings)}
             plan = cls(
                 job=Job(
-                    TracedModel.from_dict(data["model"]) if traced else ModelSizes(data["model"]),
+                    TracedModel.from_dict(data["model"]),
                     Batch(**data["batch"]),
                     Layout(**world | {"split": tuple(world["split"])}),
                     Settings(**settings),
@@ -169,10 +143,9 @@ class Plan:
                 recomputed={int(layer): Choice.from_json(entry) for layer, entry in data["recomputed_layers"].items()},
                 policy=data["policy"],
                 budget_nbytes=data["budget_nbytes"],
-                written=None if traced else data,
             )
             _ = plan.prediction.peak_nbytes, plan.job.split  # refused if layers, stages and choices do not fit
-            is_of_choices = _agrees(plan, data["settings"]["activations"])
+            is_of_choices = plan.activation_plan() == data["settings"]["activations"]
         except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
             if isinstance(error, PlanError):
                 raise
@@ -204,35 +177,14 @@ class Plan:
                     f"the plan is for a run with {name} = {known[name]!r}, but this run has {value!r}; run it as "
                     f"planned or make another plan with laconic plan"
                 )
-        shape = self.job.shape
-        found: tuple[str, Any, Any] | None
-        if isinstance(shape, ModelSizes):
-            found = shape.difference(config)
-        else:
-            mine, theirs = shape.fingerprint(shape.config), shape.fingerprint(config)
-            found = next(((n, value, theirs.get(n)) for n, value in mine.items() if theirs.get(n) != value), None)
-        if found is not None:
-            raise PlanError(
-                f"the plan is for a model with {found[0]} = {found[1]!r}, but this model has {found[2]!r}; make a plan "
-                "for this model with laconic plan"
-            )
-
-
-def _agrees(plan: Plan, activations: Mapping[str, Any]) -> bool:
-    """Whether the activation plan of a file is that of its choices."""
-    if plan.written is None:
-        return plan.activation_plan() == activations
-    sites = activations["sites"]
-    known = set(plan.choices) & set(sites)
-    return bool(plan.recomputed) or all(sites[name] == plan.choices[name].to_json() for name in known)
-
-
-def _written_prediction(data: Mapping[str, Any]) -> Prediction:
-    """What a plan file predicted, but for the bytes of single stages, which are not in it."""
-    ranks = tuple(
-        RankMemory(**{field.name: entry[field.name] for field in fields(RankMemory)}) for entry in data["ranks"]
-    )
-    return Prediction(ranks, data["saved_nbytes_per_micro_batch"], ())
+        model = self.job.model
+        theirs = model.fingerprint(config)
+        for name, mine in model.fingerprint(model.config).items():
+            if theirs.get(name) != mine:
+                raise PlanError(
+                    f"the plan is for a model with {name} = {mine!r}, but this model has {theirs.get(name)!r}; make a "
+                    "plan for this model with laconic plan"
+                )
 
 
 def load_plan(path: str | Path) -> Plan:

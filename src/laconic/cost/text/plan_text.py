@@ -99,7 +99,7 @@ def _choice_table(job: Job, chosen: Chosen) -> str:
     for stage in job.stages():
         found: dict[str, Counter[str]] = {}
         for unit in stage.units():
-            if unit.rows and unit.layer not in chosen.recomputed:
+            if unit.num_elements is not None and unit.layer not in chosen.recomputed:
                 kind = unit.kind if unit.kind in ("norm", "attention", "mlp") else "other"
                 found.setdefault(kind, Counter())[chosen.choices.get(unit.name, EXACT).name] += 1
         again = sum(layer in chosen.recomputed for layer in stage.layers)

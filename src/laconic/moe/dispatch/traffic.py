@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from laconic.errors import ConfigError
 from laconic.moe.dispatch.hierarchical_exchange import StageExchange
 
 
 @dataclass(frozen=True)
 class LevelTraffic:
-    """Rows that one rank sends in one stage of one or more dispatches; rows that stay on the rank are counted apart."""
+    """Rows that one rank sends in one stage of a dispatch; rows that stay on the rank are counted apart."""
 
     num_entries: int
     """Assignments; without de-duplication each would be a row."""
@@ -33,9 +31,6 @@ class LevelTraffic:
         """Share of assignments that needed no row of their own, 0 to 1 (HierMoE, table II); 0 if there were none."""
         return 1 - self.num_rows / self.num_entries if self.num_entries else 0.0
 
-    def __add__(self, other: LevelTraffic) -> LevelTraffic:
-        return LevelTraffic(*(mine + its for mine, its in zip(vars(self).values(), vars(other).values(), strict=True)))
-
 
 def traffic_of(exchange: StageExchange, rows: Tensor, weights: Tensor) -> LevelTraffic:
     """Count what a stage sends for rows [n, M] and weights [a] of these dtypes."""
@@ -52,20 +47,3 @@ def traffic_of(exchange: StageExchange, rows: Tensor, weights: Tensor) -> LevelT
         row_nbytes=sent_rows * rows.shape[1] * rows.itemsize,
         id_nbytes=sent_entries * (plan.ids.itemsize + weights.itemsize) + sizes,
     )
-
-
-def add_traffic(many: Iterable[tuple[LevelTraffic, ...]]) -> tuple[LevelTraffic, ...]:
-    """Sum traffic stage by stage over dispatches: of several layers, steps or ranks.
-
-    Raises:
-        ConfigError: dispatches have different depths.
-    """
-    sums: tuple[LevelTraffic, ...] = ()
-    for traffic in many:
-        if sums and len(traffic) != len(sums):
-            raise ConfigError(
-                f"dispatches have {len(sums)} and {len(traffic)} stages, but only those of one depth add up; sort them"
-                " by depth first"
-            )
-        sums = tuple(a + b for a, b in zip(sums, traffic, strict=True)) if sums else traffic
-    return sums

@@ -108,7 +108,7 @@ class FusedExperts(Experts):
         """
         layer = self.__dict__.get("layer")
         if layer is not None and layer.has_own_replicas and not layer.is_fully_sharded:
-            check_not_listed([p for p in self._parameters.values() if p is not None], 1)
+            check_not_listed([p for p in self._parameters.values() if p is not None])
         return super().named_parameters(*args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

@@ -2,15 +2,15 @@
 
 Each is the backward of its partner:
 
-    all_to_all       <-> all_to_all        rows to the ranks of their experts
     all_gather       <-> reduce_scatter    every rank's values to all; their gradients added
     all_reduce       <-> all_reduce        a sum that ranks use for different things
     split            <-> gather            a part of a tensor that all ranks have alike
     replicate        <-> total             a tensor that all ranks have alike, used for different things
 
-The first three are linear maps between the ranks' different tensors, and backward is the adjoint: it adds the gradients
-of all ranks. The last two are for an MP group, where ranks hold *one* tensor in copies: gather(split(x)) is x, and
-since every rank has the whole gradient of such a copy, backward passes on a part and adds nothing twice.
+The first two are linear maps between the ranks' different tensors, as laconic.collectives' all-to-all is, and backward
+is the adjoint: it adds the gradients of all ranks. The last two are for an MP group, where ranks hold *one* tensor in
+copies: gather(split(x)) is x, and since every rank has the whole gradient of such a copy, backward passes on a part and
+adds nothing twice.
 
 All ranks of a group call them in the same order, and if one goes backward through them, all do. Reductions add in fp32
 (float64: in float64) in the order of ranks and round once. `codec` as in `laconic.collectives`: a lossy one makes
@@ -29,25 +29,9 @@ from torch import Tensor, nn
 
 from laconic.collectives import api
 from laconic.collectives.codec import Codec
-from laconic.collectives.integrations.autograd import all_to_all
 from laconic.collectives.runtime import failure_diagnosis, torch_compat
 from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.errors import FormatError
-
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "exchange_counts",
-    "gather",
-    "losses_named",
-    "reduce_scatter",
-    "replicate",
-    "replicated_call",
-    "split",
-    "split_sizes",
-    "total",
-]
 
 AnyCodec = Codec | str
 

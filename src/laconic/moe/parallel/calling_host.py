@@ -51,8 +51,8 @@ def calling_host() -> tuple[str, str, str] | None:
     return found
 
 
-def check_not_listed(experts: Iterable[nn.Parameter], depth: int) -> None:
-    """Refuse FSDP and `replicate` as the caller `depth` frames above.
+def check_not_listed(experts: Iterable[nn.Parameter]) -> None:
+    """Refuse FSDP and `replicate` as the caller of the function that calls this one.
 
     See [Note: DDP and FSDP are seen when they list parameters].
 
@@ -60,7 +60,7 @@ def check_not_listed(experts: Iterable[nn.Parameter], depth: int) -> None:
         ConfigError: FSDP is, and would shard `experts`, or train them without reducing their gradients; or `replicate`
             is, and would give all processes the first one's.
     """
-    caller, experts = sys._getframe(depth + 1), [*experts]
+    caller, experts = sys._getframe(2), [*experts]
     _check_not_replicated(experts, None, caller)
     ignored = _ignored_by_fsdp(caller)
     if ignored is None:
@@ -71,14 +71,13 @@ def check_not_listed(experts: Iterable[nn.Parameter], depth: int) -> None:
         raise fsdp_refused(_LEFT_OUT)
 
 
-def check_not_wrapped(experts: Iterable[nn.Parameter], peers: Set[int], depth: int) -> None:
-    """Refuse DDP and FSDP over `peers`, ranks with other experts, as the caller `depth` frames above.
+def check_not_wrapped(experts: Iterable[nn.Parameter], peers: Set[int]) -> None:
+    """Refuse DDP and FSDP over `peers`, ranks with other experts, as the caller of the function that calls this one.
 
     Raises:
         ConfigError: one of them is, and does not leave out `experts` that are whole.
     """
-    caller = sys._getframe(depth + 1)
-    experts = [*experts]
+    caller, experts = sys._getframe(2), [*experts]
     _check_not_replicated(experts, peers, caller)
     frame: FrameType | None = caller
     whole = [parameter for parameter in experts if not isinstance(parameter, DTensor)]

@@ -1,4 +1,4 @@
-"""Dense gradients reduced in idle slots of the backward, as `laconic.schedule.moe.fill_slots` plans them.
+"""Dense gradients reduced in idle slots of the backward, as `laconic.schedule.moe_gradients.fill_slots` plans them.
 
 A gradient waits from the moment when autograd has accumulated it. The pipelines of mixture layers
 (`laconic.moe.ChunkedSchedule`) ask for work when the link between nodes is idle between their dispatches and their

@@ -9,8 +9,6 @@ others as they were; files are in logical order at any time, because checkpoints
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,9 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from laconic.collectives.codec import bytes_of
+from laconic.collectives.engine.handshake import difference_in_group
 from laconic.collectives.runtime import torch_compat
 from laconic.collectives.runtime.failure_diagnosis import losses_named
-from laconic.collectives.runtime.group_facts import ranks_of, registered_ranks
+from laconic.collectives.runtime.group_facts import registered_ranks
 from laconic.errors import ConfigError
 from laconic.formats import quantized_gradient
 from laconic.formats.shards import local_part
@@ -223,15 +223,15 @@ class ExpertMover:
             for name, part in self._tensors(number).items():
                 facts[f"{name} of layer {number}"] = f"{part.dtype} {list(part.shape[1:])}"
             facts |= {f"{name} of layer {number}": value for name, value in self._scalars(number).items()}
-        error: ConfigError | None = None
+        difference: str | None = None
         replicated = self.replicas is not None and self.replicas.size() > 1
         # The error goes to all ranks of the group, so that none of them waits for a rank that has raised.
         for group, mine in ((self.group, facts), (self.replicas, slots), (self.group if replicated else None, {})):
             if group is not None and group.size() > 1:
-                found = _difference({**mine, "whether ranks agree": error is None}, group)
-                error = error or found
-        if error is not None:
-            raise error
+                found = difference_in_group({**mine, "whether ranks agree": difference is None}, group)
+                difference = difference or found
+        if difference is not None:
+            raise ConfigError(f"{difference}, but experts move only between ranks that agree; nothing has moved")
         return any(not torch.equal(self.placement(number).slots, target) for number, target in enumerate(targets))
 
     # --- messages ---
@@ -252,7 +252,7 @@ class ExpertMover:
             expert_nbytes = self.expert_nbytes(number)
             for was, will in route:
                 if was // local == self._rank:
-                    leaving = [_bytes(tensor[was % local]).to(device) for tensor in tensors]
+                    leaving = [bytes_of(tensor[was % local].contiguous()).to(device) for tensor in tensors]
                     parts.setdefault(will // local, []).extend(leaving)
                 if will // local == self._rank:
                     sizes[was // local] = sizes.get(was // local, 0) + expert_nbytes
@@ -300,33 +300,6 @@ class ExpertMover:
         return copies
 
 
-def _bytes(x: Tensor) -> Tensor:
-    return x.contiguous().view(-1).view(torch.uint8)
-
-
 def _copy(target: Tensor, piece: Tensor) -> Callable[[], object]:
     # Cloned: a view of bytes as numbers needs an aligned start.
     return lambda: target.copy_(piece.clone().view(target.dtype).view(target.shape))
-
-
-def _difference(facts: dict[str, Any], group: dist.ProcessGroup) -> ConfigError | None:
-    """Return the error to raise on all ranks of a group, or None if all have the same facts."""
-    text = json.dumps(facts)
-    digests: list[str] = [""] * group.size()
-    dist.all_gather_object(digests, hashlib.sha256(text.encode()).hexdigest(), group=group)
-    if len({*digests}) == 1:
-        return None
-    texts: list[str] = [""] * group.size()
-    dist.all_gather_object(texts, text, group=group)
-    ranks, given = ranks_of(group), [json.loads(text) for text in texts]
-    first = given[0]
-    name, place = next(
-        (name, place)
-        for place, other in enumerate(given)
-        for name in {**first, **other}
-        if first.get(name) != other.get(name)
-    )
-    return ConfigError(
-        f"{name} is {first.get(name)} on rank {ranks[0]} and {given[place].get(name)} on rank {ranks[place]}, but"
-        " experts move only between ranks that agree; nothing has moved"
-    )

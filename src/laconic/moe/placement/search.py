@@ -90,7 +90,7 @@ def seconds_of(chosen: Tensor, weights: Tensor, costs: Sequence[Cost], gamma: fl
     )
 
 
-def swap_seconds(chosen: Tensor, weights: Tensor, costs: Sequence[Cost], gamma: float = GAMMA) -> Tensor:
+def swap_seconds(chosen: Tensor, weights: Tensor, costs: Sequence[Cost]) -> Tensor:
     """Predict `seconds_of` after exchanging slots a and b, float64 [slots, slots]; see [Note: prices of all swaps]."""
     size = chosen.shape[1]
     seconds = torch.zeros(size, size, dtype=torch.float64, device="cpu")
@@ -102,24 +102,22 @@ def swap_seconds(chosen: Tensor, weights: Tensor, costs: Sequence[Cost], gamma: 
         changed = (rows[group][:, None] + change).clamp(min=0)  # of a's group, for each b
         # Only two groups change, so their powers leave the sum and come back changed.
         scale = torch.maximum(changed.amax(), rows.amax()).clamp(min=1e-30)
-        old, new = (rows / scale) ** gamma, (changed / scale) ** gamma
+        old, new = (rows / scale) ** GAMMA, (changed / scale) ** GAMMA
         total = old.sum() - old[group][:, None] - old[group][None, :] + new + new.T
         total = torch.where(same, old.sum(), total).clamp(min=0)
-        seconds += cost.alpha_seconds + cost.seconds_per_row * scale * total ** (1 / gamma)
+        seconds += cost.alpha_seconds + cost.seconds_per_row * scale * total ** (1 / GAMMA)
     return seconds
 
 
-def best_swaps(
-    chosen: Tensor, weights: Tensor, costs: Sequence[Cost], num_pairs: int = 1, gamma: float = GAMMA
-) -> SwapPlan:
+def best_swaps(chosen: Tensor, weights: Tensor, costs: Sequence[Cost], num_pairs: int = 1) -> SwapPlan:
     """Find the pair of slots whose exchange shortens the time most, exactly; then the next, at most `num_pairs`.
 
     Ties go to the lowest slots. Powers are libm's: where machines differ, one rank's plan should count for all.
     """
-    before = now = seconds_of(chosen, weights, costs, gamma)
+    before = now = seconds_of(chosen, weights, costs)
     pairs: list[tuple[int, int]] = []
     while len(pairs) < num_pairs:
-        after = swap_seconds(chosen, weights, costs, gamma)
+        after = swap_seconds(chosen, weights, costs)
         a, b = divmod(int(after.masked_fill(torch.ones_like(after).tril().bool(), torch.inf).argmin()), len(after))
         if a >= b or not float(after[a, b]) < now * (1 - 1e-9):
             break

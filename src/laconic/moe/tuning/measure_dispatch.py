@@ -32,7 +32,7 @@ from laconic.moe.gates.base import Gate
 from laconic.moe.layer import MoELayer
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.routing import Routing
-from laconic.moe.tuning.measure_layer import Timed, seconds_in_turn
+from laconic.moe.tuning.measure_layer import Timed, medians, samples_in_turn
 from laconic.topology import GridLayout, Levels
 
 _LONGEST_SECONDS = 2.0
@@ -100,7 +100,8 @@ def measure_routes(
         cost_model = _cost_model(case, grid, layout, levels, rates, dtype, gate)
         layers = [MoELayer(gate, _Identity(), dispatcher=dispatcher_of(grid, plan, by_name)) for plan in plans]
         timed = [_timed(layer, case, dtype, ranks.device) for layer in layers]
-        taken = seconds_in_turn(ranks, timed, repeats, _LONGEST_SECONDS)
+        measured = samples_in_turn(ranks, timed, repeats, longest_seconds=_LONGEST_SECONDS)
+        taken = [medians(one) for one in measured]
         for plan, both in zip(plans, taken, strict=True):
             size = overhead_size(plan.path, case, layout, cost_model.counts)
             _add(samples, cost_model.candidate(plan), both, size)

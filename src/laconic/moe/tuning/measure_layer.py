@@ -27,8 +27,6 @@ from laconic.moe.tuning.elimination import Comparison, compare
 
 T = TypeVar("T")
 
-_REPEATS = 3
-
 
 def shape_of(layer: MoELayer, num_tokens: int, model_dim: int, dtype: torch.dtype, num_shards: int = 1) -> LayerShape:
     """Return the layer's shape for the cost model.
@@ -102,13 +100,6 @@ class Timed(Generic[T]):
 
     forward: Callable[[], T]
     backward: Callable[[T], object]
-
-
-def seconds_in_turn(
-    ranks: Ranks, cases: Sequence[Timed[Any]], repeats: int = _REPEATS, longest_seconds: float = inf
-) -> list[tuple[float, float]]:
-    """Return `medians` of `samples_in_turn`."""
-    return [medians(taken) for taken in samples_in_turn(ranks, cases, repeats, longest_seconds=longest_seconds)]
 
 
 def medians(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:

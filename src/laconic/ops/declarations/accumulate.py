@@ -11,14 +11,6 @@ from laconic.errors import FormatError
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
 from laconic.ops.declarations.op import DTYPES, declare, names, random_bytes, random_values
 
-__all__ = [
-    "accumulate_blockwise_",
-    "check_accumulate_blockwise_",
-    "check_square_sum_blockwise",
-    "square_sum_blockwise",
-    "store_example",
-]
-
 
 def check_square_sum_blockwise(
     codes: Tensor, scales: Tensor, residual_codes: Tensor | None, residual_scales: Tensor | None

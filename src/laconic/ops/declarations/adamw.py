@@ -24,9 +24,7 @@ from laconic.ops.declarations.op import (
     random_bytes,
     random_values,
 )
-from laconic.ops.dynamic_map import BLOCK_SIZES
-
-__all__ = ["AdamWStep", "AdamWTensors", "adamw8bit_", "adamw8bit_multi_", "checked_step", "share_memory"]
+from laconic.options import MOMENT_BLOCK_SIZES
 
 
 class AdamWTensors(NamedTuple):
@@ -115,8 +113,8 @@ def _check_one(
     gradient, gradient_scales, residual_codes, residual_scales = tensors[5:]
     if parameter.dtype not in DTYPES:
         raise FormatError(f"parameter.dtype is {parameter.dtype}, but it must be one of {names(DTYPES)}")
-    if bits not in BLOCK_SIZES:
-        raise FormatError(f"bits is {bits}, but it must be one of {', '.join(map(str, BLOCK_SIZES))}")
+    if bits not in MOMENT_BLOCK_SIZES:
+        raise FormatError(f"bits is {bits}, but it must be one of {', '.join(map(str, MOMENT_BLOCK_SIZES))}")
     if step < 1:
         raise FormatError(f"step is {step}, but it must be at least 1, the number of the first step")
     if ratio is not None and not ratio > 0:
@@ -125,7 +123,7 @@ def _check_one(
     # 1. Moments: codes like the parameter, or two in a byte by row; scales by row.
     rows = exp_avg_scales.shape[0] if exp_avg_scales.dim() == 2 else 0
     length = parameter.numel() // rows if rows else 0
-    block_size = BLOCK_SIZES[bits]
+    block_size = MOMENT_BLOCK_SIZES[bits]
     scales_shape = (rows, (length + block_size - 1) // block_size)
     codes_shape: tuple[int, ...] = parameter.shape
     if bits == 4:  # of no rows the length is not known
@@ -210,7 +208,7 @@ def _example_of_one(
         for seed in (1, 2)
         for part in (
             random_bytes(rows, -(-shape[1] * bits // 8), seed=seed),
-            random_values(rows, -(-shape[1] // BLOCK_SIZES[bits]), seed=seed).abs(),
+            random_values(rows, -(-shape[1] // MOMENT_BLOCK_SIZES[bits]), seed=seed).abs(),
         )
     ]
     if gradient_dtype == torch.uint8:
@@ -233,7 +231,7 @@ def _example(
     bits: int = 8,
 ) -> Arguments:
     # Whole blocks; ragged rows, whose accesses are narrow; a tensor of several programs.
-    shapes = ((4, 2 * BLOCK_SIZES[bits]), (3, 300), (9, 3 * BLOCK_SIZES[bits]))[: 1 if is_alone else 3]
+    shapes = ((4, 2 * MOMENT_BLOCK_SIZES[bits]), (3, 300), (9, 3 * MOMENT_BLOCK_SIZES[bits]))[: 1 if is_alone else 3]
     each = [_example_of_one(dtype, gradient_dtype, has_residual, shape, bits) for shape in shapes]
     lists = [[] if tensors[0] is None else list(tensors) for tensors in zip(*each, strict=True)]
     factor = torch.tensor(0.75, dtype=torch.float32, device="cpu") if has_factor else None

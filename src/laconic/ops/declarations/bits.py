@@ -8,16 +8,6 @@ from torch import Tensor
 from laconic.errors import FormatError
 from laconic.ops.declarations.op import declare, names, random_bytes, random_values
 
-__all__ = [
-    "MASK_DTYPES",
-    "check_pack_bits",
-    "check_select_bits",
-    "check_unpack_bits",
-    "pack_bits",
-    "select_bits",
-    "unpack_bits",
-]
-
 MASK_DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Element types that pack_bits reads and unpack_bits writes."""
 

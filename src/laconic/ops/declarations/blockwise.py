@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FormatError
-from laconic.ops.codebooks import BITS, BLOCK_SIZES, scales_per_block
+from laconic.ops.codebooks import BITS, scales_per_block
 from laconic.ops.declarations.op import (
     DIRECT,
     DTYPES,
@@ -19,17 +19,7 @@ from laconic.ops.declarations.op import (
     random_bytes,
     random_values,
 )
-
-__all__ = [
-    "check_dequantize_blockwise",
-    "check_format",
-    "check_multiply_quantize_blockwise",
-    "check_quantize_blockwise",
-    "codes_example",
-    "dequantize_blockwise",
-    "multiply_quantize_blockwise",
-    "quantize_blockwise",
-]
+from laconic.options import BLOCK_SIZES
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -242,13 +232,11 @@ def multiply_quantize_blockwise(
     return product, codes, scales
 
 
-def codes_example(
-    code: str, block_size: int, scale_dtype: torch.dtype, length: int = 1024, seed: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Codes and scales of 4 rows."""
+def codes_example(code: str, block_size: int, scale_dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Codes and scales of 4 rows of 1024 values."""
     check_format(code, block_size, scale_dtype)
-    num_scales = length // block_size * scales_per_block(code)
-    codes = random_bytes(4, length * BITS[code] // 8, seed=seed)
+    num_scales = 1024 // block_size * scales_per_block(code)
+    codes = random_bytes(4, 1024 * BITS[code] // 8, seed=seed)
     return codes, random_values(4, num_scales, seed=seed).to(scale_dtype)
 
 

@@ -13,14 +13,6 @@ from laconic.ops.declarations.blockwise import check_dequantize_blockwise, codes
 from laconic.ops.declarations.op import DIRECT, DTYPES, Arguments, declare, is_direct, names, random_values
 from laconic.ops.gated_activations import CURVES
 
-__all__ = [
-    "GATED_ACTIVATIONS",
-    "check_gated_backward_blockwise",
-    "check_gated_product_blockwise",
-    "gated_backward_blockwise",
-    "gated_product_blockwise",
-]
-
 GATED_ACTIVATIONS = frozenset(CURVES)
 """Activations that the gated ops compute."""
 

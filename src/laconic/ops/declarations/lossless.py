@@ -9,15 +9,6 @@ from laconic.errors import FormatError
 from laconic.ops.declarations.op import Arguments, declare, random_bytes, random_values
 from laconic.ops.lossless import CODES, EXPONENT_DTYPES, HEADER_NBYTES, LAYOUTS, MAX_DIMS, dtype_names, max_nbytes
 
-__all__ = [
-    "check_lossless_decode_",
-    "check_lossless_decode_add_",
-    "check_lossless_encode",
-    "lossless_decode_",
-    "lossless_decode_add_",
-    "lossless_encode",
-]
-
 
 def check_lossless_encode(x: Tensor, code: str, capacity_nbytes: int | None) -> int:
     """Check the arguments of lossless_encode; return how many bytes it returns.

@@ -19,21 +19,6 @@ import torch
 from torch import Tensor
 from torch._C._dynamo import eval_frame
 
-__all__ = [
-    "DIRECT",
-    "DTYPES",
-    "OPS",
-    "Arguments",
-    "Choices",
-    "Op",
-    "declare",
-    "implement",
-    "is_direct",
-    "names",
-    "random_bytes",
-    "random_values",
-]
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Element types and scale types of the block-wise ops."""
 

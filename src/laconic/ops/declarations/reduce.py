@@ -12,8 +12,6 @@ from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
 from laconic.ops.declarations.accumulate import store_example
 from laconic.ops.declarations.op import Arguments, declare
 
-__all__ = ["check_sum_blockwise", "sum_blockwise", "sum_requantize_blockwise"]
-
 
 def check_sum_blockwise(
     codes: Tensor, scales: Tensor, residual_codes: Tensor | None, residual_scales: Tensor | None

@@ -8,8 +8,6 @@ from torch import Tensor
 from laconic.errors import FormatError
 from laconic.ops.declarations.op import DTYPES, Arguments, declare, names, random_values
 
-__all__ = ["check_sum_rows", "sum_rows"]
-
 
 def check_sum_rows(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None) -> int:
     """Check the arguments of sum_rows but the values of index and offsets; return the number of sums.

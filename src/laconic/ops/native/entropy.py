@@ -6,8 +6,6 @@ from torch import Tensor
 
 from laconic.ops.native.library import isa_number, kernels
 
-__all__ = ["decode_blocks_", "encode_blocks"]
-
 
 def encode_blocks(
     data: Tensor, itemsize: int, is_rotated: bool, room: Tensor, *, isa: str | None = None

@@ -10,8 +10,9 @@ from torch import Tensor
 from laconic.ops.adamw_scalars import LARGEST_GRADIENT
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE, MIN_SCALE
 from laconic.ops.declarations.adamw import AdamWStep, AdamWTensors, checked_step
-from laconic.ops.dynamic_map import BLOCK_SIZES, dynamic_map_tensor, has_signed_scale, zero_code
+from laconic.ops.dynamic_map import dynamic_map_tensor, has_signed_scale, zero_code
 from laconic.ops.reference.blockwise import dequantize_blockwise
+from laconic.options import MOMENT_BLOCK_SIZES
 
 __all__ = ["adamw8bit_multi_", "dequantize_dynamic", "quantize_dynamic"]
 
@@ -82,7 +83,7 @@ def quantize_dynamic(x: Tensor, *, signed: bool, bits: int = 8) -> tuple[Tensor,
     below 2**-126, scale 0 and zeros. In 4 bits the scale of a signed block is the number of largest magnitude itself.
     """
     rows, length = x.shape
-    block_size, zero = BLOCK_SIZES[bits], zero_code(signed, bits)
+    block_size, zero = MOMENT_BLOCK_SIZES[bits], zero_code(signed, bits)
     num_blocks = -(-length // block_size)
     padding = num_blocks * block_size - length
     blocks = torch.nn.functional.pad(x, (0, padding)).view(rows, num_blocks, block_size)
@@ -126,7 +127,7 @@ def dequantize_dynamic(
         codes = _unpack_pairs(codes)
     codes = codes[:, :length]
     levels = dynamic_map_tensor(signed, codes.device, bits)[:256][codes.int()]
-    return levels * scales.repeat_interleave(BLOCK_SIZES[bits], dim=-1)[:, : codes.shape[-1]]
+    return levels * scales.repeat_interleave(MOMENT_BLOCK_SIZES[bits], dim=-1)[:, : codes.shape[-1]]
 
 
 def _pack_pairs(codes: Tensor) -> Tensor:

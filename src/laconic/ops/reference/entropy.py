@@ -15,8 +15,6 @@ from torch import Tensor
 from laconic.ops.lossless import checksum
 from laconic.ops.reference.bits import pack_bits, unpack_bits
 
-__all__ = ["decode_blocks_", "encode_blocks"]
-
 BLOCK_NUMEL = 1 << 18
 MAX_BITS = 11
 STREAMS = 4

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from laconic.ops.lossless import RANKED_WIDTHS, DamagedMessage, Status, WordLayout
 
-__all__ = ["decode_ranked", "encode_ranked", "split_planes"]
-
 
 def split_planes(data: Tensor, layout: WordLayout) -> list[Tensor]:
     """Bytes of words, uint8 [n, k] -> k planes, uint8 [n]. An exponent of 8 bits gets a plane of its own, the last."""

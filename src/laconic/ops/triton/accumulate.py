@@ -16,8 +16,6 @@ from laconic.ops.triton.blockwise import _bits, _on_device, _widen
 from laconic.ops.triton.kernel_constants import KernelConstant
 from laconic.ops.triton.reduce import _round_block
 
-__all__ = ["accumulate_blockwise_", "square_sum_blockwise"]
-
 _BLOCKS = 16
 """Blocks of 128 elements per program."""
 _SQUARE_BLOCKS = 32

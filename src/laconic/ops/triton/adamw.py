@@ -18,12 +18,11 @@ from laconic.ops.adamw_scalars import LARGEST_GRADIENT
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
 from laconic.ops.constants import constant_tensor
 from laconic.ops.declarations.adamw import AdamWStep, AdamWTensors, checked_step
-from laconic.ops.dynamic_map import BLOCK_SIZES, dynamic_map_tensor, zero_code
+from laconic.ops.dynamic_map import dynamic_map_tensor, zero_code
 from laconic.ops.reference.adamw import level_numbers
 from laconic.ops.triton.blockwise import _bits, _name, _narrow, _on_device, _spread, _widen, _widen_bits
 from laconic.ops.triton.kernel_constants import KernelConstant
-
-__all__ = ["adamw8bit_multi_"]
+from laconic.options import MOMENT_BLOCK_SIZES
 
 _BLOCKS = {8: 4, 4: 8}
 """By the bits of a code, blocks per program of a launch for many tensors, one after the other."""
@@ -282,7 +281,7 @@ def adamw8bit_multi_(*arguments: Any) -> None:
 def _launch_one(tensors: AdamWTensors, rows: int, length: int, step: AdamWStep) -> None:
     parameter, exp_avg_codes, exp_avg_scales, exp_avg_sq_codes, exp_avg_sq_scales = tensors[:5]
     gradient, gradient_scales, residual_codes, residual_scales = tensors[5:]
-    one_row = rows == 1 or length % BLOCK_SIZES[step.bits] == 0
+    one_row = rows == 1 or length % MOMENT_BLOCK_SIZES[step.bits] == 0
     row = parameter.numel() if one_row else length
     # Pointers that are not read still have to be tensors.
     unused = exp_avg_scales
@@ -296,7 +295,7 @@ def _launch_one(tensors: AdamWTensors, rows: int, length: int, step: AdamWStep) 
             unused if residual_scales is None else residual_scales,
             unused if step.gradient_factor is None else step.gradient_factor, row, *astuple(step.scalars),
             TYPE=_name(parameter.dtype), QUANTIZED=gradient_scales is not None, RESIDUAL=residual_codes is not None,
-            FACTOR=step.gradient_factor is not None, MAXIMIZE=step.maximize, BLOCK_SIZE=BLOCK_SIZES[step.bits],
+            FACTOR=step.gradient_factor is not None, MAXIMIZE=step.maximize, BLOCK_SIZE=MOMENT_BLOCK_SIZES[step.bits],
             SIGNED_ZERO=zero_code(True, step.bits), BITS=step.bits, ONE_ROW=one_row, WHOLE=row % 16 == 0,
             enable_fp_fusion=False, num_warps=1,
         )  # fmt: skip
@@ -317,7 +316,7 @@ def _launch_many(step: AdamWStep, device: torch.device) -> None:
                 BITS_TYPE=tl.int32 if first.parameter.dtype == torch.float32 else tl.int16,
                 GRADIENT_TYPE=_GRADIENT_TYPES[first.gradient.dtype], QUANTIZED=first.gradient_scales is not None,
                 RESIDUAL=first.residual_codes is not None, FACTOR=step.gradient_factor is not None,
-                MAXIMIZE=step.maximize, BLOCKS=_BLOCKS[step.bits], BLOCK_SIZE=BLOCK_SIZES[step.bits],
+                MAXIMIZE=step.maximize, BLOCKS=_BLOCKS[step.bits], BLOCK_SIZE=MOMENT_BLOCK_SIZES[step.bits],
                 SIGNED_ZERO=zero_code(True, step.bits), BITS=step.bits, ALIGNED=is_aligned, enable_fp_fusion=False,
                 num_warps=1,
             )  # fmt: skip
@@ -354,8 +353,8 @@ def _tables(
         if rows * length == 0:
             continue
         parts = addresses[9 * number : 9 * number + 9]
-        row = rows * length if rows == 1 or length % BLOCK_SIZES[bits] == 0 else length
-        num_blocks = rows * -(-length // BLOCK_SIZES[bits])
+        row = rows * length if rows == 1 or length % MOMENT_BLOCK_SIZES[bits] == 0 else length
+        num_blocks = rows * -(-length // MOMENT_BLOCK_SIZES[bits])
         is_aligned = row * bits % 128 == 0 and not any(address % 16 for address in parts)
         entries[is_aligned].append((num_programs[is_aligned], row, num_blocks, *parts))
         num_programs[is_aligned] += -(-num_blocks // _BLOCKS[bits])

@@ -14,8 +14,6 @@ from laconic.ops.declarations.bits import check_pack_bits, check_select_bits, ch
 from laconic.ops.reference.bits import INTEGERS, bit_patterns
 from laconic.ops.triton.blockwise import _on_device
 
-__all__ = ["pack_bits", "select_bits", "unpack_bits"]
-
 _TILE = 4096
 """Values per program."""
 

@@ -40,8 +40,6 @@ from laconic.ops.declarations.blockwise import (
 from laconic.ops.reference import seed_key
 from laconic.ops.triton.kernel_constants import KernelConstant
 
-__all__ = ["dequantize_blockwise", "multiply_quantize_blockwise", "quantize_blockwise"]
-
 _TILE = 2048
 """Elements per program; with 4 warps, each thread moves 32 bytes of bf16."""
 

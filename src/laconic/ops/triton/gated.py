@@ -40,8 +40,6 @@ from laconic.ops.triton.blockwise import (
 )
 from laconic.ops.triton.kernel_constants import KernelConstant
 
-__all__ = ["gated_backward_blockwise", "gated_product_blockwise"]
-
 _TILE = 1024
 """Elements per program; with 4 warps, each thread moves 16 bytes of bf16 in one access."""
 

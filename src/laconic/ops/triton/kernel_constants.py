@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import triton.language as tl
 
-__all__ = ["KernelConstant"]
-
 
 class KernelConstant(tl.constexpr):
     """A tl.constexpr that Triton compares quickly.

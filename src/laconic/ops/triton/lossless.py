@@ -13,8 +13,6 @@ from laconic.ops.lossless import LAYOUTS
 from laconic.ops.triton.lossless_decoder import decode
 from laconic.ops.triton.lossless_encoder import encode
 
-__all__ = ["lossless_decode_", "lossless_decode_add_", "lossless_encode"]
-
 
 def lossless_encode(x: Tensor, code: str, capacity_nbytes: int | None) -> Tensor:
     """`reference.lossless_encode` in Triton, the same message."""

@@ -19,8 +19,6 @@ from laconic.ops.triton import lossless_words as shared
 from laconic.ops.triton.blockwise import _on_device
 from laconic.ops.triton.kernel_constants import KernelConstant
 
-__all__ = ["decode"]
-
 _BLOCK = shared.BLOCK
 _RAW = shared.RAW
 _TOO_LONG = shared.TOO_LONG

@@ -19,8 +19,6 @@ from laconic.ops.triton import lossless_words as shared
 from laconic.ops.triton.blockwise import _on_device
 from laconic.ops.triton.kernel_constants import KernelConstant
 
-__all__ = ["encode"]
-
 _SAMPLE = KernelConstant(256)
 _SPAN = KernelConstant(32)
 _PROBE = KernelConstant(64)

@@ -25,8 +25,6 @@ from laconic.ops.triton.blockwise import (
     _on_device,
 )
 
-__all__ = ["sum_blockwise", "sum_requantize_blockwise"]
-
 _BLOCKS = 8
 """Blocks per program: 1024 elements, 8 per thread of 4 warps."""
 _RESIDUAL_BLOCKS = 16

@@ -17,8 +17,6 @@ from torch import Tensor
 from laconic.ops.declarations.rows import check_sum_rows
 from laconic.ops.triton.blockwise import _bits, _name, _narrow, _on_device, _widen
 
-__all__ = ["sum_rows"]
-
 _COLUMNS = 1024
 """Of a row, per program: with 4 warps, each thread moves 16 bytes of bf16."""
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from laconic.durable import sha256_of
 from laconic.errors import CheckpointError
 from laconic.formats.archive import manifest_sha256
-from laconic.formats.durable import sha256_of
 from laconic.json_text import parse_json
 
 MANIFEST = "manifest.json"

@@ -20,9 +20,6 @@ from laconic.train.report.run_dir import checkpoint_names, latest_name
 from laconic.train.report.run_logger import log_on_stderr
 from laconic.train.task import Task
 
-_FORMERLY = {"optimizer.kind": "adamw", "local_steps": 0}
-"""Values, in the runs that wrote them, of settings that older checkpoints do not name."""
-
 
 def find_start(
     config: TrainConfig, world: World, run_dir: Path, identity: dict[str, Any], launch: Launch | None
@@ -94,7 +91,7 @@ def _check_identity(now: dict[str, Any], then: dict[str, Any], path: Path) -> No
     """Check that the settings `now` are those `then`, of the checkpoint at `path`."""
     # Through JSON, like the manifest: tuples become lists.
     here = flat_settings(json.loads(json.dumps(now)))
-    there = flat_settings({name: then.get(name, _FORMERLY.get(name)) for name in now})
+    there = flat_settings({name: then.get(name) for name in now})
     for name in {**here, **there}:
         value, before = here.get(name), there.get(name)
         if value != before:

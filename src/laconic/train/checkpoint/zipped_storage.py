@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from laconic.durable import fsync_file
 from laconic.errors import CheckpointError
 from laconic.formats.container import SUFFIX, ContainerFile, write_container
 from laconic.formats.dcp import DcpReader
-from laconic.formats.durable import fsync_file
 from laconic.formats.safetensors_header import element, write_header
 
 _SUFFIX = ".safetensors" + SUFFIX

@@ -7,15 +7,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_RENAMED = {
-    "moe.rows": "moe.dispatch_codec",
-    "moe.windows": "moe.overlap_grad_reduce",
-    "moe.swap_when": "moe.swap_policy (pays: cost_aware, shorter: always)",
-    "moe.balance_coef": "moe.router_aux_loss_coef",
-    "moe.z_coef": "moe.router_z_loss_coef",
-}
-"""Present names of settings, by their former ones."""
-
 
 def flat_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten `table` and the tables in it to values by dotted names; an empty table leaves no name."""
@@ -41,7 +32,7 @@ def nested_settings(flat: Mapping[str, Any]) -> dict[str, Any]:
 def nearest(name: str, known: Iterable[str], tables: Iterable[str] = ()) -> str:
     """Suggest a name for the unknown dotted name `name`, as the end of a message.
 
-    A name may be a former one; right but in the wrong table; misspelt, shortened or an abbreviation, in its own table
+    A name may be right but in the wrong table; misspelt, shortened or an abbreviation, in its own table
     or in another; or an entry of a table with free names.
 
     Args:
@@ -50,11 +41,8 @@ def nearest(name: str, known: Iterable[str], tables: Iterable[str] = ()) -> str:
         tables: tables with free names.
 
     Returns:
-        `; did you mean X?` for the nearest of the `known` names, `; it is called X now` for a former name, or an empty
-        string.
+        `; did you mean X?` for the nearest of the `known` names, or an empty string.
     """
-    if (renamed := _RENAMED.get(name.replace("-", "_"))) is not None:
-        return f"; it is called {renamed} now"
     names = list(known)
     table, _, leaf = name.rpartition(".")
     anywhere = {other.rpartition(".")[2]: other for other in reversed(names)}

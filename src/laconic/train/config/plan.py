@@ -26,7 +26,7 @@ def plan_settings(plan: Plan) -> dict[str, Any]:
         PlanError: the plan has what cannot be trained: tensor or expert parallelism, bf16 parameters, gradients
             in 16 bits.
     """
-    shape, batch, layout, settings = plan.job.shape, plan.job.batch, plan.job.layout, plan.job.settings
+    model, batch, layout, settings = plan.job.model, plan.job.batch, plan.job.layout, plan.job.settings
     if layout.tensor_parallel != 1:
         raise PlanError(
             f"tensor_parallel is {layout.tensor_parallel} in the plan, but laconic train has none; plan with 1"
@@ -43,7 +43,7 @@ def plan_settings(plan: Plan) -> dict[str, Any]:
     pipelined = layout.stages > 1
     in_backward = {"update_in_backward": True, "clip_norm": 0.0} if settings.update_in_backward else {}
     return {
-        "model": dict(shape.settings),
+        "model": dict(model.settings),
         "sequence_length": batch.sequence_length,
         "batch_size": batch.sequences * layout.data_parallel * layout.micro_batches,
         "accumulation": 1 if pipelined else layout.micro_batches,

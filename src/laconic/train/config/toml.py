@@ -17,6 +17,7 @@ from typing import Any
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
+from laconic.durable import write_whole
 from laconic.errors import ConfigError
 from laconic.train.config.dotted_names import nested_settings
 from laconic.train.config.schema import TrainConfig
@@ -94,14 +95,10 @@ def save_config(config: TrainConfig, path: str | os.PathLike[str]) -> None:
     Raises:
         ConfigError: the file cannot be written, or a value cannot be written as TOML.
     """
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        temporary.write_text(dump_config(config), encoding="utf-8")
-        os.replace(temporary, target)
+        write_whole(Path(path), dump_config(config))
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise ConfigError(f"cannot write the configuration {target}: {error.strerror}") from None
+        raise ConfigError(f"cannot write the configuration {path}: {error.strerror}") from None
 
 
 def dump_config(config: TrainConfig) -> str:

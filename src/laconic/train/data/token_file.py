@@ -36,8 +36,8 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
+from laconic.durable import fsync_directory, fsync_file, sha256_of
 from laconic.errors import DataError
-from laconic.formats.durable import fsync_directory, fsync_file, sha256_of
 from laconic.train.data.tokenizer import TokenArray, Tokenizer
 
 _HEADER = struct.Struct("<8sIIQQQQQ32s32s32s")

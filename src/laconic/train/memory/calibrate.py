@@ -27,22 +27,19 @@ from laconic.train.memory.trace import traced_job
 from laconic.train.model import build_model
 from laconic.train.model_source import own_tokenizer
 
-CODES = tuple(code for _, code in sorted(DEFAULT_CODES.items(), reverse=True))
+_CODES = tuple(code for _, code in sorted(DEFAULT_CODES.items(), reverse=True))
 """Formats that are measured, finest first; behind the layers only those of 8 bits."""
 
+_BLOCK_SIZE = 64
 _CPU = torch.device("cpu")
 
 
-def calibrate(
-    model: nn.Module, batches: Sequence[Tensor], codes: Sequence[str] = CODES, block_size: int = 64
-) -> dict[str, Any]:
+def calibrate(model: nn.Module, batches: Sequence[Tensor]) -> dict[str, Any]:
     """Measure a causal language model of transformers. The model stays unchanged.
 
     Args:
         model: without compressed activations. Gradients are cleared.
         batches: tokens, int64 [sequences, length] each. The error is that of their gradients together.
-        codes: block formats.
-        block_size: values per scale.
 
     Returns:
         {"format": "laconic sensitivity", "source": text, "errors": {kind: {code: error}}, "time_shares": {kind: {code:
@@ -65,10 +62,10 @@ def calibrate(
 
     errors: dict[str, dict[str, float]] = {}
     shares: dict[str, dict[str, float]] = {}
-    for kind in sorted({unit.kind for unit in units if unit.rows}):
+    for kind in sorted({unit.kind for unit in units if unit.num_elements is not None}):
         sites = {site for unit in units if _belongs(unit, kind) for site in unit.sites} & known
-        for code in codes:
-            format = BlockFormat(code, block_size)
+        for code in _CODES:
+            format = BlockFormat(code, _BLOCK_SIZE)
             if kind == "head" and format.bits < 8:
                 continue
             compress_activations(model, policy=_only(sites, format))
@@ -89,7 +86,7 @@ def calibrate(
     return {
         "format": "laconic sensitivity",
         "source": f"measured by laconic plan --calibrate, {datetime.now(UTC):%Y-%m-%d}: {parameters}, {len(batches)} "
-        f"batches of {sequences} x {length} tokens, blocks of {block_size}, {device}, torch {torch.__version__}",
+        f"batches of {sequences} x {length} tokens, blocks of {_BLOCK_SIZE}, {device}, torch {torch.__version__}",
         "errors": errors,
         "time_shares": shares,
     }

@@ -82,13 +82,11 @@ def check_memory(
         return MemoryCheck({}, measured)
     memory = prediction.ranks[rank]
     predicted = {
+        "saved per micro-batch": sum(prediction.stage_saved_nbytes[index] for index in stages),
         "parameters": memory.parameters_nbytes,
         "gradients": memory.gradients_nbytes,
         "optimizer": memory.optimizer_nbytes,
     }
-    if prediction.stage_saved_nbytes:  # which old plan files do not have
-        saved = sum(prediction.stage_saved_nbytes[index] for index in stages)
-        predicted = {"saved per micro-batch": saved, **predicted}
     return MemoryCheck({kind: n for kind, n in predicted.items() if kind in measured}, measured)
 
 

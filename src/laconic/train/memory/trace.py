@@ -496,7 +496,7 @@ def _units(
         if core is None:
             packing = _packing({code: kept[code][unit] for code in _CODES})
         else:  # what it keeps where attention is exact
-            packing = {"rows": ((1, kept["all but attention"][unit] * 32 // 33),), "tokens": 1}
+            packing = {"num_elements": kept["all but attention"][unit] * 32 // 33}
         inner = [name for name, site in sites if unit != _REST and isinstance(site.spec, MlpSpec) and name == unit]
         again = sum(n for name, n in flops.items() for at in inner if _is_in(name, at)) - work[unit] if inner else 0
         units.append(
@@ -506,7 +506,7 @@ def _units(
                 layer=None,
                 sites=tuple(packs),
                 exact_nbytes=kept["exact"][unit],
-                **packing if core is None or kept["all but attention"][unit] else {"rows": (), "tokens": 1},
+                **packing if core is None or kept["all but attention"][unit] else {"num_elements": None},
                 weight_nbytes=weights[unit],
                 rebuilt_with=core,
                 input_nbytes=0 if core is None else kept["only attention"][unit] - kept["exact"][unit],
@@ -525,7 +525,7 @@ def _packing(found: Mapping[str, int]) -> dict[str, Any]:
     if beside * 50 < found["int8"]:  # blocks that rows do not fill
         beside = 0
     packed = tuple((code, max(0, nbytes - beside)) for code, nbytes in found.items())
-    return {"rows": ((1, elements),), "tokens": 1, "beside_nbytes": beside, "packed": packed}
+    return {"num_elements": elements, "beside_nbytes": beside, "packed": packed}
 
 
 def _ends(sites: Sequence[Site], saved: _Saved, layer: int) -> tuple[tuple[Unit, ...], int]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from laconic.train.report.run_reader import LOADS, Run
+from laconic.train.step_timeline import TIMELINE_VERSION
 
 _MAX_STEPS = 60
 _MAX_LAYERS = 12
@@ -59,7 +60,7 @@ def timeline_chart(run: Run) -> dict[str, Any] | None:
     """timeline.json with the kind of each task; None if there is none or it cannot be drawn."""
     groups: list[dict[str, Any]]
     try:
-        if not run.timeline or run.timeline["version"] != 1:
+        if not run.timeline or run.timeline["version"] != TIMELINE_VERSION:
             return None
         groups = [
             {
@@ -123,7 +124,7 @@ def _no_experts(run: Run) -> str | None:
     if any(row.get(LOADS) is not None for row in run.rows):
         return "its number of layers or experts has changed on the way"
     if run.series("moe_load_ratio") or run.series("moe_balance_loss"):
-        return "metrics.jsonl has no moe_loads, as of runs of an older version"
+        return "metrics.jsonl has no moe_loads"
     if (run.config.get("pipeline.stages") or 1) > 1:
         return "a pipeline's stages do not count tokens of experts"
     return "no router of a mixture of experts was watched, as in a dense model"
@@ -135,14 +136,14 @@ def _no_timeline(run: Run) -> str | None:
     if run.timeline:
         return "timeline.json is damaged or of another version"
     if (run.config.get("pipeline.stages") or 1) > 1 or max(run.config.get("moe.chunks") or (1,)) > 1:
-        return "there is no timeline.json, as of runs that ended before their third step or are of an older version"
+        return "there is no timeline.json, as of runs that ended before their third step"
     return "it has neither a pipeline nor layers of experts in chunks"
 
 
 _REASONS: Mapping[str, Callable[[Run], str | None]] = {
     "Training loss": _no_curve("loss", "metrics.jsonl has none that can be compared"),
     "Validation loss": _no_curve("validation_loss", "none was measured, or none that can be compared"),
-    "Memory after each step": _no_curve("memory_nbytes", "metrics.jsonl has no memory_nbytes, as of an older version"),
+    "Memory after each step": _no_curve("memory_nbytes", "metrics.jsonl has no memory_nbytes"),
     "Bytes sent": _no_wire,
     "Bytes by site": _no_sites,
     "Load of experts": _no_experts,

@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from laconic.durable import write_whole
 from laconic.errors import CheckpointError, ConfigError
 from laconic.train.launch_record import LAUNCH_FILE
 from laconic.train.run_lock import LOCK_FILE, RunLock
@@ -66,7 +67,7 @@ def claim_run_dir(lock: RunLock, run_dir: Path, resume: bool, world: World, own:
             if not own:
                 _check(run_dir, resume)
             # What a killed run left; an own launcher may be writing its record now.
-            for torn in (*run_dir.glob(".config.toml.*"), *([] if own else run_dir.glob(f".{LAUNCH_FILE}.tmp"))):
+            for torn in (*run_dir.glob(".config.toml.*"), *([] if own else run_dir.glob(f".{LAUNCH_FILE}.*"))):
                 torn.unlink()
 
 
@@ -98,7 +99,7 @@ def _check(run_dir: Path, resume: bool) -> None:
 
 def _is_of_a_beginning(name: str) -> bool:
     """Whether a file of this name is what a run has written that was killed before its config.toml was whole."""
-    return name in (LOCK_FILE, LAUNCH_FILE, f".{LAUNCH_FILE}.tmp") or name.startswith(".config.toml.")
+    return name in (LOCK_FILE, LAUNCH_FILE) or name.startswith((".config.toml.", f".{LAUNCH_FILE}."))
 
 
 def latest_name(run_dir: Path) -> str | None:
@@ -153,6 +154,4 @@ def copy_tokenizer(tokenizer: Tokenizer, run_dir: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON; the file appears whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(path, json.dumps(value, indent=1) + "\n")

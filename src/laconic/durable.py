@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all and survive a crash, and SHA-256 digests to verify them."""
+"""Files that appear whole or not at all and survive a crash, and SHA-256 digests to verify them. No torch."""
 
 from __future__ import annotations
 
@@ -63,6 +63,16 @@ def sha256_of(path: Path) -> bytes:
     """SHA-256 of a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").digest()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file that appears whole or not at all, in the place of one of its name; a crash may lose it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
