@@ -303,9 +303,8 @@ class _Reader:
         head = self.size("head_dim", {"qwen3_moe": 128, "gpt_oss": 64}.get(self.family, hidden // max(1, heads)))
         query, kv = heads * head, kv_heads * head
         small = 0
-        field, usual = {"qwen2_moe": ("qkv_bias", True), "gpt_oss": ("attention_bias", True), "mixtral": ("", False)}.get(
-            self.family, ("attention_bias", False)
-        )
+        biases = {"qwen2_moe": ("qkv_bias", True), "gpt_oss": ("attention_bias", True), "mixtral": ("", False)}
+        field, usual = biases.get(self.family, ("attention_bias", False))
         if self.config.get(field, usual):
             small += query + 2 * kv + (hidden if field == "attention_bias" else 0)
         small += {"qwen3_moe": 2 * head, "olmoe": query + kv, "gpt_oss": heads}.get(self.family, 0)

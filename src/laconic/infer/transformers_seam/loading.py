@@ -76,13 +76,13 @@ def read_config(model_dir: Path) -> PretrainedConfig:
             f"{str(model_dir / 'config.json')!r} has attn_logit_softcapping = {cap!r}, which {kind.__name__} obeys and"
             " transformers' paged attention leaves out, so its answers would be others; use its own generate"
         )
-    if "sliding_attention" in groups:
-        if not hasattr(sys.modules[kind.__module__], "create_sliding_window_causal_mask"):
-            # The cache would forget what the model itself attends to, behind the tokens of the load's check.
-            raise ModelError(
-                f"{str(model_dir / 'config.json')!r} has a sliding_window, which transformers' paged cache obeys and"
-                f" {kind.__name__} itself does not; its answers would differ beyond it: use its own generate"
-            )
+    own_masks = sys.modules[kind.__module__]
+    if "sliding_attention" in groups and not hasattr(own_masks, "create_sliding_window_causal_mask"):
+        # The cache would forget what the model itself attends to, behind the tokens of the load's check.
+        raise ModelError(
+            f"{str(model_dir / 'config.json')!r} has a sliding_window, which transformers' paged cache obeys and"
+            f" {kind.__name__} itself does not; its answers would differ beyond it: use its own generate"
+        )
     if config.dtype is None:
         config.dtype = _first_dtype(model_dir)
     return config
