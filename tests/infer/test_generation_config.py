@@ -154,8 +154,8 @@ def test_a_requests_own_rules_go_before_the_models(original: Any, served: Any) -
     config = {"repetition_penalty": 3.0, "suppress_tokens": [*range(40)], "sequence_bias": [[[50], 3.0]]}
     own = Sampling(max_new_tokens=NEW_TOKENS, rules={"repetition_penalty": 1.0, "suppress_tokens": None})
     assert served(config, own) == generated(original, {"sequence_bias": [[[50], 3.0]]}) != generated(original, config)
-    added = Sampling(max_new_tokens=NEW_TOKENS, rules={"sequence_bias": [[[60], 4.0]]})
-    assert served(config, added) == generated(original, config | {"sequence_bias": [[[50], 3.0], [[60], 4.0]]})
+    added = Sampling(max_new_tokens=NEW_TOKENS, rules={"sequence_bias": [[[60], 4.0], [[50], -9.0]]})
+    assert served(config, added) == generated(original, config | {"sequence_bias": [[[50], -6.0], [[60], 4.0]]})
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -193,6 +193,15 @@ def test_the_least_temperatures_take_the_greatest(original: Any, name: str, temp
     assert rules is not None
     logits = torch.linspace(-9, 9, original.config.vocab_size).roll(40)
     assert sample(logits, rules.sampling, 0, rules.scores(logits, 0)).token == int(logits.argmax())
+
+
+def test_a_top_k_of_one_leaves_a_watermark_no_choice(original: Any) -> None:
+    config = GenerationConfig(**NOTHING, watermarking_config=PROCESSED["watermarking_config"](random.Random(0)))
+    logits = torch.linspace(-0.1, 0.1, VOCABULARY).roll(40)
+    for prompt in PROMPTS:
+        rules = make_rules(original, config, Sampling(temperature=1.0, top_k=1), prompt, [EOS])
+        assert rules is not None
+        assert sample(logits, rules.sampling, 0, rules.scores(logits, 0)).token == int(logits.argmax())
 
 
 @pytest.mark.ci

@@ -70,6 +70,18 @@ def test_choices_are_taken_as_they_are(choices: list[str]) -> None:
     assert found == set(choices)
 
 
+def test_spaces_at_the_begin_of_an_answer_are_those_of_its_grammar() -> None:
+    """As the server decodes it: behind a text, as Llama 2's tokenizer takes a space from the begin of one."""
+    original, choices = tokenizer("Llama 2", False), [" one", "one", "  two"]
+    ours, begun = HuggingFaceTokenizer(original), original.convert_tokens_to_ids(["two"])
+    known, size = grammar_tokenizer(ours, [0]), len(ours.vocabulary()[0])
+    found = {
+        ours.decode([*begun, *follow(GrammarMask(known, make_grammar("choice", choices), 2), {0}, size, seed=seed)])
+        for seed in range(40)
+    }
+    assert found == {"two" + choice for choice in choices}
+
+
 def test_regular_expressions_and_lark() -> None:
     known, decode = grammar_tokenizer(ByteTokenizer(), [EOS]), ByteTokenizer().decode
     expression = r"[a-c]{2,4}-\d+(/é)?"

@@ -115,7 +115,6 @@ UNREACHED: list[tuple[str, dict[str, Any]]] = [
     ("mpt", _OWN_HEADS),
     ("diffllama", {}),
     ("bloom", _OWN_HEADS),
-    ("gemma2", {"head_dim": 8, "attn_logit_softcapping": 1.0}),
 ]
 """Families whose attention reads no cache of the engine's, and changes to their small models."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,37 @@ def test_counted_sizes_are_those_of_the_configuration(family: str, tmp_path: Pat
     assert counted.keys_seen(1000.0) == read.keys_seen(1000.0)
 
 
+WINDOW = {"use_sliding_window": True, "sliding_window": 8}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "full"),
+    [
+        ("mixtral", {"sliding_window": 8}, 0),
+        ("qwen3_moe", WINDOW, 0),
+        ("qwen2_moe", WINDOW, 1),
+        ("qwen2_moe", WINDOW | {"max_window_layers": 1}, 2),
+        ("qwen2_moe", WINDOW | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, 2),
+        ("qwen2_moe", {"qkv_bias": False}, 3),
+        ("gpt_oss", {"attention_bias": False}, 1),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 3}, 3),
+        ("mixtral", {"attention_bias": True}, 3),  # which it does not have
+    ],
+)
+def test_windows_and_biases_are_those_of_the_model(
+    family: str, changes: dict[str, Any], full: int, tmp_path: Path
+) -> None:
+    path = config_of(family, tmp_path, **changes)
+    counted, read = counted_shape(path), InferenceShape.load(path, 4)
+    assert read.num_full_layers == counted.num_full_layers == full
+    assert read.keys_seen(1000.0) == counted.keys_seen(1000.0)
+    assert read.num_parameters == counted.num_parameters
+    config = json.loads((path / "config.json").read_text())
+    config.pop("layer_types", None)  # as in files of older versions of transformers
+    if "layer_types" not in changes:
+        assert InferenceShape.from_config(config, 4).num_full_layers == full
+
+
 @pytest.mark.parametrize("family", few(SERVED_SPLIT, 4, pytest.mark.ci))
 def test_every_family_that_is_served_is_planned(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -77,6 +109,8 @@ def test_shared_and_dense_layers_are_told_apart(tmp_path: Path) -> None:
     assert (beside.shared_hidden, beside.shared_products) == (16, 2)  # gate and up in one
     window = planned_shape(config_of("afmoe", tmp_path, sliding_window=8, num_hidden_layers=4))
     assert (window.sliding_window, window.num_full_layers) == (8, 1)
+    by_mask = planned_shape(config_of("phimoe", tmp_path, sliding_window=8))
+    assert (by_mask.sliding_window, by_mask.num_full_layers) == (8, 0)
 
 
 def test_what_cannot_be_counted_is_refused_by_name(tmp_path: Path) -> None:

@@ -132,6 +132,20 @@ def test_a_window_that_the_model_itself_does_not_have_is_refused(tmp_path: Path)
         read_config(tmp_path)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "vaultgemma"])
+def test_soft_caps_that_paged_attention_leaves_out_are_refused(tmp_path: Path, family: str) -> None:
+    """In half precision the load's check takes them for rounding."""
+    capped = transformers.AutoConfig.for_model(family)
+    assert capped.attn_logit_softcapping == 50.0
+    capped.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"attn_logit_softcapping = 50.0, which \w+ForCausalLM obeys and .*paged"):
+        read_config(tmp_path)
+    transformers.AutoConfig.for_model(family, attn_logit_softcapping=None).save_pretrained(tmp_path)
+    assert read_config(tmp_path).attn_logit_softcapping is None
+    transformers.AutoConfig.for_model("gemma3_text", attn_logit_softcapping=50.0).save_pretrained(tmp_path)
+    assert read_config(tmp_path).attn_logit_softcapping == 50.0  # which the model itself does not use
+
+
 def test_an_adapter_beside_the_model_is_refused(tmp_path: Path) -> None:
     """transformers adds it to the weights that it loads itself, with peft installed: not to experts elsewhere."""
     path = make("mixtral", tmp_path)

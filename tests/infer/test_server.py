@@ -289,8 +289,11 @@ def test_logprobs(client: openai.OpenAI) -> None:
     assert logprobs is not None
     assert logprobs.tokens == list(text)
     assert logprobs.token_logprobs == [-0.5] * 3
-    assert logprobs.top_logprobs == [{"A": -1.0, "B": -2.0}] * 3
+    assert logprobs.top_logprobs == [{"A": -1.0, "B": -2.0, token: -0.5} for token in text]  # with the chosen one
     assert logprobs.text_offset == [0, 1, 2]
+    none = client.completions.create(model=MODEL, prompt="one", seed=7, max_tokens=3, logprobs=0).choices[0].logprobs
+    assert none is not None
+    assert none.top_logprobs == [{token: -0.5} for token in text]
     messages: list[Any] = [{"role": "user", "content": "Hi"}]
     for stream in (False, True):
         chat: Any = client.chat.completions.create(
@@ -455,6 +458,8 @@ def test_one_model_and_tokens_of_texts(client: openai.OpenAI) -> None:
         ("/tokenize", {"model": "other", "prompt": "x"}, "only 'tiny'"),
         ("/tokenize", {}, "give one"),
         ("/tokenize", {"prompt": "x", "messages": USER}, "give one"),
+        ("/tokenize", {"prompt": "x", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools is given"),
+        ("/tokenize", {"prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs is given with prompt"),
         ("/detokenize", {"tokens": [-1]}, "must be a list of ids"),
         ("/detokenize", {"tokens": [9, 257]}, "the token 257, which is none"),
     ):

@@ -202,6 +202,9 @@ def test_completions_continue_the_text_of_their_prompt() -> None:
             assert (cut.choices[0].text, cut.choices[0].finish_reason) == ("", "stop")
             chat: Any = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
             assert client.chat.completions.create(**chat).choices[0].message.content == " b a"
+            pytest.importorskip("llguidance")  # what its grammar has seen is the answer, also where a text begins
+            by_grammar = client.chat.completions.create(**chat, extra_body={"guided_choice": ["  b a"]})
+            assert by_grammar.choices[0].message.content == "  b a"
     finally:
         engine.close()
 

@@ -74,7 +74,10 @@ def make_rules(
 
     values = {name: getattr(generation, name, None) for name in PROCESSORS | WARPERS} | dict(sampling.rules)
     if generation.sequence_bias and sampling.rules.get("sequence_bias"):
-        values["sequence_bias"] = [*_pairs(generation.sequence_bias), *_pairs(sampling.rules["sequence_bias"])]
+        # Of two biases of the same tokens in a list, transformers would take the last alone.
+        models, asked = _by_tokens(generation.sequence_bias), _by_tokens(sampling.rules["sequence_bias"])
+        sums = {tokens: models.get(tokens, 0.0) + asked.get(tokens, 0.0) for tokens in models | asked}
+        values["sequence_bias"] = [[list(tokens), value] for tokens, value in sums.items()]
     if values["min_new_tokens"] is not None:
         values["min_length"] = None  # as in generate
     if not eos:
@@ -91,7 +94,7 @@ def make_rules(
         return None
     # Cuts that laconic does not make come after those that it does, and a watermark after all of them: transformers'
     # own processors make all of them then, and leave nothing but the draw.
-    draws = not sampling.is_greedy and not values.keys().isdisjoint({*WARPERS, "watermarking_config"})
+    draws = sampling.temperature > 0 and not values.keys().isdisjoint({*WARPERS, "watermarking_config"})
     # Theirs divide float32: by less than this logits are infinite, and by this all but the greatest have no weight.
     temperature = max(sampling.temperature, _LEAST_TEMPERATURE)
     cuts = {"do_sample": True, "temperature": temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
@@ -137,5 +140,6 @@ class _Penalties:
         return scores - penalties
 
 
-def _pairs(sequence_bias: Any) -> list[Any]:
-    return [list(pair) for pair in (sequence_bias.items() if isinstance(sequence_bias, dict) else sequence_bias)]
+def _by_tokens(sequence_bias: Any) -> dict[tuple[int, ...], float]:
+    pairs = sequence_bias.items() if isinstance(sequence_bias, dict) else sequence_bias
+    return {tuple(tokens): value for tokens, value in pairs}

@@ -302,10 +302,10 @@ class _Reader:
         head = self.size("head_dim", {"qwen3_moe": 128, "gpt_oss": 64}.get(self.family, hidden // max(1, heads)))
         query, kv = heads * head, kv_heads * head
         small = 0
-        if self.family in ("qwen2_moe", "gpt_oss") or self.config.get("attention_bias"):
-            small += query + 2 * kv
-        if self.family == "gpt_oss" or (self.family != "qwen2_moe" and self.config.get("attention_bias")):
-            small += hidden
+        biases = {"qwen2_moe": ("qkv_bias", True), "gpt_oss": ("attention_bias", True), "mixtral": ("", False)}
+        field, usual = biases.get(self.family, ("attention_bias", False))
+        if self.config.get(field, usual):
+            small += query + 2 * kv + (hidden if field == "attention_bias" else 0)
         small += {"qwen3_moe": 2 * head, "olmoe": query + kv, "gpt_oss": heads}.get(self.family, 0)
         return {
             "num_heads": heads,
@@ -344,15 +344,19 @@ class _Reader:
 
     def _windows(self, layers: int) -> tuple[int | None, int]:
         """Window, and number of layers without one."""
-        if self.family == "gpt_oss":
-            kinds = self.entries("layer_types")
-            full = layers // 2 if kinds is None else sum(kind == "full_attention" for kind in kinds[:layers])
-            return self.size("sliding_window", 128), full
-        if self.family == "mixtral":
-            return (None if self.config.get("sliding_window") is None else self.size("sliding_window")), 0
-        if self.family.startswith("qwen") and self.config.get("use_sliding_window"):
-            return self.size("sliding_window", 4096), min(layers, self.size("max_window_layers", 28))
-        return None, layers
+        usual = {"gpt_oss": 128, "mixtral": 0, "qwen2_moe": 4096, "qwen3_moe": 4096}
+        asked = self.family in usual and (not self.family.startswith("qwen") or self.config.get("use_sliding_window"))
+        window = self.size("sliding_window", usual[self.family]) if asked else 0
+        if not window:
+            return None, layers
+        if self.family in ("mixtral", "qwen3_moe"):
+            return window, 0
+        last = self.size("max_window_layers", 28) if self.family == "qwen2_moe" else layers
+        kinds = self.entries("layer_types")
+        if kinds is None:  # by turns
+            kinds = ["full_attention" if layer % 2 or layer >= last else "sliding_attention" for layer in range(layers)]
+        full = sum(kind == "full_attention" for kind in kinds[:layers])
+        return (window if full < layers else None), full
 
 
 def _item_nbytes(config: Mapping[str, Any]) -> int:

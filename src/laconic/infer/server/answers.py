@@ -127,7 +127,8 @@ class Answers:
             self._handover_here(),
             burst=1 if body.stream or stops else _BURST,
             is_seeded=body.seed is not None,
-            continues=body.continues_prompt,
+            # A grammar sees all that tokens add to a text that has begun, such as a space in front of the first.
+            continues=body.continues_prompt or grammar is not None,
         )
         self._check_size(field, prompts, max_new_tokens, generation)
         self._generations.add(generation)

@@ -344,6 +344,10 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> Refusal:
 def _check_contradictions(body: Strict) -> None:
     if isinstance(body, TokenizeBody) and (body.prompt is None) == (body.messages is None):
         raise Refusal(400, "prompt and messages are both given or both missing; give one", "prompt")
+    if isinstance(body, TokenizeBody) and body.prompt is not None:
+        for name in ("tools", "chat_template_kwargs"):
+            if getattr(body, name):
+                raise Refusal(400, f"{name} is given with prompt, which passes no chat template; give messages", name)
     for place, message in enumerate(getattr(body, "messages", None) or ()):
         _check_message(f"messages.{place}", message)
     if not isinstance(body, RequestBody):

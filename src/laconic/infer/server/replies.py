@@ -170,13 +170,15 @@ class CompletionReply(Reply):
         return offsets
 
     def _top(self, token: ChosenToken) -> dict[str, float | None]:
-        """Return the most probable tokens by their texts; where several share one, all but the first by their ids.
+        """Return the most probable tokens, and the token itself if it is none, as in OpenAI's API.
 
-        The token itself comes first, so that its text is its key.
+        Keys are their texts; where several share one, all but the first are by their ids. The token's text is its key.
         """
         owners = {self._token_text(token.token): token.token}
         found: dict[str, float | None] = {}
-        for each, logprob in token.top:
+        top: dict[int, float | None] = dict(token.top)
+        top.setdefault(token.token, token.logprob)
+        for each, logprob in top.items():
             text = self._token_text(each)
             found[text if owners.setdefault(text, each) == each else _id_text(each)] = _finite(logprob)
         return found

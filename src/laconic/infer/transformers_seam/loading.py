@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import re
 import sys
@@ -68,17 +69,31 @@ def read_config(model_dir: Path) -> PretrainedConfig:
             f"{str(model_dir)!r} is a model of type {config.model_type}, for some of whose layers transformers has no"
             f" paged cache ({error}); only models of full and sliding attention can be served"
         ) from None
-    if "sliding_attention" in groups:
-        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        if not hasattr(sys.modules[kind.__module__], "create_sliding_window_causal_mask"):
-            # The cache would forget what the model itself attends to, behind the tokens of the load's check.
-            raise ModelError(
-                f"{str(model_dir / 'config.json')!r} has a sliding_window, which transformers' paged cache obeys and"
-                f" {kind.__name__} itself does not; its answers would differ beyond it: use its own generate"
-            )
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if (cap := getattr(config.get_text_config(), "attn_logit_softcapping", None)) is not None and _loses_caps(kind):
+        # In half precision the load's check may take that for rounding.
+        raise ModelError(
+            f"{str(model_dir / 'config.json')!r} has attn_logit_softcapping = {cap!r}, which {kind.__name__} obeys and"
+            " transformers' paged attention leaves out, so its answers would be others; use its own generate"
+        )
+    own_masks = sys.modules[kind.__module__]
+    if "sliding_attention" in groups and not hasattr(own_masks, "create_sliding_window_causal_mask"):
+        # The cache would forget what the model itself attends to, behind the tokens of the load's check.
+        raise ModelError(
+            f"{str(model_dir / 'config.json')!r} has a sliding_window, which transformers' paged cache obeys and"
+            f" {kind.__name__} itself does not; its answers would differ beyond it: use its own generate"
+        )
     if config.dtype is None:
         config.dtype = _first_dtype(model_dir)
     return config
+
+
+def _loses_caps(kind: Any) -> bool:
+    """Return whether a family caps scores of attention, but not where the paged cache has them computed."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    paged = ALL_ATTENTION_FUNCTIONS.get("paged|eager")  # of families that have no other attention
+    return not kind._supports_sdpa and paged is not None and "softcap" not in inspect.getsource(paged)
 
 
 def _first_dtype(model_dir: Path) -> torch.dtype | None:

@@ -62,6 +62,8 @@ def counted_shape(model_dir: Path, item_nbytes: int | None = None) -> InferenceS
         PlanError: the model has no experts that an expert worker could hold, or does not run without numbers.
         ModelError: the directory holds no model that can be served.
     """
+    from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+
     config = read_config(model_dir)
     with quiet_transformers():
         model, blocks = find_experts(config)
@@ -74,20 +76,25 @@ def counted_shape(model_dir: Path, item_nbytes: int | None = None) -> InferenceS
     names = {id(module): name for name, module in model.named_modules()}
     experts = {name: model.get_submodule(name) for name in blocks}
     calls, top_ks = _run(model, blocks, config.model_type)
+    text = config.get_text_config()
+    # As the paged cache has it: many families give attention a mask alone.
+    windowed = group_layers_by_attn_type(text).get("sliding_attention", [])
     return _Counted(model, blocks, experts, calls, names).shape(
         name=model_dir.resolve().name,
         family=config.model_type,
         top_k=max(top_ks),
         item_nbytes=item_nbytes or model.dtype.itemsize,
         positions=num_positions(config),
+        sliding_window=text.sliding_window if windowed else None,
+        num_full_layers=len(calls) - len(windowed),
     )
 
 
 class _Call:
     """What a layer's attention was given."""
 
-    def __init__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> None:
-        self.module, self.window = module, window
+    def __init__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> None:
+        self.module = module
         self.heads, self.key_dim, self.value_dim = query.shape[1], query.shape[3], value.shape[3]
         self.cached = key.shape[1] * (key.shape[3] + value.shape[3])
 
@@ -112,7 +119,7 @@ def _run(model: Any, blocks: dict[str, Block], family: str) -> tuple[list[_Call]
     top_ks: list[int] = []
 
     def note(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        calls.append(_Call(module, query, key, value, kwargs.get("sliding_window")))
+        calls.append(_Call(module, query, key, value))
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
     for name in blocks:
@@ -177,8 +184,6 @@ class _Counted:
             attention_parameters=_mean([sum(of) for of in attention]),
             attention_products=max(1, _mean([len(of) for of in attention])),
             cache_values=max(call.cached for call in calls),
-            sliding_window=max((call.window for call in calls if call.window is not None), default=None),
-            num_full_layers=sum(call.window is None for call in calls),
             num_experts=max(block.num_experts for block in self.blocks.values()),
             expert_hidden=max(1, max(width for width, _ in each)),
             expert_biases=max(left for _, left in each),
