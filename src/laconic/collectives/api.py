@@ -52,7 +52,7 @@ def all_gather(
 
     Args:
         output: W times the elements of `input`, same dtype; rank r's values are its r-th part.
-        input: any shape and dtype; it may be this rank's part of `output`.
+        input: any shape and dtype; it may lie in `output`, and is copied if that is not this rank's part.
         group: a process group of W ranks, or TwoLevel, whose rank r has local rank r % L on node r // L.
         codec, async_op: as in the module's docstring.
 
