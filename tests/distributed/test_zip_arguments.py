@@ -79,6 +79,19 @@ def arguments(rank: int, world: int, folder: str) -> None:
             zipped.remove()
             assert all(map(torch.equal, gradients(model), expected))
 
+    # A hook averages over all ranks of the group, and says so where something else is asked for.
+    for attach in (laconic.zip_collectives, laconic.quantize_reduction):
+        model = ddp()
+        attach(model)
+        with model.join():
+            for _ in range(1 + rank):
+                gradients(model)
+        with (
+            pytest.raises(ConfigError, match="divide_by_initial_world_size is False in join"),
+            model.join(divide_by_initial_world_size=False),
+        ):
+            gradients(model)
+
     # Modules around DDP and FSDP2.
     compiled: Any = torch.compile(ddp(), backend="eager")
     assert [part.unit for part in laconic.zip_collectives(compiled).parts] == ["_orig_mod"]
