@@ -27,11 +27,12 @@ def is_several(tensor: Tensor) -> bool:
     torch gives an op that takes it to the subclass, and one that writes into other tensors too may write there once for
     each. A subclass around one tensor of its own shape and dtype (torchao's for fp8 gathers) is as good as that one.
     """
-    local = local_part(tensor)
+    local: Any = local_part(tensor)
+    shape, dtype = local.shape, local.dtype
     if not is_traceable_wrapper_subclass(local):
         return False
     parts = [getattr(local, name) for name in local.__tensor_flatten__()[0]]
-    return [part.dtype for part in parts if part.shape == local.shape] != [local.dtype]
+    return [part.dtype for part in parts if part.shape == shape] != [dtype]
 
 
 def sharded_like(local: Tensor, tensor: Tensor) -> Tensor:
