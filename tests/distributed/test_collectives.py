@@ -413,6 +413,14 @@ class Checks:
             assert raised.value
         with pytest.raises(ConfigError, match="codec is 'zip', but it must be 'auto' or a codec"):
             collectives.all_reduce(x, self.group, codec="zip")
+        if self.world > 1:
+            num_rows = self.world + 1  # whose elements can be shared evenly
+            torn, whole = torch.zeros(num_rows, self.world), torch.zeros(self.world, num_rows)
+            for codec in ("auto", Raw(), Lossless()):
+                collectives.all_to_all(whole.clone(), whole, group=self.group, codec=codec)
+                for output, input, name in ((torn, torn, "output"), (whole, torn, "input"), (torn, whole, "output")):
+                    with pytest.raises(FormatError, match=f"{name} has {num_rows} rows, which {self.world} ranks"):
+                        collectives.all_to_all(output, input, group=self.group, codec=codec)
         with pytest.raises(ConfigError, match="src is 77, but the group has the global ranks"):
             collectives.broadcast(x, 77, self.group)
 

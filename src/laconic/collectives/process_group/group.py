@@ -335,7 +335,9 @@ class ProcessGroupLaconic(_Base):
         known = ("uneven all_to_all" if uneven else "all_to_all", input)
         if self._takes("all_to_all", [input], input, None, known, any_size=uneven):
             splits, codec = (list(output_splits) or None, list(input_splits) or None), self.options.codec
-            work = api.all_to_all(output, input, *splits, self._ready, codec=codec, async_op=True)
+            # gloo cuts elements where no sizes are given, and not rows.
+            out, into = (output, input) if uneven else (output.view(-1), input.view(-1))
+            work = api.all_to_all(out, into, *splits, self._ready, codec=codec, async_op=True)
             return BackgroundWork(work, [output])
         method = method_of(self._direct, "all_to_all_single", "alltoall_base")
         return method(*given(as_bytes(output), as_bytes(input), output_splits, input_splits, opts))
