@@ -95,6 +95,34 @@ class Checks:
         out = values((self.world, 300), torch.bfloat16)
         collectives.all_gather(out, out[self.rank], self.group, codec=Lossless())  # in place
 
+    def inputs_may_lie_anywhere_in_outputs(self) -> None:
+        for codec in (*LOSSLESS, Raw()):
+            for length in (1000, 600_000):  # the latter in several chunks
+                x = values((self.world, self.world * length), torch.float32)  # [rank, n]
+                rows = x.view(self.world, self.world, length)
+                mine = x[self.rank, :length]
+                for start in (0, length // 2, (self.world - 1) * length):
+                    gathered = x.new_zeros(self.world * length)
+                    part = gathered[start : start + length].copy_(mine) if self.world > 1 else gathered.copy_(mine)
+                    collectives.all_gather(gathered, part, self.group, codec=codec)
+                    assert same(gathered, x[:, :length].flatten()), (codec.name, length, start)
+
+                    gathered = x.new_zeros(self.world * length)
+                    part = gathered[start : start + length].copy_(mine) if self.world > 1 else gathered.copy_(mine)
+                    out = gathered if self.rank == 0 else None
+                    collectives.gather(out, part, self.ranks[0], self.group, codec=codec)
+                    if self.rank == 0:
+                        assert same(gathered, x[:, :length].flatten()), (codec.name, length, start)
+
+                    sent = x[self.rank].clone()
+                    out = sent[start : start + length] if self.world > 1 else sent
+                    collectives.reduce_scatter(out, sent, self.group, codec=codec)
+                    assert same(out, rank_order_sum(rows[:, self.rank])), (codec.name, length, start)
+                for splits in (None, [length] * self.world):
+                    sent = x[self.rank].clone()
+                    collectives.all_to_all(sent, sent, splits, splits, self.group, codec=codec)
+                    assert same(sent, rows[:, self.rank].flatten()), (codec.name, length, splits)
+
     def lossy_all_gather(self) -> None:
         x = values((self.world, 3001), torch.bfloat16, seed=1)
         out = torch.empty_like(x)
@@ -385,6 +413,14 @@ class Checks:
             assert raised.value
         with pytest.raises(ConfigError, match="codec is 'zip', but it must be 'auto' or a codec"):
             collectives.all_reduce(x, self.group, codec="zip")
+        if self.world > 1:
+            num_rows = self.world + 1  # whose elements can be shared evenly
+            torn, whole = torch.zeros(num_rows, self.world), torch.zeros(self.world, num_rows)
+            for codec in ("auto", Raw(), Lossless()):
+                collectives.all_to_all(whole.clone(), whole, group=self.group, codec=codec)
+                for output, input, name in ((torn, torn, "output"), (whole, torn, "input"), (torn, whole, "output")):
+                    with pytest.raises(FormatError, match=f"{name} has {num_rows} rows, which {self.world} ranks"):
+                        collectives.all_to_all(output, input, group=self.group, codec=codec)
         with pytest.raises(ConfigError, match="src is 77, but the group has the global ranks"):
             collectives.broadcast(x, 77, self.group)
 

@@ -87,7 +87,15 @@ def reductions(rank: int, numel: int, dtype: torch.dtype, op: Op, async_op: bool
         out = torch.zeros_like(mine)
         return done(dist.reduce_scatter(out, rows, op, async_op=async_op), out)
 
+    def reduce_scatter_coalesced() -> Any:
+        outs = [torch.zeros_like(mine), torch.zeros_like(mine[:2])]
+        with dist._coalescing_manager(group=dist.group.WORLD, async_ops=async_op) as manager:
+            for out in outs:
+                torch_compat._reduce_scatter(out, torch.cat([row[: len(out)] for row in rows]), op, async_op=async_op)
+        return done(manager if async_op else None, outs)
+
     listed = (all_reduce, strided, future, coalesced, reduce, reduce_scatter, reduce_scatter_list)
+    listed += (reduce_scatter_coalesced,)
     return {each.__name__: each for each in listed}
 
 

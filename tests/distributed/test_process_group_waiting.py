@@ -251,12 +251,26 @@ def endings(folder: str, backend: str, options: ProcessGroupOptions | None) -> d
     return found
 
 
+def what_nobody_waited_for_is_there_after_a_barrier(rank: int) -> None:
+    strided = torch.full((50, 2), 3 + rank)[:, 1]
+    averaged, both = torch.full((9,), 3 + rank), torch.full((9, 2), 3 + rank)[:, 1]
+    dist.all_reduce(strided, async_op=True)
+    dist.all_reduce(averaged, dist.ReduceOp.AVG, async_op=True)
+    dist.all_reduce(both, dist.ReduceOp.AVG, async_op=True)
+    dist.barrier()
+    assert [strided.unique().tolist(), averaged.unique().tolist(), both.unique().tolist()] == [[7], [3], [3]]
+    group: Any = dist.group.WORLD
+    assert not group._unfinished
+
+
 def work_under_way(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     expected = None
     for backend, options in (("gloo", None), ("laconic", CODED)):
         join(backend, rank, 2, folder, backend, pg_options=options)
         found = endings(folder, backend, options)
+        if options is not None:
+            what_nobody_waited_for_is_there_after_a_barrier(rank)
         dist.destroy_process_group()
         if expected is not None:
             assert_same(found, expected, "endings")

@@ -164,6 +164,11 @@ class Checks:
         mine = reduce_scatter_q8(inputs(self.world, self.world * 10)[self.rank], group=self.group, op="sum")
         rows = inputs(self.world, self.world * 10).view(self.world, self.world, 10)
         assert torch.allclose(mine, rows[:, self.rank].sum(0), rtol=0, atol=1e-5)
+        negated = torch._neg_view(-x[self.rank])
+        for min_nbytes in (0, 1 << 20):
+            all_reduce_q8(negated, self.group, min_nbytes=min_nbytes)
+            assert torch.allclose(negated, x.mean(0), rtol=0, atol=0.05)
+            negated.copy_(x[self.rank])
 
     def broken_numbers_reach_all_ranks(self) -> None:
         if self.world == 1:

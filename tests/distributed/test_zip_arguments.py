@@ -79,6 +79,19 @@ def arguments(rank: int, world: int, folder: str) -> None:
             zipped.remove()
             assert all(map(torch.equal, gradients(model), expected))
 
+    # A hook averages over all ranks of the group, and says so where something else is asked for.
+    for attach in (laconic.zip_collectives, laconic.quantize_reduction):
+        model = ddp()
+        attach(model)
+        with model.join():
+            for _ in range(1 + rank):
+                gradients(model)
+        with (
+            pytest.raises(ConfigError, match="divide_by_initial_world_size is False in join"),
+            model.join(divide_by_initial_world_size=False),
+        ):
+            gradients(model)
+
     # Modules around DDP and FSDP2.
     compiled: Any = torch.compile(ddp(), backend="eager")
     assert [part.unit for part in laconic.zip_collectives(compiled).parts] == ["_orig_mod"]
@@ -114,6 +127,12 @@ def lists(rank: int, world: int, folder: str) -> None:
         for wrong in (numel - 1, 2 * numel):
             with pytest.raises(FormatError, match=f"have {wrong} elements each, but tensor has {numel}"):
                 dist.all_gather([torch.empty(wrong) for _ in range(2)], x)
+        torn, parts = (
+            torch.empty(5, numel),
+            torch.stack([torch.full((5, numel // 2), float(rank)), torch.ones(5, numel // 2)]),
+        )
+        dist.all_to_all_single(torn, parts.view(5, numel))  # as over gloo
+        assert torn.view(2, -1).unique(dim=1).T.tolist() == ([[0.0, 1.0]] if rank == 0 else [[1.0, 1.0]])
         rows = [torch.empty(numel) for _ in range(2)]
         dist.all_gather(rows, x)
         assert [row[0].item() for row in rows] == [0.0, 1.0]

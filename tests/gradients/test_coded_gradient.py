@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
-from laconic.errors import FormatError, TrainingError
+from laconic.errors import FormatError, ModelError, TrainingError
 from laconic.formats import CodedGradient, QuantizedGradient, quantized_gradient, set_quantized_gradient
 from laconic.gradients import compress_gradients
 from laconic.optim import AdamW8bit
@@ -391,6 +392,32 @@ def test_gradients_of_before_are_taken_over() -> None:
     compress_gradients(model, bits=12)
     model(torch.ones(2, 6)).sum().backward()
     torch.testing.assert_close(model.weight.grad + 0, 2 * before, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("bits", [8, 12])
+def test_gradients_of_another_dtype_than_the_parameters_keep_it(bits: int) -> None:
+    model = nn.Linear(64, 32).bfloat16()
+    for p in model.parameters():
+        p.grad_dtype = torch.float32
+    gradients = compress_gradients(model, bits=bits)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for _ in range(2):
+        model(x).float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+    coded = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    gradients.dequantize_to_grad()
+    for p, value in zip(model.parameters(), coded, strict=True):
+        assert p.grad is not None
+        assert type(p.grad) is torch.Tensor
+        assert torch.equal(p.grad, value)
+        assert value.any()
+
+
+def test_parameters_of_several_tensors_are_refused() -> None:
+    model = nn.Linear(64, 32)
+    model.weight = nn.Parameter(TwoTensor(torch.ones(32, 64), torch.ones(32, 64)))
+    with pytest.raises(ModelError, match="parameter weight is a TwoTensor, which consists of several tensors"):
+        compress_gradients(model)
 
 
 def test_differentiable_gradients_are_refused_by_name() -> None:

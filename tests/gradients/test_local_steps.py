@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
 import laconic
 from laconic.collectives import audit
@@ -321,6 +322,7 @@ def refusals(rank: int) -> Found:
         "averaged": lambda: LocalSteps(averaged, every=2),
         "alone": lambda: LocalSteps(Net(), alone, every=2),
         "double": lambda: LocalSteps(Net().double(), every=2),
+        "several": lambda: LocalSteps(nn.ParameterDict({"p": TwoTensor(torch.ones(4), torch.ones(4))}), every=2),
         "frozen": lambda: LocalSteps(frozen_but(Net(), ""), every=2),
         "every": lambda: LocalSteps(Net(), every=0),
         "bits": lambda: LocalSteps(Net(), every=2, bits=12),
@@ -636,6 +638,7 @@ REFUSALS = {
     "averaged": "ModelError: the gradient of first.weight is averaged over ranks in every step by compress_gradients",
     "alone": "ConfigError: group has 1 rank, but local steps are averaged over at least 2",
     "double": "ModelError: parameter first.weight is float64",
+    "several": "ModelError: parameter p is a TwoTensor, which consists of several tensors",
     "frozen": "ModelError: the model has no parameter that requires a gradient",
     "every": "ConfigError: every is 0",
     "bits": "ConfigError: bits is 12, but it must be one of 4, 8, 32",

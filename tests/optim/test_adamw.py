@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import laconic
 from laconic.errors import ConfigError, FormatError
@@ -589,6 +591,75 @@ def test_parameters_that_share_memory_step_one_after_the_other() -> None:
         found.append((whole, [optimizer.state[p] for p in ps]))
     assert torch.equal(found[0][0], found[1][0])
     assert all(same_state(one, two) for one, two in zip(found[0][1], found[1][1], strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.parametrize("how", ["twice", "views"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_small_parameters_that_share_memory_lose_no_update(how: str, dtype: torch.dtype) -> None:
+    found = []
+    for kind in (AdamW8bit, torch.optim.AdamW):
+        whole = torch.ones(6, 8, dtype=dtype)
+        ps = [nn.Parameter(whole)] * 2 if how == "twice" else [nn.Parameter(whole[:4]), nn.Parameter(whole[2:])]
+        optimizer = kind(ps, lr=0.1)
+        for seed in range(3):
+            for p in ps:
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            optimizer.step()
+        found.append(whole)
+    torch.testing.assert_close(*found, rtol=0.02 if dtype == torch.bfloat16 else 1e-6, atol=0.0)
+
+
+class Around(Tensor):
+    """A subclass around one tensor, as torchao's for fp8 gathers."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Around:
+        made: Around = torch.Tensor._make_wrapper_subclass(cls, inner.size(), dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(Around, lambda x: x.inner, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        return Around(out) if func is torch.ops.aten.detach.default else out
+
+
+def test_parameters_of_several_tensors_are_refused_or_keep_fp32() -> None:
+    def made(kind: Any, *shape: int) -> nn.Parameter:
+        return nn.Parameter(kind(*(parameter(*shape, seed=seed).detach() for seed in range(2))))
+
+    p = made(TwoTensor, 64, 128)
+    p.grad = TwoTensor(torch.ones(64, 128), torch.ones(64, 128))
+    with pytest.raises(FormatError, match=r"is a TwoTensor, which consists of several tensors.*larger min_8bit_numel"):
+        AdamW8bit([p]).step()
+    coded = AdamW8bit([parameter(64, 128)])
+    coded.param_groups[0]["params"][0].grad = torch.ones(64, 128)
+    coded.step()
+    with pytest.raises(FormatError, match="is a TwoTensor, which consists of several tensors"):
+        AdamW8bit([p]).load_state_dict(coded.state_dict())
+
+    ours, exact = [], []
+    for kind, found in ((AdamW8bit, ours), (torch.optim.AdamW, exact)):
+        q = made(TwoTensor, 8, 8)
+        optimizer = kind([q], lr=0.1)
+        q.grad = TwoTensor(torch.ones(8, 8), -torch.ones(8, 8))
+        optimizer.step()
+        found += [q.a.detach(), q.b.detach()]  # type: ignore[attr-defined]
+    for one, other in zip(ours, exact, strict=True):
+        torch.testing.assert_close(one, other)
+
+    plain, wrapped = parameter(64, 128), nn.Parameter(Around(parameter(64, 128).detach()))
+    for one in (plain, wrapped):
+        one.grad = torch.ones(64, 128)
+        AdamW8bit([one]).step()
+    assert torch.equal(plain, wrapped.inner)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("shared", ["gradient of another", "gradient", "state"])

@@ -233,6 +233,26 @@ def test_a_second_optimizer_does_not_miss_its_updates_in_silence(updates_in_back
     assert not torch.equal(model[1].weight, before)
 
 
+@pytest.mark.parametrize("shape", [(64, 128), (8, 8)])
+def test_gradients_of_another_dtype_are_used(shape: tuple[int, int]) -> None:
+    ends = []
+    for in_backward in (False, True):
+        p = nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
+        p.grad_dtype = torch.float32
+        optimizer = AdamW8bit([p], lr=0.1)
+        if in_backward:
+            optimizer.update_in_backward()
+        for seed in range(3):
+            x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+            (p.float() * x).sum().backward()
+            assert p.grad is not None
+            assert p.grad.dtype == torch.float32
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(p.detach())
+    assert torch.equal(*ends)
+
+
 def test_copies_update_in_step_and_the_optimizer_can_go() -> None:
     model = make_model()
     optimizer = in_backward(model)

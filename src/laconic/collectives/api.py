@@ -49,7 +49,7 @@ def all_gather(
 
     Args:
         output: W times the elements of `input`, same dtype; rank r's values are its r-th part.
-        input: any shape and dtype; it may be this rank's part of `output`.
+        input: any shape and dtype; it may lie in `output`, and is copied if that is not this rank's part.
         group: a process group of W ranks, or TwoLevel, whose rank r has local rank r % L on node r // L.
         codec, async_op: as in the module's docstring.
 
@@ -165,16 +165,19 @@ def all_to_all(
     """
     even = output_split_sizes is None and input_split_sizes is None
     route = known_route(group, ("all_to_all",), input, output, async_op) if even and codec == "auto" else None
-    if route is not None:
+    # Of the same elements other rows may have been asked for.
+    if route is not None and not any([x.dim() > 1 and x.shape[0] % route.group().size() for x in (output, input)]):
         return route.run(uncoded.all_to_all, output, input, route.group(), async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     if even:
         check_numel("output", output, input.numel(), "that of input")
-        if input.numel() % world:
-            raise FormatError(
-                f"input has {input.numel()} elements, which {world} ranks cannot share evenly; pass split sizes"
-            )
+        for name, x in (("output", output), ("input", input)):
+            num_rows = x.shape[0] if x.dim() else 1
+            if num_rows % world:
+                raise FormatError(
+                    f"{name} has {num_rows} rows, which {world} ranks cannot share evenly; pass split sizes"
+                )
     elif len(groups) == 2:
         raise ConfigError("split sizes are given, but TwoLevel takes equal parts only; pass a process group")
     if codec == "auto" and even and leaves_raw(group, ("all_to_all",), input.numel(), input, output, groups, async_op):

@@ -43,7 +43,7 @@ _SAME_VALUES = (*_ALIASES, _aten.view.default, _aten._unsafe_view.default, _aten
 
 
 class CodedGradient(Tensor):
-    """A tensor of a parameter's shape, dtype and device whose values are those of a QuantizedGradient."""
+    """A tensor of a parameter's shape and device, and its gradient's dtype, with the values of a QuantizedGradient."""
 
     codes: QuantizedGradient
     """The codes and scales themselves; aliases and views share them."""
@@ -226,7 +226,15 @@ def set_quantized_gradient(parameter: Tensor, gradient: QuantizedGradient | None
                 f"the quantized gradient has shape {tuple(gradient.shape)}, but what this process holds of the"
                 f" parameter has {tuple(local.shape)}"
             )
-        parameter.grad = sharded_like(CodedGradient(gradient, parameter.dtype, guard, local.stride()), parameter)
+        coded = CodedGradient(gradient, _gradient_dtype(parameter), guard, local.stride())
+        parameter.grad = sharded_like(coded, parameter)
+
+
+def _gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of a parameter's gradient, which need not be that of the parameter (Tensor.grad_dtype)."""
+    if parameter.grad is not None:
+        return parameter.grad.dtype
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 # --- operators ---

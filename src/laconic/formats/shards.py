@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Runs = list[list[tuple[int, int]]]
 """For each dimension the (start, stop) of the whole tensor that a rank holds, in its order; one each where the local
@@ -18,6 +19,20 @@ part is one block."""
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor: the local shard of a DTensor (FSDP2, tensor parallelism), else the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_several(tensor: Tensor) -> bool:
+    """Whether what this rank holds of a tensor is a subclass of several tensors, as those of quantized weights.
+
+    torch gives an op that takes it to the subclass, and one that writes into other tensors too may write there once for
+    each. A subclass around one tensor of its own shape and dtype (torchao's for fp8 gathers) is as good as that one.
+    """
+    local: Any = local_part(tensor)
+    shape, dtype = local.shape, local.dtype
+    if not is_traceable_wrapper_subclass(local):
+        return False
+    parts = [getattr(local, name) for name in local.__tensor_flatten__()[0]]
+    return [part.dtype for part in parts if part.shape == shape] != [dtype]
 
 
 def sharded_like(local: Tensor, tensor: Tensor) -> Tensor:

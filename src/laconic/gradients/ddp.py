@@ -4,13 +4,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
 
 from laconic.collectives.engine.layouts import TwoLevel
+from laconic.collectives.integrations.ddp import check_join
 from laconic.gradients.reduce import NATIVE_BELOW_NBYTES, all_reduce_q8
 
 _Hook = Callable[["Q8HookState", GradBucket], torch.futures.Future[Tensor]]
@@ -23,6 +26,8 @@ class Q8HookState:
     group: dist.ProcessGroup | TwoLevel | None
     error_feedback: bool
     min_nbytes: int
+    model: ref[DistributedDataParallel] | None = None
+    """The model, if it is known; see `check_join`."""
     # By parameter and not by bucket: DDP cuts its buckets anew after the first step.
     errors: dict[Tensor, Tensor] = field(default_factory=dict)
     """With error feedback: what this rank's codes of each parameter's gradient have lost, fp32 [numel]."""
@@ -51,6 +56,7 @@ def ddp_q8_hook(
 
 def q8_hook(state: Q8HookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average the bucket's gradients [numel] in place by `all_reduce_q8`; DDP calls it for each bucket."""
+    check_join(state.model)
     buffer = bucket.buffer()
     if not state.error_feedback:
         return all_reduce_q8(buffer, state.group, async_op=True, min_nbytes=state.min_nbytes).get_future()

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.errors import ModelError
-from laconic.formats.shards import is_deepspeeds
+from laconic.formats.shards import is_deepspeeds, is_several, local_part
 from laconic.gradients.turns import Owner, own, owner_of, release
 from laconic.ops import DTYPES
 
@@ -245,11 +245,17 @@ def _refuse_deepspeed(name: str) -> NoReturn:
 
 
 def check_dtype(name: str, parameter: Tensor) -> None:
-    """Check that the gradient of a parameter of this dtype can be compressed.
+    """Check that the gradient of a parameter of this dtype and class can be compressed.
 
     Raises:
-        ModelError: the dtype is not float32, bfloat16 or float16; the message calls the parameter `name`.
+        ModelError: the dtype is not float32, bfloat16 or float16, or the class is one of several tensors; the message
+            calls the parameter `name`.
     """
+    if is_several(parameter):
+        raise ModelError(
+            f"parameter {name} is a {type(local_part(parameter)).__name__}, which consists of several tensors, but only"
+            " the gradient of one tensor can be compressed; freeze it, or leave gradients as they are"
+        )
     if parameter.dtype not in DTYPES:
         raise ModelError(
             f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, but its gradient can be compressed"

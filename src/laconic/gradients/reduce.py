@@ -192,7 +192,7 @@ def all_reduce_q8(
     def reduce(exchange: Exchange | TwoLevelExchange | OneRank) -> None:
         if isinstance(exchange, OneRank):
             return
-        flat = values.contiguous().view(-1)
+        flat = values.contiguous().resolve_neg().view(-1)  # the backend reads memory
         if isinstance(exchange, TwoLevelExchange):
             _all_reduce_two_level(flat, exchange.node, exchange.cluster, op, settings, min_nbytes)
         else:

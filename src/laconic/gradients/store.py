@@ -284,7 +284,7 @@ class CompressedGradients:
                 parameter.grad = None
 
     def dequantize_to_grad(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Make `parameter.grad` a plain tensor, in the parameter's dtype, for code that cannot use one made of codes.
+        """Make `parameter.grad` a plain tensor, in the gradient's dtype, for code that cannot use one made of codes.
 
         Parameters are dequantized one after the other and their codes freed. An optimizer per parameter that steps in
         between keeps the peak at one full-precision gradient.
@@ -297,10 +297,10 @@ class CompressedGradients:
         """
         self._collect_reduced()
         for parameter in self.parameters.values() if parameters is None else parameters:
-            gradient = quantized_gradient(parameter)
-            if gradient is None:
+            coded = coded_gradient(parameter)
+            if coded is None:
                 continue
-            value = sharded_like(gradient.dequantize().to(parameter.dtype), parameter)
+            value = sharded_like(coded.codes.dequantize().to(coded.dtype), parameter)
             mark_reduced(value)
             parameter.grad = value
 

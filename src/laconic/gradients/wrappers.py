@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from weakref import ref
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -68,7 +69,9 @@ def quantize_reduction(
     if isinstance(model, DistributedDataParallel):
         num_elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         group = across or model.process_group
-        model.register_comm_hook(*ddp_q8_hook(group, error_feedback=error_feedback, min_nbytes=min_nbytes))
+        state, q8_hook = ddp_q8_hook(group, error_feedback=error_feedback, min_nbytes=min_nbytes)
+        state.model = ref(model)
+        model.register_comm_hook(state, q8_hook)
         return QuantizedReduction("DDP", 1, num_elements)
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:

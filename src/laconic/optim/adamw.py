@@ -171,7 +171,7 @@ class AdamW8bit(torch.optim.Optimizer):
         gradient = local_part(update.gradient)
         if gradient.is_cuda:  # FSDP2 allocates it on one stream and may run hooks on another
             gradient.record_stream(torch.cuda.current_stream(gradient.device))
-        parameter.grad = UsedGradient(parameter, by=self)
+        parameter.grad = UsedGradient(parameter, by=self, dtype=gradient.dtype)
 
     @property
     def state_nbytes(self) -> int:
@@ -230,7 +230,9 @@ class AdamW8bit(torch.optim.Optimizer):
                     self.state[update.parameter] = new_state(update.parameter, group["min_8bit_numel"], self.bits)
         for group, updates in work:
             self._step_coded(group, [u for u in updates if is_coded(self.state[u.parameter])], gradient_factor)
-            self._step_fp32(group, [u for u in updates if not is_coded(self.state[u.parameter])], gradient_factor)
+            rest = [u for u in updates if not is_coded(self.state[u.parameter])]
+            for some in [[u] for u in rest] if self._is_shared(rest) else [rest]:
+                self._step_fp32(group, some, gradient_factor)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of an AdamW8bit returned; tensors are copied.

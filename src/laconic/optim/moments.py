@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from laconic.errors import FormatError
-from laconic.formats.shards import local_part
+from laconic.formats.shards import is_several, local_part
 from laconic.ops import dequantize_dynamic, quantize_dynamic
 from laconic.ops.dynamic_map import zero_code
 from laconic.options import MOMENT_BLOCK_SIZES
@@ -73,8 +73,10 @@ def new_state(parameter: Tensor, min_8bit_numel: int, bits: int = 8) -> dict[str
     "step" is a 0-dim fp32 tensor on the host, as in torch.
 
     Raises:
-        FormatError: the parameter is sharded in a way that codes cannot follow.
+        FormatError: the parameter is sharded in a way that codes cannot follow, or consists of several tensors.
     """
+    if _wants_codes(parameter, min_8bit_numel):
+        _check_one("a parameter", parameter, bits)
     state: dict[str, Any] = {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu")}
     for name, signed in MOMENTS.items():
         if _wants_codes(parameter, min_8bit_numel):
@@ -83,6 +85,15 @@ def new_state(parameter: Tensor, min_8bit_numel: int, bits: int = 8) -> dict[str
         else:
             state[name] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
     return state
+
+
+def _check_one(name: str, parameter: Tensor, bits: int) -> None:
+    if is_several(parameter):
+        raise FormatError(
+            f"{name} of shape {tuple(parameter.shape)} is a {type(local_part(parameter)).__name__}, which consists of"
+            f" several tensors, but {bits}-bit moments are those of one; put it into a group with a larger"
+            " min_8bit_numel to keep its moments in fp32"
+        )
 
 
 def _zero_moment(part: Tensor, signed: bool, bits: int) -> tuple[Tensor, Tensor]:
@@ -146,7 +157,9 @@ def check_state(name: str, parameter: Tensor, state: Mapping[str, Any], min_8bit
             f"the state of {name} has {', '.join(sorted(map(str, state)))}, but AdamW8bit keeps"
             f" {', '.join(sorted(expected))}; states of torch.optim.AdamW and bitsandbytes can be loaded, no others"
         )
-    if not is_coded(state) and _wants_codes(parameter, min_8bit_numel):
+    if is_coded(state):
+        _check_one(name, parameter, bits)
+    elif _wants_codes(parameter, min_8bit_numel):
         raise FormatError(
             f"the state of {name} is in fp32, but this optimizer keeps it in {bits} bits; convert a state of"
             " torch.optim.AdamW with laconic.optim.from_adamw_state, or set min_8bit_numel above"

@@ -4,14 +4,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
 
 from laconic.collectives import api
 from laconic.collectives.codec import Codec, check_codec
+from laconic.errors import ConfigError
 
 _Hook = Callable[["ZipHookState", GradBucket], torch.futures.Future[Tensor]]
 
@@ -26,6 +29,22 @@ class ZipHookState:
     """As in `api.all_reduce`."""
     native: bool = False
     """Average as DDP does without a hook, which a model that has one cannot get rid of."""
+    model: ref[DistributedDataParallel] | None = None
+    """The model, if it is known; see `check_join`."""
+
+
+def check_join(model: ref[DistributedDataParallel] | None) -> None:
+    """Refuse `join(divide_by_initial_world_size=False)`: torch tells no hook how many ranks still have inputs.
+
+    Raises:
+        ConfigError: the model is in such a context.
+    """
+    found = None if model is None else model()
+    if found is not None and found._join_config.enable and not getattr(found, "_divide_by_initial_world_size", True):
+        raise ConfigError(
+            "divide_by_initial_world_size is False in join(), but a communication hook averages over all ranks of the"
+            " group, also those without inputs; leave it True, or leave zip_collectives or quantize_reduction out"
+        )
 
 
 def ddp_zip_hook(group: dist.ProcessGroup | None = None, *, codec: Codec | str = "auto") -> tuple[ZipHookState, _Hook]:
@@ -51,6 +70,7 @@ def ddp_zip_hook(group: dist.ProcessGroup | None = None, *, codec: Codec | str =
 
 def zip_hook(state: ZipHookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average the bucket's gradients [numel] in place; DDP calls it for each bucket."""
+    check_join(state.model)
     buffer = bucket.buffer()
     if state.native:
         group = dist.group.WORLD if state.group is None else state.group

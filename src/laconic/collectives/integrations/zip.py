@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import pairwise
 from typing import Any, Literal, NoReturn
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -165,6 +166,7 @@ def _attach_to_ddp(
         left = "another communication hook is registered; a model takes one"
     else:
         state, hook = ddp_zip_hook(model.process_group, codec=codec)
+        state.model = ref(model)
         model.register_comm_hook(state, hook)
         undo.append(partial(setattr, state, "native", True))
     numels: dict[str, int] = {}

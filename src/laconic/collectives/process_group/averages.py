@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from laconic.collectives.process_group.work_handles import after
+from laconic.collectives.process_group.work_handles import AfterWork, after
 
 _Method = Callable[..., dist.Work]
 
@@ -54,7 +54,8 @@ def averages_of_integers(method: _Method) -> _Method:
             args = (*args[:position], sums, *args[position + 1 :])
         else:
             kwargs["opts"] = sums
-        return after(method(*args, **kwargs), divide, results)
+        work = after(method(*args, **kwargs), divide, results)
+        return work.kept_in(group._unfinished) if isinstance(work, AfterWork) else work
 
     return call
 

@@ -40,7 +40,7 @@ from laconic.collectives.process_group.backends import compare, connect, forget
 from laconic.collectives.process_group.p2p import CODED, P2P, as_bytes
 from laconic.collectives.process_group.strided import on_dense
 from laconic.collectives.process_group.torch_patches import prepare_reducers, take_groups_of
-from laconic.collectives.process_group.work_handles import Ordered, RawWork, WorkGroup
+from laconic.collectives.process_group.work_handles import AfterWork, Ordered, RawWork, WorkGroup
 from laconic.collectives.runtime import background, callbacks
 from laconic.collectives.runtime.background import BackgroundWork
 from laconic.collectives.runtime.callbacks import queue_of
@@ -159,7 +159,7 @@ def _call(**roles: tuple[str, ...]) -> Callable[[Callable[..., dist.Work]], Call
                 opts = args[position] if position < len(args) else kwargs.get("opts")
                 group: ProcessGroupLaconic = args[0]
                 return group._handle(work, opts, name)
-            return work
+            return work.kept_in(args[0]._unfinished) if isinstance(work, AfterWork) else work
 
         return averages_of_integers(call) if name in _REDUCTIONS else call
 
@@ -195,6 +195,8 @@ class ProcessGroupLaconic(_Base):
         self._raw = raw_calls_of(self, self._backend_group)
         self._p2p = P2P(self._backend_group, options.codec, options.min_nbytes)
         self._coalesced: list[dist.Work] | None = None
+        self._unfinished: set[AfterWork] = set()
+        """Collectives whose results have to be copied or divided once the backend is done."""
 
     # --- identity and life cycle ---
 
@@ -302,7 +304,11 @@ class ProcessGroupLaconic(_Base):
         """Run `all_gather_single` of several pairs; each is coded by itself, the rest go to the backend together."""
         taken = [self._takes("all_gather", [x], x) for x in inputs]
         method = method_of(self._direct, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
-        return _split(taken, outputs, inputs, opts, self._all_gather, method, queue_of(self._backend_group))
+
+        def rest(*sides: Any) -> dist.Work:
+            return method(*map(as_bytes, sides))
+
+        return _split(taken, outputs, inputs, opts, self._all_gather, rest, queue_of(self._backend_group))
 
     @_call(reads=("inputs",), writes=("outputs",))
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
@@ -330,7 +336,9 @@ class ProcessGroupLaconic(_Base):
         known = ("uneven all_to_all" if uneven else "all_to_all", input)
         if self._takes("all_to_all", [input], input, None, known, any_size=uneven):
             splits, codec = (list(output_splits) or None, list(input_splits) or None), self.options.codec
-            work = api.all_to_all(output, input, *splits, self._ready, codec=codec, async_op=True)
+            # gloo cuts elements where no sizes are given, and not rows.
+            out, into = (output, input) if uneven else (output.view(-1), input.view(-1))
+            work = api.all_to_all(out, into, *splits, self._ready, codec=codec, async_op=True)
             return BackgroundWork(work, [output])
         method = method_of(self._direct, "all_to_all_single", "alltoall_base")
         return method(*given(as_bytes(output), as_bytes(input), output_splits, input_splits, opts))
@@ -421,6 +429,7 @@ class ProcessGroupLaconic(_Base):
         # Ranks make the same calls, so all of them have an executor or none.
         if callbacks.depth() == 0 and background.has_executor(self._backend_group):
             works.append(Ordered(self._backend_group).barrier(*given(opts)))
+        works += self._unfinished
         works += [
             BackgroundWork(submit(lambda _: None), []) for submit in background.executors_of(self._backend_group, self)
         ]
@@ -552,7 +561,7 @@ def _split(
     works = [each(output, input, opts) for output, input, is_taken in pairs if is_taken]
     left = [(output, input) for output, input, is_taken in pairs if not is_taken]
     if left:
-        sides = [as_bytes(list(side)) for side in zip(*left, strict=True)]
+        sides = [list(side) for side in zip(*left, strict=True)]
         works.append(rest(*given(*sides, opts)))
     return WorkGroup(works, outputs, queue)
 

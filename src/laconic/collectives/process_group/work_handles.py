@@ -107,6 +107,15 @@ class AfterWork(TensorsWork):
         self._work = work
         self._then: Callable[[], object] | None = as_here(then, tensors)
         self._lock = threading.Lock()
+        self._kept: set[AfterWork] = set()
+
+    def kept_in(self, kept: set[AfterWork]) -> AfterWork:
+        """Let a group keep this work until its function has run, so that a barrier finds it if its caller does not."""
+        for one in [*kept]:
+            one.is_completed()
+        self._kept = kept
+        kept.add(self)
+        return self
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait for the work, then run the function unless it has run."""
@@ -146,6 +155,7 @@ class AfterWork(TensorsWork):
             if self._then is not None:
                 self._then()
                 self._then = None
+                self._kept.discard(self)
 
 
 def after(work: dist.Work, do: Callable[[], object], tensors: Sequence[Tensor]) -> dist.Work:
