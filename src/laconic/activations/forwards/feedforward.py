@@ -137,7 +137,7 @@ def is_made(x: Tensor) -> bool:
 
 def note_parts(func: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
     """Note on the parts of a tensor that can be rebuilt (gate and up, side by side) that they can be too."""
-    whole = found(args[0]) if isinstance(args[0], Tensor) else None
+    whole = found(args[0]) if args and isinstance(args[0], Tensor) else None
     if whole is None or any(isinstance(leaf, Tensor) for leaf in args[1:]):
         return
     for index, part in enumerate(result if isinstance(result, tuple | list) else ()):
@@ -194,7 +194,7 @@ class ProjectionForward(SiteForward):
 
     def run(self, x: Tensor) -> Tensor:
         """The projection of x by the module's own code, with the note on its output."""
-        replay = Replay(x.device, self.module, self.habit.decisions(self.module.training, (), {}))
+        replay = Replay(x.device, self.module, self.habit.decisions(self.module.training, (x,), {}))
         y, state = replay.run(lambda: self.original(x))
         if y.requires_grad:
             kept = found_or_held(x)  # what the layer itself keeps of x, if that is not all of it
