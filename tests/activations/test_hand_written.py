@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import laconic
-from laconic.activations import ActivationPlan, SavedTensorTracker, find_sites
+from laconic.activations import ActivationPlan, Recompute, SavedTensorTracker, find_sites
 from laconic.activations.forwards.checkpoint import checkpoint
 from laconic.activations.forwards.dropout import pack_mask, unpack_mask
 from laconic.activations.forwards.mixer import MixerForward
@@ -568,3 +568,38 @@ def test_a_permuted_input_comes_back_with_its_strides() -> None:
 
     checkpoint(function, x).sum().backward()
     assert strides == [x.stride()] * 2
+
+
+@pytest.mark.parametrize("names", [("fc1", "act", "fc2"), ("gate_up_proj", "act_fn", "down_proj")])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_relu_in_a_block_passes_on_the_gradients_of_values_that_round_to_zero(
+    names: tuple[str, str, str], recompute: bool
+) -> None:
+    """One of a hundred values does at eight bits, whose gradients are a tenth of all by their norm."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gated = names[0] == "gate_up_proj"
+            self.add_module(names[0], nn.Linear(64, 512 if self.gated else 256))
+            self.add_module(names[1], nn.ReLU())
+            self.add_module(names[2], nn.Linear(256, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            into, act, out = (self.get_submodule(name) for name in names)
+            if not self.gated:
+                return out(act(into(x)))  # type: ignore[no-any-return]
+            gate, up = into(x).chunk(2, -1)
+            return out(act(gate) * up)  # type: ignore[no-any-return]
+
+    model, x, found = nn.Sequential(nn.LayerNorm(64), Block()), torch.randn(128, 64), []
+    twin = copy.deepcopy(model)
+    kinds = {site.name: site.kind for site in find_sites(twin)}
+    assert kinds["1"] == "mlp"
+    chosen = {name: Recompute() if kind == "mlp" and recompute else BlockFormat("int8") for name, kind in kinds.items()}
+    laconic.compress_activations(twin, plan=ActivationPlan(chosen))
+    for each in (model, twin):
+        (each(x) * torch.arange(64).sin()).sum().backward()
+        found.append(gradients_of(each))
+    for name, gradient in found[0].items():
+        assert relative_error(found[1][name], gradient) < 0.03, name

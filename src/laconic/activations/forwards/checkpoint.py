@@ -390,9 +390,9 @@ _CACHES = ("DynamicCache", "EncoderDecoderCache")
 
 def is_empty(cache: Any, layer: int) -> bool:
     """Whether a cache holds nothing for a layer; one that does not say so counts as filled."""
-    parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
+    parts = [getattr(cache, name, cache) for name in ("self_attention_cache", "cross_attention_cache")]
     try:
-        return all(int(part.get_seq_length(layer)) == 0 for part in (parts if None not in parts else (cache,)))
+        return all(int(part.get_seq_length(layer)) == 0 for part in parts)
     except Exception:  # caches of state-space models have no lengths
         return False
 

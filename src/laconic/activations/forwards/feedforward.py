@@ -23,6 +23,7 @@ from laconic.activations.backward import functions
 from laconic.activations.backward.decisions import Habit
 from laconic.activations.backward.replay import Replay
 from laconic.activations.forwards.base import BlockMode, SiteForward
+from laconic.activations.forwards.elementwise import activation
 from laconic.activations.forwards.replacement import replacements_of
 from laconic.activations.host.dtensors import is_packable
 from laconic.activations.host.patched import NATIVE, unpatched
@@ -87,14 +88,19 @@ class ActivationForward(SiteForward):
         return forward
 
     def keeps(self, x: Tensor) -> bool:
-        """Whether a block runs that may pack this input, and the module still computes what was recognized."""
+        """Whether a block runs that may pack this input, and the module still computes what was recognized.
+
+        Not of a relu in a compiled graph, which has no bits for the signs.
+        """
         block = self.block
-        return block is not None and x.requires_grad and self.attributes.unchanged(self.module) and block.may_keep(x)
+        if block is None or (block.spec.activation == "relu" and torch.compiler.is_compiling()):
+            return False
+        return x.requires_grad and self.attributes.unchanged(self.module) and block.may_keep(x)
 
     def run(self, x: Tensor) -> Tensor:
         """The activation of x, saving x packed."""
         assert self.block is not None
-        y = functions.activate(x, self.value(x), self.block.spec.activation, self.block.format)
+        y = activation(x, self.value(x), self.block.spec.activation, self.block.format)
         return self.block._noting_origin(y)
 
 
