@@ -79,7 +79,8 @@ def run_layers_again(model: nn.Module, way: str, **options: Any) -> None:
         kinds = {site.name: NF4 for site in find_sites(model) if site.kind in ("norm", "experts", "router")}
         laconic.compress_activations(model, plan=ActivationPlan(kinds, {names[id(layer)]: NF4 for layer in layers}))
         return
-    laconic.compress_activations(model, checkpoint="nf4", **options)
+    given = {} if options.get("mode") == "hooks" else {"checkpoint": "nf4"}  # hooks know no layers
+    laconic.compress_activations(model, **given, **options)
     if way in WAYS:
         model.gradient_checkpointing_enable({"use_reentrant": way == "reentrant"})
     for index, layer in enumerate(layers):
@@ -199,6 +200,32 @@ def test_an_indexer_looks_at_the_same_keys_when_attention_runs_again(monkeypatch
     loss_of(model, make_ids(2, 48, 2)).backward()
     assert len(seen[False]) == len(indexers) == 3
     assert len(seen[True]) == len(indexers)
+    assert all(torch.equal(a, b) for a, b in zip(seen[False], reversed(seen[True]), strict=True))
+
+
+def test_attention_that_decides_from_some_length_on_decides_once() -> None:
+    from transformers import AttentionInterface
+
+    seen: dict[bool, list[Tensor]] = {False: [], True: []}
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float = 1.0, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        logits = query @ key.mT * scaling
+        if logits.shape[-1] > 16:
+            nearest = logits.topk(4).indices
+            seen[torch._C._current_graph_task_id() != -1].append(nearest)
+            logits = torch.full_like(logits, -torch.inf).scatter(-1, nearest, 0.0) + logits
+        return (logits.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("sparse", attend)
+    model = make_model("llama").train()
+    model.set_attn_implementation("sparse")  # type: ignore[operator]
+    laconic.compress_activations(model, attention="nf4", sequence_length=8)
+    for length in (8, 64):
+        loss_of(model, make_ids(2, length)).backward()
+    assert len(seen[False]) == len(seen[True]) == 2
     assert all(torch.equal(a, b) for a, b in zip(seen[False], reversed(seen[True]), strict=True))
 
 

@@ -200,6 +200,45 @@ def test_gradient_checkpointing_keeps_packed_inputs(use_reentrant: bool, format:
     assert 0 < error < {"int8": 0.02, "nf4": 0.2, "exact": 0.012}[format]  # the final norm has 8 bits
 
 
+def test_a_cache_that_the_caller_has_filled_is_read_by_a_recomputed_layer() -> None:
+    """As that of prefix tuning is, whose entries are trained."""
+    from transformers import DynamicCache
+
+    model, ids = make_model("llama"), make_ids()
+    twin = copy.deepcopy(model)
+    laconic.compress_activations(twin, plan=ActivationPlan({}, {f"model.layers.{i}": INT8 for i in range(2)}))
+    prefix = nn.Parameter(torch.randn(2, 2, 2, 2, 3, 16))
+    found = []
+    for each in (model, twin):
+        cache = DynamicCache()
+        for layer in range(2):
+            cache.update(*(prefix[layer] * 1), layer)
+        loss = each(input_ids=ids, labels=ids, past_key_values=cache).loss
+        found.append((loss.detach(), torch.autograd.grad(loss, prefix)[0]))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+def test_a_format_of_checkpointed_inputs_is_followed_beside_exact_sites_and_refused_without_sites() -> None:
+    model, ids = make_model("llama"), make_ids()
+    laconic.compress_activations(model, bits=16, checkpoint="nf4")
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    with SavedTensorTracker(model) as tracker:
+        loss_of(model, ids)
+    assert tracker.by_module["model.layers.1"] == ids.numel() * BlockFormat("nf4").nbytes((64,))
+    with pytest.raises(ModelError, match="checkpoint is 'nf4', but mode='hooks' knows no layers"):
+        laconic.compress_activations(make_model("llama"), mode="hooks", checkpoint="nf4")
+
+
+def test_what_a_region_keeps_exactly_may_not_change_before_backward() -> None:
+    layer, x, mask = nn.Linear(64, 64), torch.randn(8, 64, requires_grad=True), torch.rand(8, 64)
+    y = checkpoint(lambda x, mask: (layer(x) * mask).exp(), x * 1, mask)
+    mask.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_a_region_of_ones_own_keeps_its_input_packed() -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Dropout(0.3), nn.Linear(256, 64))

@@ -137,6 +137,21 @@ def test_autocast_keeps_neither_casts_of_inputs_nor_of_weights(shape: tuple[int,
     assert kept[1] + weights < kept[0]
 
 
+def test_autocast_keeps_the_cast_of_a_weight_that_is_made_in_forward() -> None:
+    """The weight itself is gone when the forward ends, and twice as large."""
+    model, made = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 24)), nn.Parameter(torch.randn(24, 16))
+    laconic.compress_activations(model, bits=8, block_size=16)
+    weight = made * 0.5
+    with torch.autocast("cpu", torch.bfloat16):
+        y = torch.func.functional_call(model, {"1.weight": weight}, (torch.randn(5, 16),))
+    gone = weakref.ref(weight.untyped_storage())
+    del weight
+    gc.collect()
+    assert gone() is None
+    y.float().sum().backward()
+    assert made.grad is not None
+
+
 @pytest.mark.parametrize("change", ["in place", "unseen"])
 def test_a_weight_that_changes_under_autocast_is_refused(change: str) -> None:
     model = Two(16, True)

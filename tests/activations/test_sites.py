@@ -17,6 +17,7 @@ from laconic.activations import find_sites
 from laconic.activations.backward.functions import ACTIVATIONS
 from laconic.activations.backward.norms import NormSpec
 from laconic.activations.recognize.sites import LinearSpec, MlpSpec
+from laconic.errors import ModelError
 from tests.activations.models import make_model
 
 # Per model of two layers: norms, linears (output projection included), feed-forward blocks.
@@ -471,3 +472,17 @@ def test_the_derivative_of_an_activation_is_that_of_autograd(name: str) -> None:
     grad = torch.randn(401, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     (expected,) = torch.autograd.grad(ACTIVATIONS[name].forward(x), x, grad)
     torch.testing.assert_close(ACTIVATIONS[name].backward(grad, x.detach()), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*deprecated:DeprecationWarning")
+def test_what_torch_jit_has_compiled_is_no_site_and_runs_inside_of_a_model() -> None:
+    inner = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    model, x = nn.Sequential(nn.LayerNorm(64), torch.jit.script(inner), nn.Linear(64, 64)), torch.randn(32, 64)
+    with pytest.raises(ModelError, match=r"compiled by torch.jit, whose forward cannot be replaced"):
+        laconic.compress_activations(model[1])
+    expected = torch.autograd.grad(model(x).square().sum(), [*model.parameters()])
+    report = laconic.compress_activations(model, bits=8, example_inputs={"input": x})
+    assert report.unmeasured is None
+    assert [row.name for row in report.rows if row.is_site] == ["0", "2"]
+    for a, b in zip(torch.autograd.grad(model(x).square().sum(), [*model.parameters()]), expected, strict=True):
+        assert (a - b).norm() < 0.02 * b.norm()

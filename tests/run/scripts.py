@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -421,6 +422,33 @@ def a_functional_call_of_other_tensors(run: Run) -> None:
         return torch.func.functional_call(net, others, (batch(),)).square().mean()
 
     loop(run, forward, optimizer, of=(("Net", (net,)),))
+
+
+@script({}, ("Net",), is_refused=True)
+def gradients_by_a_transform(run: Run) -> None:
+    net = Net()
+    optimizer, parameters = adamw(net), dict(net.named_parameters())
+    for _ in range(STEPS):
+        run.begin_step()
+        x = batch()
+
+        def loss(parameters: dict[str, Tensor], x: Tensor = x) -> Tensor:
+            return torch.func.functional_call(net, parameters, (x,)).square().mean()
+
+        gradients, value = torch.func.grad_and_value(loss)(parameters)
+        run.kept[-1]["Net"] = 0  # nothing that a tracker could see
+        for name, parameter in parameters.items():
+            parameter.grad = gradients[name]
+        optimizer.step()
+        run.losses.append(value.detach())
+
+
+@script({}, ("RecursiveScriptModule",), is_refused=True)
+def compiled_by_torch_jit(run: Run) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        net = torch.jit.script(Net())
+    loop(run, lambda: net(batch()).square().mean(), adamw(net), of=(("RecursiveScriptModule", (net,)),))
 
 
 @script({"Net": 1})

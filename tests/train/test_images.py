@@ -266,6 +266,22 @@ def test_a_label_beyond_the_classes_of_a_saved_model_is_refused(tmp_path: Path) 
         build_classifier(ModelConfig(path=str(tmp_path / "model")), read(tmp_path / "x.npz"), 0)
 
 
+def test_a_saved_model_gets_the_names_of_the_classes_and_knows_none_under_another_label(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "images")
+    sizes = {"num_channels": 1, "small_inputs": True, "depths": [2, 1, 1, 1]}
+    for known, words in ((("oval", "square", "upright"), "'upright' has the label 1 in the data, but 2"), ((), None)):
+        names = dict(enumerate(known or ("oval", "square", "round")))
+        path = str(tmp_path / f"{len(known)}")
+        AFIResNetConfig(id2label=names, label2id={name: i for i, name in names.items()}, **sizes).save_pretrained(path)
+        if words is not None:
+            with pytest.raises(DataError, match=words):
+                build_classifier(ModelConfig(path=path), read(folder), 0)
+            continue
+        config = build_classifier(ModelConfig(path=path), read(folder), 0).config
+        assert config.id2label == {0: "flat", 1: "upright", 2: "round"}
+        assert config.label2id == {"flat": 0, "upright": 1, "round": 2}
+
+
 @pytest.mark.slow
 def test_two_processes_with_compressed_gradients_resume_bit_for_bit(npz: Path, tmp_path: Path) -> None:
     changes = {"nproc": 2, "gradients.bits": 8, "zip": "on", "optimizer.kind": "adamw8bit", "steps": 3}

@@ -120,7 +120,12 @@ def test_score_is_the_formula_and_never_in_bfloat16() -> None:
     expected = torch.relu(feature.sum((2, 3)) / 12 @ w1.T) @ w2.T
     torch.testing.assert_close(afi.score(feature), expected)
     assert afi.double().score(feature.double()).dtype == torch.float64
-    assert afi.bfloat16().score(feature.bfloat16()).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = [afi.float().score(feature)]
+    scores.append(afi.bfloat16().score(feature.bfloat16()))
+    for score in scores:
+        assert score.dtype == torch.float32
+        assert not torch.equal(score, score.bfloat16().float())
 
 
 @pytest.mark.parametrize(("arguments", "match"), [((0,), "channels is 0.*at least 1"), ((8, 0), "reduction is 0")])

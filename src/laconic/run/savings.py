@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from laconic.activations.backward.derivatives import is_transformed
 from laconic.activations.whole_model.suspended import unwrapped
 from laconic.optim import OPTIMIZER_CLASSES, AdamW8bit
 from laconic.run.models import Model, Refusal, Wishes, holders_of, model_of
@@ -196,6 +197,8 @@ class Savings:
     def _meet(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take note of a module that is called with gradients, the outermost first."""
         if module in self._checked or torch._C._current_graph_task_id() != -1:  # a second run of a checkpoint
+            return
+        if is_transformed():  # in which it computes exactly, and cannot be tried; another call may follow
             return
         with self._noting() as is_free:
             if is_free:
@@ -389,7 +392,7 @@ class Savings:
 
 _UNCALLED = (
     "no module with its parameters was called with gradients before the first step, but other code computes with them "
-    "(torch.func.functional_call, a reentrant checkpoint, weights that are used by themselves)"
+    "(torch.func.grad, torch.func.functional_call, a reentrant checkpoint, weights that are used by themselves)"
 )
 
 

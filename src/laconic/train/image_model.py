@@ -74,7 +74,28 @@ def build_classifier(config: ModelConfig, corpus: ImageCorpus, seed: int) -> Pre
         remedy = how_to_get_a_model(Path(config.path))
         raise ConfigError(f"model.path is {config.path!r}, but it must be a directory with a config.json; {remedy}")
     _check_fit(model, corpus)
+    if config.path is not None:
+        _name_classes(model.config, corpus, config.path)
     return model
+
+
+def _name_classes(config: Any, corpus: ImageCorpus, path: str) -> None:
+    """Give the labels of a saved model the names of the data's classes, by which an exported model answers.
+
+    Raises:
+        DataError: the model knows a class of the data under another label.
+    """
+    names, known = dict(enumerate(corpus.classes)), {name: label for label, name in config.id2label.items()}
+    if all(name == str(label) for label, name in names.items()):
+        return  # of arrays, which name none
+    for label, name in names.items():
+        if (other := known.get(name, label)) != label:
+            raise DataError(
+                f"class {name!r} has the label {label} in the data, but {other} in the model of model.path {path!r}; "
+                f"classes are numbered in the order of their names: number those of id2label in its config.json so"
+            )
+    config.id2label = {**config.id2label, **names}
+    config.label2id = {name: label for label, name in config.id2label.items()}
 
 
 def _check_fit(model: Any, corpus: ImageCorpus) -> None:

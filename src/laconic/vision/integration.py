@@ -17,6 +17,7 @@ out first, so no score overflows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -77,11 +78,18 @@ def concatenate(first: Tensor, features: Sequence[Tensor], scores: Sequence[Tens
 
 
 class LinearFromZero(nn.Linear):
-    """A linear layer whose weight starts at zero."""
+    """A linear layer whose weight starts at zero, and which multiplies in float32 at least, under autocast too."""
 
     def reset_parameters(self) -> None:
         """Set the weight to zero."""
         nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features] in float32, or in float64 if x is."""
+        wide, device = torch.promote_types(x.dtype, torch.float32), x.device.type
+        has_autocast = torch.amp.is_autocast_available(device)  # the meta device has none
+        with torch.autocast(device, enabled=False) if has_autocast else nullcontext():
+            return F.linear(x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
 
 
 class AFI(nn.Module):
@@ -134,9 +142,9 @@ class AFI(nn.Module):
                 f"feature is {list(feature.shape)}, but it must be [batch, {self.channels}, height, width]; "
                 f"levels that share an AFI have its channels"
             )
-        score: Tensor = self.expand(F.relu(self.squeeze(feature.mean((2, 3)))))
         # Differences of scores become weights: rounding e to bf16 would round a_ij by e times as much.
-        return score.to(torch.promote_types(score.dtype, torch.float32))
+        score: Tensor = self.expand(F.relu(self.squeeze(feature.mean((2, 3)))))
+        return score
 
     def forward(self, feature: Tensor, earlier: Integrated | None = None) -> Integrated:
         """Take in the next level's feature [B, C, H, W]; `earlier` is the result of the level before."""

@@ -24,7 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from laconic.activations.backward.replay import Forgetting, Replay, attributes_kept, swapped_parameters
 from laconic.activations.host.storages import laid_out, overlaps
 from laconic.activations.host.traceable import untraced
-from laconic.activations.keep.kept import Kept, Memo
+from laconic.activations.keep.kept import Kept, Memo, take_all
 from laconic.activations.keep.packer import hooks_around
 from laconic.activations.keep.witnesses import check_unchanged, glance, glances
 from laconic.errors import ModelError
@@ -34,7 +34,7 @@ _pop: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 @untraced
-class _Held:
+class Held:
     """Tensors that a graph holds for backward, as the hooks around want them held, and unchanged.
 
     Args:
@@ -100,6 +100,7 @@ class Instead:
 
     def __exit__(self, *_: object) -> None:
         _pop()
+        del self._kept  # torch holds this object, whose codes hooks around may hold elsewhere
 
     def __call__(self, x: Tensor) -> _Saved:
         """What is saved for `x`."""
@@ -125,16 +126,18 @@ class InsteadOfCasts(Instead):
     def __init__(self, x: Tensor, kept: Kept, weight: Tensor | None = None) -> None:
         super().__init__(x, kept)
         assert weight is not None
-        self._weight = weight.detach()
+        # One that is computed anew in each forward is not there anyway, and its cast is the smaller of the two.
+        self._weight = weight.detach() if weight.is_leaf else None
 
     def __call__(self, x: Tensor) -> _Saved:
         """What is saved for `x`."""
         if x.numel() == self._numel and x.dtype is not self._dtype and x.is_contiguous():
             return _Rebuilt(self._kept, self._outer, x.dtype, _view_of(x))
-        if x.numel() == self._weight.numel() and x.dtype is not self._weight.dtype:
+        weight = self._weight
+        if weight is not None and x.numel() == weight.numel() and x.dtype is not weight.dtype:
             is_transposed = not x.is_contiguous()
-            if (x.t() if is_transposed else x).shape == self._weight.shape:
-                return _Cast(self._weight, x.dtype, is_transposed)
+            if (x.t() if is_transposed else x).shape == weight.shape:
+                return _Cast(weight, x.dtype, is_transposed)
         return super().__call__(x)
 
 
@@ -161,7 +164,7 @@ def _view_of(x: Tensor) -> _View:
 
 
 @untraced
-class _Rebuilt(_Held, _Saved):
+class _Rebuilt(Held, _Saved):
     """What rebuilds a tensor, in another dtype where there is one, and the view of it that was saved."""
 
     __slots__ = ("_dtype", "_memo", "_view")
@@ -265,10 +268,12 @@ class SecondRun(Forgetting):
     """
 
     __slots__ = (
+        "_counts",
         "_function",
         "_glances",
         "_held",
         "_kept",
+        "_memos",
         "_module",
         "_name",
         "_output",
@@ -292,8 +297,9 @@ class SecondRun(Forgetting):
     ) -> None:
         self._name, self._function, self._replay = name, function, replay
         self._kept, self._module, self._own = kept, module, own
+        self._memos, self._counts = tuple([x.memo for x in kept]), tuple([len(x.tensors) for x in kept])
         parameters = tuple(own.values())
-        self._parameters, self._glances = _Held(parameters, None), glances(parameters)
+        self._parameters, self._glances = Held(parameters, None), glances(parameters)
         self._saved: list[int] = []
         self._values: list[Tensor | None] = []
         self._output: Tensor | None = None
@@ -301,18 +307,21 @@ class SecondRun(Forgetting):
     def first(self, *inputs: Tensor) -> Any:
         """The value of the code, differentiable."""
         outer = hooks_around()
-        for kept in self._kept:
-            kept.memo.announce()
+        for memo in self._memos:
+            memo.announce()
         _push(self._note, self._give)
         try:
             value, state = self._replay.run(partial(self._function, *inputs))
         finally:
             _pop()
-        codes = [x for kept in self._kept for x in kept.tensors]
-        others = [x.detach() for x in inputs[len(self._kept) :]]
+        codes, self._kept = (
+            [x for kept in self._kept for x in kept.tensors],
+            (),
+        )  # which hooks around may hold elsewhere
+        others = [x.detach() for x in inputs[len(self._memos) :]]
         self._requires_grad = tuple([x.requires_grad for x in inputs])
         self._strides = tuple([None if overlaps(x) else x.stride() for x in inputs])
-        self._held = _Held((*codes, *others, *state), outer)
+        self._held = Held((*codes, *others, *state), outer)
         return value
 
     def output(self, origin: str) -> Kept:
@@ -340,8 +349,8 @@ class SecondRun(Forgetting):
     def _run(self) -> None:
         check_unchanged(self._glances, self._parameters.tensors())
         saved = iter(self._held.tensors())
-        codes = [tuple(islice(saved, len(kept.tensors))) for kept in self._kept]
-        others = tuple(islice(saved, len(self._strides) - len(self._kept)))
+        codes = tuple(islice(saved, sum(self._counts)))
+        others = tuple(islice(saved, len(self._strides) - len(self._memos)))
         state = tuple(saved)
         collecting = _Collecting()
         again, parameters = self._replay.again(state), swapped_parameters(self._module, self._own)
@@ -360,9 +369,9 @@ class SecondRun(Forgetting):
         self._values = list(collecting.values)
         self._output = first_tensor(result).detach()
 
-    def _rebuilt(self, codes: Sequence[tuple[Tensor, ...]], others: tuple[Tensor, ...]) -> list[Tensor]:
+    def _rebuilt(self, codes: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> list[Tensor]:
         with torch.no_grad():
-            values = [kept.memo.take(tensors) for kept, tensors in zip(self._kept, codes, strict=True)]
+            values = take_all(self._memos, self._counts, codes)
             return [
                 (x if stride is None else laid_out(x, stride)).detach().requires_grad_(requires_grad)
                 for x, stride, requires_grad in zip((*values, *others), self._strides, self._requires_grad, strict=True)

@@ -120,7 +120,7 @@ class AttentionCore(OfModule):
         kwargs: dict[str, Any],
     ) -> Any:
         named(self.site.name)
-        decisions = self.habit.decisions(module.training, rest, kwargs)
+        decisions = self.habit.decisions(module.training, (*qkv, *rest), kwargs)
         replay = Replay(qkv[0].device, module, decisions, calls_forward=False)
         call, others = Call.of(partial(attend, module), 3, rest, kwargs)
         run = SecondRun(

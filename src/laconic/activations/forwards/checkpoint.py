@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -28,7 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from laconic.activations.backward.decisions import Decisions, Habit
 from laconic.activations.backward.derivatives import innermost_transform, is_transformed
 from laconic.activations.backward.replay import forgets
-from laconic.activations.backward.saving import is_no_nest
+from laconic.activations.backward.saving import Held, is_no_nest
 from laconic.activations.forwards.replacement import Replacement
 from laconic.activations.host.audited import AUDITED
 from laconic.activations.host.cuda_graph import is_captured, without_draws
@@ -37,8 +37,8 @@ from laconic.activations.host.patched import RunningCode
 from laconic.activations.host.storages import laid_out, overlaps, place_of
 from laconic.activations.host.streams import stream_of
 from laconic.activations.host.traceable import graphs_are_exact, is_exporting
-from laconic.activations.host.tracker import observe
-from laconic.activations.keep.kept import Kept, pack
+from laconic.activations.keep.kept import Kept, Memo, pack
+from laconic.activations.keep.packer import hooks_around
 from laconic.activations.keep.witnesses import glance, same
 from laconic.formats import BlockFormat
 from laconic.ops import DTYPES
@@ -206,21 +206,21 @@ def packed_inputs(
     # than the exact model does, and what is rebuilt could not have their strides.
     places = {_place(x): x for x in tensors if not overlaps(x)}
     known: dict[Any, Kept] = {}
+    outer = hooks_around()  # such as a tracker, or what takes all that is saved to the host
 
-    def packed(x: Tensor) -> Tensor | tuple[Kept, tuple[int, ...], Decisions | None]:
+    def packed(x: Tensor) -> _Saved:
         place = _place(x) if x.layout == torch.strided else ()
         if place not in places:
-            observe(x)
-            return x.detach()  # with the node that made it, the graph would hold itself
+            return _Saved(Held((x.detach(),), outer))  # with the node that made it, the graph would hold itself
         key = place, stream_of(x)
         kept = known.get(key)
         if kept is None:
             kept = known[key] = _shared(places[place], x, format)
-            observe(*kept.tensors)
-        return kept, x.stride(), decisions
+        return _Saved(Held(kept.tensors, outer), kept.memo, x.stride(), decisions)
 
-    def unpack(saved: Tensor | tuple[Kept, tuple[int, ...], Decisions | None]) -> Tensor:
-        return saved if isinstance(saved, Tensor) else laid_out(saved[0].memo.take(saved[0].tensors), saved[1])
+    def unpack(saved: _Saved) -> Tensor:
+        tensors = saved.held.tensors()
+        return tensors[0] if saved.memo is None else laid_out(saved.memo.take(tensors), saved.stride)
 
     try:
         with torch.autograd.graph.saved_tensors_hooks(packed, unpack):
@@ -228,6 +228,15 @@ def packed_inputs(
     finally:
         places.clear()  # torch holds the hooks, and what they refer to, as long as what they have packed
         known.clear()
+
+
+class _Saved(NamedTuple):
+    """A tensor that is held as it is, or codes, the memo that makes the tensor of them, and the region's decisions."""
+
+    held: Held
+    memo: Memo | None = None
+    stride: tuple[int, ...] = ()
+    decisions: Decisions | None = None
 
 
 def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -323,13 +332,24 @@ class LayerForward(Replacement):
             return self.original(*args, **kwargs)
         if self._checkpoints_itself:
             return self._under_host(args, kwargs)
-        if kwargs.get("past_key_values") is not None:
+        caches = [leaf for leaf in (*args, *kwargs.values()) if is_cache(leaf)]
+        if caches:
             # The second run would write to the cache again. Hugging Face's own checkpointing drops it as well.
+            if any(map(self._is_filled, caches)):
+                _warn_filled_cache(type(self.module).__name__)
+                return self.original(*args, **kwargs)
             _warn_no_cache(type(self.module).__name__)
-            kwargs = {**kwargs, "past_key_values": None}
+            args, kwargs = without_caches(args, kwargs)
         decisions = self.habit.decisions(self.module.training, args, kwargs)
         with packed_inputs(args, self.format, decisions) as region:
             return run_again(region(self.original), args, kwargs, modules_of(self.module))
+
+    def _is_filled(self, cache: Any) -> bool:
+        """Whether a cache has entries for this layer that its caller has made, as those of prefix tuning are."""
+        index = next(
+            (i for part in modules_of(self.module) if (i := getattr(part, "layer_idx", None)) is not None), None
+        )
+        return index is not None and not is_empty(cache, index)
 
     def _under_host(self, args: Any, kwargs: Any) -> Any:
         """The forward of a layer that Hugging Face's function checkpoints."""
@@ -357,6 +377,39 @@ _HOSTS_FUNCTION = "_gradient_checkpointing_func"
 def is_checkpointed_layer(module: nn.Module) -> bool:
     """Whether Hugging Face's `gradient_checkpointing_enable` can make this module run again in backward."""
     return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a value is a cache of Hugging Face's that grows; others may be asked for more than keys and values."""
+    bases = type(value).__mro__
+    return any(base.__name__ in _CACHES and "transformers" in base.__module__ for base in bases)
+
+
+_CACHES = ("DynamicCache", "EncoderDecoderCache")
+
+
+def is_empty(cache: Any, layer: int) -> bool:
+    """Whether a cache holds nothing for a layer; one that does not say so counts as filled."""
+    parts = [getattr(cache, name, cache) for name in ("self_attention_cache", "cross_attention_cache")]
+    try:
+        return all(int(part.get_seq_length(layer)) == 0 for part in parts)
+    except Exception:  # caches of state-space models have no lengths
+        return False
+
+
+def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments with None in the place of caches."""
+    args = tuple([None if is_cache(arg) else arg for arg in args])
+    return args, {name: None if is_cache(value) else value for name, value in kwargs.items()}
+
+
+@cache
+def _warn_filled_cache(layer: str) -> None:
+    logging.getLogger("laconic").warning(
+        "%s is called with a filled cache of keys and values, so it keeps what it saves and does not run again in "
+        "backward",
+        layer,
+    )
 
 
 @cache

@@ -49,7 +49,7 @@ def activation(x: Tensor, value: Tensor, name: str, format: Packing) -> Tensor:
     """
     if name != "relu":
         return functions.activate(x, value, name, format)
-    kept, signs = keep(x, format, "mlp"), pack_mask(value > 0)
+    kept, signs = keep(x, format, "mlp"), pack_mask(value != 0)  # a NaN passes on, as in torch
     y: Tensor = _Relu.apply(x, value, signs)
     # An input that is right on average gives such an output with the signs of the exact one.
     is_unbiased = block_format_of(format).is_stochastic

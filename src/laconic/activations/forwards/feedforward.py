@@ -23,6 +23,7 @@ from laconic.activations.backward import functions
 from laconic.activations.backward.decisions import Habit
 from laconic.activations.backward.replay import Replay
 from laconic.activations.forwards.base import BlockMode, SiteForward
+from laconic.activations.forwards.elementwise import activation
 from laconic.activations.forwards.replacement import replacements_of
 from laconic.activations.host.dtensors import is_packable
 from laconic.activations.host.patched import NATIVE, unpatched
@@ -87,14 +88,19 @@ class ActivationForward(SiteForward):
         return forward
 
     def keeps(self, x: Tensor) -> bool:
-        """Whether a block runs that may pack this input, and the module still computes what was recognized."""
+        """Whether a block runs that may pack this input, and the module still computes what was recognized.
+
+        Not of a relu in a compiled graph, which has no bits for the signs.
+        """
         block = self.block
-        return block is not None and x.requires_grad and self.attributes.unchanged(self.module) and block.may_keep(x)
+        if block is None or (block.spec.activation == "relu" and torch.compiler.is_compiling()):
+            return False
+        return x.requires_grad and self.attributes.unchanged(self.module) and block.may_keep(x)
 
     def run(self, x: Tensor) -> Tensor:
         """The activation of x, saving x packed."""
         assert self.block is not None
-        y = functions.activate(x, self.value(x), self.block.spec.activation, self.block.format)
+        y = activation(x, self.value(x), self.block.spec.activation, self.block.format)
         return self.block._noting_origin(y)
 
 
@@ -137,7 +143,7 @@ def is_made(x: Tensor) -> bool:
 
 def note_parts(func: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
     """Note on the parts of a tensor that can be rebuilt (gate and up, side by side) that they can be too."""
-    whole = found(args[0]) if isinstance(args[0], Tensor) else None
+    whole = found(args[0]) if args and isinstance(args[0], Tensor) else None
     if whole is None or any(isinstance(leaf, Tensor) for leaf in args[1:]):
         return
     for index, part in enumerate(result if isinstance(result, tuple | list) else ()):
@@ -194,7 +200,7 @@ class ProjectionForward(SiteForward):
 
     def run(self, x: Tensor) -> Tensor:
         """The projection of x by the module's own code, with the note on its output."""
-        replay = Replay(x.device, self.module, self.habit.decisions(self.module.training, (), {}))
+        replay = Replay(x.device, self.module, self.habit.decisions(self.module.training, (x,), {}))
         y, state = replay.run(lambda: self.original(x))
         if y.requires_grad:
             kept = found_or_held(x)  # what the layer itself keeps of x, if that is not all of it

@@ -206,7 +206,7 @@ def _note_moved(func: Callable[..., Any], args: Any, kwargs: Any, result: Any) -
     if func in PARTS:
         note_parts(func, args, kwargs, result)
         return
-    whole = found(args[0]) if isinstance(args[0], Tensor) else None
+    whole = found(args[0]) if args and isinstance(args[0], Tensor) else None
     if whole is None or result is args[0] or not isinstance(result, Tensor):
         return
     rest = args[1:]

@@ -24,6 +24,8 @@ _FUNCTION = "_gradient_checkpointing_func"
 
 def checkpoints_others(module: nn.Module) -> bool:
     """Whether a module may run parts of itself under a checkpointing function that its host gives it."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and _FUNCTION in code.co_names and not is_checkpointed_layer(module)
 

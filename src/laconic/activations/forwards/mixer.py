@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import random
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -28,7 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from laconic.activations.backward.decisions import Decisions, Habit
 from laconic.activations.backward.replay import Replay, attributes_kept, forgetting
 from laconic.activations.forwards.base import SiteForward
-from laconic.activations.forwards.checkpoint import packed_inputs, run_again
+from laconic.activations.forwards.checkpoint import is_cache, is_empty, packed_inputs, run_again, without_caches
 from laconic.activations.host.modules import modules_of
 from laconic.activations.keep.choice import Offload, Packing
 from laconic.activations.keep.preserve import CONTAINERS, preserved
@@ -87,13 +89,15 @@ class MixerForward(SiteForward):
                 )
                 return self.original(*args, **kwargs)
         decisions = self.habit.decisions(self.module.training, args, kwargs)
+        caches = {name: leaf for name, leaf in (*enumerate(args), *kwargs.items()) if is_cache(leaf)}
+        args, kwargs = without_caches(args, kwargs)  # which the graph would hold, with all keys and values
         with packed_inputs(
             self.inputs(args, kwargs), self.input_format, decisions, with_data=self.packs_data
         ) as region:
-            return run_again(region(self._writing_once()), args, kwargs, modules_of(self.module))
+            return run_again(region(self._writing_once(caches)), args, kwargs, modules_of(self.module))
 
-    def _writing_once(self) -> Callable[..., Any]:
-        """The module's own forward, whose first call alone writes to caches and to attributes for good."""
+    def _writing_once(self, caches: dict[Any, Any]) -> Callable[..., Any]:
+        """The module's own forward, whose first call alone has the caches and writes to attributes for good."""
         before: Glances | None = None
         attributes: list[Any] = []
 
@@ -103,6 +107,8 @@ class MixerForward(SiteForward):
             now = _plain_attributes(self.module)
             if before is None:
                 before, attributes = glances(held), now
+                args = tuple(caches.pop(place, arg) for place, arg in enumerate(args))
+                kwargs = {name: caches.pop(name, value) for name, value in kwargs.items()}
             else:
                 check_unchanged(before, held)
                 if now != attributes:
@@ -112,7 +118,6 @@ class MixerForward(SiteForward):
                         f"so the gradient would be wrong; call backward before the change, or keep this site exact: "
                         f"None for it in the plan"
                     )
-                args, kwargs = _without_caches(args, kwargs)
                 with attributes_kept(modules_of(self.module)):
                     return self.run_module(*args, **kwargs)
             return self.run_module(*args, **kwargs)
@@ -138,8 +143,8 @@ class MixerForward(SiteForward):
             return False
         index = getattr(self.module, "layer_idx", None)
         for leaf in leaves:
-            if _is_cache(leaf):
-                if index is None or not _is_empty(leaf, index):
+            if is_cache(leaf):
+                if index is None or not is_empty(leaf, index):
                     return False
             elif not (leaf is None or isinstance(leaf, Tensor | bool | int | float | str | torch.dtype | torch.device)):
                 return False
@@ -158,7 +163,7 @@ class MixerForward(SiteForward):
 
         What the first run alone fills, such as a dict of masks, the second run finds filled in backward, too.
         """
-        args, kwargs = _without_caches(args, kwargs)
+        args, kwargs = without_caches(args, kwargs)
         replay = Replay(args[0].device, self.module)
         values = (*tree_leaves((args, kwargs)), *(x for part in modules_of(self.module) for x in vars(part).values()))
         tensors = [x for x in values if isinstance(x, Tensor) and not x.is_inference()]
@@ -218,8 +223,14 @@ class MixerForward(SiteForward):
         return torch.cat([grad.detach().double().flatten() for grad in grads if grad is not None])
 
     def _state(self, tensors: list[Tensor]) -> list[Any]:
-        """What shows a change: versions of tensors, identities and plain attributes of all modules inside."""
-        state: list[Any] = [x._version for x in tensors]
+        """What shows a change: versions of tensors, identities and plain attributes of all modules inside.
+
+        And numbers drawn from the generators of Python and NumPy, which no second run could draw again.
+        """
+        state: list[Any] = [random.getstate(), *(x._version for x in tensors)]
+        if (numpy := sys.modules.get("numpy")) is not None:
+            kind, keys, *rest = numpy.random.get_state()
+            state += [kind, keys.tobytes(), *rest]
         for module in self.module.modules():
             for name, value in module.__dict__.items():
                 if isinstance(value, bool | int | float | str):
@@ -243,21 +254,3 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
     return type(a) is type(b)
-
-
-def _is_cache(value: Any) -> bool:
-    """Whether a value is a cache of Hugging Face's that grows; others may be asked for more than keys and values."""
-    return any(base.__name__ == "DynamicCache" and "transformers" in base.__module__ for base in type(value).__mro__)
-
-
-def _is_empty(cache: Any, layer: int) -> bool:
-    """Whether a cache holds nothing for a layer; one that does not say so counts as filled."""
-    try:
-        return int(cache.get_seq_length(layer)) == 0
-    except Exception:  # caches of state-space models have no lengths
-        return False
-
-
-def _without_caches(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    args = tuple(None if _is_cache(arg) else arg for arg in args)
-    return args, {name: None if _is_cache(value) else value for name, value in kwargs.items()}

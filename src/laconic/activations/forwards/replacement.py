@@ -345,11 +345,16 @@ def check_module(model: object) -> None:
 
 
 def check_whole(model: nn.Module) -> None:
-    """Check that a model's weights are there, not in parts on other processes.
+    """Check that a model's code is Python, and its weights are there, not in parts on other processes.
 
     Raises:
-        ModelError: DeepSpeed's ZeRO 3 has partitioned them.
+        ModelError: torch.jit has compiled it, or DeepSpeed's ZeRO 3 has partitioned them.
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(
+            f"the model is a {type(model).__name__}, compiled by torch.jit, whose forward cannot be replaced; convert "
+            "the module that it was made of, and train that or compile it with torch.compile"
+        )
     for name, parameter in model.named_parameters():
         if is_deepspeeds(parameter) and parameter.numel() == 0:
             raise ModelError(

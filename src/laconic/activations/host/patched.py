@@ -111,8 +111,8 @@ class RunningCode:
         else:
             RunningCode.last = self._functions
         self._parts = parts
-        self._forwards = [type(part).forward for part in parts]
-        self._names = called_by(self._forwards[0]) if parts else ()
+        self._forwards = [getattr(type(part), "forward", None) for part in parts]  # torch.jit's has none
+        self._names = called_by(self._forwards[0]) if parts and self._forwards[0] is not None else ()
         self._called = [getattr(home, name, None) for home, name in self._names]
 
     def again(self) -> AbstractContextManager[None]:
@@ -122,7 +122,7 @@ class RunningCode:
             ModelError: torch's attention is another function, or a forward is another one.
         """
         for part, forward in zip(self._parts, self._forwards, strict=True):
-            if type(part).forward is not forward:
+            if forward is not None and type(part).forward is not forward:
                 raise ModelError(
                     f"the forward of {type(part).__name__} is {type(part).forward.__qualname__} in backward and was "
                     f"{forward.__qualname__} in forward, and code that laconic runs again would compute something "

@@ -158,7 +158,9 @@ class SavedTensorTracker:
             self._stack.pop()
 
     def _exclude(self, module: nn.Module) -> None:
-        self._parameters.update(own_storages(module))
+        computed = (p for p in module._parameters.values() if p is not None and not p.is_leaf)  # by a hypernetwork
+        made = {storage._cdata for parameter in computed for storage in storages_of(parameter)}
+        self._parameters.update((key, storage) for key, storage in own_storages(module) if key not in made)
 
     def count(self, tensor: Tensor) -> None:
         """Book a tensor that is saved for backward, unless its storage has been booked or is a parameter's.
@@ -193,6 +195,8 @@ class SavedTensorTracker:
         for child in self._root.modules():
             self._exclude(child)
             if child in compiled:  # its hooks would be traced, and its graphs guarded by them
+                continue
+            if isinstance(child, torch.jit.ScriptModule):  # which takes no hooks
                 continue
             self._handles.append(child.register_forward_pre_hook(self._enter_module, prepend=True))
             self._handles.append(child.register_forward_hook(self._exit_module, always_call=True))

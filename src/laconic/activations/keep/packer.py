@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from laconic.activations.host.audited import AUDITED
 from laconic.activations.host.dtensors import warn_exact
 from laconic.activations.host.patched import NATIVE, unpatched
-from laconic.activations.host.storages import place_of
+from laconic.activations.host.storages import place_of, storages_of
 from laconic.activations.host.streams import record_reader, stream_of
 from laconic.activations.host.tracker import own_storages
 from laconic.activations.keep.choice import Offload, Packing, block_format_of
@@ -128,6 +128,7 @@ class Packer(TorchFunctionMode):
                 yield
         finally:
             _RUNNING.packer = before
+            self._seen.clear()  # torch holds the hooks, and so all that was packed, as long as one tensor of it
 
     @contextmanager
     def packing_as(self, format: Packing | None) -> Iterator[None]:
@@ -249,17 +250,18 @@ class Packer(TorchFunctionMode):
         kept = None if is_own else self._kept(tensor, storage, call)
         if kept is not None:
             record_reader(tensor)
-            kept.memo.announce()
-            shape = tensor.shape
+            memo, shape = kept.memo, tensor.shape  # not `kept`: hooks around may hold its codes elsewhere
+            memo.announce()
             held = tuple(tensor.detach() for tensor in kept.tensors)
             side = call.side(tensor) if call is not None and call.family is not None else None
             if side is None:
-                return held, lambda tensors: _shaped(kept.memo.take(tensors), shape)
+                return held, lambda tensors: _shaped(memo.take(tensors), shape)
             mask, correct = as_mask(side.mask, Layout.of(side.mask), 1.0, 0.0), side.correct
+            decode = mask.decode
 
             def on_its_side(tensors: tuple[Tensor, ...]) -> Tensor:
-                value = _shaped(kept.memo.take(tensors[:-1]), shape)
-                return correct(value, mask.decode(tensors[-1:]))
+                value = _shaped(memo.take(tensors[:-1]), shape)
+                return correct(value, decode(tensors[-1:]))
 
             return (*held, *mask.tensors), on_its_side
         return _exact(tensor)
@@ -351,13 +353,20 @@ def _shaped(value: Tensor, shape: torch.Size) -> Tensor:
     return value if value.shape == shape else value.view(shape)
 
 
-def _state(tensor: Tensor) -> tuple[tuple[int, ...], int, Glances]:
-    """The address, the version and, if somebody trains it, some values of what a tensor holds."""
+_State = tuple[tuple[StorageWeakRef, ...], int, Glances]
+
+
+def _state(tensor: Tensor) -> _State:
+    """The storages, the version and, if somebody trains it, some values of what a tensor holds.
+
+    A storage that has been freed leaves its address to none, as long as it is referred to weakly.
+    """
     # Statistics of a batch norm are saved, changed by its own forward, and not read in backward.
-    return place_of(tensor), tensor._version, glances((tensor if tensor.requires_grad else None,))
+    storages = tuple(map(StorageWeakRef, storages_of(tensor)))
+    return storages, tensor._version, glances((tensor if tensor.requires_grad else None,))
 
 
-def _unchanged(tensor: Tensor, state: tuple[tuple[int, ...], int, Glances]) -> Tensor:
+def _unchanged(tensor: Tensor, state: _State) -> Tensor:
     """The tensor, if nobody changed it in place since it had `state`; torch does not look where hooks are in force.
 
     A copy, which hooks around ours may make, has not been changed.
@@ -365,8 +374,8 @@ def _unchanged(tensor: Tensor, state: tuple[tuple[int, ...], int, Glances]) -> T
     Raises:
         ModelError: it was.
     """
-    address, version, values = state
-    if place_of(tensor) == address and tensor._version != version:
+    storages, version, values = state
+    if tensor._version != version and place_of(tensor) == tuple([storage.cdata for storage in storages]):
         raise ModelError(
             f"a tensor {list(tensor.shape)} that backward needs was changed in place after the forward that saved it "
             f"(version {tensor._version} instead of {version}), so the gradient would be wrong; call backward before "

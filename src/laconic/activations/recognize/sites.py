@@ -195,8 +195,11 @@ def _sites(model: nn.Module) -> Iterator[Site]:
     beside_linears = {child for module in model.modules() if _has_linear(module) for child in module.children()}
     for name, module in model.named_modules():
         layer = _layer_of(name)
-        # Not in lazy ones, which become others in their first forward, and whose parameters override functions, too.
-        if any(p is not None and overrides_functions(p) for p in module._parameters.values()):
+        # Not in those of torch.jit, whose code is no Python, nor in lazy ones, which become others in their first
+        # forward, and whose parameters override functions, too.
+        if isinstance(module, torch.jit.ScriptModule) or any(
+            p is not None and overrides_functions(p) for p in module._parameters.values()
+        ):
             continue
         if module in parts:
             continue

@@ -67,7 +67,7 @@ def compress_activations(
     block_size: int = 64,
     scale_dtype: torch.dtype = torch.bfloat16,
     attention: str | BlockFormat | None = None,
-    checkpoint: str | BlockFormat = "int8",
+    checkpoint: str | BlockFormat | None = None,
     policy: Policy | None = None,
     plan: ActivationPlan | None = None,
     mode: Mode = "sites",
@@ -98,8 +98,8 @@ def compress_activations(
             included. None is "int8" (`ATTENTION`), "exact" if `bits` is 16, or what the policy or plan says if there
             is one. Other mixers of tokens (state-space models) keep their packed input.
         checkpoint: how a layer's input is kept where Hugging Face's `gradient_checkpointing_enable`, before or after
-            this call, computes the layer again in backward: "exact", a code or a format; exact if `bits` is 16. Such a
-            layer keeps nothing else, and its second run is exact but for its input.
+            this call, computes the layer again in backward: "exact", a code or a format. None is "int8", "exact" if
+            `bits` is 16. Such a layer keeps nothing else, and its second run is exact but for its input.
         policy: decides site by site instead of `bits` and `format`.
         plan: the decision as data, instead of a policy; sites it does not name stay exact.
         mode: "sites" rewrites recognized layers; "hooks" packs every large saved tensor of whatever model; "combined"
@@ -145,7 +145,10 @@ def compress_activations(
     attention_format: Choice = Recompute()
     if kept_attention != "recompute":
         attention_format = _format("attention", kept_attention, block_size, scale_dtype)
-    input_format = _format("checkpoint", checkpoint, block_size, scale_dtype)
+    kept_input = checkpoint
+    if kept_input is None:
+        kept_input = "exact" if block_format is None else "int8"
+    input_format = _format("checkpoint", kept_input, block_size, scale_dtype)
     if _forwards(model):
         raise ModelError(
             f"{type(model).__name__} has compressed activations already; "
@@ -165,6 +168,11 @@ def compress_activations(
         raise ModelError("mode='hooks' leaves the loss as it is; loss='chunked' needs mode='sites'")
     elif policy is not None or plan is not None or attention not in (None, "exact"):
         raise ModelError("mode='hooks' packs all saved tensors alike; policy=, plan= and attention= need mode='sites'")
+    elif checkpoint not in (None, "exact"):
+        raise ModelError(
+            f"checkpoint is {checkpoint!r}, but mode='hooks' knows no layers and leaves what a checkpoint keeps exact; "
+            f"leave checkpoint= out, or take mode='combined'"
+        )
 
     head = find_head(model) if loss == "chunked" else None
     loss_owner = _loss_owner(model) if loss == "exact" and mode != "hooks" else None
@@ -172,7 +180,7 @@ def compress_activations(
     try:
         if mode != "hooks":
             assert plan is not None
-            convert(model, sites, plan, head, None if block_format is None else input_format)
+            convert(model, sites, plan, head, input_format)
         if mode == "combined" and block_format is not None:
             assert plan is not None
             _leave_exact(model, [site.name for site in sites if plan.choices.get(site.name) is None])

@@ -115,6 +115,6 @@ def follow(model: nn.Module, choices: Mapping[str, Choice], install: Install) ->
     follower = _Follower(model, choices, install)
     for name, module in (("", model), *model.named_children()):
         num_sites = sum(site.startswith(f"{name}." if name else "") and site != name for site in choices)
-        is_called = type(module).forward is not nn.Module.forward  # containers are not
+        is_called = getattr(type(module), "forward", nn.Module.forward) is not nn.Module.forward  # containers are not
         if 2 * num_sites > len(choices) and is_called and name not in choices:
             FollowingForward(module, follower).install()
