@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from typing import Any
 
@@ -101,6 +102,13 @@ def make_model(family: str, **overrides: Any) -> nn.Module:
 def make_ids(batch: int = 2, length: int = 48, seed: int = 1) -> Tensor:
     """Random tokens [batch, length]."""
     return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def cache_name() -> str:
+    """What models call their cache, as an argument and of their output; transformers 5.24 renamed it."""
+    from transformers import LlamaForCausalLM
+
+    return "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
 
 def loss_of(model: nn.Module, ids: Tensor, seed: int = 0) -> Tensor:

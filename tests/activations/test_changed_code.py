@@ -133,7 +133,10 @@ def test_what_changes_before_code_runs_again_is_refused(change: str) -> None:
     if change == "attribute":
         attention.inv_norm_factor *= 3
     else:
-        attention.embed_positions.data.mul_(3)
+        buffer = next(attention.buffers(), None)
+        if buffer is None:
+            pytest.skip("attention of this transformers' GPT-J has no buffer")
+        buffer.data.mul_(3)
     with pytest.raises(ModelError, match=r"inv_norm_factor changed since its forward|holds other values in backward"):
         loss.backward()
 

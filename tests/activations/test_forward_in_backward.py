@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 import laconic
 from laconic.activations import SavedTensorTracker
-from tests.activations.models import are_equal, gradients_of, make_ids, make_model, relative_error
+from tests.activations.models import are_equal, cache_name, gradients_of, make_ids, make_model, relative_error
 from tests.grid import grid
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
@@ -257,7 +257,7 @@ def test_a_cache_is_filled_by_the_first_run_wherever_that_is() -> None:
     def hook(grad: Tensor) -> None:
         with torch.enable_grad():
             cache = DynamicCache(config=model.config)
-            model(input_ids=ids, past_key_values=cache, use_cache=True).logits.sum().backward()
+            model(input_ids=ids, **{cache_name(): cache}, use_cache=True).logits.sum().backward()
         lengths.append(cache.get_seq_length())
 
     x = torch.ones((), requires_grad=True)

@@ -27,7 +27,7 @@ from laconic.activations.recognize.sites import MixerSpec, Site
 from laconic.formats import BlockFormat
 from laconic.optim.in_backward import UsedGradient
 from tests.activations.hand_written import Attention, FunctionsOnly, Language, Recurrent
-from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
+from tests.activations.models import cache_name, gradients_of, loss_of, make_ids, make_model, relative_error
 from tests.grid import few, grid
 
 MODELS = [
@@ -425,7 +425,7 @@ def test_a_cache_that_the_first_run_fills_is_not_filled_again(family: str) -> No
         out.loss.backward()
         results.append((out, gradients_of(each)))
     assert torch.equal(results[0][0].loss, results[1][0].loss)
-    assert [out.past_key_values.get_seq_length(layer) for out, _ in results for layer in (0, 1)] == [16] * 4
+    assert [getattr(out, cache_name()).get_seq_length(layer) for out, _ in results for layer in (0, 1)] == [16] * 4
     for name, grad in results[1][1].items():
         assert relative_error(grad, results[0][1][name]) < 0.1, name
 
@@ -433,13 +433,13 @@ def test_a_cache_that_the_first_run_fills_is_not_filled_again(family: str) -> No
 def test_a_call_with_a_filled_cache_runs_as_it_is() -> None:
     model, ids = make_model("bloom"), make_ids(length=16)
     with torch.no_grad():
-        past = model(input_ids=ids, use_cache=True).past_key_values
+        past = getattr(model(input_ids=ids, use_cache=True), cache_name())
     twin, past_of_twin = copy.deepcopy(model), copy.deepcopy(past)
     laconic.compress_activations(twin, bits=8)
     losses = []
     for each, cache in ((model, past), (twin, past_of_twin)):
         torch.manual_seed(0)
-        loss = each(input_ids=ids, labels=ids, past_key_values=cache).loss
+        loss = each(input_ids=ids, labels=ids, **{cache_name(): cache}).loss
         loss.backward()
         losses.append(loss.detach())
     assert torch.equal(*losses)

@@ -29,6 +29,7 @@ from laconic.formats import BlockFormat
 from tests.activations.models import (
     are_equal,
     both_gradients,
+    cache_name,
     gradients_of,
     loss_of,
     make_ids,
@@ -178,7 +179,7 @@ def test_a_cache_asked_for_is_dropped_by_a_recomputed_layer() -> None:
     loss_of(model, ids).backward()
     assert all(torch.equal(grad, got[name]) for name, grad in gradients_of(model).items())
     with torch.no_grad():
-        assert model(input_ids=ids, use_cache=True).past_key_values.get_seq_length(0) == ids.shape[1]
+        assert getattr(model(input_ids=ids, use_cache=True), cache_name()).get_seq_length(0) == ids.shape[1]
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # its newer name is not in 5.0
@@ -213,7 +214,7 @@ def test_a_cache_that_the_caller_has_filled_is_read_by_a_recomputed_layer() -> N
         cache = DynamicCache()
         for layer in range(2):
             cache.update(*(prefix[layer] * 1), layer)
-        loss = each(input_ids=ids, labels=ids, past_key_values=cache).loss
+        loss = each(input_ids=ids, labels=ids, **{cache_name(): cache}).loss
         found.append((loss.detach(), torch.autograd.grad(loss, prefix)[0]))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])

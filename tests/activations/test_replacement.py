@@ -274,7 +274,7 @@ def blocks(options: dict[str, Any]) -> tuple[nn.Module, nn.Module, Tensor]:
     return model, twin, torch.randn(64, 64)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, for jvp
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, for jvp
 @pytest.mark.parametrize("options", [{}, {"mode": "hooks"}])
 def test_functional_transforms_are_exact(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     from laconic.activations.backward.derivatives import _warn_it_is_exact

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from laconic.infer.transformers_seam import CacheLimits
 from laconic.infer.transformers_seam.sampler import Sampler
 from laconic.schedule.inference import InferencePlan
+from tests.activations.models import cache_name
 from tests.infer.inside import Inside
 from tests.infer.models import make
 
@@ -51,8 +52,8 @@ def logits_in_steps(model: Any, prompt: list[int], tokens: list[int], step: int)
     ids, cache, found = torch.tensor([prompt + tokens[:-1]]), None, []
     cuts = [*range(0, len(prompt), step), *range(len(prompt), ids.shape[1])]
     for start, end in zip(cuts, [*cuts[1:], ids.shape[1]], strict=True):
-        output = model(ids[:, start:end], past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(ids[:, start:end], **{cache_name(): cache}, use_cache=True)
+        cache = getattr(output, cache_name())
         found.append(output.logits[0].float())
     return torch.cat(found)[len(prompt) - 1 :]
 

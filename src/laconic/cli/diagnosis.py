@@ -132,7 +132,7 @@ def _kernel_text(kernel: dict[str, str]) -> str:
 
 
 def _versions() -> dict[str, str | None]:
-    return {package: _version(package) for package in _PACKAGES}
+    return {package: _version(package) for package in _PACKAGES} | {"torch": torch.__version__}  # which names its build
 
 
 def _version(package: str) -> str | None:

@@ -170,8 +170,9 @@ def _noise(model: Any, trial: Trial, last: Tensor) -> float:
     """Return by how much a sequence's last logits, [1, vocabulary], move when its last token comes by itself."""
     tokens = torch.tensor([trial.inputs], device=model.device)
     try:
-        cache = model(input_ids=tokens[:, :-1], use_cache=True).past_key_values
-        logits = model(input_ids=tokens[:, -1:], past_key_values=cache, use_cache=True).logits
+        before = model(input_ids=tokens[:, :-1], use_cache=True)
+        name = "cache" if "cache" in before else "past_key_values"  # before transformers 5.24
+        logits = model(input_ids=tokens[:, -1:], use_cache=True, **{name: before[name]}).logits
         return max(difference(logits[0].float().cpu(), last))
     except Exception:  # a family without such a cache, or a sequence of one token, says nothing about rounding
         return 0.0
