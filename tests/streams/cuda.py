@@ -58,7 +58,8 @@ class _Stream:
     def __init__(self, device: Device, queue: Queue) -> None:
         self._device, self.queue = device, queue
         self.device = torch.device("cuda", queue.index)
-        self.cuda_stream = id(queue)
+        self.cuda_stream = self.stream_id = id(queue)
+        self.device_index, self.device_type = queue.index, 1  # CUDA, as torch numbers kinds of devices
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Stream) and other.queue is self.queue

@@ -66,9 +66,9 @@ def claim_run_dir(lock: RunLock, run_dir: Path, resume: bool, world: World, own:
             lock.acquire(run_dir)
             if not own:
                 _check(run_dir, resume)
-            # What a killed run left; an own launcher may be writing its record now.
-            for torn in (*run_dir.glob(".config.toml.*"), *([] if own else run_dir.glob(f".{LAUNCH_FILE}.*"))):
-                torn.unlink()
+            for torn in run_dir.glob(".*.tmp"):  # what a killed run left
+                if not own or not torn.name.startswith(f".{LAUNCH_FILE}."):  # which an own launcher may be writing now
+                    torn.unlink()
 
 
 def _check(run_dir: Path, resume: bool) -> None:
