@@ -80,10 +80,12 @@ def test_two_ranks(programs: list[Program], tmp_path: Path) -> None:
     [
         (quantized, ["foreach_all_gather"]),  # the gather for the copy into its buffer
         (quantized, ["foreach_all_gather_copy_out"]),  # computation for the gather
-        (quantized, ["_wait_all_gather_streams_on_event"]),  # the next gather for the copy out of the buffer it gets
+        # The next gather for the copy out of the buffer it gets. torch 2.15 has other names for this and the end.
+        (quantized, ["_wait_all_gather_streams_on_event", "wait_all_gather_streams_on_event"]),
         (quantized, ["foreach_reduce"]),  # the reduction for the gradients
-        (quantized, ["finalize_backward"]),  # the optimizer for the division behind the reduction
-        (native, ["finalize_backward", "_root_post_backward_final_callback"]),  # either of them would be enough
+        # The optimizer for the division behind the reduction; natively either of the first two would be enough.
+        (quantized, ["finalize_backward", "_end_backward_iteration"]),
+        (native, ["finalize_backward", "_root_post_backward_final_callback", "_end_backward_iteration"]),
         (quantized, ["collect"]),  # of this package: announcements
         (quantized, ["wait_all"]),  # messages
         (reduced_in_slots, ["wait"]),  # the caller for the link, and the link for the stream of the gradients
