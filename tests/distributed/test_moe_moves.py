@@ -118,7 +118,7 @@ def ranks_that_disagree_are_refused() -> None:
         mover.swap([(0, 7), (1, 6 - rank)])
     if rank == 0:
         optimizers[0].state[experts_of(layers)[0]]["step"] = torch.tensor(1.0)
-    with pytest.raises(ConfigError, match=r"gate_up\.step of layer 0 is 1\.0 on rank 0 and None on rank 1"):
+    with pytest.raises(ConfigError, match=r"gate_up\.step of layer 0 is 1\.0 on rank 0 and missing on rank 1"):
         mover.swap([(0, 7), None])
     assert mover.placement(0).is_identity
     assert all(map(torch.equal, before, experts_of(layers)))

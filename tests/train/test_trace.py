@@ -338,7 +338,7 @@ def test_a_llama_keeps_what_closed_formulas_say(precision: Any, loss: Any) -> No
 
     def facts(units: tuple[Unit, ...], codes: tuple[str, ...]) -> list[Any]:
         packed = [[u.nbytes(Choice(code)) for code in codes] for u in units]
-        same = [replace(u, packed=(), rows=(), beside_nbytes=0) for u in units]
+        same = [replace(u, packed=(), num_elements=None, beside_nbytes=0) for u in units]
         return [same, packed]
 
     assert facts(found.units, ("int8", "int6", "int5", "nf4")) == facts(expected.units, ("int8", "int6", "int5", "nf4"))
