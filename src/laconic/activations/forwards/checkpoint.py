@@ -332,10 +332,10 @@ class LayerForward(Replacement):
             return self.original(*args, **kwargs)
         if self._checkpoints_itself:
             return self._under_host(args, kwargs)
-        caches = [leaf for leaf in (*args, *kwargs.values()) if is_cache(leaf)]
+        caches = [leaf for leaf in (*args, *kwargs.values()) if _is_of(leaf, "Cache")]
         if caches:
             # The second run would write to the cache again. Hugging Face's own checkpointing drops it as well.
-            if any(map(self._is_filled, caches)):
+            if any(not is_cache(cache) or self._is_filled(cache) for cache in caches):
                 _warn_filled_cache(type(self.module).__name__)
                 return self.original(*args, **kwargs)
             _warn_no_cache(type(self.module).__name__)
@@ -381,11 +381,12 @@ def is_checkpointed_layer(module: nn.Module) -> bool:
 
 def is_cache(value: Any) -> bool:
     """Whether a value is a cache of Hugging Face's that grows; others may be asked for more than keys and values."""
-    bases = type(value).__mro__
-    return any(base.__name__ in _CACHES and "transformers" in base.__module__ for base in bases)
+    return _is_of(value, "DynamicCache", "EncoderDecoderCache")
 
 
-_CACHES = ("DynamicCache", "EncoderDecoderCache")
+def _is_of(value: Any, *classes: str) -> bool:
+    """Whether the class of a value is one of these of transformers, or derived from one."""
+    return any(base.__name__ in classes and "transformers" in base.__module__ for base in type(value).__mro__)
 
 
 def is_empty(cache: Any, layer: int) -> bool:
@@ -406,8 +407,8 @@ def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
 @cache
 def _warn_filled_cache(layer: str) -> None:
     logging.getLogger("laconic").warning(
-        "%s is called with a filled cache of keys and values, so it keeps what it saves and does not run again in "
-        "backward",
+        "%s is called with a cache of keys and values that is filled or no DynamicCache, so it keeps what it saves and "
+        "does not run again in backward",
         layer,
     )
 

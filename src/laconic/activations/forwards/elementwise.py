@@ -40,7 +40,7 @@ def is_worth_packing(x: Tensor, activation: str) -> bool:
 
 
 def activation(x: Tensor, value: Tensor, name: str, format: Packing) -> Tensor:
-    """`value`, an activation of x, with a backward that saves x packed, or the sign of x if it is a relu and x is no DTensor.
+    """`value`, an activation of x, with a backward that saves x packed, or its signs: of a relu, if x is no DTensor.
 
     Args:
         x: [..., features].
