@@ -208,17 +208,17 @@ def packed_inputs(
     known: dict[Any, Kept] = {}
     outer = hooks_around()  # such as a tracker, or what takes all that is saved to the host
 
-    def packed(x: Tensor) -> _Saved:
+    def packed(x: Tensor) -> _SavedInput:
         place = _place(x) if x.layout == torch.strided else ()
         if place not in places:
-            return _Saved(Held((x.detach(),), outer))  # with the node that made it, the graph would hold itself
+            return _SavedInput(Held((x.detach(),), outer))  # with the node that made it, the graph would hold itself
         key = place, stream_of(x)
         kept = known.get(key)
         if kept is None:
             kept = known[key] = _shared(places[place], x, format)
-        return _Saved(Held(kept.tensors, outer), kept.memo, x.stride(), decisions)
+        return _SavedInput(Held(kept.tensors, outer), kept.memo, x.stride(), decisions)
 
-    def unpack(saved: _Saved) -> Tensor:
+    def unpack(saved: _SavedInput) -> Tensor:
         tensors = saved.held.tensors()
         return tensors[0] if saved.memo is None else laid_out(saved.memo.take(tensors), saved.stride)
 
@@ -230,7 +230,7 @@ def packed_inputs(
         known.clear()
 
 
-class _Saved(NamedTuple):
+class _SavedInput(NamedTuple):
     """A tensor that is held as it is, or codes, the memo that makes the tensor of them, and the region's decisions."""
 
     held: Held
