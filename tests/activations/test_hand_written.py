@@ -14,6 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import laconic
 from laconic.activations import ActivationPlan, Recompute, SavedTensorTracker, find_sites
@@ -570,29 +573,34 @@ def test_a_permuted_input_comes_back_with_its_strides() -> None:
     assert strides == [x.stride()] * 2
 
 
-@pytest.mark.parametrize("names", [("fc1", "act", "fc2"), ("gate_up_proj", "act_fn", "down_proj")])
+class WithRelu(nn.Module):
+    """A feed-forward block, plain or gated, as the names of its parts say."""
+
+    def __init__(self, names: tuple[str, str, str]) -> None:
+        super().__init__()
+        self.names, self.gated = names, names[0] == "gate_up_proj"
+        self.add_module(names[0], nn.Linear(64, 512 if self.gated else 256))
+        self.add_module(names[1], nn.ReLU())
+        self.add_module(names[2], nn.Linear(256, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        into, act, out = (self.get_submodule(name) for name in self.names)
+        if not self.gated:
+            return out(act(into(x)))  # type: ignore[no-any-return]
+        gate, up = into(x).chunk(2, -1)
+        return out(act(gate) * up)  # type: ignore[no-any-return]
+
+
+PARTS = [("fc1", "act", "fc2"), ("gate_up_proj", "act_fn", "down_proj")]
+
+
+@pytest.mark.parametrize("names", PARTS)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_relu_in_a_block_passes_on_the_gradients_of_values_that_round_to_zero(
     names: tuple[str, str, str], recompute: bool
 ) -> None:
     """One of a hundred values does at eight bits, whose gradients are a tenth of all by their norm."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gated = names[0] == "gate_up_proj"
-            self.add_module(names[0], nn.Linear(64, 512 if self.gated else 256))
-            self.add_module(names[1], nn.ReLU())
-            self.add_module(names[2], nn.Linear(256, 64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            into, act, out = (self.get_submodule(name) for name in names)
-            if not self.gated:
-                return out(act(into(x)))  # type: ignore[no-any-return]
-            gate, up = into(x).chunk(2, -1)
-            return out(act(gate) * up)  # type: ignore[no-any-return]
-
-    model, x, found = nn.Sequential(nn.LayerNorm(64), Block()), torch.randn(128, 64), []
+    model, x, found = nn.Sequential(nn.LayerNorm(64), WithRelu(names)), torch.randn(128, 64), []
     twin = copy.deepcopy(model)
     kinds = {site.name: site.kind for site in find_sites(twin)}
     assert kinds["1"] == "mlp"
@@ -603,3 +611,30 @@ def test_a_relu_in_a_block_passes_on_the_gradients_of_values_that_round_to_zero(
         found.append(gradients_of(each))
     for name, gradient in found[0].items():
         assert relative_error(found[1][name], gradient) < 0.03, name
+
+
+@pytest.mark.parametrize("names", PARTS)
+@pytest.mark.parametrize("way", ["int8", "recompute"])
+def test_a_relu_in_a_block_takes_dtensors(names: tuple[str, str, str], way: str, mesh: DeviceMesh) -> None:
+    """As under tensor parallelism with `use_local_output=False`."""
+    model, x, found = nn.Sequential(nn.LayerNorm(64), WithRelu(names)), torch.randn(128, 64), []
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        into, _, out = (f"1.{name}" for name in names)
+        parallelize_module(each, mesh, {into: ColwiseParallel(use_local_output=False), out: RowwiseParallel()})
+    assert {site.kind for site in find_sites(twin)} >= {"mlp"}
+    chosen = {
+        site.name: Recompute() if (way, site.kind) == ("recompute", "mlp") else BlockFormat("int8")
+        for site in find_sites(twin)
+    }
+    laconic.compress_activations(twin, plan=ActivationPlan(chosen))
+    for each in (model, twin):
+        (each(x) * torch.arange(64).sin()).sum().backward()
+        found.append({name: whole(grad) for name, grad in gradients_of(each).items()})
+    errors = {name: relative_error(found[1][name], gradient) for name, gradient in found[0].items()}
+    assert max(errors.values()) < 0.2, errors
+    assert errors[f"{out}.weight"] > 0
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x

@@ -199,6 +199,19 @@ def test_hooks_around_take_all_of_it(family: str, way: str) -> None:
     assert left <= of_host(family, way) + 0.05 * whole, (left, whole)
 
 
+def test_hooks_around_take_all_of_a_convolutional_network() -> None:
+    parts = [part for _ in range(3) for part in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
+    model, x = nn.Sequential(*parts), torch.randn(4, 8, 16, 16)
+    laconic.compress_activations(model, bits=4)
+
+    def forward(around: AbstractContextManager[Any]) -> Tensor:
+        with around:
+            return model(x).sum()  # type: ignore[no-any-return]
+
+    whole, left = alive_nbytes(lambda: forward(nullcontext())), alive_nbytes(lambda: forward(taken_away()))
+    assert left <= 0.05 * whole, (left, whole)
+
+
 @pytest.mark.parametrize("way", ["exact", "4 bits", "attention recompute", "combined", "hooks", "layers"])
 def test_backward_lets_go_of_one_layer_after_the_other(way: str) -> None:
     model, ids = make_model("llama", num_hidden_layers=6).train(), make_ids()

@@ -22,6 +22,7 @@ from laconic.activations import (
     checkpoint,
     find_sites,
 )
+from laconic.activations.forwards.checkpoint import _warn_filled_cache
 from laconic.activations.keep import kept, offload
 from laconic.activations.keep.choice import entry_of
 from laconic.errors import FormatError, ModelError
@@ -218,6 +219,23 @@ def test_a_cache_that_the_caller_has_filled_is_read_by_a_recomputed_layer() -> N
         found.append((loss.detach(), torch.autograd.grad(loss, prefix)[0]))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
+
+
+def test_a_cache_of_fixed_length_is_written_once_by_a_recomputed_layer(caplog: pytest.LogCaptureFixture) -> None:
+    from transformers import StaticCache
+
+    _warn_filled_cache.cache_clear()
+    model, ids = make_model("llama"), make_ids()
+    twin = copy.deepcopy(model)
+    laconic.compress_activations(twin, plan=ActivationPlan({}, {f"model.layers.{i}": INT8 for i in range(2)}))
+    found = []
+    for each in (model, twin):
+        cache = StaticCache(config=model.config, max_cache_len=2 * ids.shape[1])
+        each(input_ids=ids, labels=ids, **{cache_name(): cache}).loss.backward()
+        assert cache.get_seq_length(0) == ids.shape[1]
+        found.append(gradients_of(each))
+    assert are_equal(found[1], found[0])
+    assert "is filled or no DynamicCache" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")

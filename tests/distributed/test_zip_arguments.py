@@ -127,10 +127,8 @@ def lists(rank: int, world: int, folder: str) -> None:
         for wrong in (numel - 1, 2 * numel):
             with pytest.raises(FormatError, match=f"have {wrong} elements each, but tensor has {numel}"):
                 dist.all_gather([torch.empty(wrong) for _ in range(2)], x)
-        torn, parts = (
-            torch.empty(5, numel),
-            torch.stack([torch.full((5, numel // 2), float(rank)), torch.ones(5, numel // 2)]),
-        )
+        torn = torch.empty(5, numel)
+        parts = torch.stack([torch.full((5, numel // 2), float(rank)), torch.ones(5, numel // 2)])
         dist.all_to_all_single(torn, parts.view(5, numel))  # as over gloo
         assert torn.view(2, -1).unique(dim=1).T.tolist() == ([[0.0, 1.0]] if rank == 0 else [[1.0, 1.0]])
         rows = [torch.empty(numel) for _ in range(2)]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 
 from laconic.errors import RoutingError
 from laconic.moe import SigmoidGate, SoftmaxGate
-from laconic.moe.gates.losses import load_balance_loss, sequence_balance_loss, z_loss
+from laconic.moe.gates import losses
+from laconic.moe.gates.losses import FirstRuns, load_balance_loss, sequence_balance_loss, z_loss
 
 
 def test_balance_loss_is_one_when_even_and_the_number_of_experts_when_all_go_to_one() -> None:
@@ -74,3 +79,58 @@ def test_sequences_that_do_not_fit_are_refused() -> None:
         gate(torch.randn(17, 16))
     with pytest.raises(RoutingError, match=r"sequence_coef = 0.5 needs sequence_length"):
         SigmoidGate(8, 16, 2, sequence_coef=0.5)
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class WithContext(Once):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, runs: FirstRuns) -> Tensor:
+        assert not runs.is_first()
+        return x * 1
+
+
+class WithSetup(Once):
+    @staticmethod
+    def forward(x: Tensor, runs: FirstRuns) -> Tensor:
+        assert not runs.is_first()
+        return x * 1
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        pass
+
+
+@pytest.mark.parametrize("function", [WithContext, WithSetup])
+def test_a_forward_in_a_function_is_counted_by_its_second_run(
+    function: type[torch.autograd.Function], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if function is WithContext:
+        monkeypatch.setattr(losses, "_APPLY", None)  # as since torch 2.15
+    elif losses._APPLY is None:
+        pytest.skip("since torch 2.15 nothing in Python tells of a Function without a context")
+    runs, counted = FirstRuns(), []
+    x = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        runs.is_first()  # by itself, and never run again
+    y = function.apply(x, runs)
+    y.register_hook(lambda grad: counted.extend([runs.is_first(), runs.is_first()]))
+    y.sum().backward()
+    assert counted == [True, False]
+
+
+def test_a_look_for_functions_holds_no_hidden_states() -> None:
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> None:
+            hidden = x * 1
+            held = weakref.ref(hidden)
+            with torch.no_grad():
+                FirstRuns().is_first()
+            del hidden
+            assert held() is None
+
+    Layer()(torch.ones(2))

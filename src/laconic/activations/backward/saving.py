@@ -314,10 +314,8 @@ class SecondRun(Forgetting):
             value, state = self._replay.run(partial(self._function, *inputs))
         finally:
             _pop()
-        codes, self._kept = (
-            [x for kept in self._kept for x in kept.tensors],
-            (),
-        )  # which hooks around may hold elsewhere
+        codes = [x for kept in self._kept for x in kept.tensors]
+        self._kept = ()  # hooks around may hold the codes elsewhere
         others = [x.detach() for x in inputs[len(self._memos) :]]
         self._requires_grad = tuple([x.requires_grad for x in inputs])
         self._strides = tuple([None if overlaps(x) else x.stride() for x in inputs])

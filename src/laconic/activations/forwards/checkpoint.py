@@ -208,17 +208,17 @@ def packed_inputs(
     known: dict[Any, Kept] = {}
     outer = hooks_around()  # such as a tracker, or what takes all that is saved to the host
 
-    def packed(x: Tensor) -> _Saved:
+    def packed(x: Tensor) -> _SavedInput:
         place = _place(x) if x.layout == torch.strided else ()
         if place not in places:
-            return _Saved(Held((x.detach(),), outer))  # with the node that made it, the graph would hold itself
+            return _SavedInput(Held((x.detach(),), outer))  # with the node that made it, the graph would hold itself
         key = place, stream_of(x)
         kept = known.get(key)
         if kept is None:
             kept = known[key] = _shared(places[place], x, format)
-        return _Saved(Held(kept.tensors, outer), kept.memo, x.stride(), decisions)
+        return _SavedInput(Held(kept.tensors, outer), kept.memo, x.stride(), decisions)
 
-    def unpack(saved: _Saved) -> Tensor:
+    def unpack(saved: _SavedInput) -> Tensor:
         tensors = saved.held.tensors()
         return tensors[0] if saved.memo is None else laid_out(saved.memo.take(tensors), saved.stride)
 
@@ -230,7 +230,7 @@ def packed_inputs(
         known.clear()
 
 
-class _Saved(NamedTuple):
+class _SavedInput(NamedTuple):
     """A tensor that is held as it is, or codes, the memo that makes the tensor of them, and the region's decisions."""
 
     held: Held
@@ -332,10 +332,10 @@ class LayerForward(Replacement):
             return self.original(*args, **kwargs)
         if self._checkpoints_itself:
             return self._under_host(args, kwargs)
-        caches = [leaf for leaf in (*args, *kwargs.values()) if is_cache(leaf)]
+        caches = [leaf for leaf in (*args, *kwargs.values()) if _is_of(leaf, "Cache")]
         if caches:
             # The second run would write to the cache again. Hugging Face's own checkpointing drops it as well.
-            if any(map(self._is_filled, caches)):
+            if any(not is_cache(cache) or self._is_filled(cache) for cache in caches):
                 _warn_filled_cache(type(self.module).__name__)
                 return self.original(*args, **kwargs)
             _warn_no_cache(type(self.module).__name__)
@@ -381,11 +381,12 @@ def is_checkpointed_layer(module: nn.Module) -> bool:
 
 def is_cache(value: Any) -> bool:
     """Whether a value is a cache of Hugging Face's that grows; others may be asked for more than keys and values."""
-    bases = type(value).__mro__
-    return any(base.__name__ in _CACHES and "transformers" in base.__module__ for base in bases)
+    return _is_of(value, "DynamicCache", "EncoderDecoderCache")
 
 
-_CACHES = ("DynamicCache", "EncoderDecoderCache")
+def _is_of(value: Any, *classes: str) -> bool:
+    """Whether the class of a value is one of these of transformers, or derived from one."""
+    return any(base.__name__ in classes and "transformers" in base.__module__ for base in type(value).__mro__)
 
 
 def is_empty(cache: Any, layer: int) -> bool:
@@ -406,8 +407,8 @@ def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
 @cache
 def _warn_filled_cache(layer: str) -> None:
     logging.getLogger("laconic").warning(
-        "%s is called with a filled cache of keys and values, so it keeps what it saves and does not run again in "
-        "backward",
+        "%s is called with a cache of keys and values that is filled or no DynamicCache, so it keeps what it saves and "
+        "does not run again in backward",
         layer,
     )
 

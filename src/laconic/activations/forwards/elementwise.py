@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from laconic.activations.backward import functions
 from laconic.activations.backward.derivatives import derivative
@@ -39,7 +40,7 @@ def is_worth_packing(x: Tensor, activation: str) -> bool:
 
 
 def activation(x: Tensor, value: Tensor, name: str, format: Packing) -> Tensor:
-    """`value`, an activation of x, with a backward that saves x packed, or the sign of x if it is a relu.
+    """`value`, an activation of x, with a backward that saves x packed, or its signs: of a relu, if x is no DTensor.
 
     Args:
         x: [..., features].
@@ -47,7 +48,7 @@ def activation(x: Tensor, value: Tensor, name: str, format: Packing) -> Tensor:
         name: a key of `ACTIVATIONS`.
         format: how x is packed if it is not saved already.
     """
-    if name != "relu":
+    if name != "relu" or isinstance(x, DTensor):  # whose signs, in bits, would have no placements
         return functions.activate(x, value, name, format)
     kept, signs = keep(x, format, "mlp"), pack_mask(value != 0)  # a NaN passes on, as in torch
     y: Tensor = _Relu.apply(x, value, signs)

@@ -155,8 +155,11 @@ class Packer(TorchFunctionMode):
             return self._during(call, function, (x,), {}, masks=True)
         self._outer = hooks_around()
         self.leave_out(module)
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _Saved.restore):
-            return self._during(call, function, (x,), {}, masks=False)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _Saved.restore):
+                return self._during(call, function, (x,), {}, masks=False)
+        finally:
+            self._seen.clear()  # as in `active`
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if type(func) not in NATIVE:

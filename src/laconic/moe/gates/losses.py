@@ -104,13 +104,20 @@ class FirstRuns:
         self._without_graph = 0
 
 
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+"""What calls the forwards of Functions; no code of Python since torch 2.15."""
+
+
 def _is_in_function() -> bool:
-    """Whether this runs in the forward of a Function of autograd, whose first argument is a context."""
+    """Whether this runs in the forward of a Function of autograd; since torch 2.15, of one that is given a context."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        is_forward = code.co_name == "forward" and code.co_argcount > 0
-        if is_forward and isinstance(frame.f_locals.get(code.co_varnames[0]), FunctionCtx):
+        if code is _APPLY:
+            return True
+        # Not the locals of modules: Python before 3.13 holds what it has shown of them until their frame ends.
+        may_have_context = code.co_name == "forward" and code.co_argcount > 0 and code.co_varnames[0] != "self"
+        if may_have_context and isinstance(frame.f_locals.get(code.co_varnames[0]), FunctionCtx):
             return True
         frame = frame.f_back
     return False
