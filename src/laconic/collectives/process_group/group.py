@@ -166,6 +166,23 @@ def _call(**roles: tuple[str, ...]) -> Callable[[Callable[..., dist.Work]], Call
     return decorate
 
 
+def _coalescing(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+    """Decorate a send or receive, whose work is part of the one of `_end_coalescing`."""
+
+    @functools.wraps(method)
+    def call(group: ProcessGroupLaconic, *args: Any, **kwargs: Any) -> dist.Work:
+        try:
+            work = method(group, *args, **kwargs)
+        except BaseException:
+            group._coalesced = None  # torch does not end it then, and it would keep all later works
+            raise
+        if group._coalesced is not None:
+            group._coalesced.append(work)
+        return work
+
+    return call
+
+
 # torch's stubs have several signatures of a method that call the same argument by different names.
 _Base: Any = dist.ProcessGroup
 
@@ -359,25 +376,23 @@ class ProcessGroupLaconic(_Base):
 
     # --- between two ranks ---
 
+    @_coalescing
     @on_dense(reads=("tensors",))
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
         """Send one tensor to group rank `dst`; see `P2P.send`."""
-        return self._coalescing(self._p2p.send(tensors, dst, tag))
+        return self._p2p.send(tensors, dst, tag)
 
+    @_coalescing
     @on_dense(writes=("tensors",))
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
         """Receive one tensor from group rank `src`; see `P2P.recv`."""
-        return self._coalescing(self._p2p.recv(tensors, src, tag))
+        return self._p2p.recv(tensors, src, tag)
 
+    @_coalescing
     @on_dense(writes=("tensors",))
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         """Receive one tensor from any rank; see `P2P.recv`."""
-        return self._coalescing(self._p2p.recv(tensors, None, tag))
-
-    def _coalescing(self, work: dist.Work) -> dist.Work:
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
+        return self._p2p.recv(tensors, None, tag)
 
     # torch calls these around sends and receives of CUDA tensors, from 2.15 on in groups of any class. Those of the
     # backend would return a work of what was sent by then: nothing, as P2P puts it off.
