@@ -160,7 +160,8 @@ def all_to_all(
 
     Args:
         output, input: [n, ...], same dtype, in the order of ranks.
-        output_split_sizes, input_split_sizes: rows from and to each rank; equal parts if both are None.
+        output_split_sizes, input_split_sizes: rows from and to each rank; equal parts if both are None, for which the
+            rows of each tensor must be divisible by the number of ranks.
         group: a process group of W ranks, or TwoLevel (equal parts only).
         codec, async_op: as in the module's docstring.
         table: rows from each rank to each, [from][to], if all ranks know them: the call does not wait for the others'
@@ -172,7 +173,7 @@ def all_to_all(
     """
     even = output_split_sizes is None and input_split_sizes is None
     route = known_route(group, ("all_to_all",), input, output, async_op) if even and codec == "auto" else None
-    # Of the same elements other rows may have been asked for.
+    # A known route is looked up by numel; rows may still not divide.
     if route is not None and not any([x.dim() > 1 and x.shape[0] % route.group().size() for x in (output, input)]):
         return route.run(uncoded.all_to_all, output, copy_if_overwritten(input, output), route.group(), async_op)
     check_tensors(output=output, input=input)
