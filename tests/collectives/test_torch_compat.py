@@ -19,8 +19,7 @@ def test_a_batch_of_a_group_with_a_backend_for_the_device_is_torchs(
     group = SimpleNamespace(_device_types=[torch.device("cuda")])  # as torch lists them, without an index
     tensor = SimpleNamespace(device=torch.device(device))
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda _: ["torch's"])
-    operation: Any = SimpleNamespace(tensor=tensor, group=group, tag=0, group_peer=1)
     monkeypatch.setattr(dist, "isend", lambda *_, **__: "one by one")
-    operation.op = dist.isend
+    operation: Any = SimpleNamespace(op=dist.isend, tensor=tensor, group=group, tag=0, group_peer=1)
     expected = "one by one" if device == "cpu" else "torch's"
     assert torch_compat.batch_isend_irecv([operation]) == [expected]

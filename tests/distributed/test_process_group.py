@@ -48,7 +48,7 @@ def beside_gloo(rank: int, folder: str) -> None:
         audit.reset()
         for do in doing:
             assert_same(do(), expected[do.__name__], f"{name} {do.__name__}")
-        check_one_work_of_sends_and_receives(rank)
+        check_one_work_of_several_calls(rank)
         if name == "coded":
             check_audit(audit.snapshot())
             assert dist.new_group().options == CODED
@@ -62,7 +62,7 @@ def beside_gloo(rank: int, folder: str) -> None:
     leave(0)
 
 
-def check_one_work_of_sends_and_receives(rank: int) -> None:
+def check_one_work_of_several_calls(rank: int) -> None:
     """As torch makes one of them for NCCL; from 2.15 on in groups of any class."""
     device = torch.device("cpu")
     group: Any = dist.group.WORLD
@@ -75,6 +75,12 @@ def check_one_work_of_sends_and_receives(rank: int) -> None:
         assert len(together.works[0]._works) == 2
         together.wait()
         assert torch.equal(received, torch.arange(5000.0) + 1 - rank)
+    for x in (torch.full((5000,), 1.0 + rank), torch.full((5000,), 1.0 + rank), torch.ones(5000, 2)[:, 1] + rank):
+        with dist.distributed_c10d._coalescing_manager(group, device, async_ops=True) as together:
+            dist.broadcast(x, 1, async_op=True)
+        assert together.works[0]._works
+        together.wait()
+        assert torch.equal(x, torch.full((5000,), 2.0))
     group._start_coalescing(device)
     with pytest.raises(FormatError, match="share memory"):
         dist.irecv(torch.zeros(1).expand(5000), group_src=1 - rank)

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.errors import ModelError
-from laconic.formats.shards import is_deepspeeds, has_inner_tensors, local_part
+from laconic.formats.shards import has_inner_tensors, is_deepspeeds, local_part
 from laconic.gradients.turns import Owner, own, owner_of, release
 from laconic.ops import DTYPES
 
