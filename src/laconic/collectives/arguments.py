@@ -190,7 +190,7 @@ def copy_if_overwritten(read: Tensor, written: Tensor, group: dist.ProcessGroup 
             rank's; nothing is copied if the two lie so. None: there is no such part.
     """
     distance = read.data_ptr() - written.data_ptr()
-    if not -read.nbytes < distance < written.nbytes:
+    if abs(distance) >= (written if distance >= 0 else read).nbytes:  # one of the two: short calls wait for this
         return read
     if group is not None and abs(distance) == group.rank() * min(read.nbytes, written.nbytes):
         return read
