@@ -96,7 +96,8 @@ class Checks:
         collectives.all_gather(out, out[self.rank], self.group, codec=Lossless())  # in place
 
     def inputs_may_lie_anywhere_in_outputs(self) -> None:
-        for codec in (*LOSSLESS, Raw()):
+        # Twice "auto": what was left raw goes another way when it comes again.
+        for codec in (*LOSSLESS, "auto", "auto"):
             for length in (1000, 600_000):  # the latter in several chunks
                 x = values((self.world, self.world * length), torch.float32)  # [rank, n]
                 rows = x.view(self.world, self.world, length)
@@ -105,23 +106,29 @@ class Checks:
                     gathered = x.new_zeros(self.world * length)
                     part = gathered[start : start + length].copy_(mine) if self.world > 1 else gathered.copy_(mine)
                     collectives.all_gather(gathered, part, self.group, codec=codec)
-                    assert same(gathered, x[:, :length].flatten()), (codec.name, length, start)
+                    assert same(gathered, x[:, :length].flatten()), (codec, length, start)
 
                     gathered = x.new_zeros(self.world * length)
                     part = gathered[start : start + length].copy_(mine) if self.world > 1 else gathered.copy_(mine)
                     out = gathered if self.rank == 0 else None
                     collectives.gather(out, part, self.ranks[0], self.group, codec=codec)
                     if self.rank == 0:
-                        assert same(gathered, x[:, :length].flatten()), (codec.name, length, start)
+                        assert same(gathered, x[:, :length].flatten()), (codec, length, start)
 
                     sent = x[self.rank].clone()
                     out = sent[start : start + length] if self.world > 1 else sent
                     collectives.reduce_scatter(out, sent, self.group, codec=codec)
-                    assert same(out, rank_order_sum(rows[:, self.rank])), (codec.name, length, start)
+                    assert same(out, rank_order_sum(rows[:, self.rank])), (codec, length, start)
+
+                    sent = x[0].clone()
+                    out = sent[start : start + length] if self.world > 1 else sent
+                    whole = sent if self.rank == 0 else None
+                    collectives.scatter(out, whole, self.ranks[0], self.group, codec=codec)
+                    assert same(out, rows[0, self.rank]), (codec, length, start)
                 for splits in (None, [length] * self.world):
                     sent = x[self.rank].clone()
                     collectives.all_to_all(sent, sent, splits, splits, self.group, codec=codec)
-                    assert same(sent, rows[:, self.rank].flatten()), (codec.name, length, splits)
+                    assert same(sent, rows[:, self.rank].flatten()), (codec, length, splits)
 
     def lossy_all_gather(self) -> None:
         x = values((self.world, 3001), torch.bfloat16, seed=1)

@@ -7,6 +7,7 @@ import re
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def beside_gloo(rank: int, folder: str) -> None:
         audit.reset()
         for do in doing:
             assert_same(do(), expected[do.__name__], f"{name} {do.__name__}")
-        check_one_work_of_sends_and_receives(rank)
+        check_one_work_of_several_calls(rank)
         if name == "coded":
             check_audit(audit.snapshot())
             assert dist.new_group().options == CODED
@@ -61,15 +62,30 @@ def beside_gloo(rank: int, folder: str) -> None:
     leave(0)
 
 
-def check_one_work_of_sends_and_receives(rank: int) -> None:
+def check_one_work_of_several_calls(rank: int) -> None:
     """As torch makes one of them for NCCL; from 2.15 on in groups of any class."""
-    sent, received = torch.arange(5000.0) + rank, torch.zeros(5000)
     device = torch.device("cpu")
-    with dist.distributed_c10d._coalescing_manager(dist.group.WORLD, device, async_ops=True) as together:
-        dist.irecv(received, group_src=1 - rank)
-        dist.isend(sent, group_dst=1 - rank)
-    together.wait()
-    assert torch.equal(received, torch.arange(5000.0) + 1 - rank)
+    group: Any = dist.group.WORLD
+    strided = torch.zeros(5000, 2)[:, 1]
+    for received in (torch.zeros(5000), torch.zeros(5000), strided):  # what was left raw is known from then on
+        sent = torch.arange(5000.0) + rank
+        with dist.distributed_c10d._coalescing_manager(group, device, async_ops=True) as together:
+            dist.irecv(received, group_src=1 - rank)
+            dist.isend(sent, group_dst=1 - rank)
+        assert len(together.works[0]._works) == 2
+        together.wait()
+        assert torch.equal(received, torch.arange(5000.0) + 1 - rank)
+    for x in (torch.full((5000,), 1.0 + rank), torch.full((5000,), 1.0 + rank), torch.ones(5000, 2)[:, 1] + rank):
+        with dist.distributed_c10d._coalescing_manager(group, device, async_ops=True) as together:
+            dist.broadcast(x, 1, async_op=True)
+        assert together.works[0]._works
+        together.wait()
+        assert torch.equal(x, torch.full((5000,), 2.0))
+    group._start_coalescing(device)
+    with pytest.raises(FormatError, match="share memory"):
+        dist.irecv(torch.zeros(1).expand(5000), group_src=1 - rank)
+    assert group._coalesced is None
+    group._end_coalescing(device).wait()
 
 
 def check_audit(found: audit.Snapshot) -> None:

@@ -1,7 +1,8 @@
 """Collectives over a codec: those of torch.distributed, in fewer bytes.
 
 Signatures follow torch's: tensors are contiguous, `group` is the default group if None, `src` and `dst` are global
-ranks, and all ranks of a group make the same calls in the same order. Each function returns a `Work`; with
+ranks, and all ranks of a group make the same calls in the same order. Input and output may share memory: the input is
+copied first, unless they meet at this rank's own part. Each function returns a `Work`; with
 async_op=True the collective goes on in the background and tensors must be left alone until `wait()`, else it is over
 already. wait() returns the output and raises the call's error.
 
@@ -25,6 +26,7 @@ from laconic.collectives.arguments import (
     check_end,
     check_numel,
     check_tensors,
+    copy_if_overwritten,
     find_factor,
     find_group_rank,
     find_groups,
@@ -49,7 +51,7 @@ def all_gather(
 
     Args:
         output: W times the elements of `input`, same dtype; rank r's values are its r-th part.
-        input: any shape and dtype; it may lie in `output`, and is copied if that is not this rank's part.
+        input: any shape and dtype.
         group: a process group of W ranks, or TwoLevel, whose rank r has local rank r % L on node r // L.
         codec, async_op: as in the module's docstring.
 
@@ -59,10 +61,12 @@ def all_gather(
     """
     route = known_route(group, ("all_gather",), input, output, async_op) if codec == "auto" else None
     if route is not None:
-        return route.run(uncoded.all_gather, output, input, route.group(), async_op)
+        carrier = route.group()
+        return route.run(uncoded.all_gather, output, copy_if_overwritten(input, output, carrier), carrier, async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     check_numel("output", output, world * input.numel(), f"{world} times that of input")
+    input = copy_if_overwritten(input, output, groups[0])
     if codec == "auto" and leaves_raw(group, ("all_gather",), input.numel(), input, output, groups, async_op):
         return uncoded.all_gather(output, input, groups[0], async_op)
     mine, rows = flatten(input), flatten(output).view(world, -1)
@@ -95,11 +99,14 @@ def reduce_scatter(
     """
     route = known_route(group, ("reduce_scatter", op), input, output, async_op) if codec == "auto" else None
     if route is not None:
-        return route.run(uncoded.reduce_scatter, output, input, route.group(), op, async_op)
+        carrier = route.group()
+        input = copy_if_overwritten(input, output, carrier)
+        return route.run(uncoded.reduce_scatter, output, input, carrier, op, async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     check_numel("input", input, world * output.numel(), f"{world} times that of output")
     factor = find_factor(op, input, world)
+    input = copy_if_overwritten(input, output, groups[0])
     if codec == "auto" and leaves_raw(group, ("reduce_scatter", op), input.numel(), input, output, groups, async_op):
         return uncoded.reduce_scatter(output, input, groups[0], op, async_op)
     mine, rows = flatten(output), flatten(input).view(world, -1)
@@ -153,7 +160,8 @@ def all_to_all(
 
     Args:
         output, input: [n, ...], same dtype, in the order of ranks.
-        output_split_sizes, input_split_sizes: rows from and to each rank; equal parts if both are None.
+        output_split_sizes, input_split_sizes: rows from and to each rank; equal parts if both are None, for which the
+            rows of each tensor must be divisible by the number of ranks.
         group: a process group of W ranks, or TwoLevel (equal parts only).
         codec, async_op: as in the module's docstring.
         table: rows from each rank to each, [from][to], if all ranks know them: the call does not wait for the others'
@@ -165,9 +173,9 @@ def all_to_all(
     """
     even = output_split_sizes is None and input_split_sizes is None
     route = known_route(group, ("all_to_all",), input, output, async_op) if even and codec == "auto" else None
-    # Of the same elements other rows may have been asked for.
+    # A known route is looked up by numel; rows may still not divide.
     if route is not None and not any([x.dim() > 1 and x.shape[0] % route.group().size() for x in (output, input)]):
-        return route.run(uncoded.all_to_all, output, input, route.group(), async_op)
+        return route.run(uncoded.all_to_all, output, copy_if_overwritten(input, output), route.group(), async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     if even:
@@ -180,6 +188,7 @@ def all_to_all(
                 )
     elif len(groups) == 2:
         raise ConfigError("split sizes are given, but TwoLevel takes equal parts only; pass a process group")
+    input = copy_if_overwritten(input, output)
     if codec == "auto" and even and leaves_raw(group, ("all_to_all",), input.numel(), input, output, groups, async_op):
         return uncoded.all_to_all(output, input, groups[0], async_op)
     out, into = flatten(output), flatten(input)
@@ -238,13 +247,16 @@ def gather(
     """Gather the tensors of all ranks on the global rank `dst`: `output` as in `all_gather` there, None elsewhere."""
     route = known_route(group, ("gather", dst, output is None), input, output, async_op) if codec == "auto" else None
     if route is not None:
-        return route.run(uncoded.gather, output, input, route.group(), route.root, async_op)
+        carrier = route.group()
+        input = input if output is None else copy_if_overwritten(input, output, carrier)
+        return route.run(uncoded.gather, output, input, carrier, route.root, async_op)
     check_tensors(input=input, **({} if output is None else {"output": output}))
     world, groups = find_groups(flat_group("gather", group))
     root = find_group_rank(groups[0], dst, "dst")
     check_end("output", output, root == groups[0].rank(), "dst")
     if output is not None:
         check_numel("output", output, world * input.numel(), f"{world} times that of input")
+        input = copy_if_overwritten(input, output, groups[0])
     known, is_end = ("gather", dst, output is None), output is not None
     if codec == "auto" and leaves_raw(group, known, input.numel(), input, output, groups, async_op, root, is_end):
         return uncoded.gather(output, input, groups[0], root, async_op)
@@ -267,13 +279,16 @@ def scatter(
     """Give each rank its part of `input` of the global rank `src`: [W * n] there, None on the others."""
     route = known_route(group, ("scatter", src, input is None), output, input, async_op) if codec == "auto" else None
     if route is not None:
-        return route.run(uncoded.scatter, output, input, route.group(), route.root, async_op)
+        carrier = route.group()
+        input = None if input is None else copy_if_overwritten(input, output, carrier)
+        return route.run(uncoded.scatter, output, input, carrier, route.root, async_op)
     check_tensors(output=output, **({} if input is None else {"input": input}))
     world, groups = find_groups(flat_group("scatter", group))
     root = find_group_rank(groups[0], src, "src")
     check_end("input", input, root == groups[0].rank(), "src")
     if input is not None:
         check_numel("input", input, world * output.numel(), f"{world} times that of output")
+        input = copy_if_overwritten(input, output, groups[0])
     known, is_end = ("scatter", src, input is None), input is not None
     if codec == "auto" and leaves_raw(
         group, known, world * output.numel(), output, input, groups, async_op, root, is_end

@@ -181,6 +181,22 @@ def find_factor(op: str, x: Tensor, world: int) -> float:
     return 1.0 / world if op == "avg" else 1.0
 
 
+def copy_if_overwritten(read: Tensor, written: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """What a call reads, or a copy of it if results are written over it before it was sent.
+
+    Args:
+        read, written: contiguous.
+        group: in which this rank reads the part of `written`, or writes that of `read`, that is its own and no other
+            rank's; nothing is copied if the two lie so. None: there is no such part.
+    """
+    distance = read.data_ptr() - written.data_ptr()
+    if abs(distance) >= (written if distance >= 0 else read).nbytes:  # one of the two: short calls wait for this
+        return read
+    if group is not None and abs(distance) == group.rank() * min(read.nbytes, written.nbytes):
+        return read
+    return read.detach().clone()
+
+
 def flatten(x: Tensor) -> Tensor:
     """View a contiguous tensor as [numel], detached from autograd."""
     return x.detach().view(-1)

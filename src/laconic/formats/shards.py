@@ -21,7 +21,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def is_several(tensor: Tensor) -> bool:
+def has_inner_tensors(tensor: Tensor) -> bool:
     """Whether what this rank holds of a tensor is a subclass of several tensors, as those of quantized weights.
 
     torch gives an op that takes it to the subclass, and one that writes into other tensors too may write there once for

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.errors import ConfigError, ModelError
-from laconic.formats.shards import is_several
+from laconic.formats.shards import has_inner_tensors
 from laconic.gradients.turns import owner_of
 from laconic.ops import DTYPES
 from laconic.options import DIFFERENCE_BITS, refused, takes
@@ -186,10 +186,10 @@ def check_alone(model: nn.Module) -> None:
                 f"parameter {name} is a DTensor, cut over ranks, but each rank must hold the whole model to train it "
                 "alone; leave it whole"
             )
-        if is_several(parameter):
+        if has_inner_tensors(parameter):
             raise ModelError(
-                f"parameter {name} is a {type(parameter).__name__}, which consists of several tensors, but differences"
-                " are averaged of one; freeze it"
+                f"parameter {name} is a {type(parameter).__name__}, which consists of several tensors, but only the"
+                " differences of plain tensors can be averaged; freeze it"
             )
         if parameter.dtype not in DTYPES:
             raise ModelError(

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.errors import ModelError
-from laconic.formats.shards import is_deepspeeds, is_several, local_part
+from laconic.formats.shards import has_inner_tensors, is_deepspeeds, local_part
 from laconic.gradients.turns import Owner, own, owner_of, release
 from laconic.ops import DTYPES
 
@@ -251,7 +251,7 @@ def check_dtype(name: str, parameter: Tensor) -> None:
         ModelError: the dtype is not float32, bfloat16 or float16, or the class is one of several tensors; the message
             calls the parameter `name`.
     """
-    if is_several(parameter):
+    if has_inner_tensors(parameter):
         raise ModelError(
             f"parameter {name} is a {type(local_part(parameter)).__name__}, which consists of several tensors, but only"
             " the gradient of one tensor can be compressed; freeze it, or leave gradients as they are"

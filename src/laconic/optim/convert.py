@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from laconic.errors import FormatError
-from laconic.formats.shards import is_several, local_part
+from laconic.formats.shards import has_inner_tensors, local_part
 from laconic.ops import STATE_BLOCK_SIZE, dequantize_dynamic, quantize_dynamic
 from laconic.ops.adamw_scalars import LARGEST_GRADIENT
 from laconic.ops.dynamic_map import dynamic_map
@@ -89,7 +89,7 @@ def _from_adamw(optimizer: AdamW8bit, state_dict: Mapping[str, Any]) -> dict[str
                 f"the state of {name} has {', '.join(map(str, state))}, but AdamW's has step, exp_avg and exp_avg_sq"
             )
         for moment in MOMENTS:
-            if is_several(state[moment]):
+            if has_inner_tensors(state[moment]):
                 raise FormatError(
                     f"{moment} of {name} is a {type(state[moment]).__name__}, which consists of several tensors, but"
                     " AdamW's moments are plain ones; dequantize() those of another package's optimizer first"

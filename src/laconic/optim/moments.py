@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from laconic.errors import FormatError
-from laconic.formats.shards import is_several, local_part
+from laconic.formats.shards import has_inner_tensors, local_part
 from laconic.ops import dequantize_dynamic, quantize_dynamic
 from laconic.ops.dynamic_map import zero_code
 from laconic.options import MOMENT_BLOCK_SIZES
@@ -88,7 +88,7 @@ def new_state(parameter: Tensor, min_8bit_numel: int, bits: int = 8) -> dict[str
 
 
 def _check_one(name: str, parameter: Tensor, bits: int) -> None:
-    if is_several(parameter):
+    if has_inner_tensors(parameter):
         raise FormatError(
             f"{name} of shape {tuple(parameter.shape)} is a {type(local_part(parameter)).__name__}, which consists of"
             f" several tensors, but {bits}-bit moments are those of one; put it into a group with a larger"

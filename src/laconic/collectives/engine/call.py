@@ -41,7 +41,6 @@ from laconic.collectives.runtime.late_checks import leave, make_checks
 from laconic.collectives.runtime.thread_state import may_write
 from laconic.cost.comm.seconds import RAW, AlgorithmChoice
 from laconic.errors import CollectiveError
-from laconic.ops.declarations.adamw import share_memory
 
 T = TypeVar("T")
 
@@ -116,7 +115,10 @@ class Call:
 
 @dataclass(slots=True)
 class Exchange:
-    """A call on one group: what all its ranks have in common."""
+    """A call on one group: what all its ranks have in common.
+
+    What is read is not written, but for this rank's own part.
+    """
 
     group: dist.ProcessGroup
     """The group it runs on; perhaps the background executor's copy of the caller's group."""
@@ -159,7 +161,6 @@ class Exchange:
 
     def all_gather(self, rows: Tensor, mine: Tensor) -> None:
         """rows[r] of rows [W, n] becomes rank r's `mine` [n]."""
-        mine = _apart(mine, rows, mine.data_ptr() == rows[self.group_rank].data_ptr())
 
         def chunk(wire: Wire, route: Route, part: slice) -> Iterator[None]:
             return all_gather_chunk(wire, route.codec, mine[part], [row[part] for row in rows])
@@ -169,7 +170,6 @@ class Exchange:
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
         """received[r] of received [W, n] becomes what rank r has in its sent[group_rank]."""
-        sent = _apart(sent, received)
         raw = partial(uncoded.all_to_all, received, sent, self.group)
         numel = sent.shape[1]
         self._run(_all_to_all_of(received, sent), numel, raw, asked=sent.numel(), checks_late=self.is_all, numel=numel)
@@ -194,8 +194,6 @@ class Exchange:
             ConfigError: a rank sends another number than its peer expects; raised on every rank.
             CollectiveError: a rank ended or stopped.
         """
-        if share_memory([*received, *sent]):
-            sent = [x.clone() for x in sent]
         chunk = _all_to_all_of(received, sent)
         nbytes = sum(x.nbytes for peer, x in enumerate(sent) if peer != self.group_rank)
         raw = partial(
@@ -232,8 +230,6 @@ class Exchange:
 
     def gather(self, rows: Tensor | None, mine: Tensor, dst: int) -> None:
         """rows[r] of rows [W, n] on group rank `dst` becomes rank r's `mine` [n]."""
-        if rows is not None:
-            mine = _apart(mine, rows, mine.data_ptr() == rows[dst].data_ptr())
 
         def chunk(wire: Wire, route: Route, part: slice) -> Iterator[None]:
             if rows is None:
@@ -274,7 +270,6 @@ class Exchange:
             start = partial(torch_compat.reduce_scatter, mine, rows, self.group)
             self._run_natively(start, mine, factor, nbytes, rows.numel())
             return
-        rows = _apart(rows, mine, mine.data_ptr() == rows[self.group_rank].data_ptr())
 
         def chunk(wire: Wire, route: Route, part: slice) -> Iterator[None]:
             function = ring_reduce_scatter_chunk if route.ring else reduce_scatter_chunk
@@ -384,11 +379,6 @@ class Exchange:
         observe(self.function, numel, self.dtype, self.group, choice, 0, 0, seconds, device=self.device)
         torch_compat.count_sent(nbytes)
         audit.record(self.function, self.dtype, nbytes, nbytes, RAW, choice.reason, 0.0)
-
-
-def _apart(read: Tensor, written: Tensor, is_own_part: bool = False) -> Tensor:
-    """What is read, or a copy of it if results are written over it in another place than this rank's own part."""
-    return read.clone() if not is_own_part and share_memory([read, written]) else read
 
 
 def _all_to_all_of(received: Sequence[Tensor] | Tensor, sent: Sequence[Tensor] | Tensor) -> _Chunk:

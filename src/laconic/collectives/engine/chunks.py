@@ -71,8 +71,6 @@ def all_to_all_chunk(
 ) -> Iterator[None]:
     """sent[r] goes to rank r, received[r] comes from it; one's own is copied."""
     me, others = _others(wire)
-    if wire.reads_late(codec) and _share_memory(received[me], sent[me]):
-        sent = [x.clone() for x in sent]  # they may be sent again after something was received
     outgoing = [Outgoing((peer,), sent[peer]) for peer in others[::-1]]
     yield from move_chunk(wire, codec, outgoing, [(peer, received[peer]) for peer in others])
     received[me].copy_(sent[me])
@@ -193,8 +191,8 @@ def _reduce_scatter_unread(
 ) -> Iterator[None]:
     """`reduce_scatter_chunk` without reading what has arrived: if something did not fit, all is summed once more."""
     me, others = _others(wire)
-    # Summed again it is from the values, which `out` may share the memory of.
-    mine = rows[me].clone() if _share_memory(rows[me], out) else rows[me]
+    # Summed again it is from the values, over which `out` may have been written.
+    mine = rows[me].clone() if rows[me].data_ptr() == out.data_ptr() else rows[me]
     outgoing = [Outgoing((peer,), rows[peer]) for peer in others[::-1]]
     messages = wire.start_unread(codec, outgoing, [Incoming(peer, mine.numel()) for peer in others])
     yield
@@ -216,10 +214,6 @@ def _reduce_scatter_unread(
     out.copy_(_sum_in_order(wire, mine, factor, add_unread))
     messages.check(statuses, sum_again)
     messages.wait_sent()
-
-
-def _share_memory(x: Tensor, y: Tensor) -> bool:
-    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 
 
 # --- sums around a ring ---

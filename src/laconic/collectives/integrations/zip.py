@@ -262,7 +262,7 @@ def _dtypes_of(group: Any) -> tuple[str, str | None, int]:
         numel += parameter.numel()
     # FSDP2 gathers parameters of several types as bytes.
     dtype = "uint8" if len(gathered) > 1 else _name(gathered.pop())
-    # And reduces gradients of several in the widest.
+    # Gradients of several types are reduced in the one that holds all of them.
     return dtype, _name(reduce(torch.promote_types, reduced)) if reduced else None, numel
 
 

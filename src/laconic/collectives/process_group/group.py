@@ -145,6 +145,23 @@ _NAMES = {
 _REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 
 
+def _coalescing(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+    """Decorate a method, whose work is part of the one of `_end_coalescing`."""
+
+    @functools.wraps(method)
+    def call(group: ProcessGroupLaconic, *args: Any, **kwargs: Any) -> dist.Work:
+        try:
+            work = method(group, *args, **kwargs)
+        except BaseException:
+            group._coalesced = None  # torch does not end it then, and it would keep all later works
+            raise
+        if group._coalesced is not None:
+            group._coalesced.append(work)
+        return work
+
+    return call
+
+
 def _call(**roles: tuple[str, ...]) -> Callable[[Callable[..., dist.Work]], Callable[..., dist.Work]]:
     """Decorate a collective, with roles as of `on_dense`: tensors are plain, and callbacks of the work may wait."""
 
@@ -161,7 +178,7 @@ def _call(**roles: tuple[str, ...]) -> Callable[[Callable[..., dist.Work]], Call
                 return group._handle(work, opts, name)
             return work.kept_in(args[0]._unfinished) if isinstance(work, AfterWork) else work
 
-        return averages_of_integers(call) if name in _REDUCTIONS else call
+        return _coalescing(averages_of_integers(call) if name in _REDUCTIONS else call)
 
     return decorate
 
@@ -359,36 +376,34 @@ class ProcessGroupLaconic(_Base):
 
     # --- between two ranks ---
 
+    @_coalescing
     @on_dense(reads=("tensors",))
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
         """Send one tensor to group rank `dst`; see `P2P.send`."""
-        return self._coalescing(self._p2p.send(tensors, dst, tag))
+        return self._p2p.send(tensors, dst, tag)
 
+    @_coalescing
     @on_dense(writes=("tensors",))
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
         """Receive one tensor from group rank `src`; see `P2P.recv`."""
-        return self._coalescing(self._p2p.recv(tensors, src, tag))
+        return self._p2p.recv(tensors, src, tag)
 
+    @_coalescing
     @on_dense(writes=("tensors",))
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         """Receive one tensor from any rank; see `P2P.recv`."""
-        return self._coalescing(self._p2p.recv(tensors, None, tag))
-
-    def _coalescing(self, work: dist.Work) -> dist.Work:
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
+        return self._p2p.recv(tensors, None, tag)
 
     # torch calls these around sends and receives of CUDA tensors, from 2.15 on in groups of any class. Those of the
     # backend would return a work of what was sent by then: nothing, as P2P puts it off.
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Begin what is one work for torch: all sends and receives up to `_end_coalescing`."""
+        """Begin what is one work for torch: all calls up to `_end_coalescing`."""
         self._p2p.start()
         self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        """Return the work of all sends and receives since `_start_coalescing`."""
+        """Return the work of all calls since `_start_coalescing`."""
         works, self._coalesced = self._coalesced or [], None
         self._p2p.start()
         return WorkGroup(works, [], queue_of(self._backend_group))
@@ -456,6 +471,8 @@ class ProcessGroupLaconic(_Base):
 
         A caller that waits in the call needs no future, so this waits and gives it the backend's own.
         """
+        if self._coalesced is not None:
+            self._coalesced.append(work)
         if self._has_cuda:
             return work  # callbacks run on streams of their own
         if getattr(opts, "asyncOp", False):

@@ -98,7 +98,7 @@ class QuickGroup(ProcessGroupLaconic):
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
         """Send one tensor to group rank `dst`; at once if known to be raw."""
-        if self._raw.has("send", tensors[0]):
+        if self._coalesced is None and self._raw.has("send", tensors[0]):
             return self._p2p.send_raw(tensors[0], tensors, dst, tag)
         codec, reason = self._p2p.choose(tensors)
         if codec is None:
@@ -107,7 +107,7 @@ class QuickGroup(ProcessGroupLaconic):
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
         """Receive one tensor from group rank `src`; at once if known to be raw."""
-        if self._raw.find("send", tensors[0]) is not None:
+        if self._coalesced is None and self._raw.find("send", tensors[0]) is not None:
             return self._p2p.receive_raw(tensors[0], tensors, src, tag)
         return super().recv(tensors, src, tag)
 

@@ -112,14 +112,20 @@ class AfterWork(TensorsWork):
     def kept_in(self, kept: set[AfterWork]) -> AfterWork:
         """Let a group keep this work until its function has run, so that a barrier finds it if its caller does not."""
         for one in [*kept]:
-            one.is_completed()
+            if one._tensors and one._tensors[0].is_cpu:  # a query of CUDA would break off a graph's capture
+                one.is_completed()
         self._kept = kept
         kept.add(self)
         return self
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait for the work, then run the function unless it has run."""
-        self._work.wait(timeout)
+        try:
+            self._work.wait(timeout)
+        except Exception:
+            if timeout <= _NO_TIMEOUT:  # it does not go on: no later barrier has to wait for it
+                self._kept.discard(self)
+            raise
         self._finish()
         return True
 
@@ -153,9 +159,9 @@ class AfterWork(TensorsWork):
     def _finish(self) -> None:
         with self._lock:
             if self._then is not None:
+                self._kept.discard(self)
                 self._then()
                 self._then = None
-                self._kept.discard(self)
 
 
 def after(work: dist.Work, do: Callable[[], object], tensors: Sequence[Tensor]) -> dist.Work:

@@ -244,7 +244,7 @@ def pass_around(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Sta
 def batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
     """torch's; from 2.15 on that asks any group for its backend, and a group written in Python may have none."""
     group, device = operations[0].group, operations[0].tensor.device
-    if group is None or type(group) is dist.ProcessGroup or device in group._device_types:
+    if group is None or type(group) is dist.ProcessGroup or torch.device(device.type) in group._device_types:
         return list(dist.batch_isend_irecv(operations))
     peer = {dist.isend: "group_dst", dist.irecv: "group_src"}
     return [op.op(op.tensor, group=group, tag=op.tag, **{peer[op.op]: op.group_peer}) for op in operations]
