@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives import Lossless, Raw, all_reduce, audit
+from laconic.collectives.arguments import copy_if_overwritten
 from laconic.collectives.codec import Codec
 from laconic.collectives.engine import call as engine_call
 from laconic.collectives.engine.call import Call, Exchange
@@ -64,7 +65,7 @@ def started(exchange: Exchange, kind: str, step: int, numel: int) -> tuple[Seque
     if kind == "all_to_all":
         sent_rows = rows[me].clone()
         out = sent_rows if step // len(KINDS) % 2 else torch.empty_like(sent_rows)
-        exchange.all_to_all(out, sent_rows)
+        exchange.all_to_all(out, copy_if_overwritten(sent_rows, out))
         return list(out), [row[me] for row in rows]
     table = [[(3 * sender + receiver + step) % numel for receiver in range(world)] for sender in range(world)]
     received = [torch.empty(table[rank][me], dtype=torch.bfloat16) for rank in range(world)]

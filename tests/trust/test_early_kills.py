@@ -103,7 +103,7 @@ def test_what_a_run_that_had_not_begun_left_is_no_run(tmp_path: Path) -> None:
     config = config_of(tmp_path, "begun")
     Launch("killed").save(tmp_path)
     (tmp_path / "begun").mkdir()
-    for name in (".launch.json.tmp", ".config.toml.123", "launch.json"):
+    for name in (".launch.json.123.tmp", ".config.toml.123.tmp", "launch.json"):
         (tmp_path / "begun" / name).write_text("torn")
     with pytest.raises(ConfigError, match="is started again without --resume"):
         train_alone(resumed(config))
