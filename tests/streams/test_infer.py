@@ -204,7 +204,8 @@ def test_over_a_group_no_host_waits_for_a_message(slicing: str, lost: str | None
         found = x.cpu()
         torch.cuda.synchronize()
         loads = experts.loads
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    # Three layers, each of them cubic: what cancels has errors of the largest value's size.
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-5 * float(expected.abs().max()))
     assert loads == [torch.bincount(torch.cat([index[:5].flatten() for _, index in routes]), minlength=5).tolist()]
     # All rows travel, whoever they are meant for.
     assert [link.num_rows for link in links] == [3 * 5 * (2 if slicing == "experts" else 1)] * 2
