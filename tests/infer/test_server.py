@@ -608,6 +608,10 @@ def test_other_kinds_of_bodies_are_refused(shared_url: str) -> None:
     address = f"{shared_url}/v1/completions"
     answered = httpx.post(address, content=b"{}", headers={"Content-Type": "text/plain"})
     assert (answered.status_code, answered.json()["error"]["type"]) == (415, "invalid_request_error")
+    for charset, status in (("latin-1", 415), ("UTF-8", 400), ('"utf-8"', 400), ("utf-16; charset=utf-8", 415)):
+        answered = httpx.post(address, content=b"{}", headers={"Content-Type": f"application/json; charset={charset}"})
+        assert answered.status_code == status, charset
+        assert ("JSON is read as utf-8" in answered.text) == (status == 415)
     long, headers = b" " * 200_001, {"Content-Type": "application/json"}
     answered = httpx.post(address, content=gzip.compress(b"{}"), headers=headers | {"Content-Encoding": "gzip"})
     assert (answered.status_code, "Content-Encoding is 'gzip'" in answered.text) == (415, True)
@@ -615,6 +619,16 @@ def test_other_kinds_of_bodies_are_refused(shared_url: str) -> None:
         answered = httpx.post(address, content=content, headers=headers)
         assert answered.status_code == 413
         assert "200000 bytes" in answered.json()["error"]["message"]
+
+
+def test_no_field_goes_into_a_query_string(client: openai.OpenAI) -> None:
+    """There servers of FastAPI pass it over without a word; api-version and others come from proxies and clients."""
+    done = client.completions.create(model=MODEL, prompt="x", max_tokens=2, extra_query={"api-version": "1"})
+    assert done.usage is not None
+    for name in ("stream", "n", "suffix"):
+        with pytest.raises(openai.BadRequestError, match=f"{name} is in the query string") as refused:
+            client.completions.create(model=MODEL, prompt="x", extra_query={name: "2"})
+        assert refused.value.param == name
 
 
 def test_a_body_that_does_not_arrive_is_given_up() -> None:

@@ -13,8 +13,10 @@ from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
 from laconic.infer.sampling import Sampling
-from laconic.infer.server.bodies import ChatBody, CompletionBody, parse_body
+from laconic.infer.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
+from laconic.infer.server.formats import StructuredOutputs
 from laconic.infer.server.refusals import Refusal
+from laconic.infer.server.responses import ResponsesBody
 
 VALUES = st.recursive(
     st.none()
@@ -183,6 +185,66 @@ def test_values_that_break_a_rule_are_refused_by_name(fields: dict[str, Any], me
     _, refusal = read(ChatBody, GOOD[ChatBody] | fields)
     assert refusal is not None
     assert re.search(message, str(refusal))
+
+
+ALL_GOOD: dict[Any, dict[str, Any]] = GOOD | {
+    ResponsesBody: {"model": "m", "input": "x"},
+    TokenizeBody: {"prompt": "x"},
+    DetokenizeBody: {"tokens": [1]},
+}
+
+
+@pytest.mark.parametrize("kind", ALL_GOOD)
+def test_true_is_no_number_a_number_no_flag_and_a_text_neither(kind: Any) -> None:
+    """In fields that are served, and in neutral values of those that are not, where Python's 1 == True."""
+    for name, field in kind.model_fields.items():
+        if field.annotation in (int | None, float | None, bool | None):
+            flag = field.annotation == bool | None
+            odd = [0, 1, 1.0, "true", [True]] if flag else [True, False, "1", [1]]
+            for value in odd + [1.0] * (field.annotation == int | None):
+                assert read(kind, ALL_GOOD[kind] | {name: value})[1] is not None, (name, value)
+    for name, values in kind.neutral.items():
+        for value in values:
+            assert read(kind, ALL_GOOD[kind] | {name: value})[1] is None, (name, value)
+            if isinstance(value, int | float):
+                twin = int(value) if isinstance(value, bool) else bool(value)
+                refusal = read(kind, ALL_GOOD[kind] | {name: twin})[1]
+                assert str(refusal).startswith(f"{name} is {twin!r}, but {name} is not served"), (name, twin)
+    for name in StructuredOutputs.model_fields:
+        refusal = read(ChatBody, GOOD[ChatBody] | {"structured_outputs": {name: 0}})[1]
+        assert refusal is not None, name
+
+
+VLLMS_TOKENIZE = {  # its defaults
+    "model": "m",
+    "add_generation_prompt": True,
+    "return_token_strs": False,
+    "continue_final_message": False,
+    "add_special_tokens": False,
+    "chat_template": None,
+    "chat_template_kwargs": None,
+    "media_io_kwargs": None,
+    "mm_processor_kwargs": None,
+    "tools": None,
+}
+
+
+def test_vllms_defaults_of_tokenize_are_taken_and_no_other_values() -> None:
+    chat = {"messages": GOOD[ChatBody]["messages"]}
+    assert read(TokenizeBody, chat | VLLMS_TOKENIZE)[1] is None
+    assert read(TokenizeBody, {"prompt": "x", "add_special_tokens": True})[1] is None
+    assert read(DetokenizeBody, {"tokens": [1], "skip_special_tokens": True})[1] is None
+    for kind, fields in (
+        (TokenizeBody, chat | {"add_special_tokens": True}),
+        (TokenizeBody, chat | {"add_generation_prompt": False}),
+        (TokenizeBody, chat | {"continue_final_message": True}),
+        (TokenizeBody, chat | {"chat_template": "{{ messages }}"}),
+        (TokenizeBody, {"prompt": "x", "add_special_tokens": False}),
+        (DetokenizeBody, {"tokens": [1], "skip_special_tokens": False}),
+    ):
+        refusal = read(kind, fields)[1]
+        assert refusal is not None
+        assert (refusal.param, refusal.code) == (list(fields)[-1], "unsupported")
 
 
 @pytest.mark.parametrize("options", [{"top_logprobs": 2}, {"logprobs": False, "top_logprobs": 2}, {"logprobs": True}])

@@ -15,7 +15,6 @@ from laconic.infer.server import ServerSettings, create_app
 from laconic.infer.server.bodies import ChatBody, CompletionBody, parse_body
 from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.responses import ResponsesBody
-from laconic.infer.server.unserved import NEUTRAL_IN_RESPONSES
 from tests.infer.serving import FakeEngine, running
 from tests.infer.test_server import MODEL, ChatBytes, text_of
 
@@ -236,7 +235,7 @@ def test_every_field_of_responses_is_known() -> None:
     def code(name: str, value: Any) -> str | None:
         body = json.dumps({"model": "m", "input": "x", name: value}).encode()
         try:
-            parse_body(ResponsesBody, body, NEUTRAL_IN_RESPONSES)
+            parse_body(ResponsesBody, body)
         except Refusal as refusal:
             return f"{refusal.param}: {refusal.code}"
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -26,7 +25,6 @@ from laconic.infer.server.replies import CompletionReply
 from laconic.infer.server.responses import ResponsesBody
 from laconic.infer.server.settings import ServerSettings
 from laconic.infer.server.structure import grammar_of
-from laconic.infer.server.unserved import NEUTRAL_IN_RESPONSES
 from laconic.infer.server.wire import read_body
 from laconic.infer.token_engine import TokenEngine
 from laconic.infer.tokenizer import TextTokenizer
@@ -173,17 +171,19 @@ class _Server:
         return await self._chats.answer(request, body)
 
     async def _responses(self, request: Request) -> Response:
-        body = await self._body(ResponsesBody, request, NEUTRAL_IN_RESPONSES)
+        body = await self._body(ResponsesBody, request)
         self._check_model(body.model)
         return await self._chats.respond(request, body)
 
-    async def _body(
-        self, kind: type[Body], request: Request, neutral: Mapping[str, tuple[object, ...]] | None = None
-    ) -> Body:
+    async def _body(self, kind: type[Body], request: Request) -> Body:
+        # A query string may have what proxies and clients add (api-version), but no field goes in it unheard
+        for name in request.query_params:
+            if name in kind.model_fields or name in kind.neutral:
+                raise Refusal(400, f"{name} is in the query string, where it is not read; put it into the body", name)
         content = await read_body(request, self._settings)
         if len(content) < _LONG_BODY_NBYTES:
-            return parse_body(kind, content, neutral)
-        return await asyncio.to_thread(parse_body, kind, content, neutral)
+            return parse_body(kind, content)
+        return await asyncio.to_thread(parse_body, kind, content)
 
     def _check_known(self, field: str, tokens: list[int]) -> None:
         """Refuse to show tokens that have no text because there are none such."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import from_json
@@ -13,7 +14,13 @@ from pydantic_core import from_json
 from laconic.infer.server.conversation import Message, NamedTool, Strict, Tool, ToolChoice
 from laconic.infer.server.formats import ResponseFormat, StructuredOutputs, check_false
 from laconic.infer.server.refusals import Refusal
-from laconic.infer.server.unserved import NEUTRAL_IN_CHATS, NEUTRAL_IN_COMPLETIONS
+from laconic.infer.server.unserved import (
+    NEUTRAL_IN_CHATS,
+    NEUTRAL_IN_COMPLETIONS,
+    NEUTRAL_IN_TOKENIZE,
+    Neutral,
+    asks_for_nothing,
+)
 from laconic.json_text import parse_json, unique_names
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,17}")  # without leading zeros, so that no two name one token
@@ -187,6 +194,7 @@ class CompletionBody(RequestBody):
         echo: begin the answer with the prompt, and its logprobs.
     """
 
+    neutral: ClassVar[Neutral] = NEUTRAL_IN_COMPLETIONS
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_check_prompt)]
     logprobs: int | None = Field(None, ge=0, le=20)
     max_tokens: int | None = Field(None, ge=0, le=2**31)
@@ -222,6 +230,7 @@ class ChatBody(RequestBody):
         chat_template_kwargs: further variables of the chat template, as vLLM has them.
     """
 
+    neutral: ClassVar[Neutral] = NEUTRAL_IN_CHATS
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31)
     logprobs: bool | None = None
@@ -256,14 +265,17 @@ class TokenizeBody(Strict):
         messages: of a conversation, whose tokens are those of /v1/chat/completions; one of both is given.
         tools, chat_template_kwargs: of the conversation.
         return_token_strs: tell also what the vocabulary calls the tokens.
+        add_special_tokens: true with a prompt and false with messages, whose template writes them; else not served.
     """
 
+    neutral: ClassVar[Neutral] = NEUTRAL_IN_TOKENIZE
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
+    add_special_tokens: bool | None = None
 
 
 class DetokenizeBody(Strict):
@@ -274,24 +286,20 @@ class DetokenizeBody(Strict):
         tokens: ids.
     """
 
+    neutral: ClassVar[Neutral] = {"skip_special_tokens": (True,)}
     model: str | None = None
     tokens: Annotated[list[int], BeforeValidator(_check_stop_tokens)]
 
 
 Body = TypeVar("Body", bound=Strict)
-_NEUTRAL: dict[type[BaseModel], Mapping[str, tuple[object, ...]]] = {
-    ChatBody: NEUTRAL_IN_CHATS,
-    CompletionBody: NEUTRAL_IN_COMPLETIONS,
-}
 
 
-def parse_body(kind: type[Body], content: bytes, neutral: Mapping[str, tuple[object, ...]] | None = None) -> Body:
+def parse_body(kind: type[Body], content: bytes) -> Body:
     """Read the body of a request.
 
     Args:
         kind: of the body.
         content: of the request.
-        neutral: values of fields that are not served, which ask for nothing; None takes those of the kind.
 
     Raises:
         Refusal: it is not JSON, a field is unknown or missing, breaks its rule, or contradicts another (400).
@@ -303,12 +311,11 @@ def parse_body(kind: type[Body], content: bytes, neutral: Mapping[str, tuple[obj
         raise Refusal(400, f"the body is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise Refusal(400, f"the body is {reprlib.repr(values)}, but it must be a JSON object")
-    neutral = _NEUTRAL.get(kind, {}) if neutral is None else neutral
-    for name, allowed in neutral.items():
-        if values.get(name) is not None and values[name] not in allowed:
+    for name, allowed in kind.neutral.items():
+        if not asks_for_nothing(values.get(name), allowed):
             shown = reprlib.repr(values[name])
             raise Refusal(400, f"{name} is {shown}, but {name} is not served; leave it out", name, "unsupported")
-    return make_body(kind, {name: value for name, value in values.items() if name not in neutral})
+    return make_body(kind, {name: value for name, value in values.items() if name not in kind.neutral})
 
 
 def make_body(kind: type[Body], values: Mapping[str, Any]) -> Body:
@@ -344,6 +351,14 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> Refusal:
 def _check_contradictions(body: Strict) -> None:
     if isinstance(body, TokenizeBody) and (body.prompt is None) == (body.messages is None):
         raise Refusal(400, "prompt and messages are both given or both missing; give one", "prompt")
+    if isinstance(body, TokenizeBody) and body.add_special_tokens not in (None, body.prompt is not None):
+        raise Refusal(
+            400,
+            f"add_special_tokens is {json.dumps(body.add_special_tokens)}, but it is served as true with prompt and as"
+            " false with messages; leave it out",
+            "add_special_tokens",
+            "unsupported",
+        )
     if isinstance(body, TokenizeBody) and body.prompt is not None:
         for name in ("tools", "chat_template_kwargs"):
             if getattr(body, name):

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from laconic.infer.server.tool_calls import read_json
+from laconic.infer.server.unserved import Neutral
 
 CACHE_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 """Where a prompt's cache may end, as Anthropic's and OpenAI's APIs mark it: taken and not used, it changes no token."""
 
 
 class Strict(BaseModel):
-    """An object with no other fields than its own, of the types that are written there."""
+    """An object with no other fields than its own, of the types that are written there.
 
+    Attributes:
+        neutral: fields that are not served, with their values that ask for nothing.
+    """
+
+    neutral: ClassVar[Neutral] = {}
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 

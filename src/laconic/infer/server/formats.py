@@ -11,7 +11,7 @@ from laconic.infer.server.conversation import Strict
 
 def check_false(value: object) -> object:
     """Return None for what asks for nothing; refuse the rest, as a validator of a field that is not served."""
-    if value not in (None, False):
+    if value is not None and value is not False:
         raise ValueError("must be false: it is not served; leave it out")
     return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -15,6 +15,7 @@ from laconic.infer.server.generation import Generation, Part
 from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.replies import ChatReply
 from laconic.infer.server.tool_calls import ToolParser
+from laconic.infer.server.unserved import NEUTRAL_IN_RESPONSES, Neutral
 from laconic.infer.tokenizer import TextTokenizer
 
 _TEXTS = ("input_text", "output_text", "text")
@@ -118,6 +119,7 @@ class ResponsesBody(Strict):
         metadata, store and what follows: are given back, or accepted and not used; no answer is kept.
     """
 
+    neutral: ClassVar[Neutral] = NEUTRAL_IN_RESPONSES
     model: str
     input: Annotated[list[dict[str, Any]], BeforeValidator(_check_input)]
     instructions: str | None = None

@@ -5,9 +5,11 @@ Clients send such values unasked. Any other value is refused by the field's name
 
 from __future__ import annotations
 
-_Neutral = dict[str, tuple[object, ...]]
+from collections.abc import Mapping
 
-_NEUTRAL: _Neutral = {
+Neutral = Mapping[str, tuple[object, ...]]
+
+_NEUTRAL: dict[str, tuple[object, ...]] = {
     # OpenAI's
     "best_of": (1,),
     "suffix": ("",),
@@ -48,9 +50,9 @@ _NEUTRAL: _Neutral = {
     "session_params": ({},),
 }
 
-NEUTRAL_IN_COMPLETIONS: _Neutral = _NEUTRAL | {"add_special_tokens": (True,)}
+NEUTRAL_IN_COMPLETIONS: Neutral = _NEUTRAL | {"add_special_tokens": (True,)}
 
-NEUTRAL_IN_CHATS: _Neutral = _NEUTRAL | {
+NEUTRAL_IN_CHATS: Neutral = _NEUTRAL | {
     # OpenAI's
     "audio": (),
     "function_call": ("none", "auto"),
@@ -77,7 +79,18 @@ NEUTRAL_IN_CHATS: _Neutral = _NEUTRAL | {
     "stream_reasoning": (True, False),
 }
 
-NEUTRAL_IN_RESPONSES: _Neutral = {
+NEUTRAL_IN_TOKENIZE: Neutral = {
+    name: NEUTRAL_IN_CHATS[name]
+    for name in (
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "media_io_kwargs",
+        "mm_processor_kwargs",
+    )
+}
+
+NEUTRAL_IN_RESPONSES: Neutral = {
     "access_programs": ({},),
     "background": (False,),
     "background_options": ({},),
@@ -93,3 +106,8 @@ NEUTRAL_IN_RESPONSES: _Neutral = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
+
+
+def asks_for_nothing(value: object, neutral: tuple[object, ...]) -> bool:
+    """Return whether a value of a field is null or a neutral one; true is not 1, and 0 not false."""
+    return value is None or any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral)

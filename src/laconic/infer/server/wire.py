@@ -23,9 +23,12 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
         Refusal: it is not JSON by its header, or packed (415), too long (413), or does not come in time (408).
     """
     max_bytes, seconds = settings.max_body_bytes, settings.max_body_seconds
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind, *parameters = (each.strip().lower() for each in request.headers.get("content-type", "").split(";"))
     if kind != "application/json":  # pages of other sites can send anything else without asking the browser
         raise Refusal(415, f"Content-Type is {kind!r}, but it must be application/json")
+    for name, _, value in (each.partition("=") for each in parameters):
+        if name == "charset" and (charset := value.strip('"')) not in ("utf-8", "utf8", "us-ascii"):
+            raise Refusal(415, f"Content-Type has charset {charset!r}, but JSON is read as utf-8; send it so")
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
         raise Refusal(415, f"Content-Encoding is {coding!r}, but no body is unpacked here; send it as it is")
