@@ -215,7 +215,11 @@ def test_states_go_to_torch_and_come_back_bit_for_bit() -> None:
     exact = torch.optim.AdamW([{"params": qs[:2]}, {"params": qs[2:]}])
     exact.load_state_dict(to_adamw_state(source))
     for ours, theirs in zip(source.param_groups, exact.param_groups, strict=True):
-        assert all(theirs[key] == value for key, value in ours.items() if key not in ("params", "min_8bit_numel"))
+        assert all(
+            theirs[key] == value
+            for key, value in ours.items()
+            if key not in ("params", "min_8bit_numel", "moment_bits")
+        )
         assert (theirs["amsgrad"], theirs["decoupled_weight_decay"], theirs["foreach"]) == (False, True, None)
     for p, q in zip(ps, qs, strict=True):
         assert exact.state[q]["step"].item() == 3
@@ -245,6 +249,7 @@ def test_states_of_other_bits_are_rounded_once(old: int, new: int) -> None:
     train(ps, source, 3)
     target.load_state_dict(copy.deepcopy(source.state_dict()))
     assert (target.bits, target.param_groups[0]["lr"]) == (new, 0.01)
+    assert target.param_groups[0]["moment_bits"] == new
     through_exact = AdamW8bit(rs := parameters(), bits=new)
     from_adamw_state(through_exact, to_adamw_state(source))
     for p, q, r in zip(ps, qs, rs, strict=True):
@@ -293,6 +298,27 @@ def test_states_of_other_bits_that_do_not_fit_are_refused(other: int) -> None:
     with pytest.raises(FormatError, match=r"exp_avg_scales of parameter 1 .* \(3, 3\), but it must be"):
         target.load_state_dict(bad)
     assert not target.state
+
+
+@pytest.mark.parametrize(("old", "new"), [(8, 4), (4, 8)])
+def test_states_name_their_bits_where_shapes_do_not_tell_them(old: int, new: int) -> None:
+    """Codes of 4 bits of rows of 64 have the shape of those of 8 bits of rows of 32; both have a block in a row."""
+    wide, narrow = nn.Parameter(torch.randn(256, 64)), nn.Parameter(torch.randn(256, 32))
+    p, q = (wide, narrow) if old == 4 else (narrow, wide)
+    source, target = AdamW8bit([p], bits=old), AdamW8bit([q], bits=new)
+    train([p], source, 1)
+    state = source.state_dict()
+    with pytest.raises(FormatError, match=r"exp_avg_codes of parameter 0 of group 0 is .*, but it must be"):
+        target.load_state_dict(state)
+    state["param_groups"][0]["moment_bits"] = True
+    with pytest.raises(FormatError, match="moment_bits of a group is True, but it must be 8 or 4"):
+        target.load_state_dict(state)
+    assert not target.state
+    del state["param_groups"][0]["moment_bits"]  # as a host may leave it out
+    back = AdamW8bit([nn.Parameter(torch.zeros_like(p))], bits=old)
+    back.load_state_dict(state)
+    assert back.state_dict()["param_groups"][0]["moment_bits"] == old
+    assert "moment_bits" not in to_adamw_state(back)["param_groups"][0]
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "Adam", "bitsandbytes", "fp32"])

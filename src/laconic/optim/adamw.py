@@ -24,7 +24,7 @@ from laconic.ops import DTYPES, adamw8bit_multi_
 from laconic.ops.adamw_scalars import largest_ratio, widened
 from laconic.ops.declarations.adamw import share_memory
 from laconic.optim.in_backward import UsedGradient, call_with_gradients
-from laconic.optim.moments import check_fits, check_state, is_coded, new_state, parameter_name
+from laconic.optim.moments import BITS_OF_STATES, check_fits, check_state, is_coded, new_state, parameter_name
 from laconic.options import MOMENT_BLOCK_SIZES
 
 
@@ -56,7 +56,8 @@ class AdamW8bit(torch.optim.Optimizer):
             host reads the number of the step, and autograd does not follow the step's writes.
         min_8bit_numel: parameters with fewer elements keep fp32 moments. So do vectors of less than 2**20 elements
             (norms, biases) and parameters with less than 16 elements per index of their first dimension.
-        bits: of a moment, 8 or 4, for all groups; it is no option of a group, and no state dict changes it.
+        bits: of a moment, 8 or 4, for all groups; it is no option of a group, and no state dict changes it. Groups
+            name it in "moment_bits", so that a state that is loaded tells of which bits its codes are.
 
     Raises:
         ConfigError: a hyperparameter is out of range.
@@ -117,6 +118,7 @@ class AdamW8bit(torch.optim.Optimizer):
         _check_group({**self.defaults, **param_group})
         _check_refused(param_group)
         super().add_param_group(param_group)
+        self.param_groups[-1][BITS_OF_STATES] = self.bits
         if self._updates_in_backward:
             self._hook_on(len(self.param_groups) - 1)
 
@@ -282,6 +284,7 @@ class AdamW8bit(torch.optim.Optimizer):
         for group in self.param_groups:
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
+            group[BITS_OF_STATES] = self.bits
             # Steps before have had the betas that were saved, whatever the host gives to those that come.
             group.setdefault(BETAS_SEEN, widened(None, *map(_number, group["betas"])))
 

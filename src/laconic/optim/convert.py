@@ -25,6 +25,7 @@ from laconic.ops.adamw_scalars import LARGEST_GRADIENT
 from laconic.ops.dynamic_map import dynamic_map
 from laconic.optim.adamw import AdamW8bit
 from laconic.optim.moments import (
+    BITS_OF_STATES,
     MOMENTS,
     check_state,
     dequantize_moment,
@@ -37,6 +38,7 @@ from laconic.optim.moments import (
     rows_of,
     state_bits,
 )
+from laconic.options import MOMENT_BLOCK_SIZES, takes
 
 _BNB_NUMBERS = {"exp_avg": "1", "exp_avg_sq": "2"}
 # Newer versions of bitsandbytes put tensors one level down in a state dict.
@@ -193,15 +195,25 @@ def converted(optimizer: AdamW8bit, state_dict: dict[str, Any]) -> dict[str, Any
 
 
 def _from_other_bits(optimizer: AdamW8bit, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict of AdamW8bit with the optimizer's bits: moments in others are rounded to these."""
+    """A state dict of AdamW8bit with the optimizer's bits: moments in others are rounded to these.
+
+    Groups name the bits of their states; where a host has left that out, the shape of the codes tells them.
+    """
     states = dict(state_dict["state"])
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):  # torch checks them
+        if (named := saved.get(BITS_OF_STATES)) is not None and not takes(tuple(MOMENT_BLOCK_SIZES), named):
+            raise FormatError(
+                f"{BITS_OF_STATES} of a group is {named!r}, but it must be 8 or 4; the state is not whole"
+            )
         for index, (parameter, key) in enumerate(zip(group["params"], saved["params"], strict=False)):
             state = states.get(key)
-            if not state or not is_coded(state) or state_bits(state, parameter) == optimizer.bits:
+            if not state or not is_coded(state):
                 continue
-            name, other_bits = parameter_name(optimizer, group, index), 12 - optimizer.bits
-            check_state(name, parameter, state, group["min_8bit_numel"], other_bits)
+            bits = named or state_bits(state, parameter)
+            if bits == optimizer.bits:
+                continue
+            name = parameter_name(optimizer, group, index)
+            check_state(name, parameter, state, group["min_8bit_numel"], bits)
             fresh = new_state(parameter, 0, optimizer.bits)
             for moment in MOMENTS:
                 _fill(name, parameter, moment, fresh, _exact(parameter, state, moment))
@@ -253,7 +265,7 @@ def to_adamw_state(optimizer: AdamW8bit) -> dict[str, Any]:
     states: dict[Any, dict[str, Any]] = {}
     groups = []
     for group, packed in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        options = {name: value for name, value in packed.items() if name != "min_8bit_numel"}
+        options = {name: value for name, value in packed.items() if name not in ("min_8bit_numel", BITS_OF_STATES)}
         groups.append(dict.fromkeys(_TORCH_GROUP, None) | _TORCH_DEFAULTS | options)
         for parameter, key in zip(group["params"], packed["params"], strict=True):
             state = optimizer.state.get(parameter, {})

@@ -29,6 +29,10 @@ from laconic.options import MOMENT_BLOCK_SIZES
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """Adam's moments by their names in a state, and whether each has a sign. In codes, <name>_codes and <name>_scales."""
 
+BITS_OF_STATES = "moment_bits"
+"""What names, in a saved group, the bits of its states: with short rows, codes of 4 bits have the shape of those of 8
+bits of a parameter half as wide."""
+
 # Shorter rows would spend more on scales than they save; only depthwise convolutions and the like have them.
 _MIN_ROW_LENGTH = 16
 # A vector shorter than this is a norm or a bias: small, and cut anywhere by FSDP2, also within a block.
