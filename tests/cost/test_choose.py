@@ -229,10 +229,21 @@ def test_damaged_plans_are_refused(tmp_path: Path) -> None:
     for damage, message in (
         (lambda d: d.pop("format"), "no laconic plan"),
         (lambda d: d.update(version=9), "version 9"),
-        (lambda d: d.pop("model"), "damaged"),
+        (lambda d: d.pop("model"), "has no 'model'"),
+        (lambda d: d["world"].pop("stages"), "has no 'stages'"),
+        (lambda d: d["world"].pop("world_size"), "the plan's world.world_size is not what this laconic writes"),
+        (lambda d: d["world"].update(rings=2), "the plan's world.rings is not"),
+        (lambda d: d["settings"].update(offload=True), "the plan's settings.offload is not"),
+        (lambda d: d["batch"].update(rings=2), "damaged: TypeError.*'rings'"),
+        (lambda d: d["schedule"][0].pop(), "the plan's schedule is not"),
+        (lambda d: d.update(notes=[]), "the plan's notes is not"),
+        (lambda d: d.update(version=True), "the plan's version is not"),
         (lambda d: d["model"]["names"].pop(), "kinds that it does not describe"),
         (lambda d: d["settings"].update(optimizer="sgd"), "optimizer is 'sgd'"),
-        (lambda d: d["settings"]["activations"]["sites"].update({"lm_head": None}), "not those of its choices"),
+        (
+            lambda d: d["settings"]["activations"]["sites"].update({"lm_head": None}),
+            "settings.activations.sites.lm_head is not",
+        ),
         (lambda d: d["choices"].update({"model.layers.99.mlp": None}), "model.layers.99.mlp"),
     ):
         with pytest.raises(PlanError, match=message):

@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_parsers_bear_any_bytes(name: str) -> None:
-    max_inputs = 20 if name == "plan" else 150 if name in DOCUMENTS else 600
+    # Plans refuse most changes, so that few get deep
+    max_inputs = 60 if name == "plan" else 150 if name in DOCUMENTS and name != "stream_plan" else 600
     _bears(name, seed=1, max_inputs=max_inputs)
 
 

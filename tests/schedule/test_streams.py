@@ -140,6 +140,10 @@ def test_what_cannot_run_is_refused(tasks: tuple[Task, ...], message: str) -> No
     ("change", "message"),
     [
         (lambda text: text[:-5], r"is no JSON"),
+        (
+            lambda text: text.replace('"version": 1', '"version": 1, "loops": 2'),
+            "has 'loops', but it may have",
+        ),
         (lambda text: text.replace('"version": 1', '"version": 2'), r"no laconic stream plan of version 1"),
         (lambda text: text.replace('"stream": "a"', '"stream": 3'), r"is no task: it must have name, stream"),
         (lambda text: text.replace('"seconds": 1.0', '"seconds": true'), r"is no task"),

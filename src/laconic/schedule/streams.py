@@ -160,6 +160,8 @@ class StreamPlan:
             raise ScheduleError(f"the plan is no JSON: {error}") from error
         if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (_FORMAT, _VERSION):
             raise ScheduleError(f"the file is no {_FORMAT} of version {_VERSION}; write it with StreamPlan.to_json")
+        if unknown := sorted(data.keys() - {"format", "version", "tasks"}):
+            raise ScheduleError(f"the plan has {unknown[0]!r}, but it may have format, version and tasks alone")
         tasks = data.get("tasks")
         return cls(tuple(map(_task, tasks if isinstance(tasks, list) else [tasks])))
 

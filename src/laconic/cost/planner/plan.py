@@ -123,7 +123,8 @@ class Plan:
         """Read what `to_dict` wrote.
 
         Raises:
-            PlanError: the data is no plan, of another version, or says something impossible.
+            PlanError: the data is no plan, of another version, says something impossible, or has a field that is
+                missing, unknown or not what follows from the others, as in files of another laconic.
         """
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
             raise PlanError("the file is no laconic plan; write one with laconic plan")
@@ -145,14 +146,19 @@ class Plan:
                 budget_nbytes=data["budget_nbytes"],
             )
             _ = plan.prediction.peak_nbytes, plan.job.split  # refused if layers, stages and choices do not fit
-            is_of_choices = plan.activation_plan() == data["settings"]["activations"]
-        except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+            # What was predicted may change with the cost model, and nothing is run by it
+            known = json.loads(json.dumps(plan.to_dict())) | {"predicted": None}
+            name = _first_difference(known, data | {"predicted": None})
+        except KeyError as error:
+            raise PlanError(f"the plan has no {error.args[0]!r}; write it again with laconic plan") from error
+        except (TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
             if isinstance(error, PlanError):
                 raise
             raise PlanError(f"the plan is damaged: {error!r}; write it again with laconic plan") from error
-        if not is_of_choices:
+        if name is not None:
             raise PlanError(
-                "the plan's settings.activations are not those of its choices; change it with laconic plan, not by hand"
+                f"the plan's {name} is not what this laconic writes for its model, world and choices; write it again"
+                " with laconic plan, and do not change it by hand"
             )
         return plan
 
@@ -185,6 +191,18 @@ class Plan:
                     f"the plan is for a model with {name} = {mine!r}, but this model has {theirs.get(name)!r}; make a "
                     "plan for this model with laconic plan"
                 )
+
+
+def _first_difference(known: Any, data: Any) -> str | None:
+    """Name the first field in which two values of JSON differ; None if none does."""
+    if isinstance(known, dict) and isinstance(data, dict):
+        for name in [*known, *(name for name in data if name not in known)]:
+            if name not in known or name not in data:
+                return str(name)
+            if (inner := _first_difference(known[name], data[name])) is not None:
+                return f"{name}.{inner}".removesuffix(".")
+        return None
+    return None if known == data and type(known) is type(data) else ""
 
 
 def load_plan(path: str | Path) -> Plan:
