@@ -10,6 +10,7 @@ import openai
 import pytest
 from pydantic import ValidationError
 
+from laconic.infer.generation_config import AnswerDefaults
 from laconic.infer.server import ByteTokenizer, ServerSettings, create_app
 from laconic.infer.server.conversation import Message
 from laconic.infer.server.tool_calls import PARSERS, CallDelta, NamedCall, RequiredCalls, ToolParser
@@ -215,6 +216,19 @@ def test_choices_of_tools(engine: FakeEngine, client: openai.OpenAI, tokenizer: 
     assert "%json" in str(asked[0].grammar)
 
 
+def test_the_models_stop_strings_cut_no_call(
+    engine: FakeEngine, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(engine, "answer_defaults", AnswerDefaults(stop=(", ",)))
+    engine.says('{"a": 5, "b": 6}')
+    ask: dict[str, Any] = {"model": MODEL, "messages": USER, "tools": [ADD]}
+    choice: Any = {"type": "function", "function": {"name": "add"}}
+    done = client.chat.completions.create(**ask, tool_choice=choice).choices[0]
+    assert done.message.tool_calls[0].function.arguments == '{"a": 5, "b": 6}'  # type: ignore[index,union-attr]
+    assert client.chat.completions.create(**ask, tool_choice="none").choices[0].message.content == '{"a": 5'
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
@@ -228,6 +242,8 @@ def test_choices_of_tools(engine: FakeEngine, client: openai.OpenAI, tokenizer: 
         ({"tools": [ADD, ADD]}, "tools", "a name twice"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "must be 'function'"),
         ({"tools": [ADD], "response_format": {"type": "json_object"}}, "response_format", "tool_choice 'none'"),
+        ({"tools": [ADD], "tool_choice": "required", "stop": ["}"]}, "stop", "stop is given with tool_choice"),
+        ({"tools": [ADD], "tool_choice": "required", "stop_token_ids": [9]}, "stop_token_ids", "leave stop_token_ids"),
         (
             {"tools": [ADD], "tool_choice": "required", "guided_regex": "a"},
             "guided_regex",

@@ -114,7 +114,8 @@ class Answers:
                 " alone, at which the answer ends then",
                 "stop",
             )
-        stops = self._engine.answer_defaults.stop if body.stop is None else body.stop
+        # An answer by a grammar ends where that allows no more, whatever the model's text ends at.
+        stops = body.stop or (self._engine.answer_defaults.stop if body.stop is None and grammar is None else ())
         generation = Generation(
             self._engine,
             self._tokenizer,

@@ -34,7 +34,8 @@ def grammar_of(body: RequestBody, engine: TokenEngine, format_field: str = "resp
     field, kind, value = asked[0]
     if len(asked) > 1:
         raise Refusal(400, f"{field} and {asked[1][0]} are both given, but an answer follows one; give one", field)
-    for name in ("ignore_eos", "min_tokens"):
+    of_calls = ("stop", "stop_token_ids") if field == "tool_choice" else ()  # a cut call would pass for a whole one
+    for name in ("ignore_eos", "min_tokens", *of_calls):
         if getattr(body, name):
             raise Refusal(
                 400,
