@@ -216,6 +216,30 @@ def test_choices_of_tools(engine: FakeEngine, client: openai.OpenAI, tokenizer: 
     assert "%json" in str(asked[0].grammar)
 
 
+@pytest.mark.parametrize(
+    ("parameters", "grammar"),
+    [
+        (None, '{"type": "object", "properties": {}, "additionalProperties": false}'),
+        ({}, '{"type": "object"}'),
+        ({"properties": {"a": {}}}, '{"type": "object", "properties": {"a": {}}}'),
+    ],
+)
+def test_arguments_are_an_object_of_the_schema_that_was_given(
+    engine: FakeEngine, client: openai.OpenAI, parameters: Any, grammar: str
+) -> None:
+    pytest.importorskip("llguidance")
+    asked = engine.says("[]")
+    tool: Any = {
+        "type": "function",
+        "function": {"name": "f"} | ({} if parameters is None else {"parameters": parameters}),
+    }
+    named: Any = {"type": "function", "function": {"name": "f"}}
+    client.chat.completions.create(model=MODEL, messages=USER, tools=[tool], tool_choice="required")
+    client.chat.completions.create(model=MODEL, messages=USER, tools=[tool], tool_choice=named)
+    assert f"%json {grammar}" in asked[0].grammar
+    assert grammar in asked[1].grammar
+
+
 def test_the_models_stop_strings_cut_no_call(
     engine: FakeEngine, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,7 +275,15 @@ def test_the_models_stop_strings_cut_no_call(
         ),
         (
             {
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+            "'f' has the type 'array', but arguments are an object",
+        ),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": 1}}}}],
                 "tool_choice": "required",
             },
             "tool_choice",

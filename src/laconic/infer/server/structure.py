@@ -119,4 +119,15 @@ def _tools(body: RequestBody) -> list[_Asked]:
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
-    return tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+    """Return the schema of a function's arguments, which are an object also where its own schema leaves that open."""
+    given = tool.function.parameters
+    if given is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    if (kind := given.get("type", "object")) != "object":
+        raise Refusal(
+            400,
+            f"parameters of the tool {tool.function.name!r} has the type {kind!r}, but arguments are an object; give"
+            " the type 'object'",
+            "tools",
+        )
+    return given if given.keys() & {"$ref", "anyOf", "oneOf", "allOf"} else _ANY_OBJECT | given
