@@ -32,6 +32,7 @@ def test_values_come_back(value: object) -> None:
         "1" + "0" * 400,
         "-1" + "0" * 5000,
         "[1e400]",
+        '[{"a": 1, "a": 1}]',
     ],
 )
 def test_what_is_no_json_is_a_value_error(text: str | bytes) -> None:

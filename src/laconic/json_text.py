@@ -6,25 +6,25 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable
 from typing import Any
 
 _LONG_NUMBER = re.compile("[0-9]{309}")  # whole numbers of fewer digits are floats, too
 
 
-def parse_json(text: str | bytes, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON document, as `json.loads` does.
 
     Raises:
-        ValueError: it is no JSON, no UTF-8, holds a number that no float can hold, or lists and tables are nested
-            deeper than Python's parser goes, for which `json.loads` has an error of another family.
+        ValueError: it is no JSON, no UTF-8, has a name twice in a table, holds a number that no float can hold, or
+            lists and tables are nested deeper than Python's parser goes, for which `json.loads` has an error of another
+            family.
     """
     if not isinstance(text, str):
         text = text.decode("utf-8-sig")
     # A call for each whole number would take ten times as long as all the rest
     integer = _integer if _LONG_NUMBER.search(text) else None
     try:
-        return json.loads(text, object_pairs_hook=object_pairs_hook, parse_int=integer, parse_float=_real)
+        return json.loads(text, object_pairs_hook=unique_names, parse_int=integer, parse_float=_real)
     except RecursionError:
         raise ValueError("lists and tables are nested too deeply") from None
 

@@ -231,6 +231,7 @@ def test_jsonl_gives_a_document_per_line(tmp_path: Path) -> None:
         (b'{"text": 3}', r"a.jsonl:2 has no string under 'text'"),
         (b"[1]", r"a.jsonl:2 has no string under 'text' \(it is no object\)"),
         (b'{"text": ', r"a.jsonl:2 is not valid JSON"),
+        (b'{"text": "one", "text": "two"}', r"a.jsonl:2 is not valid JSON: 'text' comes twice"),
         (b"\xff", r"a.jsonl is not text: .* at offset 14"),
         (b"[" * 200_000, r"a.jsonl:2 is nested too deeply"),
         (b'{"text": "\\uD83D"}', r"a.jsonl:2 has half of a surrogate pair"),

@@ -20,7 +20,7 @@ from laconic.formats.chunk import Code
 from laconic.formats.container import SUFFIX, ContainerFile, Progress, write_container
 from laconic.formats.mapped import SafetensorsFile, TensorSource, map_file
 from laconic.formats.zipped import is_zipped, open_tensors
-from laconic.json_text import parse_json, unique_names
+from laconic.json_text import parse_json
 
 MANIFEST = "laconic-zip.json"
 _VERSION = 1
@@ -330,7 +330,7 @@ def _read_manifest(directory: Path) -> tuple[dict[str, dict[str, Any]], tuple[st
     try:
         if path.stat().st_size > _MANIFEST_LIMIT_NBYTES:
             raise ValueError
-        manifest = parse_json(path.read_text("utf-8"), object_pairs_hook=unique_names)
+        manifest = parse_json(path.read_text("utf-8"))
         expected = manifest.pop("sha256")
         found = manifest_sha256(manifest)
         version, records = manifest["version"], manifest["files"]

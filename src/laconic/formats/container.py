@@ -28,7 +28,7 @@ from laconic.formats.chunk import Code, decode_chunk, difference, difference_pay
 from laconic.formats.lossless import Checksum, checksum_of
 from laconic.formats.mapped import TensorSource, map_file
 from laconic.formats.safetensors_header import HEADER_LIMIT_NBYTES, TensorEntry, parse_header
-from laconic.json_text import parse_json, unique_names
+from laconic.json_text import parse_json
 from laconic.ops.entropy import MAX_ELEMENTS_PER_BYTE, is_entropy_coded
 
 T = TypeVar("T")
@@ -272,7 +272,7 @@ class ContainerFile:
     def _read_index(self, text: bytes) -> None:
         where = str(self.path)
         try:
-            index = parse_json(text.decode("utf-8"), object_pairs_hook=unique_names)
+            index = parse_json(text.decode("utf-8"))
             base_name, records, self.data_nbytes = index["base"], index["tensors"], index["data_nbytes"]
         except (ValueError, KeyError, TypeError):
             raise FormatError(f"{where}: its index is not one of `laconic zip`") from None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from laconic.errors import FormatError
-from laconic.json_text import parse_json, short, unique_names
+from laconic.json_text import parse_json, short
 
 HEADER_LIMIT_NBYTES = 100_000_000
 """What the safetensors project allows; of an index, what is read."""
@@ -109,7 +109,7 @@ def parse_header(text: bytes, data_nbytes: int, where: str) -> tuple[list[Tensor
         FormatError: the text is no header or names a tensor twice, or the tensors do not fill the data exactly.
     """
     try:
-        header = parse_json(text.decode("utf-8"), object_pairs_hook=unique_names)
+        header = parse_json(text.decode("utf-8"))
     except ValueError as error:
         raise FormatError(f"{where}: the safetensors header is not valid JSON ({short(error)})") from None
     if not isinstance(header, dict):
@@ -142,7 +142,7 @@ def read_index(path: Path) -> dict[str, str]:
     try:
         if path.stat().st_size > HEADER_LIMIT_NBYTES:
             raise ValueError
-        weight_map: dict[str, str] = parse_json(path.read_text("utf-8"), object_pairs_hook=unique_names)["weight_map"]
+        weight_map: dict[str, str] = parse_json(path.read_text("utf-8"))["weight_map"]
         files = set(weight_map.values())
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError("is not an index of safetensors files") from None

@@ -17,7 +17,7 @@ from laconic.errors import ConfigError
 from laconic.infer.engine import Engine
 from laconic.infer.server import ServerSettings, create_app, load_text_tokenizer
 from laconic.infer.transformers_seam import check_transformers, read_config
-from laconic.json_text import parse_json, unique_names
+from laconic.json_text import parse_json
 from laconic.schedule.inference import InferencePlan
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
@@ -97,7 +97,7 @@ def _read(variable: str, kind: type[BaseModel]) -> dict[str, Any]:
     text = os.environ.get(variable, "{}")
     try:
         values: Any = from_json(text, allow_inf_nan=False)
-        parse_json(text, unique_names)  # of two equal names the first would be dropped
+        parse_json(text)  # of two equal names the first would be dropped
     except ValueError as error:
         raise ConfigError(f"{variable} is {reprlib.repr(text)}, but it must be a JSON object: {error}") from None
     if not isinstance(values, dict):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import ConfigError, ModelError
-from laconic.json_text import parse_json, unique_names
+from laconic.json_text import parse_json
 
 if TYPE_CHECKING:
     from laconic.infer.tokenizer import TextTokenizer
@@ -45,7 +45,7 @@ def make_grammar(kind: GrammarKind, value: Any) -> str:
     matcher = _llguidance().LLMatcher
     try:
         if kind == "json_schema":
-            schema = parse_json(value, unique_names) if isinstance(value, str) else value
+            schema = parse_json(value) if isinstance(value, str) else value
             if not isinstance(schema, (Mapping, bool)):
                 raise ValueError("a schema is an object")
             # As text: {} is any value, and a dict without keys would be none to llguidance

@@ -21,7 +21,7 @@ from laconic.infer.server.unserved import (
     Neutral,
     asks_for_nothing,
 )
-from laconic.json_text import parse_json, unique_names
+from laconic.json_text import parse_json
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,17}")  # without leading zeros, so that no two name one token
 
@@ -306,7 +306,7 @@ def parse_body(kind: type[Body], content: bytes) -> Body:
     """
     try:
         values: Any = from_json(content, allow_inf_nan=False)
-        parse_json(content, unique_names)  # of two equal names the first would be dropped, and 1e400 be infinity
+        parse_json(content)  # of two equal names the first would be dropped, and 1e400 be infinity
     except ValueError as error:
         raise Refusal(400, f"the body is not JSON: {error}") from None
     if not isinstance(values, dict):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from laconic.infer.server.text import cut_at
-from laconic.json_text import parse_json, unique_names
+from laconic.json_text import parse_json
 
 _TOOL_CALLS = "[TOOL_CALLS]"
 
@@ -26,7 +26,7 @@ _TOOL_CALLS = "[TOOL_CALLS]"
 def read_json(text: str) -> Any:
     """Return the value of a JSON text; None if it is none, or would change or fail where it is written again."""
     try:
-        value = parse_json(text, unique_names)
+        value = parse_json(text)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no NaN, and no half of a character
     except ValueError:
         return None

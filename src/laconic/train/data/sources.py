@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from laconic.errors import DataError
+from laconic.json_text import unique_names
 
 logger = logging.getLogger(__name__)
 
@@ -174,10 +175,10 @@ def _not_text(path: Path, offset: int, what: str) -> DataError:
 
 def _json_value(line: bytes, path: Path, number: int, offset: int) -> Any:
     try:
-        return json.loads(line.decode("utf-8"))
+        return json.loads(line.decode("utf-8"), object_pairs_hook=unique_names)
     except UnicodeDecodeError as error:
         raise _not_text(path, offset + error.start, "a byte that is not valid UTF-8") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise DataError(f"{path}:{number} is not valid JSON: {error}") from None
     except RecursionError:
         raise DataError(f"{path}:{number} is nested too deeply to be read") from None
