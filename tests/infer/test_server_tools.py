@@ -448,7 +448,7 @@ def test_choices_of_tools_by_responses(engine: FakeEngine, client: openai.OpenAI
     ("fields", "param", "message"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "must be 'function'"),
-        ({"tools": [FLAT[0] | {"defer_loading": True}]}, "tools.0.function.defer_loading", "no field that is served"),
+        ({"tools": [FLAT[0] | {"defer_loading": True}]}, "tools.0.function.defer_loading", "must be false"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "{'type': 'function', 'name': NAME}"),
         (

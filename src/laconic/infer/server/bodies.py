@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import from_json
 
-from laconic.infer.server.conversation import Message, NamedTool, Strict, Tool, ToolChoice
-from laconic.infer.server.formats import ResponseFormat, StructuredOutputs, check_false
+from laconic.infer.server.conversation import Message, NamedTool, Strict, Tool, ToolChoice, check_false
+from laconic.infer.server.formats import ResponseFormat, StructuredOutputs
 from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.unserved import (
     NEUTRAL_IN_CHATS,
@@ -400,7 +400,7 @@ def _check_message(name: str, message: Message) -> None:
 
 
 def _check_chat(body: ChatBody) -> None:
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise Refusal(400, "top_logprobs is given, but logprobs is not true; give both or neither", "top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise Refusal(

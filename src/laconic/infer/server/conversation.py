@@ -24,6 +24,13 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+def check_false(value: object) -> object:
+    """Return None for what asks for nothing; refuse the rest, as a validator of a field that is not served."""
+    if value is not None and value is not False:
+        raise ValueError("must be false: it is not served; leave it out")
+    return None
+
+
 def _check_nothing(value: object) -> object:
     if value is not None and value not in ([], ""):
         raise ValueError("must be null: only text is served; leave it out")
@@ -111,6 +118,7 @@ class _Function(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: Annotated[None, BeforeValidator(check_false)] = None
 
 
 class Tool(Strict):
@@ -119,11 +127,13 @@ class Tool(Strict):
     Attributes:
         type: there is one.
         function: its name, a description for the model, and the JSON schema of its arguments.
+        defer_loading: show it to the model only once it has been searched for; not served.
         cache_control: see CACHE_MARKS.
     """
 
     type: Literal["function"]
     function: _Function
+    defer_loading: Annotated[None, BeforeValidator(check_false)] = None
     cache_control: dict[str, Any] | None = None
 
     def for_template(self) -> dict[str, Any]:

@@ -6,14 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from laconic.infer.server.conversation import Strict
-
-
-def check_false(value: object) -> object:
-    """Return None for what asks for nothing; refuse the rest, as a validator of a field that is not served."""
-    if value is not None and value is not False:
-        raise ValueError("must be false: it is not served; leave it out")
-    return None
+from laconic.infer.server.conversation import Strict, check_false
 
 
 def check_kind(kind: str, schema: object) -> None:

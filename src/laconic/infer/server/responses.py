@@ -140,6 +140,7 @@ class ResponsesBody(Strict):
     safety_identifier: str | None = None
     service_tier: str | None = None
     user: str | None = None
+    request_id: str | None = None
 
     def to_chat(self) -> ChatBody:
         """Return the same request as one of /v1/chat/completions.

@@ -91,6 +91,7 @@ NEUTRAL_IN_TOKENIZE: Neutral = {
 }
 
 NEUTRAL_IN_RESPONSES: Neutral = {
+    # OpenAI's
     "access_programs": ({},),
     "background": (False,),
     "background_options": ({},),
@@ -105,6 +106,29 @@ NEUTRAL_IN_RESPONSES: Neutral = {
     "reasoning": ({}, {"effort": "none"}, {"effort": None}),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
+    # vLLM's
+    **{
+        name: NEUTRAL_IN_CHATS[name]
+        for name in (
+            "cache_salt",
+            "include_stop_str_in_output",
+            "kv_transfer_params",
+            "mm_processor_kwargs",
+            "priority",
+            "skip_special_tokens",
+            "vllm_xargs",
+        )
+    },
+    "enable_response_messages": (False,),
+    "ignore_eos": (False,),
+    "logit_bias": ({},),
+    "previous_input_messages": ([],),
+    "previous_response": (),
+    "repetition_penalty": (1,),
+    "seed": (),
+    "stop": ([],),
+    "structured_outputs": ({},),
+    "top_k": (0, -1),
 }
 
 
