@@ -55,7 +55,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ENGINE", '{"plan": {"order": "AAAA"}}', "order"),
         ("ENGINE", '{"threads": 0}', "threads is 0"),
         ("SERVER", '{"api_key": "secret"}', "LACONIC_SERVER has api_key, but fields are model_name"),
-        ("SERVER", '{"max_waiting": -1}', "max_waiting is -1, but it must be at least 0"),
+        ("SERVER", '{"max_waiting": -1}', "max_waiting is -1, but it must be a whole number"),
         pytest.param("SERVER", "[" * 100_000, "LACONIC_SERVER is .*, but it must be a JSON object", id="nested"),
         ("API_KEY", "", "api_key must be of printable ASCII characters and not empty"),
     ],

@@ -859,8 +859,21 @@ def test_200_requests_at_random_times_get_their_own_answers(engine: FakeEngine, 
         ("max_waiting", -1),
         ("max_body_bytes", 0),
         ("max_body_seconds", 0),
+        ("max_waiting", True),
+        ("max_unread_tokens", 2.5),
+        ("max_body_bytes", "9"),
+        ("allowed_origins", "https://a.example"),
+        ("allowed_origins", ["https://a.example/"]),
+        ("allowed_origins", ["https://A.example"]),
+        ("allowed_origins", ["https://a.example:443"]),
+        ("allowed_origins", ["https://a.example:x"]),
+        ("allowed_origins", ["https://me@a.example"]),
+        ("allowed_origins", ["a.example"]),
+        ("allowed_origins", ["https://"]),
     ],
 )
 def test_settings_that_break_a_rule_are_refused(name: str, value: Any) -> None:
+    origins = ("*", "null", "https://a.example", "http://a.example:8080", "http://[::1]:3000", "app://obsidian.md")
+    ServerSettings(MODEL, allowed_origins=origins)
     with pytest.raises(ConfigError, match=f"^{name} "):
         ServerSettings(**{"model_name": MODEL, name: value})

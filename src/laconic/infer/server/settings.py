@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from laconic.errors import ConfigError
 from laconic.infer.server.tool_calls import PARSERS
@@ -56,6 +57,12 @@ class ServerSettings:
             )
         if not isinstance(self.allowed_origins, (list, tuple)):
             raise ConfigError(f"allowed_origins is {self.allowed_origins!r}, but it must be a list of origins")
+        for origin in self.allowed_origins:
+            if origin not in ("*", "null") and not _is_origin(origin):
+                raise ConfigError(
+                    f"allowed_origins has {origin!r}, which no browser sends; give scheme://host, or scheme://host:port"
+                    " if the port is not the scheme's own, in small letters and without a path"
+                )
         self._check_least("max_waiting", 0)
         for name in (
             "retry_after_seconds",
@@ -68,5 +75,19 @@ class ServerSettings:
                 self._check_least(name, 1)
 
     def _check_least(self, name: str, least: int) -> None:
-        if (value := getattr(self, name)) < least:
-            raise ConfigError(f"{name} is {value}, but it must be at least {least}")
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{name} is {value!r}, but it must be a whole number of at least {least}")
+
+
+def _is_origin(text: str) -> bool:
+    """Return whether a browser may send a text as Origin: letter by letter, as it is compared."""
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        return False
+    host = parts.netloc if port is None else parts.netloc.removesuffix(f":{port}")
+    if port is not None and port == {"http": 80, "https": 443}.get(parts.scheme):
+        return False
+    return bool(host) and text == f"{parts.scheme}://{parts.netloc}".lower() and not {*host} & {*"@/ "}
