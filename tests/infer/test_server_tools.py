@@ -187,6 +187,44 @@ def test_calls_of_an_answer_and_their_results(engine: FakeEngine, client: openai
     assert sent[2] == {"role": "tool", "content": "1", "tool_call_id": call.id}
 
 
+def called(*ids: str) -> dict[str, Any]:
+    calls = [{"id": each, "type": "function", "function": {"name": "add", "arguments": "{}"}} for each in ids]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def answered(*ids: str) -> list[Any]:
+    return [{"role": "tool", "tool_call_id": each, "content": f"of {each}"} for each in ids]
+
+
+def test_answers_of_tools_are_shown_in_the_order_of_their_calls(
+    engine: FakeEngine, client: openai.OpenAI, tokenizer: ToolBytes
+) -> None:
+    """Templates such as Llama's and Qwen's show no ids, so that a model could not tell whose answer is whose."""
+    engine.says("x")
+    messages = [called("a", "b", "c"), *answered("c", "a", "b"), called("c", "a"), *USER, *answered("a", "c")]
+    client.chat.completions.create(model=MODEL, messages=messages)
+    shown = [each["tool_call_id"] for each in tokenizer.seen[0] if each["role"] == "tool"]
+    assert shown == ["a", "b", "c", "c", "a"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "param", "message"),
+    [
+        ([*USER, *answered("a")], "messages.1.tool_call_id", "no message before it has such a call"),
+        ([*answered("a"), called("a")], "messages.0.tool_call_id", "no message before it has such a call"),
+        ([called("a"), *answered("b")], "messages.1.tool_call_id", "'b', but no message before it has such a call"),
+        ([called("a"), *answered("a", "a")], "messages.2.tool_call_id", "that call has been answered"),
+        ([called("a", "a")], "messages.0.tool_calls", "tool_calls has an id twice"),
+    ],
+)
+def test_answers_of_no_call_are_refused_by_name(
+    client: openai.OpenAI, messages: list[Any], param: str, message: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=message) as refused:
+        client.chat.completions.create(model=MODEL, messages=messages)
+    assert refused.value.param == param
+
+
 def test_choices_of_tools(engine: FakeEngine, client: openai.OpenAI, tokenizer: ToolBytes) -> None:
     pytest.importorskip("llguidance")
     ask: dict[str, Any] = {"model": MODEL, "messages": USER, "tools": [ADD, NOW]}

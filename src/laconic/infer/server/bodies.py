@@ -363,8 +363,10 @@ def _check_contradictions(body: Strict) -> None:
         for name in ("tools", "chat_template_kwargs"):
             if getattr(body, name):
                 raise Refusal(400, f"{name} is given with prompt, which passes no chat template; give messages", name)
+    open_calls: dict[str, bool] = {}  # by their ids, whether they wait for their answer
     for place, message in enumerate(getattr(body, "messages", None) or ()):
         _check_message(f"messages.{place}", message)
+        _check_answer(f"messages.{place}", message, open_calls)
     if not isinstance(body, RequestBody):
         return
     longest = body.longest_answer
@@ -397,6 +399,23 @@ def _check_message(name: str, message: Message) -> None:
             f"{name}.tool_call_id must be given with the role tool, which answers a call, and with no other",
             f"{name}.tool_call_id",
         )
+
+
+def _check_answer(name: str, message: Message, open_calls: dict[str, bool]) -> None:
+    ids = [call.id for call in message.tool_calls or ()]
+    if len(set(ids)) < len(ids):
+        why = f"{name}.tool_calls has an id twice, but answers name their call by it; give each its own"
+        raise Refusal(400, why, f"{name}.tool_calls")
+    open_calls |= dict.fromkeys(ids, True)
+    if (answered := message.tool_call_id) is not None:
+        if not open_calls.get(answered):
+            why = "that call has been answered" if answered in open_calls else "no message before it has such a call"
+            raise Refusal(
+                400,
+                f"{name}.tool_call_id is {answered!r}, but {why}; give each call one answer, behind it",
+                f"{name}.tool_call_id",
+            )
+        open_calls[answered] = False
 
 
 def _check_chat(body: ChatBody) -> None:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from laconic.errors import ConfigError
 from laconic.infer.server.answers import Answers
 from laconic.infer.server.bodies import ChatBody
-from laconic.infer.server.conversation import Message, NamedTool, Tool
+from laconic.infer.server.conversation import Message, NamedTool, Tool, in_order_of_calls
 from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.replies import ChatReply, Reply
 from laconic.infer.server.responses import ResponseReply, ResponsesBody
@@ -81,7 +81,7 @@ class Chats:
         try:
             return await asyncio.to_thread(
                 self._tokenizer.encode_chat,
-                [each.for_template() for each in messages],
+                [each.for_template() for each in in_order_of_calls(messages)],
                 [each.for_template() for each in tools],
                 variables or {},
             )

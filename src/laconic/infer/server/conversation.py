@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -111,6 +113,18 @@ class Message(Strict):
         if self.tool_call_id is not None:
             found["tool_call_id"] = self.tool_call_id
         return found
+
+
+def in_order_of_calls(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with answers of tools in the order of their calls: many templates show no ids to tell them by."""
+    found: list[Message] = []
+    order: dict[str | None, int] = {}
+    counter = itertools.count()
+    for answers, run in itertools.groupby(messages, lambda each: each.tool_call_id is not None):
+        some = list(run)
+        order |= {call.id: next(counter) for each in some for call in each.tool_calls or ()}
+        found += sorted(some, key=lambda each: order[each.tool_call_id]) if answers else some
+    return found
 
 
 class _Function(Strict):
