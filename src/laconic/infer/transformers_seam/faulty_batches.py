@@ -5,12 +5,9 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from laconic.errors import CollectiveError, ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 
 class _BatchFailedError(Exception):

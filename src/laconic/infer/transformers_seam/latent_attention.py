@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    pass
 
 
 def fit_latent_attention(model: Any) -> None:

@@ -6,15 +6,12 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from laconic.errors import ConfigError, LaconicError, ModelError
 from laconic.infer.grammars import GrammarMask
 from laconic.infer.logits_rules import LogitsRules, make_rules, try_rules
 from laconic.infer.sampling import ChosenToken, Sampling
-
-if TYPE_CHECKING:
-    pass
 from laconic.infer.transformers_seam.faulty_batches import FaultyBatches
 from laconic.infer.transformers_seam.latent_attention import widen_rows
 from laconic.infer.transformers_seam.prompt_rows import PromptReport

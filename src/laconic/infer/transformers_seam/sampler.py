@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from laconic.errors import LaconicError, ModelError
 from laconic.infer.logits_rules import LogitsRules
 from laconic.infer.sampling import ChosenToken, Sampling, sample
 from laconic.infer.transformers_seam.prompt_rows import PromptRows, report_of
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

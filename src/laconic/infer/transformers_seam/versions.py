@@ -7,12 +7,9 @@ import importlib
 import inspect
 import logging
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from laconic.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 FIRST = (5, 23)
 """Version of transformers from which on all names are there that are used here."""
