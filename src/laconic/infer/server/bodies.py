@@ -349,20 +349,8 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> Refusal:
 
 
 def _check_contradictions(body: Strict) -> None:
-    if isinstance(body, TokenizeBody) and (body.prompt is None) == (body.messages is None):
-        raise Refusal(400, "prompt and messages are both given or both missing; give one", "prompt")
-    if isinstance(body, TokenizeBody) and body.add_special_tokens not in (None, body.prompt is not None):
-        raise Refusal(
-            400,
-            f"add_special_tokens is {json.dumps(body.add_special_tokens)}, but it is served as true with prompt and as"
-            " false with messages; leave it out",
-            "add_special_tokens",
-            "unsupported",
-        )
-    if isinstance(body, TokenizeBody) and body.prompt is not None:
-        for name in ("tools", "chat_template_kwargs"):
-            if getattr(body, name):
-                raise Refusal(400, f"{name} is given with prompt, which passes no chat template; give messages", name)
+    if isinstance(body, TokenizeBody):
+        _check_tokenize(body)
     open_calls: dict[str, bool] = {}  # by their ids, whether they wait for their answer
     for place, message in enumerate(getattr(body, "messages", None) or ()):
         _check_message(f"messages.{place}", message)
@@ -384,6 +372,23 @@ def _check_contradictions(body: Strict) -> None:
         )
     if isinstance(body, ChatBody):
         _check_chat(body)
+
+
+def _check_tokenize(body: TokenizeBody) -> None:
+    has_prompt = body.prompt is not None
+    if has_prompt == (body.messages is not None):
+        raise Refusal(400, "prompt and messages are both given or both missing; give one", "prompt")
+    if body.add_special_tokens not in (None, has_prompt):
+        raise Refusal(
+            400,
+            f"add_special_tokens is {json.dumps(body.add_special_tokens)}, but it is served as true with prompt and as"
+            " false with messages; leave it out",
+            "add_special_tokens",
+            "unsupported",
+        )
+    for name in ("tools", "chat_template_kwargs") if has_prompt else ():
+        if getattr(body, name):
+            raise Refusal(400, f"{name} is given with prompt, which passes no chat template; give messages", name)
 
 
 def _check_message(name: str, message: Message) -> None:
