@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import functools
 import importlib
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -235,3 +236,24 @@ def test_a_list_without_values_does_not_mean_the_default(capsys: pytest.CaptureF
     """As of an unset variable of a shell; without paths the demo would be trained."""
     assert main(["train", "--data.paths", "--steps", "3"]) == 2
     assert "--data.paths needs at least one value" in capsys.readouterr().err
+
+
+def test_an_empty_text_does_not_mean_the_default() -> None:
+    """As of an unset variable of a shell: --name "" was the directory's name, --rates "" the usual file."""
+    texts = [(command, action) for command, action in VALUED if action.choices is None and action.type in (None, str)]
+    assert len(texts) > 40
+    for command, action in texts:
+        flag = action.option_strings[-1]
+        if flag == "--prompt":
+            continue
+        parser = parser_of(command)
+        given = ["x" for each in parser.positionals() if each.nargs not in ("?", "*", argparse.REMAINDER)]
+        needed = [[each.option_strings[-1], "x"] for each in parser.flags() if each.required and each is not action]
+        given = [*itertools.chain.from_iterable(needed), *given]
+        # A flag with a list would take positionals behind it, and what is behind a script is the script's
+        args = [*given, flag, ""] if action.nargs in ("*", "+") else [flag, "", *given]
+        assert refused(command, args).startswith(f"{flag} is empty"), (command, flag)
+    assert parser_of("run").parse_args(["script.py", "", "--name", ""]).arguments == ["", "--name", ""]
+    assert refused("export", ["", "x"]).endswith(
+        "is empty, as of a variable that is not set; give a value, or leave it out"
+    )

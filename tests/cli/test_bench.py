@@ -43,7 +43,7 @@ def test_all_plans_answer_alike(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ("flags", "message"),
     [
         (["--plans", "unsplit,fast"], "--plans names 'fast', but plans are unsplit, naive, pppipe, findep"),
-        (["--plans", ""], "--plans names '', but plans are"),
+        (["--plans", ""], "--plans is empty"),
         (["--rounds", "0"], "--rounds is 0, but it must be at least 1"),
         (["--experts", "0"], "--experts is 0, but it must be at least 1"),
         (["--rates", "1,-2"], "--rates is '1,-2', but it must be numbers above 0 between commas"),

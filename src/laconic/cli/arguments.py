@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
         Raises:
             ConfigError: a flag is unknown, lacks its value, is given by two names or takes a list and is given twice, a
-                value is wrong, or an argument is missing or too many.
+                value is wrong or empty, or an argument is missing or too many.
         """
         self._given = list(args)
         options, unknown = self.parse_known_args(args, namespace)
@@ -43,6 +43,12 @@ class Parser(argparse.ArgumentParser):
                 raise ConfigError(f"{one} is given twice, but it must be given once, with all its values behind it")
             if action is not None and (other := names.setdefault(action, one)) != one:
                 raise ConfigError(f"{other} and {one} are given, which are the same flag; give one of them")
+        own = [each for each in self.positionals() if each.nargs != argparse.REMAINDER]  # others are a script's
+        for action in [*names, *own]:
+            value = getattr(options, action.dest, None)
+            if "" in (value if isinstance(value, list) else [value]) and action.metavar != "TEXT":
+                name = names.get(action, _shown(action))
+                raise ConfigError(f"{name} is empty, as of a variable that is not set; give a value, or leave it out")
         return options
 
     def refuse(self, flags: Iterable[str], why: str) -> None:
