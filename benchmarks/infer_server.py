@@ -36,16 +36,24 @@ _LIMITS = {"cache_tokens": 8192, "batch_tokens": 256}
 def infer_server(options: Options) -> list[Table]:
     """The table."""
     sizes = _SMOKE if options.smoke else {n: s for n, s in _SIZES.items() if n != "middle" or not options.small}
-    count, new_tokens = (3, 4) if options.smoke else (16, 32)
-    rows = [_row(name, size, count, new_tokens, options) for name, size in sizes.items()]
+    count, lengths = (3, (4,)) if options.smoke else (16, (32, 128))
+    rows = [_row(name, size, count, n, options) for name, size in sizes.items() for n in lengths]
     return [
         Table(
-            f"Tokens per second of {count} requests at once, {new_tokens} new tokens each, experts=0, float32,"
-            f" {options.thread_text} of the model",
-            ["model", "engine", "HTTP, whole answers", "HTTP, streams", "whole over engine", "streams over engine"],
+            f"Tokens per second of {count} requests at once, experts=0, float32, {options.thread_text} of the model",
+            [
+                "model",
+                "new tokens each",
+                "engine",
+                "HTTP, whole answers",
+                "HTTP, streams",
+                "whole over engine",
+                "streams over engine",
+            ],
             rows,
             "Quotients of tokens per second: median over the rounds, lowest to highest. Engine, server and clients"
-            " share the machine's cores; the clients are coroutines of one process, each with one connection.",
+            " share the machine's cores; the clients are coroutines of one process, each with one connection. Through"
+            " HTTP requests arrive one after the other, so the first steps of a round have fewer of them.",
         )
     ]
 
@@ -73,7 +81,7 @@ def _row(name: str, size: dict[str, int], count: int, new_tokens: int, options: 
     for case in ("whole", "streams"):
         each = [ours / theirs for ours, theirs in zip(seconds["engine"].samples, seconds[case].samples, strict=True)]
         quotients.append(f"{seconds['engine'].over(seconds[case]):.3f} ({min(each):.3f} to {max(each):.3f})")
-    return [name, *rates, *quotients]
+    return [name, str(new_tokens), *rates, *quotients]
 
 
 class _Client:
