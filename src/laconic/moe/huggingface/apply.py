@@ -26,6 +26,7 @@ from laconic.moe.dispatch.parm import Path
 from laconic.moe.gates import Gate, make_gate
 from laconic.moe.hooks import Hook
 from laconic.moe.huggingface.adapters import adapt_above, check_adaptable
+from laconic.moe.huggingface.apart import ApartLayer, ModulesApart, StackApart, check_apart, find_apart
 from laconic.moe.huggingface.blocks import (
     FLAGS,
     Block,
@@ -212,8 +213,9 @@ def parallelize(
         ConfigError: there are fewer experts than N_EP, esp does not divide their hidden dimension, the mesh does not
             fit, or the dispatcher would add up other things than this grid's.
     """
-    blocks, left = find_blocks(model, rows=True), tuple(unknown_experts(model))
-    if not blocks:
+    blocks, apart = find_blocks(model, rows=True), find_apart(model)
+    left = tuple(one for one in unknown_experts(model) if one.partition(" (")[0] not in apart)
+    if not blocks and not apart:
         reason = (
             " left, since it is parallelized already"
             if moe_layers(model)
@@ -236,13 +238,20 @@ def parallelize(
     if not (grid is None or isinstance(grid, Grid)):
         raise ConfigError(f"mesh is {mesh!r}, but it must be a Grid, a DeviceMesh or None; make one, as in Grid(ep=8)")
     _check_fit(model, blocks, grid)
+    _check_movable(model, apart, grid is not None and grid.layout.joint > 1)
+    check_apart(model, apart, grid)
+    hooks = tuple(hooks)
+    if apart and (gate is not None or movable or hooks):
+        raise ModelError(
+            f"{next(iter(apart))} has experts that are called apart, which work without gate, movable and hooks alone;"
+            " leave these out"
+        )
     if any(name.endswith(".base_layer") for name in blocks):
         check_adaptable("experts", 1 if grid is None else grid.layout.mp, movable)
     dispatchers = [choose_dispatcher(grid, dispatcher, codec) for _ in blocks]
     gates = [_gate_of(model, block, gate, check_logits) for block in blocks.values()]
 
     is_cut = grid is not None and grid.layout.joint > 1
-    hooks = tuple(hooks)
     shared = _shared_experts(model, blocks, dispatchers, overlap_shared)
     layers: dict[str, ExpertsLayer] = {}
     for (name, block), decides, made in zip(blocks.items(), gates, dispatchers, strict=True):
@@ -282,6 +291,13 @@ def parallelize(
             moved.attach()
         # Free the whole experts before the next ones are sharded.
         original._parameters.clear()
+    for name, keys in apart.items():
+        original = model.get_submodule(name)
+        called = ModulesApart(original, keys, grid) if keys else StackApart(original, grid)
+        given, made = GivenRouting(called.num_global_experts, check_logits), choose_dispatcher(grid, dispatcher, codec)
+        layers[name] = ApartLayer(original, given, called, order, made, schedule=schedule, grid=grid)
+        above, _, child = name.rpartition(".")
+        setattr(model.get_submodule(above), child, called)
     watch_wrappers()
     if grid is not None and is_cut:
         mend_dtensors()
@@ -340,7 +356,7 @@ def _gate_of(
     return RouterGate(made, router, block.router, block.top_k, check_logits)
 
 
-def _check_movable(model: nn.Module, blocks: dict[str, Block], cuts: bool) -> None:
+def _check_movable(model: nn.Module, blocks: Iterable[str], cuts: bool) -> None:
     """Refuse experts to which something is attached that a module in their place, or a part of them, would not have."""
     holders: dict[int, dict[tuple[int, str], str]] = {}
     for name, module in model.named_modules():

@@ -1,0 +1,141 @@
+"""Experts that a model's own code calls apart, spread over processes: as one process has them."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from laconic.moe.huggingface import Parallelized, from_pretrained, load_sharded, parallelize, save_sharded
+from laconic.moe.huggingface.apart import own_names
+from laconic.moe.parallel.grid import Grid
+from tests.moe.worlds import run_world
+
+VOCABULARY, BATCH = 97, 4
+SIZES = {"vocab_size": VOCABULARY, "num_experts": 4, "pad_token_id": 0, "decoder_start_token_id": 1}
+SWITCH = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 2}
+SPARSE = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "expert_capacity": 3}
+NLLB = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_layerdrop": 0, "decoder_layerdrop": 0}
+JETMOE = {"hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2, "kv_channels": 8, "intermediate_size": 48}
+FAMILIES = ["switch_transformers", "nllb-moe", "jetmoe"]
+
+
+def tiny(family: str, **changes: Any) -> nn.Module:
+    """The same float64 model in every process, with dropout, but none in experts."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    own: dict[str, Any] = {
+        "switch_transformers": SIZES | SWITCH | SPARSE | {"dropout_rate": 0.0},
+        "nllb-moe": SIZES
+        | NLLB
+        | HEADS
+        | {"dropout": 0.1, "attention_dropout": 0.1, "moe_token_dropout": 0.2}
+        | {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "expert_capacity": 5, "max_position_embeddings": 64},
+        "jetmoe": JETMOE | {"vocab_size": VOCABULARY, "num_local_experts": 4, "num_experts_per_tok": 2},
+    }[family]
+    torch.manual_seed(0)
+    maker: Any = AutoModelForCausalLM if family == "jetmoe" else AutoModelForSeq2SeqLM
+    model = maker.from_config(AutoConfig.for_model(family, **own | changes))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    for module in model.modules():
+        if hasattr(module, "classifier"):
+            module.dtype = torch.float64
+    return model.double()
+
+
+def batch_of(family: str, seed: int, whole: bool = False) -> dict[str, Tensor]:
+    """This process's part of a batch that does not depend on their number, or all of it."""
+    ids = torch.randint(2, VOCABULARY, (BATCH, 8), generator=torch.Generator().manual_seed(seed))
+    if not whole and dist.is_initialized():
+        ids = ids.chunk(dist.get_world_size())[dist.get_rank()]
+    return {"input_ids": ids, "labels": ids.flip(1)}
+
+
+def loss_on(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = model(**batch, use_cache=False).loss
+    return loss
+
+
+def by_own_names(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors by the names that the model has in one process."""
+    names, found = own_names(model), dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        found |= dict(zip(names[name], whole, strict=True)) if name in names else {name: whole}
+    return found
+
+
+def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-10) -> None:
+    assert got.keys() == expected.keys(), set(got) ^ set(expected)
+    for name, one in expected.items():
+        assert got[name].shape == one.shape, name
+        far = ((got[name] - one).abs() / (1 + one.abs())).max()
+        assert far <= tolerance, (name, float(far))
+
+
+def gradients(model: nn.Module, averages: bool = False) -> dict[str, Tensor]:
+    """By name; zeros where an expert had no rows; with `averages`, the mean over processes of whole models'."""
+    found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    for grad in found.values() if averages else ():
+        dist.all_reduce(grad)
+        grad /= dist.get_world_size()
+    for name, parameter in model.named_parameters():
+        parameter.grad = found[name]
+    return found
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def assert_like_one_process(family: str, grid: Grid, shard: bool = False, ddp: bool = False, **changes: Any) -> None:
+    reference, model = tiny(family, **changes), tiny(family, **changes)
+    done = parallelize(model, grid)
+    assert any(isinstance(p, DTensor) for p in done.experts()) == (grid.layout.ep > 1)
+    if shard:
+        done.fully_shard()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True) if ddp else model
+    optimizers = [torch.optim.AdamW(each, lr=1e-2, eps=1e-3) for each in (reference.parameters(), done.parameter_groups())]
+    for step in range(2):
+        batch = batch_of(family, step)
+        torch.manual_seed(dist.get_rank())
+        expected = reference(**batch, use_cache=False)
+        drawn = torch.get_rng_state()
+        torch.manual_seed(dist.get_rank())
+        got = wrapped(**batch, use_cache=False)
+        assert torch.equal(torch.get_rng_state(), drawn)
+        assert_close({"logits": got.logits, "loss": got.loss}, {"logits": expected.logits, "loss": expected.loss})
+        expected.loss.backward()
+        got.loss.backward()
+        if not (shard or ddp):
+            done.reduce_gradients()
+        assert_close(by_own_names(model, gradients(model)), gradients(reference, averages=True))
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        assert_close({"norm": done.clip_gradients(0.1)}, {"norm": norm})
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_close(by_own_names(model, weights(model)), weights(reference))
+
+
+def pair_is_like_one_process() -> None:
+    for family in FAMILIES:
+        print(family, flush=True)
+        assert_like_one_process(family, Grid(ep=2))
+        assert_like_one_process(family, Grid(ep=2), ddp=True)
+        assert_like_one_process(family, Grid(ep=1))
+        assert_like_one_process(family, Grid(ep=2), shard=True)
+
+
+@pytest.mark.ci
+def test_a_pair_computes_what_one_process_does(tmp_path: Path) -> None:
+    run_world([pair_is_like_one_process], 2, tmp_path)
