@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.moe.huggingface import Parallelized, from_pretrained, load_sharded, parallelize, save_sharded
 from laconic.moe.huggingface.apart import own_names
 from laconic.moe.parallel.grid import Grid
+from laconic.optim import AdamW8bit
 from tests.moe.worlds import run_world
 
 VOCABULARY, BATCH = 97, 4
@@ -138,4 +139,71 @@ def pair_is_like_one_process() -> None:
 
 @pytest.mark.ci
 def test_a_pair_computes_what_one_process_does(tmp_path: Path) -> None:
-    run_world([pair_is_like_one_process], 2, tmp_path)
+    run_world([pair_is_like_one_process, partial(files_are_those_of_the_whole_model, tmp_path)], 2, tmp_path)
+
+
+def files_are_those_of_the_whole_model(folder: Path) -> None:
+    for family in FAMILIES:
+        model = tiny(family)
+        if dist.get_rank() == 0:
+            model.save_pretrained(folder / family / "whole")
+        whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        parallelize(model, Grid(ep=2))
+        model.save_pretrained(folder / family / "spread")
+        for path in (folder / family / "whole").iterdir() if dist.get_rank() == 0 else ():
+            assert path.read_bytes() == (folder / family / "spread" / path.name).read_bytes(), path.name
+        dist.barrier()
+
+        # 1. Whole tensors, as hosts load them.
+        for parameter in model.parameters():
+            parameter.detach().zero_()
+        model.load_state_dict(whole)
+        assert_close(by_own_names(model, model.state_dict()), whole, 0)
+        del whole[next(name for name in reversed(whole) if "expert" in name or "linear" in name)]
+        with pytest.raises(RuntimeError, match="Missing key"):
+            model.load_state_dict(whole)
+
+        # 2. Files, each process its own experts.
+        loaded = from_pretrained(folder / family / "whole", Grid(ep=2), model_class=type(model), dtype=torch.float64)
+        assert_close(by_own_names(loaded.model, weights(loaded.model)), by_own_names(model, weights(model)), 0)
+
+
+def start(family: str, eight_bits: bool = False) -> tuple[Parallelized, torch.optim.Optimizer]:
+    model = tiny(family)
+    done = parallelize(model, Grid(ep=dist.get_world_size()) if dist.is_initialized() else None)
+    if eight_bits:
+        return done, AdamW8bit(done.model.float() and done.parameter_groups(), lr=1e-2, eps=1e-3, min_8bit_numel=16)
+    return done, torch.optim.AdamW(done.parameter_groups(), lr=1e-2, eps=1e-3)
+
+
+def train(done: Parallelized, optimizer: torch.optim.Optimizer, family: str, step: int) -> None:
+    done.model.eval()
+    loss_on(done.model, batch_of(family, step)).backward()
+    done.reduce_gradients()
+    gradients(done.model)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def go_on(folder: Path, family: str, source: str, target: str, step: int) -> None:
+    done, optimizer = start(family)
+    load_sharded(folder / source, done.model, optimizer)
+    train(done, optimizer, family, step)
+    save_sharded(folder / target, done.model, optimizer)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoints_go_from_one_process_to_two_to_four_and_back(family: str, tmp_path: Path) -> None:
+    done, optimizer = start(family)
+    train(done, optimizer, family, 0)
+    save_sharded(tmp_path / "0", done.model, optimizer)
+    for step, world in enumerate([2, 4, 1], 1):
+        (tmp_path / f"world-{step}").mkdir()
+        run_world([partial(go_on, tmp_path, family, f"{step - 1}", f"{step}", step)], world, tmp_path / f"world-{step}")
+        train(done, optimizer, family, step)
+    last, again = start(family)
+    load_sharded(tmp_path / "3", last.model, again)
+    assert_close(weights(last.model), weights(done.model), 1e-6)
+    for got, expected in zip(last.model.parameters(), done.model.parameters(), strict=True):
+        assert_close(again.state[got], optimizer.state[expected], 1e-6)
