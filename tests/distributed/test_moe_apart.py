@@ -30,15 +30,15 @@ FAMILIES = ["switch_transformers", "nllb-moe", "jetmoe"]
 
 
 def tiny(family: str, **changes: Any) -> nn.Module:
-    """The same float64 model in every process, with dropout, but none in experts."""
+    """The same float64 model in every process, with dropout, also in experts."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     own: dict[str, Any] = {
-        "switch_transformers": SIZES | SWITCH | SPARSE | {"dropout_rate": 0.0},
+        "switch_transformers": SIZES | SWITCH | SPARSE | {"dropout_rate": 0.1},
         "nllb-moe": SIZES
         | NLLB
         | HEADS
-        | {"dropout": 0.1, "attention_dropout": 0.1, "moe_token_dropout": 0.2}
+        | {"dropout": 0.1, "attention_dropout": 0.1, "moe_token_dropout": 0.2, "activation_dropout": 0.3}
         | {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "expert_capacity": 5, "max_position_embeddings": 64},
         "jetmoe": JETMOE | {"vocab_size": VOCABULARY, "num_local_experts": 4, "num_experts_per_tok": 2},
     }[family]
