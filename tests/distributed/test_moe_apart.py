@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic.collectives.codec import Blockwise
+from laconic.errors import CheckpointError, ConfigError, ModelError
+from laconic.formats import BlockFormat
 from laconic.moe.huggingface import Parallelized, from_pretrained, load_sharded, parallelize, save_sharded
 from laconic.moe.huggingface.apart import own_names
 from laconic.moe.parallel.grid import Grid
@@ -25,7 +30,13 @@ SWITCH = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": 2,
 SPARSE = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "expert_capacity": 3}
 NLLB = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
 HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_layerdrop": 0, "decoder_layerdrop": 0}
-JETMOE = {"hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2, "kv_channels": 8, "intermediate_size": 48}
+JETMOE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "kv_channels": 8,
+    "intermediate_size": 48,
+}
 FAMILIES = ["switch_transformers", "nllb-moe", "jetmoe"]
 
 
@@ -40,7 +51,8 @@ def tiny(family: str, **changes: Any) -> nn.Module:
         | HEADS
         | {"dropout": 0.1, "attention_dropout": 0.1, "moe_token_dropout": 0.2, "activation_dropout": 0.3}
         | {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "expert_capacity": 5, "max_position_embeddings": 64},
-        "jetmoe": JETMOE | {"vocab_size": VOCABULARY, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "jetmoe": JETMOE
+        | {"intermediate_size": 48, "vocab_size": VOCABULARY, "num_local_experts": 4, "num_experts_per_tok": 2},
     }[family]
     torch.manual_seed(0)
     maker: Any = AutoModelForCausalLM if family == "jetmoe" else AutoModelForSeq2SeqLM
@@ -105,7 +117,9 @@ def assert_like_one_process(family: str, grid: Grid, shard: bool = False, ddp: b
     if shard:
         done.fully_shard()
     wrapped = DistributedDataParallel(model, find_unused_parameters=True) if ddp else model
-    optimizers = [torch.optim.AdamW(each, lr=1e-2, eps=1e-3) for each in (reference.parameters(), done.parameter_groups())]
+    optimizers = [
+        torch.optim.AdamW(each, lr=1e-2, eps=1e-3) for each in (reference.parameters(), done.parameter_groups())
+    ]
     for step in range(2):
         batch = batch_of(family, step)
         torch.manual_seed(dist.get_rank())
@@ -130,16 +144,116 @@ def assert_like_one_process(family: str, grid: Grid, shard: bool = False, ddp: b
 
 def pair_is_like_one_process() -> None:
     for family in FAMILIES:
-        print(family, flush=True)
         assert_like_one_process(family, Grid(ep=2))
         assert_like_one_process(family, Grid(ep=2), ddp=True)
         assert_like_one_process(family, Grid(ep=1))
         assert_like_one_process(family, Grid(ep=2), shard=True)
 
 
+class Experts(nn.ModuleList):
+    """A user's own: each expert gets its rows, with dropout by torch's function."""
+
+    in_turn = False
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self):
+            tokens, choice = torch.where(chosen == number)
+            if self.in_turn:
+                x = x + out  # which makes rows depend on other experts
+            out = out.index_add(0, tokens, expert(x[tokens]) * weights[tokens, choice, None])
+        return out
+
+
+class Expert(nn.Module):
+    def __init__(self, drop: Any) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(16, 24), nn.Linear(24, 16, bias=False), drop
+
+    def forward(self, rows: Tensor) -> Tensor:
+        inner = F.dropout(self.up(rows).relu(), training=self.training, p=0.2)
+        out: Tensor = self.down(self.drop(inner))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, kind: type[nn.ModuleList] = Experts, drop: Any = None, number: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, number)
+        self.experts: Any = kind([Expert(drop or nn.Dropout(0.3)) for _ in range(number)])
+        self.experts.in_turn = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        out: Tensor = self.experts(x, chosen, weights)
+        return out
+
+
+def own(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), Block(**options)).double()
+
+
+def own_modules_are_like_one_process() -> None:
+    for casts in (False, True):
+        reference, model = own(), own()
+        done = parallelize(model, Grid(ep=dist.get_world_size()))
+        if casts:
+            reference.float(), model.float()
+        x = torch.randn(6, 16, dtype=torch.float32 if casts else torch.float64)
+        results = []
+        for each in (reference, model):
+            torch.manual_seed(dist.get_rank())
+            with torch.autocast("cpu", enabled=casts):
+                out = each(x)
+            out.float().square().sum().backward()
+            results.append({"out": out.detach(), "drawn": torch.get_rng_state().double()})
+        done.reduce_gradients()
+        assert_close(results[1], results[0], 2e-2 if casts else 1e-10)
+        assert_close(
+            by_own_names(model, gradients(model)), gradients(reference, averages=True), 2e-1 if casts else 1e-6
+        )
+    model(x[:0]).sum().backward()  # a process without rows takes part
+
+
+def what_cannot_be_spread_is_refused() -> None:
+    grid = Grid(ep=2)
+    with pytest.raises(ModelError, match=r"that differ, or that the block calls itself; let a class of nn\.ModuleList"):
+        parallelize(own(kind=nn.ModuleList), grid)
+    for sizes in ({"ep": 1, "esp": 2}, {"mp": 2, "ep": 2}):
+        with pytest.raises(ConfigError, match="cannot be cut, nor share their tokens; use ep alone"):
+            parallelize(own(), Grid(**sizes))
+    with pytest.raises(ModelError, match="which work without gate, movable and hooks alone"):
+        parallelize(own(), grid, movable=True)
+    model = own()
+    model.get_submodule("1.experts.2.up").register_forward_hook(lambda *_: None)
+    with pytest.raises(ModelError, match=r"experts\.2\.up has _forward_hooks, but over processes experts are parts of"):
+        parallelize(model, grid)
+    x = torch.randn(6, 16, dtype=torch.float64)
+    refused = {"gets other rows after others have answered": {}, "alpha_dropout": {"drop": nn.AlphaDropout(0.1)}}
+    for said, options in refused.items():
+        model = own(**options)
+        parallelize(model, grid)
+        model.get_submodule("1.experts").in_turn = not options
+        with pytest.raises(ModelError, match=said):
+            model(x)
+    model = own()
+    parallelize(model, grid, codec=Blockwise(BlockFormat("int8")))
+    with pytest.raises(ConfigError, match="the dispatcher's codec rounds what travels; take a lossless codec"):
+        model(x)
+    with pytest.raises(CheckpointError, match="neither pickled nor copied"):
+        copy.deepcopy(model)
+
+
 @pytest.mark.ci
 def test_a_pair_computes_what_one_process_does(tmp_path: Path) -> None:
-    run_world([pair_is_like_one_process, partial(files_are_those_of_the_whole_model, tmp_path)], 2, tmp_path)
+    scenarios = [
+        pair_is_like_one_process,
+        own_modules_are_like_one_process,
+        what_cannot_be_spread_is_refused,
+        partial(files_are_those_of_the_whole_model, tmp_path),
+    ]
+    run_world(scenarios, 2, tmp_path)
 
 
 def files_are_those_of_the_whole_model(folder: Path) -> None:
@@ -190,6 +304,22 @@ def go_on(folder: Path, family: str, source: str, target: str, step: int) -> Non
     load_sharded(folder / source, done.model, optimizer)
     train(done, optimizer, family, step)
     save_sharded(folder / target, done.model, optimizer)
+
+
+def five_experts_over_four() -> None:
+    own_modules_are_like_one_process()
+    with pytest.raises(ConfigError, match=r"1\.experts has 3 experts, but ep = 4 processes need at least one each"):
+        parallelize(own(number=3), Grid(ep=4))
+    for family in FAMILIES:
+        changes = {"num_local_experts": 5} if family == "jetmoe" else {"num_experts": 5}
+        assert_like_one_process(family, Grid(ep=4), **changes)
+        assert_like_one_process(family, Grid(ep=2), **changes)
+        assert_like_one_process(family, Grid(ep=2), shard=True)
+
+
+@pytest.mark.slow
+def test_four_with_each_expert_twice_or_none_compute_what_one_process_does(tmp_path: Path) -> None:
+    run_world([five_experts_over_four], 4, tmp_path)
 
 
 @pytest.mark.ci

@@ -60,11 +60,27 @@ def _is_stack(module: nn.Module) -> bool:
         and len([*module.parameters()]) == 1
         and "layer" not in module.__dict__  # a layer's already
         and len(inspect.signature(type(module).forward).parameters) == 3
+        and _is_product(module, len(weight))
     )
 
 
+def _is_product(module: nn.Module, number: int) -> bool:
+    """Return whether a module multiplies the rows of each expert by its weight, as it does narrow random ones."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(number, 5, 3, generator=generator, dtype=torch.float32, device="cpu")
+    sizes = [1 + e % 3 for e in range(number)]
+    rows = torch.randn(sum(sizes), 3, generator=generator, dtype=torch.float32, device="cpu")
+    expected = torch.cat([part @ one.T for part, one in zip(rows.split(sizes), weight, strict=True)])
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            got = functional_call(module, {"weight": weight}, (rows, sizes))
+        return bool(torch.allclose(got, expected, 1e-4, 1e-5))
+    except Exception:  # foreign code may raise anything
+        return False
+
+
 def _experts_in(module: nn.Module) -> list[str]:
-    """Return the names of modules of one kind that a list or dictionary of modules calls itself; none if they differ."""
+    """Return the names of modules of one kind that a list of modules calls itself; none if they differ."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is nn.Module.forward:
         return []
     found = {name: child for name, child in module.named_children() if [*child.parameters()]}
@@ -96,17 +112,12 @@ def check_apart(model: nn.Module, found: dict[str, list[str]], grid: Grid | None
     """Refuse experts of `find_apart` that cannot be spread over the grid.
 
     Raises:
-        ModelError: an expert has buffers, hooks, adapters or a forward that its part of a stack would not have; a stack
-            computes something else than a product.
+        ModelError: an expert has buffers, hooks, adapters or a forward that its part of a stack would not have.
         ConfigError: there are fewer experts than N_EP, or the grid has mp or esp.
     """
-    tried = set()
     for name, keys in found.items():
         module: Any = model.get_submodule(name)
         number = len(keys) or int(module.num_experts)
-        if not keys and (kind := (type(module), str(module))) not in tried:
-            _check_product(module, name)
-            tried.add(kind)
         if grid is None:
             continue
         if grid.layout.mp > 1 or grid.layout.esp > 1:
@@ -127,29 +138,10 @@ def check_apart(model: nn.Module, found: dict[str, list[str]], grid: Grid | None
             held += ["shards"] if any(isinstance(p, DTensor) for p in part.parameters(recurse=False)) else []
             if held:
                 raise ModelError(
-                    f"{part_name} has {', '.join(held)}, but over processes experts are parts of stacks, which would not"
-                    " have that; call parallelize on the plain model, before compress_activations, adapters and hooks,"
-                    " or without a mesh"
+                    f"{part_name} has {', '.join(held)}, but over processes experts are parts of stacks, which would"
+                    " not have that; call parallelize on the plain model, before compress_activations, adapters and"
+                    " hooks, or without a mesh"
                 )
-
-
-def _check_product(module: nn.Module, name: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    number = len(module.get_parameter("weight"))
-    weight = torch.randn(number, 5, 3, generator=generator, dtype=torch.float32, device="cpu")
-    sizes = [1 + e % 3 for e in range(number)]
-    rows = torch.randn(sum(sizes), 3, generator=generator, dtype=torch.float32, device="cpu")
-    expected = torch.cat([part @ one.T for part, one in zip(rows.split(sizes), weight, strict=True)])
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        try:
-            got = functional_call(module, {"weight": weight}, (rows, sizes))
-        except Exception as error:  # foreign code may raise anything
-            raise ModelError(f"{name} cannot be tried as a stack: {type(error).__name__}: {error}") from error
-    if not isinstance(got, Tensor) or got.shape != expected.shape or not torch.allclose(got, expected, 1e-4, 1e-5):
-        raise ModelError(
-            f"{name} is a {type(module).__name__}, whose output is not that of products with weight; put a"
-            " laconic.moe.MoELayer in the block's place by hand"
-        )
 
 
 class ExpertsApart(FusedExperts):
@@ -177,7 +169,9 @@ class ExpertsApart(FusedExperts):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the layer as the original is called, and `forward` while the layer runs."""
         layer = self.__dict__.get("layer")
-        return nn.Module.__call__(self, *args, **kwargs) if layer is None or layer.is_running else layer(*args, **kwargs)
+        return (
+            nn.Module.__call__(self, *args, **kwargs) if layer is None or layer.is_running else layer(*args, **kwargs)
+        )
 
     def forward(self, *call: Any, **kwargs: Any) -> Any:
         """See `is_cut`."""
@@ -221,11 +215,20 @@ class StackApart(ExpertsApart):
         """See `ExpertsApart.compute`."""
         return grouped_mm(rows, self._local("weight").transpose(1, 2), counts)
 
+    def forward(self, *call: Any, **kwargs: Any) -> Any:
+        """See `ExpertsApart.forward`; adapters are added to the weight in one process as well."""
+        if self.is_cut or not self.adapters:
+            return super().forward(*call, **kwargs)
+        return self.compute(*self._rows_and_counts(*call, **kwargs))
+
     def asked(self, exchange: Exchange, *call: Any, **kwargs: Any) -> Tensor:
         """See `ExpertsApart.asked`."""
+        rows, counts = self._rows_and_counts(*call, **kwargs)
+        return exchange(rows, torch.arange(len(counts), device=rows.device).repeat_interleave(counts))
+
+    def _rows_and_counts(self, *call: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         rows, sizes = inspect.signature(self.__dict__["_behaviour"].forward).bind(*call, **kwargs).args
-        sizes = torch.as_tensor(sizes, dtype=torch.int64, device=rows.device)
-        return exchange(rows, torch.arange(len(sizes), device=rows.device).repeat_interleave(sizes))
+        return rows, torch.as_tensor(sizes, dtype=torch.int64, device=rows.device)
 
 
 class ModulesApart(ExpertsApart):
@@ -277,7 +280,9 @@ class ModulesApart(ExpertsApart):
 
     def own_names(self) -> dict[str, list[str]]:
         """See `ExpertsApart.own_names`."""
-        return {flat: [f"{key}.{name}" for key in self._keys] for flat, name in self._inner.items()} if self.is_cut else {}
+        return (
+            {flat: [f"{key}.{name}" for key in self._keys] for flat, name in self._inner.items()} if self.is_cut else {}
+        )
 
     @property
     def sends_bits(self) -> bool:
@@ -411,7 +416,7 @@ class ApartLayer(ExpertsLayer):
         if self.experts.sends_bits and not all(getattr(codec, "lossless", True) for codec in codecs):
             raise ConfigError(
                 "experts have dropout, whose bits travel with their rows, but the dispatcher's codec rounds what"
-                " travels; take a lossless codec, as \"auto\", or set the experts' dropout to 0"
+                ' travels; take a lossless codec, as "auto", or set the experts\' dropout to 0'
             )
         return super().forward(rows, numbers[:, None], rows.new_ones(len(rows), 1))
 

@@ -246,15 +246,15 @@ def parallelize(
             f"{next(iter(apart))} has experts that are called apart, which work without gate, movable and hooks alone;"
             " leave these out"
         )
-    if any(name.endswith(".base_layer") for name in blocks):
+    if any(name.endswith(".base_layer") for name in (*blocks, *apart)):
         check_adaptable("experts", 1 if grid is None else grid.layout.mp, movable)
-    dispatchers = [choose_dispatcher(grid, dispatcher, codec) for _ in blocks]
+    dispatchers = [choose_dispatcher(grid, dispatcher, codec) for _ in (*blocks, *apart)]
     gates = [_gate_of(model, block, gate, check_logits) for block in blocks.values()]
 
     is_cut = grid is not None and grid.layout.joint > 1
     shared = _shared_experts(model, blocks, dispatchers, overlap_shared)
     layers: dict[str, ExpertsLayer] = {}
-    for (name, block), decides, made in zip(blocks.items(), gates, dispatchers, strict=True):
+    for (name, block), decides, made in zip(blocks.items(), gates, dispatchers, strict=False):
         original = described(model.get_submodule(name))
         parameters = {
             key: shard(key, parameter, original, grid) if grid is not None and is_cut else parameter
@@ -291,13 +291,14 @@ def parallelize(
             moved.attach()
         # Free the whole experts before the next ones are sharded.
         original._parameters.clear()
-    for name, keys in apart.items():
+    for (name, keys), made in zip(apart.items(), dispatchers[len(blocks) :], strict=True):
         original = model.get_submodule(name)
         called = ModulesApart(original, keys, grid) if keys else StackApart(original, grid)
-        given, made = GivenRouting(called.num_global_experts, check_logits), choose_dispatcher(grid, dispatcher, codec)
-        layers[name] = ApartLayer(original, given, called, order, made, schedule=schedule, grid=grid)
+        decides = GivenRouting(called.num_global_experts, check_logits)
+        layers[name] = ApartLayer(original, decides, called, order, made, schedule=schedule, grid=grid)
         above, _, child = name.rpartition(".")
         setattr(model.get_submodule(above), child, called)
+        adapt_above(model, name)
     watch_wrappers()
     if grid is not None and is_cut:
         mend_dtensors()
@@ -316,7 +317,7 @@ def _shared_experts(
     """Return the shared experts of blocks whose rows travel."""
     found: dict[str, SharedExperts] = {}
     tried: dict[tuple[object, ...], SharedExperts | None] = {}
-    for name, dispatcher in zip(blocks, dispatchers, strict=True):
+    for name, dispatcher in zip(blocks, dispatchers, strict=False):
         if isinstance(dispatcher, LocalDispatcher):
             continue
         owner, child = place_in_block(name)

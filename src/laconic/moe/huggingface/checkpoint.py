@@ -123,7 +123,8 @@ def _state(
     else:
         weights, whole = get_state_dict(model, optimizer)
         full = {"model": weights, "optimizer": whole}
-        moments = dict(whole["state"])
+        states: Any = whole["state"]
+        moments = dict(states)
     seen: set[tuple[int, torch.Size]] = set()
     unique = {}
     for name, value in weights.items():

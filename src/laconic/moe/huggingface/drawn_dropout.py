@@ -6,12 +6,14 @@ drawn after them, are those of one process, whatever the number of processes.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from laconic.errors import ModelError
@@ -36,7 +38,9 @@ class Dropping(TorchFunctionMode):
         """
         kwargs = kwargs or {}
         if func is F.dropout or func in _OTHERS:
-            x, p, training, *_ = *args, *kwargs.values()
+            given = inspect.signature(func).bind(*args, **kwargs)
+            given.apply_defaults()
+            x, p, training, _ = given.args
             if training and p > 0:
                 if func is not F.dropout:
                     raise ModelError(
@@ -48,7 +52,7 @@ class Dropping(TorchFunctionMode):
 
 
 def drops_in(expert: nn.Module, like: Tensor) -> Drops:
-    """Find what drops elements in an expert on the meta device, for rows of the width and dtype of `like` [., M].
+    """Find what drops elements in an expert, which is on the meta device, for rows of the width and dtype of `like` [., M].
 
     Raises:
         ModelError: the expert cannot run there.
@@ -61,7 +65,9 @@ def drops_in(expert: nn.Module, like: Tensor) -> Drops:
 
     try:
         with torch.no_grad(), Dropping(drop):
-            expert(torch.empty_like(like.new_empty(1, like.shape[1]), device="meta"))
+            # Of one dtype: which one autocast would choose does not matter here.
+            weights = {name: p.to(like.dtype) for name, p in expert.named_parameters()}
+            functional_call(expert, weights, (torch.empty(1, like.shape[1], dtype=like.dtype, device="meta"),))
     except ModelError:
         raise
     except Exception as error:  # foreign code may raise anything
