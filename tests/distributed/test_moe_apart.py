@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -199,7 +199,8 @@ def own_modules_are_like_one_process() -> None:
         reference, model = own(), own()
         done = parallelize(model, Grid(ep=dist.get_world_size()))
         if casts:
-            reference.float(), model.float()
+            reference.float()
+            model.float()
         x = torch.randn(6, 16, dtype=torch.float32 if casts else torch.float64)
         results = []
         for each in (reference, model):

@@ -104,7 +104,13 @@ def load_sharded(directory: str | Path, model: nn.Module, optimizer: torch.optim
             raise CheckpointError(f"{directory} could not be read: {error}") from error
         _take_values(stored, pieces)
         for value, each in shared:
-            value.copy_(torch.stack(each).amax())
+            value.copy_(most := torch.stack(each).amax())
+            if any(one < most for one in each):
+                warnings.warn(
+                    f"experts of {directory} have taken {int(min(each))} to {int(most)} steps, but a stack of them has"
+                    " one number, and takes the largest",
+                    stacklevel=2,
+                )
         if optimizer is not None:
             set_state_dict(model, optimizer, model_state_dict=full["model"], optim_state_dict=full["optimizer"])
 

@@ -52,7 +52,7 @@ class Dropping(TorchFunctionMode):
 
 
 def drops_in(expert: nn.Module, like: Tensor) -> Drops:
-    """Find what drops elements in an expert, which is on the meta device, for rows of the width and dtype of `like` [., M].
+    """Find what drops elements in an expert, which is on the meta device, for rows like those of `like` [., M].
 
     Raises:
         ModelError: the expert cannot run there.
