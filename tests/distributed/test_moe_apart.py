@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic import audit
 from laconic.collectives.codec import Blockwise
 from laconic.errors import CheckpointError, ConfigError, ModelError
 from laconic.formats import BlockFormat
@@ -252,9 +253,21 @@ def test_a_pair_computes_what_one_process_does(tmp_path: Path) -> None:
         pair_is_like_one_process,
         own_modules_are_like_one_process,
         what_cannot_be_spread_is_refused,
+        audits_find_the_experts_alone,
         partial(files_are_those_of_the_whole_model, tmp_path),
     ]
     run_world(scenarios, 2, tmp_path)
+
+
+def audits_find_the_experts_alone() -> None:
+    for family in FAMILIES:
+        model = tiny(family)
+        done = parallelize(model, Grid(ep=2))
+        for part in model.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
+        report = audit(model, batch_of(family, 1))
+        assert report.num_layers_of_experts == len(done.layers), family
 
 
 def files_are_those_of_the_whole_model(folder: Path) -> None:
