@@ -22,7 +22,7 @@ from laconic.formats import BlockFormat
 from laconic.moe.huggingface import Parallelized, from_pretrained, load_sharded, parallelize, save_sharded
 from laconic.moe.huggingface.apart import own_names
 from laconic.moe.parallel.grid import Grid
-from laconic.optim import AdamW8bit
+from laconic.train.memory.fake_experts import spread_evenly
 from tests.moe.worlds import run_world
 
 VOCABULARY, BATCH = 97, 4
@@ -148,7 +148,8 @@ def pair_is_like_one_process() -> None:
         assert_like_one_process(family, Grid(ep=2))
         assert_like_one_process(family, Grid(ep=2), ddp=True)
         assert_like_one_process(family, Grid(ep=1))
-        assert_like_one_process(family, Grid(ep=2), shard=True)
+        for ep in (1, 2):
+            assert_like_one_process(family, Grid(ep=ep), shard=True)
 
 
 class Experts(nn.ModuleList):
@@ -216,6 +217,10 @@ def own_modules_are_like_one_process() -> None:
             by_own_names(model, gradients(model)), gradients(reference, averages=True), 2e-1 if casts else 1e-6
         )
     model(x[:0]).sum().backward()  # a process without rows takes part
+    sharded = parallelize(own(), Grid(ep=1))
+    sharded.fully_shard()
+    sharded.model(x[: dist.get_rank()].double()).sum().backward()  # with other experts on each
+    assert all(p.grad is not None for p in sharded.experts())
 
 
 def what_cannot_be_spread_is_refused() -> None:
@@ -296,11 +301,8 @@ def files_are_those_of_the_whole_model(folder: Path) -> None:
         assert_close(by_own_names(loaded.model, weights(loaded.model)), by_own_names(model, weights(model)), 0)
 
 
-def start(family: str, eight_bits: bool = False) -> tuple[Parallelized, torch.optim.Optimizer]:
-    model = tiny(family)
-    done = parallelize(model, Grid(ep=dist.get_world_size()) if dist.is_initialized() else None)
-    if eight_bits:
-        return done, AdamW8bit(done.model.float() and done.parameter_groups(), lr=1e-2, eps=1e-3, min_8bit_numel=16)
+def start(family: str) -> tuple[Parallelized, torch.optim.Optimizer]:
+    done = parallelize(tiny(family), Grid(ep=dist.get_world_size()) if dist.is_initialized() else None)
     return done, torch.optim.AdamW(done.parameter_groups(), lr=1e-2, eps=1e-3)
 
 
@@ -311,6 +313,42 @@ def train(done: Parallelized, optimizer: torch.optim.Optimizer, family: str, ste
     gradients(done.model)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def sharded_replicas_save(folder: Path, family: str) -> None:
+    """Of three experts over two processes, so that FSDP2 cuts what is in an expert over the other two."""
+    done = parallelize(tiny(family, **three(family)), Grid(ep=2))
+    done.fully_shard()
+    optimizer = torch.optim.AdamW(done.parameter_groups(), lr=1e-2, eps=1e-3)
+    done.model.eval()
+    loss_on(done.model, batch_of(family, 0)).backward()
+    optimizer.step()
+    save_sharded(folder / family, done.model, optimizer)
+
+
+def three(family: str) -> dict[str, int]:
+    return {"num_local_experts" if family == "jetmoe" else "num_experts": 3}
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_with_what_four_have_sharded(tmp_path: Path) -> None:
+    run_world([partial(sharded_replicas_save, tmp_path, family) for family in FAMILIES], 4, tmp_path)
+    for family in FAMILIES:
+        models = [tiny(family, **three(family)) for _ in range(2)]
+        alone, other = (torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3) for each in models)
+        loss_on(models[0].eval(), batch_of(family, 0)).backward()
+        gradients(models[0])
+        alone.step()
+        load_sharded(tmp_path / family, models[1], other)
+        assert_close(weights(models[1]), weights(models[0]), 1e-6)
+        for got, expected in zip(models[1].parameters(), models[0].parameters(), strict=True):
+            assert_close(other.state[got], alone.state[expected], 1e-6)
+
+
+def test_a_prediction_over_processes_is_refused() -> None:
+    for family in FAMILIES:
+        with pytest.raises(ModelError, match="are called apart, which is predicted for one process only"):
+            spread_evenly(tiny(family), 2, "cpu")
 
 
 def go_on(folder: Path, family: str, source: str, target: str, step: int) -> None:

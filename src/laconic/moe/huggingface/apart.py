@@ -241,6 +241,7 @@ class ModulesApart(ExpertsApart):
         """Take the place of `original`, with the experts `keys` in it."""
         if grid is None or grid.layout.ep == 1:
             super().__init__(original, {}, len(keys), False)
+            self._keys = keys
             return
         experts = [original.get_submodule(key) for key in keys]
         kept = {key: child for key, child in original._modules.items() if key not in keys}
@@ -296,6 +297,15 @@ class ModulesApart(ExpertsApart):
                 state_dict[prefix + stack] = torch.stack([state_dict.pop(prefix + name) for name in names])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
+    def forward(self, *call: Any, **kwargs: Any) -> Any:
+        """See `ExpertsApart.forward`."""
+        out = super().forward(*call, **kwargs)
+        if self.is_cut or not self.__dict__["layer"].is_fully_sharded or not torch.is_grad_enabled():
+            return out
+        # FSDP2 reduces what has a gradient, which has to be the same on all processes: no rows give zeros.
+        nothing = _no_rows(*call, **kwargs)
+        return out + sum(self.get_submodule(key)(nothing).sum() for key in self._keys)
+
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """See `ExpertsApart.compute`."""
         template, sizes = self.__dict__["_template"], counts.tolist()
@@ -320,8 +330,7 @@ class ModulesApart(ExpertsApart):
             ModelError: experts are called with something else than rows of the first tensor's width and dtype, or with
                 rows that depend on other experts.
         """
-        given = [one for one in (*call, *kwargs.values()) if isinstance(one, Tensor) and one.is_floating_point()]
-        like = given[0].reshape(-1, given[0].shape[-1])[:0]
+        like = _no_rows(*call, **kwargs)
         template, asks = self.__dict__["_template"], list[tuple[int, Tensor]]()
         for part in template.modules():
             if [*part.parameters()]:  # the others are modules of this one
@@ -419,6 +428,12 @@ class ApartLayer(ExpertsLayer):
                 ' travels; take a lossless codec, as "auto", or set the experts\' dropout to 0'
             )
         return super().forward(rows, numbers[:, None], rows.new_ones(len(rows), 1))
+
+
+def _no_rows(*call: Any, **kwargs: Any) -> Tensor:
+    """Return [0, M] of the first tensor [..., M] of a call that is floating."""
+    first = next(one for one in (*call, *kwargs.values()) if isinstance(one, Tensor) and one.is_floating_point())
+    return first.reshape(-1, first.shape[-1])[:0]
 
 
 def _stacked(parameters: list[nn.Parameter], grid: Grid) -> nn.Parameter:
