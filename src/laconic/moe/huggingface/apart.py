@@ -30,7 +30,7 @@ from torch.func import functional_call
 from laconic.errors import ConfigError, ModelError
 from laconic.moe.dispatch.staged import experts_of
 from laconic.moe.experts.grouped_mm import grouped_mm
-from laconic.moe.huggingface.drawn_dropout import Drops, GivenDropout, drawn, drops_in, num_columns, packed, unpacked
+from laconic.moe.huggingface.drawn_dropout import GivenDropout, drawn, drops_in, num_columns, packed, unpacked
 from laconic.moe.huggingface.experts import FusedExperts
 from laconic.moe.huggingface.layer import ExpertsLayer
 from laconic.moe.huggingface.sharding import shard
@@ -150,11 +150,13 @@ class ExpertsApart(FusedExperts):
     Attributes:
         is_cut: whether each process has a part of them; then `forward` is that of all experts, with (rows, counts), and
             else the original's.
+        width: elements of a row, if it is known; columns behind them are bits of dropout.
     """
 
     def __init__(self, original: nn.Module, parameters: dict[str, nn.Parameter], number: int, is_cut: bool) -> None:
         super().__init__(original, parameters)
         self.is_cut, self.num_global_experts = is_cut, number
+        self.width: int | None = None
         if not is_cut:
             self.num_experts = number
             self.__dict__["_behaviour"].__dict__["_parameters"] = self._parameters
@@ -190,11 +192,6 @@ class ExpertsApart(FusedExperts):
     def own_names(self) -> dict[str, list[str]]:
         """Return the names of the parameters of each stack before, in the original; none if they are the same."""
         return {}
-
-    @property
-    def sends_bits(self) -> bool:
-        """Whether the current forward's rows bring along what dropout keeps of them."""
-        return False
 
     def is_grouped(self, rows: Tensor) -> bool:
         """See `FusedExperts.is_grouped`."""
@@ -262,8 +259,6 @@ class ModulesApart(ExpertsApart):
         self._keys, self._inner, self._kept = keys, inner, [*kept]
         self.__dict__["_template"] = template
         self._were_compared = False
-        self._drops: Drops = []
-        """Of the current forward."""
         stubs = {key: _Asked(number, template) for number, key in enumerate(keys)}
         self.__dict__["_behaviour"].__dict__["_modules"] = {
             key: stubs.get(key, child) for key, child in original._modules.items()
@@ -285,11 +280,6 @@ class ModulesApart(ExpertsApart):
             {flat: [f"{key}.{name}" for key in self._keys] for flat, name in self._inner.items()} if self.is_cut else {}
         )
 
-    @property
-    def sends_bits(self) -> bool:
-        """See `ExpertsApart.sends_bits`."""
-        return bool(self._drops)
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Take stacks, or what they are stacked of."""
         for stack, names in self.own_names().items():
@@ -309,12 +299,12 @@ class ModulesApart(ExpertsApart):
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """See `ExpertsApart.compute`."""
         template, sizes = self.__dict__["_template"], counts.tolist()
-        rows, columns = rows.split([rows.shape[1] - (num := num_columns(self._drops, rows.dtype)), num], 1)
+        rows, columns = rows[:, : self.width], rows[:, self.width or rows.shape[1] :]
         stacks = {name: self._local(flat).unbind() for flat, name in self._inner.items()}
         outs = [rows[:0]]
         # Experts without rows too: backward on this process is to reach them as on the others.
         for e, (part, kept) in enumerate(zip(rows.split(sizes), unpacked(columns).split(sizes), strict=True)):
-            with GivenDropout(kept) if num else nullcontext():
+            with GivenDropout(kept) if columns.shape[1] else nullcontext():
                 outs.append(functional_call(template, {name: stack[e] for name, stack in stacks.items()}, (part,)))
             if outs[-1].shape != part.shape:
                 raise ModelError(
@@ -331,12 +321,13 @@ class ModulesApart(ExpertsApart):
                 rows that depend on other experts.
         """
         like = _no_rows(*call, **kwargs)
+        self.width = like.shape[1]
         template, asks = self.__dict__["_template"], list[tuple[int, Tensor]]()
         for part in template.modules():
             if [*part.parameters()]:  # the others are modules of this one
                 part.training = self.training
-        self._drops = drops_in(template, like)
-        num, kept = num_columns(self._drops, like.dtype), list[Tensor]()
+        drops = drops_in(template, like)
+        num, kept = num_columns(drops, like.dtype), list[Tensor]()
 
         def note(number: int, rows: Tensor) -> Tensor:
             if rows.dim() != 2 or rows.shape[1] != like.shape[1] or rows.dtype != like.dtype:
@@ -347,7 +338,7 @@ class ModulesApart(ExpertsApart):
                 )
             asks.append((number, rows))
             if num:
-                kept.append(drawn(self._drops, rows))
+                kept.append(drawn(drops, rows))
             return torch.zeros_like(rows)
 
         with torch.random.fork_rng([like.device] if like.is_cuda else [], device_type=like.device.type):
@@ -358,7 +349,8 @@ class ModulesApart(ExpertsApart):
         if num:
             columns = packed(torch.cat(kept), num, rows.dtype) if asks else rows.new_empty(0, num)
             rows = torch.cat((rows, columns), 1)
-        out = exchange(rows, numbers.repeat_interleave(torch.tensor(sizes, dtype=torch.int64, device=like.device)))
+        numbers = numbers.repeat_interleave(torch.tensor(sizes, dtype=torch.int64, device=like.device))
+        out = exchange(rows, numbers)
         answers = iter([*zip(asks, out.split(sizes), strict=True)])
 
         def answer(number: int, rows: Tensor) -> Tensor:
@@ -369,7 +361,7 @@ class ModulesApart(ExpertsApart):
                     " once; call parallelize without a mesh"
                 )
             if num:
-                drawn(self._drops, rows)
+                drawn(drops, rows)
             return found
 
         result = self._run(answer, *call, **kwargs)
@@ -422,7 +414,8 @@ class ApartLayer(ExpertsLayer):
 
     def _exchange(self, rows: Tensor, numbers: Tensor) -> Tensor:
         codecs = getattr(self.dispatcher, "codecs", (getattr(self.dispatcher, "codec", "auto"),))
-        if self.experts.sends_bits and not all(getattr(codec, "lossless", True) for codec in codecs):
+        has_bits = rows.shape[1] > (self.experts.width or rows.shape[1])
+        if has_bits and not all(getattr(codec, "lossless", True) for codec in codecs):
             raise ConfigError(
                 "experts have dropout, whose bits travel with their rows, but the dispatcher's codec rounds what"
                 ' travels; take a lossless codec, as "auto", or set the experts\' dropout to 0'
@@ -441,7 +434,7 @@ def _stacked(parameters: list[nn.Parameter], grid: Grid) -> nn.Parameter:
     here, first = experts_of(grid.ep.rank(), len(parameters), grid.layout.ep), parameters[0]
     held = [parameter.detach() for parameter in parameters[here.start : here.stop]]
     local = torch.stack(held) if held else first.detach().new_empty(0, *first.shape)
-    whole = torch.empty(len(parameters), *first.shape, device="meta")
+    whole = torch.empty(len(parameters), *first.shape, dtype=first.dtype, device="meta")
     cut = DTensor.from_local(
         local, grid.expert_mesh["ep"], [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
     )
