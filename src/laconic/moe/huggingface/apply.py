@@ -186,7 +186,8 @@ def parallelize(
 
     Args:
         model: a Hugging Face model with fused experts (transformers' ExpertsInterface: Mixtral, Qwen3-MoE, DeepSeek-V3,
-            GPT-OSS and most others); all processes have the same weights.
+            GPT-OSS and most others), or with experts that its own code calls apart (Switch, NLLB-MoE, JetMoE); all
+            processes have the same weights.
         mesh: a Grid, or a DeviceMesh over the world with a dimension "ep" (or without names), over which experts are
             spread: each process of an EP group keeps the next ceil(E / N_EP), the last ones fewer. With esp each
             expert's hidden dimension is cut. With mp the processes of an MP group have the same tokens, as tensor
