@@ -112,7 +112,8 @@ class ExpertsWatch:
                 for name, layer in self._layers.items():
                     ranks = self._place_of(name, layer, members)
                     if ranks is not None:
-                        faults += self._compare(name, layer, ranks)
+                        with _running(layer):
+                            faults += self._compare(name, layer, ranks)
         finally:
             state.restore()
         if faults:
@@ -185,6 +186,19 @@ def watching_experts(model: nn.Module) -> Iterator[ExpertsWatch]:
             layer.__dict__.pop("_scheduled", None)
 
 
+@contextmanager
+def _running(layer: MoELayer) -> Iterator[None]:
+    """Let calls of the experts be those with rows and counts, as while the layer runs."""
+    if not isinstance(layer, ExpertsLayer):
+        yield
+        return
+    before, layer.is_running = layer.is_running, True
+    try:
+        yield
+    finally:
+        layer.is_running = before
+
+
 class _Alone:
     """What the experts of a layer, each alone, make of the sample of all ranks."""
 
@@ -204,15 +218,15 @@ class _Alone:
         ids = gathered(torch.stack([routing.tokens + first_token[self._here], slots], 1), ranks.groups, entries)
         weights = gathered(routing.weights.detach()[:, None], ranks.groups, entries)[:, 0]
         generator = torch.Generator().manual_seed(2612)
-        self._cotangents = torch.randn(every_x.shape, generator=generator, dtype=torch.float32, device="cpu").to(
-            every_x.device, every_x.dtype
-        )
+        num_tokens, width, out_width = *every_x.shape, noted.out.shape[1]
+        self._cotangents = torch.randn(
+            num_tokens, out_width, generator=generator, dtype=torch.float32, device="cpu"
+        ).to(every_x.device, every_x.dtype)
         self.own_cotangents = self._cotangents[self._tokens]
 
         # 2. What this rank's experts make of it, one after the other.
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        num_tokens, width = every_x.shape
-        parts = torch.zeros(num_tokens, 2 * width + 2, dtype=wide, device=x.device)
+        parts = torch.zeros(num_tokens, out_width + width + 2, dtype=wide, device=x.device)
         of_weights = torch.zeros(len(weights), dtype=wide, device=x.device)
         self.gradients: list[dict[str, Tensor]] = []
         """Of each expert of this rank, by the names of its parameters; [1, ...] each."""
@@ -226,14 +240,14 @@ class _Alone:
             part = out.to(wide)
             of_weights[mine] = (part * cotangent).sum(-1)
             weighed = part * weight
-            of_rows = torch.zeros_like(part) if of_rows is None else of_rows.to(wide)
+            of_rows = torch.zeros_like(rows, dtype=wide) if of_rows is None else of_rows.to(wide)
             norms = torch.stack([weighed.norm(dim=-1), of_rows.norm(dim=-1)], 1)
             parts.index_add_(0, token, torch.cat([weighed, of_rows, norms], 1))
             if of_parameters is not None:
                 self.gradients.append(of_parameters)
         parts, of_weights = summed(ranks.groups, parts), summed(ranks.groups, of_weights)
         own = parts[self._tokens]
-        self._outputs, self._of_x, self._sizes = own[:, :width], own[:, width : 2 * width], own[:, 2 * width :]
+        self._outputs, self._of_x, self._sizes = own.split([out_width, width, 2], 1)
         self._of_weights = of_weights[self._entries]
         self._is_lossy = ranks.is_lossy
 

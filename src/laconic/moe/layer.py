@@ -149,7 +149,7 @@ class MoELayer(nn.Module):
             out = shares.restore(out, share)
         if self.hooks:
             out = self._call("after_combine", out)
-        out = out.reshape(x.shape).to(x.dtype)  # under autocast experts have another dtype
+        out = out.reshape(*x.shape[:-1], out.shape[-1]).to(x.dtype)  # under autocast experts have another dtype
         if self.shared is not None:
             out = out + (self.shared(x) if own is None else own.run())
         return self._call("after_end", out) if self.hooks else out

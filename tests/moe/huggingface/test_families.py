@@ -20,19 +20,19 @@ from laconic.moe.huggingface import find_blocks, parallelize
 WITH_EXPERTS = {
     "gemma4_text": {"global_head_dim": 16, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"], "num_dense_layers": 0},
+    "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "moe_token_dropout": 0.2},
+    "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "expert_capacity": 6},
 }
 """What else families need for a layer of experts among the first two."""
 
 REFUSED = {
-    "jetmoe": "it follows no ExpertsInterface",
     "longcat_flash": "its stacks have .* and .* experts",
-    "nllb-moe": "its experts are modules of their own|fused experts are looked for",
-    "switch_transformers": "its experts are modules of their own|fused experts are looked for",
 }
 """Why experts that do not follow transformers' ExpertsInterface stay whole."""
 DENSE_WHEN_SMALL = {"beam", "flint", "gemma4", "bamba", "doge", "dbrx", "dots3_note"}
 """Their layers of experts come after the first two, or are no such layers at all; or they cannot be built."""
-NO_SINGLE_ROUTER = {"inkling_text", "llama4", "llama4_text", "zaya"}
+CALLED_APART = {"jetmoe", "nllb-moe", "switch_transformers"}
+NO_SINGLE_ROUTER = {"inkling_text", "llama4", "llama4_text", "zaya"} | CALLED_APART
 
 
 def families_with_experts() -> list[Family]:
@@ -93,6 +93,10 @@ def test_routers_of_every_kind_are_left_to_the_model(monkeypatch: pytest.MonkeyP
     check(["ernie4_5_moe", "gemma4_text", "llama4_text", "minimax_m2", "phimoe"], monkeypatch)
 
 
+def test_experts_that_are_called_apart_keep_their_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    check([*CALLED_APART], monkeypatch)
+
+
 @pytest.mark.slow
 def test_every_family_is_spread_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     spread = []
@@ -112,4 +116,4 @@ def test_every_family_is_spread_or_refused_by_name(monkeypatch: pytest.MonkeyPat
         except AssertionError as error:
             raise AssertionError(f"{family.name}: {error}") from error
         spread.append(family.name)
-    assert len(spread) >= 45, spread
+    assert len(spread) >= 48, spread

@@ -26,6 +26,7 @@ from laconic.moe.dispatch.parm import Path
 from laconic.moe.gates import Gate, make_gate
 from laconic.moe.hooks import Hook
 from laconic.moe.huggingface.adapters import adapt_above, check_adaptable
+from laconic.moe.huggingface.apart import ApartLayer, ModulesApart, StackApart, check_apart, find_apart
 from laconic.moe.huggingface.blocks import (
     FLAGS,
     Block,
@@ -185,7 +186,8 @@ def parallelize(
 
     Args:
         model: a Hugging Face model with fused experts (transformers' ExpertsInterface: Mixtral, Qwen3-MoE, DeepSeek-V3,
-            GPT-OSS and most others); all processes have the same weights.
+            GPT-OSS and most others), or with experts that its own code calls apart (Switch, NLLB-MoE, JetMoE); all
+            processes have the same weights.
         mesh: a Grid, or a DeviceMesh over the world with a dimension "ep" (or without names), over which experts are
             spread: each process of an EP group keeps the next ceil(E / N_EP), the last ones fewer. With esp each
             expert's hidden dimension is cut. With mp the processes of an MP group have the same tokens, as tensor
@@ -212,8 +214,9 @@ def parallelize(
         ConfigError: there are fewer experts than N_EP, esp does not divide their hidden dimension, the mesh does not
             fit, or the dispatcher would add up other things than this grid's.
     """
-    blocks, left = find_blocks(model, rows=True), tuple(unknown_experts(model))
-    if not blocks:
+    blocks, apart = find_blocks(model, rows=True), find_apart(model)
+    left = tuple(one for one in unknown_experts(model) if one.partition(" (")[0] not in apart)
+    if not blocks and not apart:
         reason = (
             " left, since it is parallelized already"
             if moe_layers(model)
@@ -236,16 +239,23 @@ def parallelize(
     if not (grid is None or isinstance(grid, Grid)):
         raise ConfigError(f"mesh is {mesh!r}, but it must be a Grid, a DeviceMesh or None; make one, as in Grid(ep=8)")
     _check_fit(model, blocks, grid)
-    if any(name.endswith(".base_layer") for name in blocks):
+    _check_movable(model, apart, grid is not None and grid.layout.joint > 1)
+    check_apart(model, apart, grid)
+    hooks = tuple(hooks)
+    if apart and (gate is not None or movable or hooks):
+        raise ModelError(
+            f"{next(iter(apart))} has experts that are called apart, which work without gate, movable and hooks alone;"
+            " leave these out"
+        )
+    if any(name.endswith(".base_layer") for name in (*blocks, *apart)):
         check_adaptable("experts", 1 if grid is None else grid.layout.mp, movable)
-    dispatchers = [choose_dispatcher(grid, dispatcher, codec) for _ in blocks]
+    dispatchers = [choose_dispatcher(grid, dispatcher, codec) for _ in (*blocks, *apart)]
     gates = [_gate_of(model, block, gate, check_logits) for block in blocks.values()]
 
     is_cut = grid is not None and grid.layout.joint > 1
-    hooks = tuple(hooks)
     shared = _shared_experts(model, blocks, dispatchers, overlap_shared)
     layers: dict[str, ExpertsLayer] = {}
-    for (name, block), decides, made in zip(blocks.items(), gates, dispatchers, strict=True):
+    for (name, block), decides, made in zip(blocks.items(), gates, dispatchers, strict=False):
         original = described(model.get_submodule(name))
         parameters = {
             key: shard(key, parameter, original, grid) if grid is not None and is_cut else parameter
@@ -282,6 +292,14 @@ def parallelize(
             moved.attach()
         # Free the whole experts before the next ones are sharded.
         original._parameters.clear()
+    for (name, keys), made in zip(apart.items(), dispatchers[len(blocks) :], strict=True):
+        original = model.get_submodule(name)
+        called = ModulesApart(original, keys, grid) if keys else StackApart(original, grid)
+        decides = GivenRouting(called.num_global_experts, check_logits)
+        layers[name] = ApartLayer(original, decides, called, order, made, schedule=schedule, grid=grid)
+        above, _, child = name.rpartition(".")
+        setattr(model.get_submodule(above), child, called)
+        adapt_above(model, name)
     watch_wrappers()
     if grid is not None and is_cut:
         mend_dtensors()
@@ -300,7 +318,7 @@ def _shared_experts(
     """Return the shared experts of blocks whose rows travel."""
     found: dict[str, SharedExperts] = {}
     tried: dict[tuple[object, ...], SharedExperts | None] = {}
-    for name, dispatcher in zip(blocks, dispatchers, strict=True):
+    for name, dispatcher in zip(blocks, dispatchers, strict=False):
         if isinstance(dispatcher, LocalDispatcher):
             continue
         owner, child = place_in_block(name)
@@ -340,7 +358,7 @@ def _gate_of(
     return RouterGate(made, router, block.router, block.top_k, check_logits)
 
 
-def _check_movable(model: nn.Module, blocks: dict[str, Block], cuts: bool) -> None:
+def _check_movable(model: nn.Module, blocks: Iterable[str], cuts: bool) -> None:
     """Refuse experts to which something is attached that a module in their place, or a part of them, would not have."""
     holders: dict[int, dict[tuple[int, str], str]] = {}
     for name, module in model.named_modules():

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from laconic.errors import CheckpointError
 from laconic.formats.dcp import DcpReader, SafeLoadPlanner
 from laconic.formats.shards import Runs, local_part, local_runs
+from laconic.moe.huggingface.apart import own_names
 from laconic.moe.huggingface.stage_names import check_stage_names
 
 _SEPARATE = re.compile(r"\.experts\.\d+\.")
@@ -47,7 +48,7 @@ def save_sharded(directory: str | Path, model: nn.Module, optimizer: torch.optim
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
-        stored, _ = _state(model, optimizer)
+        stored, _, _ = _state(model, optimizer)
         check_stage_names(model, stored)
         try:
             save(_in_pieces(stored), storage_writer=FileSystemWriter(directory), no_dist=not dist.is_initialized())
@@ -67,7 +68,7 @@ def load_sharded(directory: str | Path, model: nn.Module, optimizer: torch.optim
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
-        stored, full = _state(model, optimizer)
+        stored, full, shared = _state(model, optimizer)
         reader = DcpReader(directory)
         try:
             found = reader.read_metadata().state_dict_metadata
@@ -102,12 +103,25 @@ def load_sharded(directory: str | Path, model: nn.Module, optimizer: torch.optim
         except (OSError, CheckpointException) as error:
             raise CheckpointError(f"{directory} could not be read: {error}") from error
         _take_values(stored, pieces)
+        for value, each in shared:
+            value.copy_(most := torch.stack(each).amax())
+            if any(one < most for one in each):
+                warnings.warn(
+                    f"experts of {directory} have taken {int(min(each))} to {int(most)} steps, but a stack of them has"
+                    " one number, and takes the largest",
+                    stacklevel=2,
+                )
         if optimizer is not None:
             set_state_dict(model, optimizer, model_state_dict=full["model"], optim_state_dict=full["optimizer"])
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what DCP stores, and the full state dicts it is a view of; without param_groups, a tied weight once."""
+def _state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> tuple[dict[str, Any], dict[str, Any], list[tuple[Tensor, list[Tensor]]]]:
+    """Return what DCP stores, the full state dicts it is a view of, and numbers of steps of stacks, with each expert's.
+
+    What is stored has no param_groups, a tied weight once, and the parts of stacks under their experts' own names.
+    """
     if optimizer is None:
         weights: Mapping[str, Any] = get_model_state_dict(model)
         full: dict[str, Any] = {"model": weights, "optimizer": {}}
@@ -115,7 +129,8 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[d
     else:
         weights, whole = get_state_dict(model, optimizer)
         full = {"model": weights, "optimizer": whole}
-        moments = whole["state"]
+        states: Any = whole["state"]
+        moments = dict(states)
     seen: set[tuple[int, torch.Size]] = set()
     unique = {}
     for name, value in weights.items():
@@ -123,7 +138,17 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[d
         if key not in seen:
             seen.add(key)
             unique[name] = value
-    return {"model": unique, "optimizer": moments}, full
+    shared: list[tuple[Tensor, list[Tensor]]] = []
+    for stack, names in own_names(model).items():
+        unique |= (here := _by_expert(unique.pop(stack), names))
+        of_stack = moments.pop(stack, {})
+        parts = {key: _by_expert(value, names) for key, value in of_stack.items() if isinstance(value, DTensor)}
+        for key, value in of_stack.items():
+            if key not in parts:
+                parts[key] = {one: value.clone() for one in here}
+                shared.append((value, [*parts[key].values()]))
+        moments |= {one: {key: part[one] for key, part in parts.items()} for one in here if parts}
+    return {"model": unique, "optimizer": moments}, full, shared
 
 
 def _in_pieces(value: Any) -> Any:
@@ -133,7 +158,15 @@ def _in_pieces(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
     runs = local_runs(value.shape, value.device_mesh, value.placements)
-    return value if all(len(one) <= 1 for one in runs) else _Pieces.of(value, runs)
+    return value if all(len(one) <= 1 for one in runs) else _Pieces.of(value.to_local().detach(), value.shape, runs)
+
+
+def _by_expert(stack: DTensor, names: list[str]) -> dict[str, Tensor]:
+    """Return this process's parts of a stack of experts, by the experts' names."""
+    here, *runs = local_runs(stack.shape, stack.device_mesh, stack.placements)
+    numbers = [number for first, end in here for number in range(first, end)]
+    held = zip(numbers, stack.to_local().detach(), strict=True)
+    return {names[number]: _Pieces.of(part, stack.shape[1:], runs) for number, part in held}
 
 
 class _Pieces(Tensor):
@@ -148,10 +181,9 @@ class _Pieces(Tensor):
     _runs: Runs
 
     @staticmethod
-    def of(tensor: DTensor, runs: Runs) -> _Pieces:
-        local = tensor.to_local().detach()
+    def of(local: Tensor, whole: torch.Size, runs: Runs) -> _Pieces:
         made = Tensor._make_subclass(_Pieces, local)
-        made._whole, made._runs = tensor.shape, runs
+        made._whole, made._runs = whole, runs
         return made
 
     def size(self, dim: int | None = None) -> Any:
@@ -207,6 +239,6 @@ def _problems(stored: Mapping[str, Any], sizes: Mapping[str, Any]) -> list[str]:
     for key, value in wanted.items():
         if key not in sizes:
             problems.append(f"{key} is missing")
-        elif isinstance(value, Tensor) and sizes[key] is not None and tuple(sizes[key]) != tuple(value.shape):
-            problems.append(f"{key} is {list(sizes[key])} there and {list(value.shape)} here")
+        elif isinstance(value, Tensor) and sizes[key] is not None and tuple(sizes[key]) != tuple(value.size()):
+            problems.append(f"{key} is {list(sizes[key])} there and {list(value.size())} here")
     return problems

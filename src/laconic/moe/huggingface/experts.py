@@ -58,14 +58,14 @@ class FusedExperts(Experts):
         self.adapters: list[Any] = []
         """Wrappers around this module that add to its parameters; see laconic.moe.huggingface.adapters."""
         for flag in FLAGS:
-            setattr(self, flag, getattr(original, flag))  # PEFT reads the layout
+            if hasattr(original, flag):
+                setattr(self, flag, getattr(original, flag))  # PEFT reads the layout
         for name, child in original.named_children():
             self.register_module(name, child)
         for name, parameter in parameters.items():
             self.register_parameter(name, parameter)
-        down = self.get_parameter("down_proj")
-        self.num_experts = len(local_part(down))
-        self.num_global_experts = len(down)
+        for stack in parameters.values():
+            self.num_experts, self.num_global_experts = len(local_part(stack)), len(stack)
         # A copy without parameters runs the original's gating, which may read its attributes and modules.
         behaviour = copy.copy(original)
         behaviour.__dict__ = {**original.__dict__, "_parameters": {}, "_modules": self._modules}

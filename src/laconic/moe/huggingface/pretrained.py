@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from laconic.errors import CheckpointError, LaconicError
+from laconic.moe.huggingface.apart import own_names
 from laconic.moe.huggingface.apply import Parallelized, parallelize
 from laconic.moe.huggingface.safetensors_source import Converted, Plain, Source, Stacked, TensorFiles
 from laconic.moe.parallel.grid import Grid
@@ -146,16 +147,22 @@ def _plan(model: Any, files: TensorFiles) -> tuple[list[Source], set[str]]:
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     prefix = model.base_model_prefix
+    apart = own_names(model)
+    rows = {name: (stack, row) for stack, names in apart.items() for row, name in enumerate(names)}
 
     # 1. Group the files' tensors by the parameter they belong to.
     plain: dict[str, str] = {}
     groups: dict[str, tuple[Any, dict[str, list[str]]]] = {}
+    stacks: dict[str, dict[int, str]] = {stack: {} for stack in apart}
     unused = []
     for key in sorted(files.keys(), key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        name, pattern = rename_source_key(key, renamings, converters, prefix, {**state, **rows})
         if name not in state and key in state:
             name, pattern = key, None
-        if name not in state:
+        if name in rows:
+            stack, row = rows.pop(name)
+            stacks[stack][row] = key
+        elif name not in state:
             unused.append(key)
         elif pattern is None:
             plain[name] = key
@@ -164,8 +171,13 @@ def _plan(model: Any, files: TensorFiles) -> tuple[list[Source], set[str]]:
             tensors.setdefault(pattern, []).append(key)
 
     # 2. Say what each group makes.
-    problems: list[str] = []
+    problems: list[str] = [f"{name} is missing" for name in rows]
     sources: list[Source] = [Plain(name, key) for name, key in plain.items()]
+    sources += [
+        Stacked(name, [[keys[row] for row in range(len(keys))]], 1)
+        for name, keys in stacks.items()
+        if len(keys) == len(apart[name])
+    ]
     for name, (rule, tensors) in groups.items():
         try:
             sources.append(_of_rule(name, rule, tensors, files, model))

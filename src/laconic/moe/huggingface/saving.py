@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from laconic.errors import CheckpointError
+from laconic.moe.huggingface.apart import own_names
 
 
 def gathered_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -20,9 +21,12 @@ def gathered_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """
     main = dist.get_rank() == 0
     gathered: dict[str, Tensor] = {}
+    names = own_names(model)
     for name, tensor in model.state_dict().items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if main:
+        if main and name in names:
+            gathered |= {one: part.detach().cpu().clone() for one, part in zip(names[name], whole, strict=True)}
+        elif main:
             gathered[name] = whole.detach().cpu()
     return gathered
 

@@ -8,6 +8,7 @@ calls a global hook then.
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.errors import ConfigError
 from laconic.moe.huggingface.adapters import adapt
+from laconic.moe.huggingface.apart import own_names
 from laconic.moe.huggingface.gate import READ_BY_GATE
 from laconic.moe.huggingface.layer import ExpertsLayer
 from laconic.moe.huggingface.spread import spread_layers
@@ -41,6 +43,19 @@ def _registered(module: nn.Module, name: str, child: nn.Module | None) -> None:
         _check_adapted(child)
         if type(module).__name__ == "ParamWrapper":
             adapt(child, module)
+    elif name == "model" and child is not None and type(module).__module__.startswith("peft.tuners."):
+        _warn_of_stacks(child)
+
+
+def _warn_of_stacks(model: nn.Module) -> None:
+    """Say that adapters on modules do not reach experts that are no modules of their own any more."""
+    stacks = own_names(model)
+    if stacks:
+        warnings.warn(
+            f"adapters by target_modules do not reach the experts of {type(model).__name__}, which are parts of stacks"
+            f" over processes; give their names in target_parameters, as {next(iter(stacks))}, or leave them without",
+            stacklevel=8,
+        )
 
 
 def _check_adapted(child: nn.Module) -> None:

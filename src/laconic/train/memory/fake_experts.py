@@ -16,6 +16,7 @@ from laconic.errors import ModelError
 from laconic.moe.dispatch.chunking import Chunk, SlicedRows
 from laconic.moe.dispatch.flat import FlatDispatcher, RowsPlan
 from laconic.moe.huggingface import parallelize
+from laconic.moe.huggingface.apart import ApartLayer
 from laconic.moe.huggingface.blocks import place_in_block
 from laconic.moe.huggingface.gate import GivenRouting, RoutedRows
 from laconic.moe.permute import Order, SortedOrder
@@ -40,6 +41,11 @@ def spread_evenly(model: nn.Module, expert_parallel: int, device: str) -> None:
         )
     except ModelError as error:
         raise ModelError(f"expert_parallel is {expert_parallel}, but {error}") from None
+    if apart := [name for name, layer in done.layers.items() if isinstance(layer, ApartLayer)]:
+        raise ModelError(
+            f"expert_parallel is {expert_parallel}, but the experts of {apart[0]} are called apart, which is predicted"
+            " for one process only; leave it out, and measure over processes"
+        )
     for name, layer in done.layers.items():
         experts = layer.experts
         experts.num_experts = -(-experts.num_global_experts // expert_parallel)
