@@ -244,6 +244,15 @@ def what_cannot_be_spread_is_refused() -> None:
         model.get_submodule("1.experts").in_turn = not options
         with pytest.raises(ModelError, match=said):
             model(x)
+    for number in (9, 49):  # also where a later forward is the first of which rows depend on answers
+        model = own()
+        parallelize(model, grid)
+        experts = model.get_submodule("1.experts")
+        for _ in range(number):
+            model(x)
+        experts.in_turn = True
+        with pytest.raises(ModelError, match="gets other rows after others have answered"):
+            model(x)
     model = own()
     parallelize(model, grid, codec=Blockwise(BlockFormat("int8")))
     with pytest.raises(ConfigError, match="the dispatcher's codec rounds what travels; take a lossless codec"):
