@@ -148,8 +148,8 @@ def measured_and_predicted(family: str, precision: str = "fp32") -> tuple[int, i
     for parameter in model.parameters():
         if hasattr(parameter, "to_local"):
             parameter.grad = None
-        else:
-            buckets += parameter.grad.nbytes  # type: ignore[union-attr]
+        elif parameter.grad is not None:  # biases that no gradient trains have none
+            buckets += parameter.grad.nbytes
     with rows_in_the_callers_thread():
         measured = step_peak.peak_nbytes(step, ids.device) + buckets
     rank = by_bits(traced_mixture(family, precision), [16], EXACT).prediction.ranks[0]
