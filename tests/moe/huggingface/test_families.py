@@ -20,19 +20,19 @@ from laconic.moe.huggingface import find_blocks, parallelize
 WITH_EXPERTS = {
     "gemma4_text": {"global_head_dim": 16, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"], "num_dense_layers": 0},
+    "longcat_flash": {"zero_expert_num": 6, "moe_topk": 4},
 }
 """What else families need for a layer of experts among the first two."""
 
 REFUSED = {
     "jetmoe": "it follows no ExpertsInterface",
-    "longcat_flash": "its stacks have .* and .* experts",
     "nllb-moe": "its experts are modules of their own|fused experts are looked for",
     "switch_transformers": "its experts are modules of their own|fused experts are looked for",
 }
 """Why experts that do not follow transformers' ExpertsInterface stay whole."""
-DENSE_WHEN_SMALL = {"beam", "flint", "gemma4", "bamba", "doge", "dbrx", "dots3_note"}
-"""Their layers of experts come after the first two, or are no such layers at all; or they cannot be built."""
-NO_SINGLE_ROUTER = {"inkling_text", "llama4", "llama4_text", "zaya"}
+DENSE_WHEN_SMALL = {"beam", "flint", "gemma4", "bamba", "doge", "dots3_note"}
+"""Their layers of experts come after the first two, or are no such layers at all."""
+NO_SINGLE_ROUTER = {"dbrx", "inkling_text", "llama4", "llama4_text", "longcat_flash", "zaya"}
 
 
 def families_with_experts() -> list[Family]:
@@ -90,7 +90,8 @@ def check(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.ci
 def test_routers_of_every_kind_are_left_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Correction biases beside a router, norms between it and the experts, scales and jitter."""
-    check(["ernie4_5_moe", "gemma4_text", "llama4_text", "minimax_m2", "phimoe"], monkeypatch)
+    families = ["dbrx", "ernie4_5_moe", "gemma4_text", "llama4_text", "longcat_flash", "minimax_m2", "phimoe"]
+    check(families, monkeypatch)
 
 
 @pytest.mark.slow

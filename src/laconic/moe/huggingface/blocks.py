@@ -110,6 +110,9 @@ def unknown_experts(model: nn.Module) -> list[str]:
         reason = (
             "its experts are modules of their own, whose parameters would change names"
             if listed
+            else "its experts lie behind each other in one dimension, and adapters are around them; call parallelize"
+            " before PEFT"
+            if flat and name.endswith(".base_layer")
             else "its experts lie behind each other in one dimension"
             if flat
             else f"its stacks have {' and '.join(map(str, sizes))} experts"
@@ -188,7 +191,7 @@ def _has_own_layout(experts: nn.Module) -> bool:
 
 
 def described(experts: nn.Module) -> Any:
-    """Return experts as they are, or a copy of those of another layout with what tells the interface's flags and gating.
+    """Return experts as they are, or a copy of those of another layout with the interface's flags and gating.
 
     `num_identities` is the number of those that return their input, behind `num_experts` others, where there are such.
     Of DBRX it is a copy of the child that has the parameters.

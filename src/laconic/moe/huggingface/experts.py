@@ -41,9 +41,7 @@ class FusedExperts(Experts):
     Where processes share experts (esp), each computes a part of a sum.
     """
 
-    def __init__(
-        self, original: nn.Module, parameters: Mapping[str, nn.Parameter], *, adds_down_bias: bool = True
-    ) -> None:
+    def __init__(self, original: Any, parameters: Mapping[str, nn.Parameter], *, adds_down_bias: bool = True) -> None:
         """Take the behaviour of `original`, with `parameters` as its own; `check` tests that they compute the same.
 
         Args:

@@ -54,7 +54,7 @@ class GivenRouting(Gate):
         """Return tokens and their routing, of what a block calls its experts with."""
         return x, self.routing(x, indices, weights)
 
-    def beside(self, out: Tensor, *call: Tensor) -> Tensor:
+    def beside(self, out: Tensor, /, *call: Tensor) -> Tensor:
         """Return the experts' sums `out`, and what else a block that calls its experts with `call` gets from them."""
         return out
 
@@ -95,8 +95,9 @@ class WithIdentities(GivenRouting):
         assert isinstance(routing, Routing)
         return replace(routing.keep(routing.experts < self.num_experts), num_dropped=0)
 
-    def beside(self, out: Tensor, /, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    def beside(self, out: Tensor, /, *call: Tensor) -> Tensor:
         """See `GivenRouting.beside`."""
+        x, indices, weights = call
         share = (weights * (indices >= self.num_experts)).sum(-1, keepdim=True)
         return out + (x * share).to(out.dtype)
 

@@ -6,9 +6,9 @@ dimension I is cut: inputs of `down_proj`, outputs of `gate_up_proj`. Where gate
 and without a gate, a part is one block. The bias of `down_proj` is whole on each process.
 
 [Note: experts beside identities]
-LongCat's `gate_up_proj` has rows for its E experts and for its Z identities, which nobody reads, and `down_proj` for the
-experts only: shards of both would hold other experts. So both are taken for blocks of gcd(E, Z) rows, each of which is
-cut over ep, and an expert's slot (`Slots`) is the one that a process has it in.
+LongCat's `gate_up_proj` has rows for its E experts and for its Z identities, which nobody reads, and `down_proj` for
+the experts only: plain shards of both would hold other experts. So both are taken for blocks of gcd(E, Z) rows, each of
+which is cut over ep, and `Slots` says in which slot of which process an expert is then.
 """
 
 from __future__ import annotations
