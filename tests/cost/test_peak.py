@@ -156,7 +156,7 @@ def measured_and_predicted(family: str, precision: str = "fp32") -> tuple[int, i
             return step_peak.peak_nbytes(step, ids.device)
 
     # Nor what a thread of gloo frees that lets go of a message last, as in some of the steps.
-    measured = min(peak() for _ in range(4)) + buckets
+    measured = min(peak() for _ in range(2)) + buckets
     rank = by_bits(traced_mixture(family, precision), [16], EXACT).prediction.ranks[0]
     return measured, rank.total_nbytes - rank.parameters_nbytes - rank.optimizer_nbytes
 
