@@ -410,7 +410,7 @@ def _check_fit(model: nn.Module, blocks: dict[str, Block], grid: Grid | None, mo
                 f"esp is {grid.layout.esp}, but it must divide the hidden dimension of {name}, which is {size}; change"
                 " esp"
             )
-        if "forward" in experts.__dict__:
+        if "forward" in {**model.get_submodule(name).__dict__, **experts.__dict__}:
             raise ModelError(
                 f"{name} has a forward that was put there, as compress_activations does; parallelize first"
             )
