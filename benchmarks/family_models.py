@@ -161,6 +161,10 @@ _ADJUSTED: dict[str, dict[str, Any]] = {
     "convnext": {"image_size": 64},
     "convnextv2": {"image_size": 64},
     "cvt": {"embed_dim": (32, 64, 64), "num_heads": (1, 2, 4), "depth": (1, 2, 3), "drop_rate": (0.1,) * 3},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4, "attn_pdrop": DROPPED},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "diffllama": {"attention_dropout": 0.0},
     "donut-swin": _WINDOWS,
     "efficientnet": {"width_coefficient": 0.5, "depth_coefficient": 0.5, "hidden_dim": 640, "image_size": 64},

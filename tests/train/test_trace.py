@@ -33,6 +33,7 @@ from benchmarks.family_models import Family, families, inputs_of, model_of
 from tests.activations.models import make_model
 from tests.cost.shapes import Sizes, traced_llama
 from tests.distributed.test_moe_huggingface import llama4
+from tests.distributed.test_moe_layouts import own_layout
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers warns of while a family is built
 
@@ -302,6 +303,17 @@ def test_only_gradients_of_a_tied_weight_are_added_in_place(monkeypatch: pytest.
         sizes.clear()
         runs.step(torch.sum, autocast=False, backward=True, adds_in_place=in_place)
         assert sum(nbytes < size for nbytes, size in sizes) == in_place
+
+
+def test_experts_in_a_loop_are_refused_by_what_they_do() -> None:
+    with pytest.raises(PlanError, match="the forward of DbrxForCausalLM depends on values"):
+        traced_job(own_layout("dbrx").float(), Batch(2, 16), settings=Settings(device="cpu"))
+
+
+def test_experts_that_so_many_processes_cannot_share_are_refused() -> None:
+    layout = Layout(data_parallel=3, expert_parallel=3)
+    with pytest.raises(ConfigError, match="ep is 3, but it must divide the 4 experts behind each other"):
+        traced_job(own_layout("dbrx").float(), Batch(2, 16), layout, Settings(device="cpu"))
 
 
 def test_what_cannot_be_traced_is_refused() -> None:

@@ -455,7 +455,9 @@ def _is_sharded_outside(layer: MoELayer) -> bool:
         return False
     here = num_experts_of(experts)
     sharded = [p for p in experts.parameters() if isinstance(p, DTensor)]
-    return any(len(p.to_local()) != here or (not isinstance(layer, ExpertsLayer)) for p in sharded)
+    if not isinstance(layer, ExpertsLayer):
+        return bool(sharded)
+    return any(len(p.to_local()) * layer.experts.num_global_experts != len(p) * here for p in sharded)
 
 
 def _device(layer: MoELayer) -> torch.device:

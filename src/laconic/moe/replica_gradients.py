@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.weak import WeakIdKeyDictionary
 
 from laconic.collectives import api
@@ -97,8 +98,8 @@ def _shard_experts(experts: nn.Module, grid: Grid, divisor: float, options: dict
 def _cut_of_replicas(parameter: nn.Parameter, num_replicas: int) -> Shard | None:
     """Return the dimension that replicas cut; None is that of the experts.
 
-    Where EP ranks have different numbers of experts, replicas cut another one: not every cut of the cut experts is one
-    that a DTensor can describe.
+    Where EP ranks have different numbers of experts, or have them of several blocks, replicas cut another one: not
+    every cut of the cut experts is one that a DTensor can describe.
 
     Raises:
         ConfigError: no other dimension can be cut evenly.
@@ -108,14 +109,15 @@ def _cut_of_replicas(parameter: nn.Parameter, num_replicas: int) -> Shard | None
     num_parts = math.prod(
         parameter.device_mesh.size(i) for i, place in enumerate(parameter.placements) if place.is_shard(0)
     )
-    if num_replicas == 1 or len(parameter) % num_parts == 0:
+    in_blocks = any(isinstance(place, _StridedShard) and place.dim == 0 for place in parameter.placements)
+    if num_replicas == 1 or (len(parameter) % num_parts == 0 and not in_blocks):
         return None
     local = parameter.to_local()
     for dim in range(1, local.dim()):
         if local.shape[dim] % num_replicas == 0:
             return Shard(dim)
     raise ConfigError(
-        f"experts {list(parameter.shape)} are spread unevenly over {num_parts} ranks, and {num_replicas} replicas (edp)"
+        f"experts {list(parameter.shape)} are spread unevenly or in blocks, and {num_replicas} replicas (edp)"
         f" divide no other dimension of {list(local.shape)}; change ep, or leave fully_shard out and call"
         " reduce_gradients"
     )

@@ -90,7 +90,10 @@ def update_router_biases(model: nn.Module, *, rate: float = 1e-3, group: dist.Pr
     for _, bias in found:
         shared.setdefault(bias.key if isinstance(bias, CountedBias) else id(bias), []).append(bias)
     if not found:
-        missing = f"no router of {type(model).__name__} has an {_NAME}; balance it by a loss, as router_aux_loss_coef"
+        missing = (
+            f"no router of {type(model).__name__} has an {_NAME} of as many values as experts; balance it by a loss, as"
+            " router_aux_loss_coef"
+        )
         raise ConfigError(missing if layers else f"{type(model).__name__} has no layers yet; call parallelize first")
     loads = [
         torch.stack([one.take() for one in biases if isinstance(one, CountedBias)]).sum(0)

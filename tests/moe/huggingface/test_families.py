@@ -14,7 +14,6 @@ from torch import nn
 
 from benchmarks import family_models
 from benchmarks.family_models import Family, NotBuiltError, inputs_of, model_of, tensors_of
-from laconic.errors import ModelError
 from laconic.moe.huggingface import find_blocks, parallelize
 
 WITH_EXPERTS = {
@@ -22,17 +21,14 @@ WITH_EXPERTS = {
     "lfm2_moe": {"layer_types": ["full_attention", "conv"], "num_dense_layers": 0},
     "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "moe_token_dropout": 0.2},
     "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "expert_capacity": 6},
+    "longcat_flash": {"zero_expert_num": 6, "moe_topk": 4},
 }
 """What else families need for a layer of experts among the first two."""
 
-REFUSED = {
-    "longcat_flash": "its stacks have .* and .* experts",
-}
-"""Why experts that do not follow transformers' ExpertsInterface stay whole."""
-DENSE_WHEN_SMALL = {"beam", "flint", "gemma4", "bamba", "doge", "dbrx", "dots3_note"}
-"""Their layers of experts come after the first two, or are no such layers at all; or they cannot be built."""
+DENSE_WHEN_SMALL = {"beam", "flint", "gemma4", "bamba", "doge", "dots3_note"}
+"""Their layers of experts come after the first two, or are no such layers at all."""
 CALLED_APART = {"jetmoe", "nllb-moe", "switch_transformers"}
-NO_SINGLE_ROUTER = {"inkling_text", "llama4", "llama4_text", "zaya"} | CALLED_APART
+NO_SINGLE_ROUTER = {"dbrx", "inkling_text", "llama4", "llama4_text", "longcat_flash", "zaya"} | CALLED_APART
 
 
 def families_with_experts() -> list[Family]:
@@ -90,7 +86,8 @@ def check(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.ci
 def test_routers_of_every_kind_are_left_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Correction biases beside a router, norms between it and the experts, scales and jitter."""
-    check(["ernie4_5_moe", "gemma4_text", "llama4_text", "minimax_m2", "phimoe"], monkeypatch)
+    families = ["dbrx", "ernie4_5_moe", "gemma4_text", "llama4_text", "longcat_flash", "minimax_m2", "phimoe"]
+    check(families, monkeypatch)
 
 
 def test_experts_that_are_called_apart_keep_their_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +95,7 @@ def test_experts_that_are_called_apart_keep_their_own_code(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_every_family_is_spread_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_family_is_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     spread = []
     for family in families_with_experts():
         if family.name in DENSE_WHEN_SMALL:
@@ -106,10 +103,6 @@ def test_every_family_is_spread_or_refused_by_name(monkeypatch: pytest.MonkeyPat
         try:
             model = built(family, monkeypatch)
         except NotBuiltError:
-            continue
-        if family.name in REFUSED:
-            with pytest.raises(ModelError, match=REFUSED[family.name]):
-                parallelize(model)
             continue
         try:
             assert_alike(family, model)

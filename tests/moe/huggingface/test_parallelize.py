@@ -18,6 +18,7 @@ from laconic.moe.huggingface import ExpertsLayer, FusedExperts, experts, find_bl
 from laconic.moe.huggingface.experts import check
 from laconic.moe.layer import moe_layers
 from tests.activations.models import MIXTURES, both_gradients, make_ids, make_model, relative_error
+from tests.distributed.test_moe_layouts import own_layout
 
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "qwen2_moe", "gpt_oss"]
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -130,20 +131,24 @@ def test_groups_have_the_weight_decay_of_each_parameter() -> None:
     torch.optim.AdamW(groups, lr=1e-3)
 
 
-def test_experts_in_flat_stacks_are_refused_by_name() -> None:
-    from transformers import DbrxConfig, DbrxForCausalLM
-
-    ffn = {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32}
-    config = DbrxConfig(
-        vocab_size=64,
-        d_model=32,
-        n_heads=4,
-        n_layers=2,
-        ffn_config=ffn,
-        attn_config={"kv_n_heads": 2, "rope_theta": 1e4},
-    )
-    with pytest.raises(ModelError, match=r"transformer\.blocks\.0\.ffn\.experts\.mlp \(DbrxExpertGLU\).*by hand"):
-        parallelize(DbrxForCausalLM(config))
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks transformers by an older name
+def test_experts_in_flat_stacks_are_refused_under_adapters_and_where_they_compute_something_else() -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(own_layout("dbrx"), peft.LoraConfig(target_parameters=["experts.mlp.w1"]))
+    with pytest.raises(ModelError, match=r"experts\.mlp\.base_layer \(DbrxExpertGLU\).*; call parallelize before PEFT"):
+        parallelize(adapted)
+    model: Any = own_layout("dbrx")
+    for block in model.transformer.blocks:
+        block.ffn.experts.forward = lambda x, indices, weights: 2 * x
+    with pytest.raises(ModelError, match=r"ffn\.experts has a forward that was put there"):
+        parallelize(model)
+    model = own_layout("longcat_flash")
+    for layer in model.model.layers:
+        layer.mlp.experts.identity_expert.forward = torch.neg
+    with pytest.raises(
+        ModelError, match=r"mlp\.experts is a LongcatFlashExperts, whose output is not that of products"
+    ):
+        parallelize(model)
 
 
 def test_layers_report_their_load() -> None:

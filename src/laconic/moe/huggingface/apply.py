@@ -32,17 +32,19 @@ from laconic.moe.huggingface.blocks import (
     Block,
     described,
     find_blocks,
+    has_identities,
+    lies_flat,
     place_in_block,
     takes_rows,
     unknown_experts,
 )
 from laconic.moe.huggingface.dispatching import choose_dispatcher
-from laconic.moe.huggingface.experts import FusedExperts, check, is_of
-from laconic.moe.huggingface.gate import GivenRouting, RoutedRows, RouterGate
+from laconic.moe.huggingface.experts import CallsFlat, FlatExperts, FusedExperts, check, is_of
+from laconic.moe.huggingface.gate import GivenRouting, RoutedRows, RouterGate, WithIdentities
 from laconic.moe.huggingface.gradients import clip
 from laconic.moe.huggingface.layer import ExpertsLayer
 from laconic.moe.huggingface.saving import save_gathered
-from laconic.moe.huggingface.sharding import hidden_dim, shard
+from laconic.moe.huggingface.sharding import Slots, block_size, hidden_dim, shard
 from laconic.moe.huggingface.shared_experts import SharedCall, SharedExperts
 from laconic.moe.huggingface.shared_recognition import find_shared_experts
 from laconic.moe.huggingface.wrapping import watch_wrappers
@@ -238,7 +240,7 @@ def parallelize(
         )
     if not (grid is None or isinstance(grid, Grid)):
         raise ConfigError(f"mesh is {mesh!r}, but it must be a Grid, a DeviceMesh or None; make one, as in Grid(ep=8)")
-    _check_fit(model, blocks, grid)
+    _check_fit(model, blocks, grid, movable)
     _check_movable(model, apart, grid is not None and grid.layout.joint > 1)
     check_apart(model, apart, grid)
     hooks = tuple(hooks)
@@ -256,12 +258,14 @@ def parallelize(
     shared = _shared_experts(model, blocks, dispatchers, overlap_shared)
     layers: dict[str, ExpertsLayer] = {}
     for (name, block), decides, made in zip(blocks.items(), gates, dispatchers, strict=False):
-        original = described(model.get_submodule(name))
+        whole = model.get_submodule(name)
+        original, is_flat = described(whole), lies_flat(whole)
         parameters = {
             key: shard(key, parameter, original, grid) if grid is not None and is_cut else parameter
             for key, parameter in original.named_parameters()
         }
-        experts = FusedExperts(original, parameters, adds_down_bias=grid is None or grid.esp.rank() == 0)
+        make = FlatExperts if is_flat else FusedExperts
+        experts = make(original, parameters, adds_down_bias=grid is None or grid.esp.rank() == 0)
         layers[name] = ExpertsLayer(
             original,
             decides,
@@ -273,9 +277,16 @@ def parallelize(
             placement=Placement(block.num_experts, _device_of(experts, grid)) if movable else None,
             grid=grid,
         )
-        above, _, child = name.rpartition(".")
-        setattr(model.get_submodule(above), child, experts)
-        adapt_above(model, name)
+        if grid is not None and 1 < block_size(original) < block.num_experts:
+            layers[name].placement = Slots(
+                block.num_experts, block_size(original), grid.layout.ep, _device_of(experts, grid)
+            )
+        if is_flat:
+            whole.mlp, whole.__class__ = experts, CallsFlat
+        else:
+            above, _, child = name.rpartition(".")
+            setattr(model.get_submodule(above), child, experts)
+            adapt_above(model, name)
         owner, _ = place_in_block(name)
         if gate is None:
             layers[name].router_bias = CountedBias.of_block(model.get_submodule(owner), block.num_experts)
@@ -341,7 +352,8 @@ def _gate_of(
     model: nn.Module, block: Block, wanted: str | Callable[[int, int, int], Gate] | None, check_logits: bool
 ) -> GivenRouting:
     if wanted is None:
-        kind = RoutedRows if takes_rows(model.get_submodule(block.experts)) else GivenRouting
+        experts = model.get_submodule(block.experts)
+        kind = RoutedRows if takes_rows(experts) else WithIdentities if has_identities(experts) else GivenRouting
         return kind(block.num_experts, check_logits)
     if block.router is None or block.top_k is None:
         raise ModelError(
@@ -395,7 +407,7 @@ def _check_movable(model: nn.Module, blocks: Iterable[str], cuts: bool) -> None:
                 raise ModelError(f"{what} has a gradient, which would be lost; call zero_grad() before parallelize")
 
 
-def _check_fit(model: nn.Module, blocks: dict[str, Block], grid: Grid | None) -> None:
+def _check_fit(model: nn.Module, blocks: dict[str, Block], grid: Grid | None, movable: bool) -> None:
     tried: set[tuple[object, ...]] = set()
     _check_movable(model, blocks, grid is not None and grid.layout.joint > 1)
     for name, block in blocks.items():
@@ -409,25 +421,52 @@ def _check_fit(model: nn.Module, blocks: dict[str, Block], grid: Grid | None) ->
                 f"{name} has {block.num_experts} experts, but ep = {grid.layout.ep} processes need at least one each;"
                 f" lower ep to {block.num_experts} or less"
             )
+        ep, esp = (1, 1) if grid is None else (grid.layout.ep, grid.layout.esp)
+        check_layout(name, model.get_submodule(name), ep=ep, esp=esp, movable=movable)
         if grid is not None and (size := hidden_dim(experts)) % grid.layout.esp:
             raise ConfigError(
                 f"esp is {grid.layout.esp}, but it must divide the hidden dimension of {name}, which is {size}; change"
                 " esp"
             )
-        if "forward" in experts.__dict__:
+        if "forward" in {**model.get_submodule(name).__dict__, **experts.__dict__}:
             raise ModelError(
                 f"{name} has a forward that was put there, as compress_activations does; parallelize first"
             )
         # Layers of one model mostly have experts of one kind; one layer of each kind is checked.
         kind = (type(experts), block.num_experts, str(experts), *(getattr(experts, flag) for flag in FLAGS))
         if kind not in tried:
-            check(experts, name, 1 if grid is None else grid.layout.esp)
+            check(model.get_submodule(name), name, 1 if grid is None else grid.layout.esp)
             tried.add(kind)
+
+
+def check_layout(name: str, experts: nn.Module, *, ep: int = 1, esp: int = 1, movable: bool = False) -> None:
+    """Refuse what is not known of experts behind each other in one dimension, and of those beside identities.
+
+    Raises:
+        ConfigError: ep would cut an expert, or a block of them; esp or movable are not known of these.
+    """
+    if not (is_flat := lies_flat(experts)) and not has_identities(experts):
+        return
+    one = described(experts)
+    kind, size = type(experts).__name__, one.num_experts if is_flat else block_size(one)
+    if size % ep and (is_flat or size < one.num_experts):
+        what = "experts behind each other" if is_flat else "experts in blocks beside identities"
+        raise ConfigError(f"ep is {ep}, but it must divide the {size} {what} of {name} ({kind}); change ep")
+    if is_flat and esp > 1:
+        raise ConfigError(
+            f"esp is {esp}, but experts of {name} ({kind}) lie behind each other in the dimension that esp would cut;"
+            " take ep"
+        )
+    if movable:
+        raise ConfigError(
+            f"movable is True, but {name} ({kind}) has its experts' parameters in a layout of its own, which an"
+            " ExpertMover does not know; leave movable out"
+        )
 
 
 def _device_of(experts: nn.Module, grid: Grid | None) -> torch.device | str:
     """Return the device of experts, or the one that those on the meta device will get."""
-    device = experts.get_parameter("down_proj").device
+    device = next(experts.parameters()).device
     if device.type != "meta":
         return device
     return "cpu" if grid is None else grid.expert_mesh.device_type

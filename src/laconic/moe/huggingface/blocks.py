@@ -7,7 +7,9 @@ Fused experts are common to all families (transformers' ExpertsInterface): a mod
 do not matter.
 
 Llama 4 has such parameters without flags, and the call `experts(rows [E n, M])`: a row for each expert and token,
-scaled by its weight, which is zero where the token did not choose the expert.
+scaled by its weight, which is zero where the token did not choose the expert. LongCat has them without flags, too, and
+more gates than experts: the numbers behind the experts' return their input. DBRX has all rows of all experts behind
+each other, in `w1`, `v1` and `w2` [E I, M] of a child of its experts.
 """
 
 from __future__ import annotations
@@ -42,7 +44,11 @@ _NUMBERS = ("num_experts", "moe_num_experts")
 
 
 def find_blocks(model: nn.Module, rows: bool = False) -> dict[str, Block]:
-    """Find all fused experts of `model`, by module name, in the order of its modules; with `rows`, Llama 4's too.
+    """Find all fused experts of `model`, by module name, in the order of its modules.
+
+    Args:
+        model: a model of transformers.
+        rows: find those of Llama 4, LongCat and DBRX, too, which `described` describes.
 
     Raises:
         ModelError: only a part of the experts is here, they are called with something else than hidden states, indices
@@ -50,13 +56,13 @@ def find_blocks(model: nn.Module, rows: bool = False) -> dict[str, Block]:
     """
     found: dict[str, Block] = {}
     for name, experts in model.named_modules():
-        if not (is_fused_experts(experts) or (rows and takes_rows(experts))):
+        if not (is_fused_experts(experts) or (rows and _has_own_layout(experts))):
             continue
-        num_experts = int(experts.num_experts)
-        down = experts.get_parameter("down_proj")
-        if len(down) != num_experts:
+        num_experts = int(described(experts).num_experts)
+        held = num_experts if lies_flat(experts) else len(experts.get_parameter("down_proj"))
+        if held != num_experts:
             raise ModelError(
-                f"{name} has num_experts = {num_experts}, but holds {len(down)}, so it is parallelized already; load"
+                f"{name} has num_experts = {num_experts}, but holds {held}, so it is parallelized already; load"
                 " the model unsharded"
             )
         if len(arguments := inspect.signature(type(experts).forward).parameters) != 4 and not takes_rows(experts):
@@ -66,8 +72,8 @@ def find_blocks(model: nn.Module, rows: bool = False) -> dict[str, Block]:
             )
         owner, child = place_in_block(name)
         block = model.get_submodule(owner)
-        _check_top_k(owner, block, num_experts)
-        router = None if takes_rows(experts) else _router_beside(block, child, described(experts))
+        _check_top_k(owner, block, num_experts + getattr(described(experts), "num_identities", 0))
+        router = None if _has_own_layout(experts) else _router_beside(block, child, experts)
         says = (block,) if router is None else (block.get_submodule(router), block)
         top_k = next((k for one in says if isinstance(k := getattr(one, "top_k", None), int)), None)
         path = None if router is None else f"{owner}.{router}".lstrip(".")
@@ -90,8 +96,9 @@ def unknown_experts(model: nn.Module) -> list[str]:
     or beside that number, and lists of modules under the name "experts".
     """
     found = []
+    known = {module for experts in model.modules() if lies_flat(experts) for module in experts.modules()}
     for name, module in model.named_modules():
-        if is_fused_experts(module) or takes_rows(module):
+        if is_fused_experts(module) or _has_own_layout(module) or module in known or "layer" in module.__dict__:
             continue
         stacks = sum(p is not None and p.dim() == 3 and len(p) > 1 for p in module._parameters.values())
         number = next((n for n in (getattr(module, key, None) for key in _NUMBERS) if isinstance(n, int)), None)
@@ -104,6 +111,9 @@ def unknown_experts(model: nn.Module) -> list[str]:
             "its experts are modules of their own that differ, or that the block calls itself; let a class of"
             " nn.ModuleList have a forward that calls them"
             if listed
+            else "its experts lie behind each other in one dimension, and adapters are around them; call parallelize"
+            " before PEFT"
+            if flat and name.endswith(".base_layer")
             else "its experts lie behind each other in one dimension"
             if flat
             else f"its stacks have {' and '.join(map(str, sizes))} experts"
@@ -142,16 +152,66 @@ def takes_rows(experts: nn.Module) -> bool:
     )
 
 
+def has_identities(experts: nn.Module) -> bool:
+    """Return whether experts are those of LongCat, of which the last numbers return their input."""
+    stacks = {name: len(p) for name, p in experts._parameters.items() if p is not None}
+    real, more = (getattr(experts, name, None) for name in ("num_routed_experts", "zero_expert_num"))
+    return (
+        isinstance(real, int)
+        and isinstance(more, int)
+        and stacks == {"gate_up_proj": real + more, "down_proj": real}
+        and isinstance(getattr(experts, "identity_expert", None), nn.Identity)
+        and callable(getattr(experts, "act_fn", None))
+        and "layer" not in experts.__dict__  # a layer's already
+    )
+
+
+FLAT = ("w1", "v1", "w2")
+"""Gates, up and down projections of DBRX, [E I, M] each."""
+
+
+def lies_flat(experts: nn.Module) -> bool:
+    """Return whether the experts of a module are those of DBRX, behind each other in one dimension."""
+    inner, number = experts._modules.get("mlp"), getattr(experts, "num_experts", None)
+    stacks = [] if inner is None else [p for p in inner._parameters.values() if p is not None]
+    return (
+        inner is not None
+        and isinstance(number, int)
+        and not [*experts._parameters]
+        and {*inner._parameters} == {*FLAT}
+        and len({p.shape for p in stacks}) == 1
+        and stacks[0].dim() == 2
+        and len(stacks[0]) % number == 0
+        and callable(getattr(inner, "activation_fn", None))
+        and "layer" not in inner.__dict__  # a layer's already
+    )
+
+
+def _has_own_layout(experts: nn.Module) -> bool:
+    return takes_rows(experts) or has_identities(experts) or lies_flat(experts)
+
+
 def described(experts: nn.Module) -> Any:
-    """Return experts as they are, or a copy of those of Llama 4 with the flags and the gating of the interface."""
-    if not takes_rows(experts) or hasattr(experts, "_takes_rows"):
+    """Return experts as they are, or a copy of those of another layout with the interface's flags and gating.
+
+    `num_identities` is the number of those that return their input, behind `num_experts` others, where there are such.
+    Of DBRX it is a copy of the child that has the parameters.
+    """
+    if hasattr(experts, "_is_described") or not _has_own_layout(experts):
         return experts
-    up, down = experts.get_parameter("gate_up_proj"), experts.get_parameter("down_proj")
-    copied: Any = copy.copy(experts)
-    copied.has_gate, copied.has_bias, copied.is_concatenated = True, False, True
-    copied.is_transposed = up.shape[1] == down.shape[2]
-    copied._takes_rows = True
+    is_flat = lies_flat(experts)
+    copied: Any = copy.copy(experts.mlp if is_flat else experts)
+    copied._is_described = True
+    copied.has_gate, copied.has_bias, copied.is_transposed, copied.is_concatenated = True, False, False, not is_flat
+    if is_flat:
+        copied.num_experts = experts.num_experts
+        return copied
     copied._apply_gate = partial(_gated, experts.act_fn)
+    if takes_rows(experts):
+        copied._takes_rows = True
+        copied.is_transposed = copied.gate_up_proj.shape[1] == copied.down_proj.shape[2]
+    else:
+        copied.num_experts, copied.num_identities = experts.num_routed_experts, experts.zero_expert_num
     return copied
 
 

@@ -19,7 +19,7 @@ from laconic.formats.shards import local_part, local_runs, sharded_like, taken
 from laconic.moe.experts.grouped_mm import expert_by_expert, grouped_mm, runs_expert_by_expert, way_of
 from laconic.moe.experts.modules import Experts
 from laconic.moe.experts.shard import local_weights
-from laconic.moe.huggingface.blocks import FLAGS, takes_rows
+from laconic.moe.huggingface.blocks import FLAGS, FLAT, described, lies_flat, takes_rows
 from laconic.moe.huggingface.sharding import hidden_placement
 from laconic.moe.layer import MoELayer
 from laconic.moe.parallel.calling_host import check_not_listed
@@ -41,9 +41,7 @@ class FusedExperts(Experts):
     Where processes share experts (esp), each computes a part of a sum.
     """
 
-    def __init__(
-        self, original: nn.Module, parameters: Mapping[str, nn.Parameter], *, adds_down_bias: bool = True
-    ) -> None:
+    def __init__(self, original: Any, parameters: Mapping[str, nn.Parameter], *, adds_down_bias: bool = True) -> None:
         """Take the behaviour of `original`, with `parameters` as its own; `check` tests that they compute the same.
 
         Args:
@@ -65,7 +63,8 @@ class FusedExperts(Experts):
         for name, parameter in parameters.items():
             self.register_parameter(name, parameter)
         for stack in parameters.values():
-            self.num_experts, self.num_global_experts = len(local_part(stack)), len(stack)
+            self.num_global_experts = int(getattr(original, "num_experts", len(stack)))
+            self.num_experts = len(local_part(stack)) * self.num_global_experts // len(stack)
         # A copy without parameters runs the original's gating, which may read its attributes and modules.
         behaviour = copy.copy(original)
         behaviour.__dict__ = {**original.__dict__, "_parameters": {}, "_modules": self._modules}
@@ -202,6 +201,8 @@ class FusedExperts(Experts):
     def _weights(self, name: str) -> Tensor:
         """Return a weight as [E_local, inputs, outputs], whatever the parameter's layout."""
         weights = self._local(name)
+        if len(weights) > self.num_experts:  # LongCat has rows of gate and up for its identities, too, and reads none
+            weights = weights[: self.num_experts]
         return weights if self.__dict__["_behaviour"].is_transposed else weights.transpose(1, 2)
 
     def _local(self, name: str) -> Tensor:
@@ -240,6 +241,37 @@ class FusedExperts(Experts):
         return f"num_experts={self.num_experts} of {self.num_global_experts}"
 
 
+class FlatExperts(FusedExperts):
+    """Computes (act(x w1) * (x v1)) w2 of DBRX, whose experts lie behind each other in each parameter [E I, M]."""
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """See `FusedExperts.forward`."""
+        activation: Any = self.__dict__["_behaviour"].activation_fn
+        gate, up, down = (self._weights(name) for name in FLAT)
+        if runs_expert_by_expert(rows, self.num_experts):
+            return expert_by_expert(rows, counts, lambda part, e: activation(part @ gate[e]) * (part @ up[e]), down)
+        return grouped_mm(activation(grouped_mm(rows, gate, counts)) * grouped_mm(rows, up, counts), down, counts)
+
+    def is_grouped(self, rows: Tensor) -> bool:
+        """See `FusedExperts.is_grouped`."""
+        return all(way_of(rows, self._weights(name)) == "grouped" for name in FLAT)
+
+    def _weights(self, name: str) -> Tensor:
+        weights = self._local(name)
+        weights = weights.view(self.num_experts, -1, weights.shape[-1])
+        return weights if name == "w2" else weights.transpose(1, 2)
+
+
+class CallsFlat(nn.Module):
+    """In the place of the class of DBRX's experts, whose child `mlp` is a FlatExperts: calls that."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return sums of experts' outputs [batch, length, M]."""
+        mlp: Any = self.mlp
+        out: Tensor = mlp(hidden_states, top_k_index, top_k_weights)
+        return out
+
+
 def is_of(hook: Any, *modules: str) -> bool:
     """Return whether a hook was written in one of some modules, by the beginnings of their names."""
     function = hook.func if isinstance(hook, partial) else hook
@@ -257,19 +289,20 @@ def _halves(parameters: Mapping[str, Tensor], original: Any) -> list[dict[str, T
     return halves
 
 
-def check(original: Any, name: str, num_shards: int = 1) -> None:
+def check(module: nn.Module, name: str, num_shards: int = 1) -> None:
     """Compare FusedExperts with the module it would replace, on narrow random parameters of as many experts.
 
     Args:
-        original: the module.
+        module: the block's experts.
         name: of the module, for messages.
         num_shards: with more than one, the sum of two shards of the hidden dimension is compared.
 
     Raises:
         ModelError: they differ, or the module has parts that FusedExperts does not know; the message has `name`.
     """
+    original, is_flat = described(module), lies_flat(module)
     parameters = {key: p for key, p in original.named_parameters() if p is not None}
-    others = sorted(set(parameters) - _NAMES) + [key for key, _ in original.named_buffers()]
+    others = sorted(set(parameters) - (set(FLAT) if is_flat else _NAMES)) + [key for key, _ in original.named_buffers()]
     if others or getattr(original, "has_post_expert_norm", False):
         raise ModelError(
             f"{name} has {', '.join(others) or 'a norm behind its experts'}, which laconic.moe does not know"
@@ -277,25 +310,27 @@ def check(original: Any, name: str, num_shards: int = 1) -> None:
 
     # 1. Build the same module with M = 8 and I = 16.
     generator = torch.Generator().manual_seed(0)
-    num_experts, width = len(parameters["down_proj"]), 32 if original.has_gate else 16
+    num_experts, width = int(original.num_experts), 32 if original.has_gate else 16
     shapes: dict[str, tuple[int, ...]] = {"gate_up_proj": (width, 8), "up_proj": (width, 8), "down_proj": (8, 16)}
     if original.is_transposed:
         shapes = {key: shape[::-1] for key, shape in shapes.items()}
     shapes |= {"gate_up_proj_bias": (width,), "up_proj_bias": (width,), "down_proj_bias": (8,)}
+    shapes = {key: (num_experts, *shape) for key, shape in shapes.items()}
+    shapes |= dict.fromkeys(FLAT, (num_experts * 16, 8))
     narrow = {
-        key: torch.randn(num_experts, *shapes[key], generator=generator, dtype=torch.float32, device="cpu") * 0.3
+        key: torch.randn(shapes[key], generator=generator, dtype=torch.float32, device="cpu") * 0.3
         for key in parameters
     }
 
     # 2. Route a token to every expert; a token may choose one expert twice. Or give each expert three rows.
-    rows_only = takes_rows(original)
+    rows_only, num_choices = takes_rows(original), num_experts + getattr(original, "num_identities", 0)
     x = torch.randn(
-        3 * num_experts if rows_only else num_experts + 3, 8, generator=generator, dtype=torch.float32, device="cpu"
+        3 * num_experts if rows_only else num_choices + 3, 8, generator=generator, dtype=torch.float32, device="cpu"
     )
     indices = torch.stack(
         [
-            torch.arange(len(x), device="cpu") % num_experts,
-            torch.randint(num_experts, (len(x),), generator=generator, device="cpu"),
+            torch.arange(len(x), device="cpu") % num_choices,
+            torch.randint(num_choices, (len(x),), generator=generator, device="cpu"),
         ],
         1,
     )
@@ -307,21 +342,30 @@ def check(original: Any, name: str, num_shards: int = 1) -> None:
             (torch.arange(len(x), device="cpu") // 3)[:, None],
             torch.ones(len(x), 1, dtype=torch.float32, device="cpu"),
         )
+    make = FlatExperts if is_flat else FusedExperts
     twins = [
-        FusedExperts(original, {key: nn.Parameter(p) for key, p in part.items()}, adds_down_bias=number == 0)
+        make(original, {key: nn.Parameter(p) for key, p in part.items()}, adds_down_bias=number == 0)
         for number, part in enumerate(_halves(narrow, original) if num_shards > 1 else [narrow])
     ]
-    bare = copy.copy(original)  # hooks are not tried
-    bare.__dict__.update({hooks: OrderedDict() for hooks in _HOOKS_OF_CALLS})
+    bare: Any = copy.copy(module if is_flat else original)  # hooks are not tried
+    if is_flat:
+        bare._modules, bare.hidden_size, bare.ffn_hidden_size = {**bare._modules, "mlp": copy.copy(original)}, 8, 16
+    for part in (bare, bare.mlp) if is_flat else (bare,):
+        part.__dict__.update({hooks: OrderedDict() for hooks in _HOOKS_OF_CALLS})
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         try:
-            expected = functional_call(bare, narrow, (x,) if rows_only else (x, indices, weights))
+            if is_flat:
+                tried = {f"mlp.{key}": p for key, p in narrow.items()}
+                expected = functional_call(bare, tried, (x[None], indices, weights))[0]
+            else:
+                expected = functional_call(bare, narrow, (x,) if rows_only else (x, indices, weights))
         except Exception as error:  # foreign code may raise anything
             raise ModelError(f"{name} cannot be tried as fused experts: {type(error).__name__}: {error}") from error
         experts, order = indices.flatten().sort(stable=True)
-        counts = torch.bincount(experts, minlength=num_experts)
-        tokens = order // indices.shape[1]
-        rows = torch.stack([twin(x[tokens], counts) for twin in twins]).sum(0)
+        counts = torch.bincount(experts, minlength=num_choices)[:num_experts]
+        tokens, num_rows = order // indices.shape[1], int(counts.sum())
+        rows = torch.stack([twin(x[tokens[:num_rows]], counts) for twin in twins]).sum(0)
+        rows = torch.cat([rows, x[tokens[num_rows:]]])  # of identities
         got = torch.zeros_like(x).index_add_(0, tokens, rows * weights.flatten()[order, None])
     if expected.shape != got.shape or not torch.allclose(got, expected, rtol=1e-4, atol=1e-5):
         differ = (
@@ -330,6 +374,6 @@ def check(original: Any, name: str, num_shards: int = 1) -> None:
             else f"values up to {float((got - expected).abs().max()):.3g} away, of {float(expected.abs().max()):.3g}"
         )
         raise ModelError(
-            f"{name} is a {type(original).__name__}, whose output is not that of products with {', '.join(parameters)}"
+            f"{name} is a {type(module).__name__}, whose output is not that of products with {', '.join(parameters)}"
             f" ({differ}); put a laconic.moe.MoELayer in the block's place by hand"
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -52,6 +54,10 @@ class GivenRouting(Gate):
         """Return tokens and their routing, of what a block calls its experts with."""
         return x, self.routing(x, indices, weights)
 
+    def beside(self, out: Tensor, /, *call: Tensor) -> Tensor:
+        """Return the experts' sums `out`, and what else a block that calls its experts with `call` gets from them."""
+        return out
+
     def forward(self, x: Tensor) -> Routing:
         """Spread tokens x [n, M] evenly over the experts, for measuring a layer, where there is no router.
 
@@ -78,6 +84,22 @@ class RoutedRows(GivenRouting):
         num_tokens = max(1, len(x) // self.num_experts)
         self.top_k = max(1, -(-len(tokens) // num_tokens))
         return x, Routing(tokens, tokens // num_tokens, x.new_ones(len(tokens)), len(x), self.num_experts)
+
+
+class WithIdentities(GivenRouting):
+    """Leaves out the choices behind the experts' numbers, which return their input: no row of theirs travels."""
+
+    def routing(self, x: Tensor, indices: Tensor, weights: Tensor) -> Routing:
+        """See `GivenRouting.routing`."""
+        routing = super().routing(x, indices, weights)
+        assert isinstance(routing, Routing)
+        return replace(routing.keep(routing.experts < self.num_experts), num_dropped=0)
+
+    def beside(self, out: Tensor, /, *call: Tensor) -> Tensor:
+        """See `GivenRouting.beside`."""
+        x, indices, weights = call
+        share = (weights * (indices >= self.num_experts)).sum(-1, keepdim=True)
+        return out + (x * share).to(out.dtype)
 
 
 class RouterGate(GivenRouting):

@@ -145,7 +145,7 @@ class ExpertsLayer(MoELayer):
         hidden_states, routing = self.gate.of_call(*call)
         if self.router_bias is not None and self.training and isinstance(routing, Routing):
             self.router_bias.count(routing)
-        return self.run(hidden_states, routing)
+        return self.gate.beside(self.run(hidden_states, routing), *call)
 
     def run(self, x: Tensor, routing: Routing | SoftRouting | None = None) -> Tensor:
         """See `MoELayer.run`.

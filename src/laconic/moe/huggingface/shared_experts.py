@@ -29,6 +29,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -123,6 +124,10 @@ class Promise(Tensor):
         return func(*args, **kwargs)
 
 
+_PLAIN = (Tensor, FakeTensor)
+"""Types of hidden states of which a call can be moved."""
+
+
 @dataclass
 class _Pass:
     """One forward of a block."""
@@ -192,7 +197,7 @@ class SharedCall:
                 " twice in this forward, and will no longer be computed while rows travel"
             )
             return compute(*args, **kwargs)
-        if not plain or current.promise is not None or not self._may_move(args[0]):
+        if not plain or current.promise is not None or type(args[0]) is not Tensor or not self._may_move(args[0]):
             return compute(*args, **kwargs)
         promise = self._promised(args[0], compute)
         current.promise = promise.meanwhile
@@ -231,7 +236,7 @@ class SharedCall:
 
     def _may_move(self, x: object) -> bool:
         """Return whether moving the call changes neither random numbers nor the order of what a group sends."""
-        if not self._is_on or type(x) is not Tensor or torch.compiler.is_compiling():
+        if not self._is_on or type(x) not in _PLAIN or torch.compiler.is_compiling():
             return False
         if self.block._modules.get(self.child) is not self.module:
             self._turn_off("has been replaced in its block, and what took its place is not computed while rows travel")
@@ -251,7 +256,8 @@ def _same(prefetched: Tensor, x: object) -> bool:
     if prefetched is x:
         return True
     return (
-        type(x) is Tensor
+        isinstance(x, Tensor)
+        and type(x) in _PLAIN
         and prefetched._base is not None
         and x._base is prefetched._base
         and (x.shape, x.stride(), x.storage_offset(), x.dtype, x._version)

@@ -27,6 +27,19 @@ def _as_caller() -> AbstractContextManager[None]:
     return _in_background(thread_state())
 
 
+@contextmanager
+def in_callers_thread(device: torch.device) -> Iterator[None]:
+    """Let what would run on this process's streams run in the thread that asks for it, whose tensors can be counted."""
+    kept = _wires.pop(device, None)
+    _wires[device] = {name: InlineStream() for name in (INTER, INTRA)}
+    try:
+        yield
+    finally:
+        del _wires[device]
+        if kept is not None:
+            _wires[device] = kept
+
+
 def pipeline_streams(device: torch.device) -> Mapping[str, Stream]:
     """Return this process's streams for layers on a device: two for communication, and the caller's thread.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from laconic.errors import ConfigError, ModelError, PlanError
 from laconic.json_text import parse_json
@@ -252,6 +253,8 @@ def made_up_batches(
         try:
             with torch.no_grad():
                 model(**make(kind, 2))
+        except (DataDependentOutputException, DynamicOutputShapeException):  # whatever the batch
+            raise
         except Exception as error:  # a model may refuse for any reason
             reasons.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
             continue

@@ -17,8 +17,9 @@ from laconic.moe.dispatch.chunking import Chunk, SlicedRows
 from laconic.moe.dispatch.flat import FlatDispatcher, RowsPlan
 from laconic.moe.huggingface import parallelize
 from laconic.moe.huggingface.apart import ApartLayer
+from laconic.moe.huggingface.apply import check_layout
 from laconic.moe.huggingface.blocks import place_in_block
-from laconic.moe.huggingface.gate import GivenRouting, RoutedRows
+from laconic.moe.huggingface.gate import GivenRouting, RoutedRows, WithIdentities
 from laconic.moe.permute import Order, SortedOrder
 from laconic.moe.routing import Routing
 
@@ -33,7 +34,10 @@ def spread_evenly(model: nn.Module, expert_parallel: int, device: str) -> None:
 
     Raises:
         ModelError: the model has no experts that can be spread.
+        ConfigError: so many processes cannot share them.
     """
+    for name, module in model.named_modules():
+        check_layout(name, module, ep=expert_parallel)
     order = SortedOrder() if device == "cpu" else _MultipliedSums()
     try:
         done = parallelize(
@@ -50,11 +54,13 @@ def spread_evenly(model: nn.Module, expert_parallel: int, device: str) -> None:
         experts = layer.experts
         experts.num_experts = -(-experts.num_global_experts // expert_parallel)
         for key, whole in [*experts.named_parameters()]:
-            here = whole.detach()[: experts.num_experts].clone()
+            here = whole.detach()[: -(-len(whole) // expert_parallel)].clone()
             experts.register_parameter(key, nn.Parameter(here, whole.requires_grad))
         if isinstance(layer.gate, RoutedRows):
             block: Any = model.get_submodule(place_in_block(name)[0])
             layer.gate = _EvenRows(layer.gate.num_experts, block.top_k)
+        if isinstance(layer.gate, WithIdentities):
+            layer.gate = _EvenShare(layer.gate.num_experts, experts.num_identities)
 
 
 class _Ranks:
@@ -105,6 +111,21 @@ class _EvenRows(GivenRouting):
         num_tokens = max(1, len(x) // self.num_experts)
         tokens = torch.arange(num_tokens * self.top_k, device=x.device)
         return x, Routing(tokens, tokens // num_tokens, x.new_ones(len(tokens)), len(x), self.num_experts)
+
+
+class _EvenShare(WithIdentities):
+    """In the place of WithIdentities: identities get their share of the choices, whatever these are."""
+
+    def __init__(self, num_experts: int, num_identities: int) -> None:
+        super().__init__(num_experts, check_weights=False)
+        self.num_identities = num_identities
+
+    def routing(self, x: Tensor, indices: Tensor, weights: Tensor) -> Routing:
+        num_tokens, weights = indices[..., 0].numel(), weights.flatten()
+        num_rows = len(weights) * self.num_experts // (self.num_experts + self.num_identities)
+        rows = torch.arange(num_rows, device=x.device)
+        tokens = rows * num_tokens // max(1, num_rows)
+        return Routing(tokens, rows % self.num_experts, weights[:num_rows], num_tokens, self.num_experts)
 
 
 class _MultipliedSums(SortedOrder):

@@ -32,6 +32,7 @@ from laconic.cost.memory.traced import POINTS, TracedLayer, TracedModel, Workspa
 from laconic.errors import PlanError
 from laconic.formats import BlockFormat
 from laconic.moe.huggingface.experts import FusedExperts
+from laconic.moe.parallel.link_streams import in_callers_thread
 from laconic.train.memory.directory import build_meta, made_up_batches, usual_loss
 from laconic.train.memory.fake_experts import spread_evenly
 from laconic.train.memory.fake_runs import FakeRuns, Step
@@ -166,7 +167,7 @@ def trace_model(
     buffers_nbytes = sum(buffer.nbytes for buffer in model.buffers())
     ran = _leave_out_repeated(model, blocks, kinds)
     num_logits = batch.tokens * int((config.get("text_config") or config).get("vocab_size") or 0)
-    with _one_thread():
+    with _one_thread(), in_callers_thread(torch.device("cpu")):
         if expert_parallel > 1:
             spread_evenly(model, expert_parallel, device)
         sites = find_sites(model)
