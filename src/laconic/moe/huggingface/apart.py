@@ -376,9 +376,14 @@ class ModulesApart(ExpertsApart):
         """Run the original's code with experts that answer by `ask`."""
         behaviour = self.__dict__["_behaviour"]
         behaviour._modules.update({key: self._modules[key] for key in self._kept})  # which may have been replaced
-        for key in self._keys:
-            behaviour._modules[key].ask = ask
-        return behaviour.forward(*call, **kwargs)
+        stubs = [behaviour._modules[key] for key in self._keys]
+        for stub in stubs:
+            stub.ask = ask
+        try:
+            return behaviour.forward(*call, **kwargs)
+        finally:
+            for stub in stubs:
+                del stub.ask  # which holds the rows and their graph
 
 
 class _Asked:
