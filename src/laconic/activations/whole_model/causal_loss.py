@@ -207,13 +207,14 @@ class _StandIn:
         self.num_forwards = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _RUNNING.functions.get(id(self), self.own())(*args, **kwargs)
+        function = _RUNNING.functions.get(id(self))
+        return (self.own() if function is None else function)(*args, **kwargs)
 
     def own(self) -> Any:
         """The loss function without this."""
         if self.before is not None:
             return self.before
-        twin = type(self.module).__new__(type(self.module))
+        twin: Any = object.__new__(type(self.module))
         twin.__dict__.update(self.module.__dict__)
         twin.__dict__.pop(_ATTRIBUTE, None)
         return twin.loss_function
@@ -236,9 +237,9 @@ def standing_in(module: nn.Module, function: Callable[..., Any]) -> Iterator[Non
     """While the block runs, the model's code gets `function` for its loss function, in this thread alone."""
     own = module.__dict__
     with _LOCK:
-        there = own.get(_ATTRIBUTE)
-        if not isinstance(there, _StandIn) or there.module is not module:  # a copy made while a forward ran
-            there = own[_ATTRIBUTE] = _StandIn(module)
+        found = own.get(_ATTRIBUTE)
+        there = found if isinstance(found, _StandIn) and found.module is module else _StandIn(module)
+        own[_ATTRIBUTE] = there
         there.num_forwards += 1
     outer = _RUNNING.functions.get(id(there))
     _RUNNING.functions[id(there)] = function
