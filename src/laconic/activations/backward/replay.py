@@ -148,7 +148,7 @@ class ReadState:
         for (number, name), before in read.items():
             part = self._parts[number]
             if len(before) == 1:
-                if part.__dict__.get(name) != before[0]:
+                if (part.__dict__.get(name),) != before:  # in a tuple, in which a NaN equals itself
                     raise self._error(f"{type(part).__name__}.{name} changed")
                 continue
             x = part._parameters.get(name, part._buffers.get(name))
