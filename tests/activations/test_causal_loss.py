@@ -16,7 +16,7 @@ from benchmarks.kit.allocated import peak_of_step
 from laconic.activations import SavedTensorTracker
 from laconic.activations.forwards.replacement import replacements_of
 from laconic.activations.whole_model import causal_loss
-from laconic.activations.whole_model.causal_loss import CausalLossForward
+from laconic.activations.whole_model.causal_loss import CausalLossForward, standing_in
 from laconic.errors import ModelError
 from tests.activations.models import gradients_of, make_ids, make_model, relative_error
 from tests.grid import grid
@@ -141,7 +141,7 @@ def test_a_loss_with_other_arguments_gets_them_as_they_are(call: str) -> None:
         "other names": ((), {"pooled_logits": torch.ones(2, 3), "config": None}),
     }
     args, kwargs = given[call]
-    with forward._standing_in():
+    with standing_in(model, forward._loss):
         assert model.loss_function(*args, **kwargs) == "loss"
     assert asked == [(args, kwargs)]
     assert model.loss_function is loss

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import logging
-from typing import Any
+import threading
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from laconic.activations.whole_model.head import find_head
 from laconic.activations.whole_model.loss import LossSpec
 from laconic.errors import DataError, ModelError
 from tests.activations.models import VOCABULARY, gradients_of, loss_of, make_ids, make_model, relative_error
+from tests.patience import patient
 
 # Families with something between projection and loss, or beside them, and what that is.
 SPECS: dict[str, tuple[dict[str, Any], LossSpec]] = {
@@ -253,3 +255,41 @@ def test_a_classifier_holds_no_language_model() -> None:
     model = ViTForImageClassification(ViTConfig(image_size=32, patch_size=16, **shape))
     with pytest.raises(ModelError, match="ViTForImageClassification holds no Hugging Face language model"):
         laconic.compress_activations(model, loss="chunked")
+
+
+@pytest.mark.parametrize("loss", ["exact", "chunked"])
+@pytest.mark.parametrize("first", [True, False])
+def test_threads_that_run_one_model_get_their_own_losses(first: bool, loss: Literal["exact", "chunked"]) -> None:
+    model = make_model("llama").bfloat16()  # in which the exact loss is computed by laconic, too
+    laconic.compress_activations(model, loss=loss)
+    batches = [make_ids(), make_ids().flip(0).flip(1)]
+    expected = [loss_of(model, ids).item() for ids in batches]
+    inside, go_on = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
+    found: dict[int, float] = {}
+    numbers: dict[int, int] = {}
+
+    def wait(*_: Any) -> None:
+        number = numbers.get(threading.get_ident())
+        if number is not None:
+            inside[number].set()
+            assert go_on[number].wait(patient(60))
+
+    def run(number: int) -> None:
+        numbers[threading.get_ident()] = number
+        found[number] = loss_of(model, batches[number]).item()
+
+    model.get_submodule("model.layers.0").register_forward_hook(wait)
+    threads = [threading.Thread(target=run, args=(number,)) for number in (0, 1)]
+    for number in (0, 1):  # both are in the middle of the model
+        threads[number].start()
+        assert inside[number].wait(patient(60))
+    with torch.no_grad():
+        evaluated = model(input_ids=batches[0], labels=batches[0])
+    assert evaluated.logits.shape == (*batches[0].shape, VOCABULARY)
+    for number in (0, 1) if first else (1, 0):
+        go_on[number].set()
+        threads[number].join(patient(60))
+    assert [found.get(0), found.get(1)] == expected
+    assert evaluated.loss.item() == pytest.approx(expected[0], rel=1e-2)
+    assert "_loss_function" not in vars(model)
+    assert loss_of(model, batches[0]).item() == expected[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
@@ -15,7 +16,9 @@ from laconic.activations.host.cuda_graph import is_captured, without_draws
 from laconic.activations.host.modules import modules_of
 from laconic.activations.host.patched import RunningCode
 from laconic.activations.host.traceable import untraced
+from laconic.activations.keep.witnesses import check_unchanged, glance
 from laconic.errors import ModelError
+from laconic.formats.shards import is_deepspeeds
 
 
 def forgetting() -> AbstractContextManager[Any]:
@@ -86,6 +89,90 @@ def attributes_kept(parts: Sequence[nn.Module]) -> Iterator[None]:
             for name in own.keys() - was.keys():
                 del own[name]
             own.update(was)
+
+
+class ReadState:
+    """What code that runs twice reads of modules: tensors, plain attributes and modes.
+
+    Code that autograd does not save tensors of reads them again in its second run, where they have to be what the first
+    run read. What the first run itself changes, such as running statistics and counts, may be anything later.
+
+    Args:
+        parts: the modules.
+        name: of the code, for errors.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], name: str) -> None:
+        self._parts, self._name = parts, name
+        self._read: dict[tuple[int, str], tuple[Any, ...]] | None = None
+        self._modes: list[bool] = []
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """While the block runs for the first time, note what it reads; after that, have it be the same.
+
+        Raises:
+            ModelError: a parameter, a buffer or an attribute is another one by now.
+        """
+        if self._read is None:
+            before = self._now()
+            self._modes = [part.training for part in self._parts]
+            yield
+            after = self._now()
+            self._read = {place: read for place, read in before.items() if _is_same(read, after.get(place, read))}
+            return
+        self._check(self._read)
+        with ExitStack() as stack:
+            for part, training in zip(self._parts, self._modes, strict=True):
+                if part.training != training:
+                    stack.callback(setattr, part, "training", part.training)
+                    part.training = training
+            yield
+
+    def _now(self) -> dict[tuple[int, str], tuple[Any, ...]]:
+        found: dict[tuple[int, str], tuple[Any, ...]] = {}
+        for number, part in enumerate(self._parts):
+            for name, value in part.__dict__.items():
+                if isinstance(value, int | float | str) and name != "training":
+                    found[number, name] = (value,)
+            for name, x in part._parameters.items():
+                if x is not None and not is_deepspeeds(x):  # which gathers and partitions in between
+                    found[number, name] = glance(x), weakref.ref(x), None if x.is_inference() else x._version
+            # Hosts write the same values into buffers again, as DDP does before each forward.
+            found.update(
+                {(number, name): (glance(x), None, None) for name, x in part._buffers.items() if x is not None}
+            )
+        return found
+
+    def _check(self, read: Mapping[tuple[int, str], tuple[Any, ...]]) -> None:
+        for (number, name), before in read.items():
+            part = self._parts[number]
+            if len(before) == 1:
+                if (part.__dict__.get(name),) != before:  # in a tuple, in which a NaN equals itself
+                    raise self._error(f"{type(part).__name__}.{name} changed")
+                continue
+            x = part._parameters.get(name, part._buffers.get(name))
+            if x is None:
+                raise self._error(f"{type(part).__name__}.{name} was taken away")
+            values, same_object, version = before
+            check_unchanged((values,), (x,))
+            if same_object is not None and same_object() is x and version is not None and x._version != version:
+                raise self._error(f"{type(part).__name__}.{name} {list(x.shape)} was changed in place")
+
+    def _error(self, what: str) -> ModelError:
+        return ModelError(
+            f"{self._name} runs again in backward, but {what} since its forward, so the gradient would be wrong; call "
+            "backward before the change, or leave this out of what runs again in the plan"
+        )
+
+
+def _is_same(read: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+    """Whether the first run has left alone what it read; a look at a CUDA device's values would wait for it."""
+    if len(read) == 1:
+        return read == after
+    values, now = read[0], after[0]
+    alike = isinstance(now, Tensor) if isinstance(values, Tensor) else not isinstance(now, Tensor) and now == values
+    return alike and read[1] is after[1] and read[2] == after[2]
 
 
 def _check_batches(*, draws: bool) -> None:

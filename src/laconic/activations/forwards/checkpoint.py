@@ -27,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from laconic.activations.backward.decisions import Decisions, Habit
 from laconic.activations.backward.derivatives import innermost_transform, is_transformed
-from laconic.activations.backward.replay import forgets
+from laconic.activations.backward.replay import ReadState, forgets
 from laconic.activations.backward.saving import Held, is_no_nest
 from laconic.activations.forwards.replacement import Replacement
 from laconic.activations.host.audited import AUDITED
@@ -138,7 +138,11 @@ def checkpoint(function: Callable[..., Any], *args: Any, format: BlockFormat | N
 
 
 def run_again(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parts: Sequence[nn.Module] = ()
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    parts: Sequence[nn.Module] = (),
+    name: str = "",
 ) -> Any:
     """`function(*args, **kwargs)`, run again in backward; autograd saves every tensor in the arguments.
 
@@ -150,10 +154,11 @@ def run_again(
         args: its arguments by position; tensors and any nest of tuples, lists and dicts with tensors among them.
         kwargs: its arguments by name, likewise.
         parts: modules whose code it runs.
+        name: of the code, for errors.
 
     Raises:
         ModelError: a CUDA graph is captured, and the function draws on the device; in backward, torch's attention
-            or the forward of a part is another one than in forward.
+            or the forward of a part is another one than in forward, or what the parts hold has changed.
     """
     leaves, spec = tree_flatten((args, kwargs), is_leaf=is_no_nest)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -163,14 +168,14 @@ def run_again(
     filled_from = [(place, numbers[id(leaves[place])]) for place in places]
     rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-    code = RunningCode(parts)
+    code, state = RunningCode(parts), ReadState(parts, name)
 
     def run(*tensors: Tensor) -> Any:
         filled = list(rest)
         for place, number in filled_from:
             filled[place] = tensors[number]
         args, kwargs = tree_unflatten(filled, spec)
-        with code.again():
+        with code.again(), state.run():
             return function(*args, **kwargs)
 
     if not any(is_captured(x.device) for x in tensors):
@@ -342,7 +347,9 @@ class LayerForward(Replacement):
             args, kwargs = without_caches(args, kwargs)
         decisions = self.habit.decisions(self.module.training, args, kwargs)
         with packed_inputs(args, self.format, decisions) as region:
-            return run_again(region(self.original), args, kwargs, modules_of(self.module))
+            return run_again(
+                region(self.original), args, kwargs, modules_of(self.module), f"a layer {type(self.module).__name__}"
+            )
 
     def _is_filled(self, cache: Any) -> bool:
         """Whether a cache has entries for this layer that its caller has made, as those of prefix tuning are."""

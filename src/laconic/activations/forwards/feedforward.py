@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from laconic.activations.backward import functions
 from laconic.activations.backward.decisions import Habit
-from laconic.activations.backward.replay import Replay
+from laconic.activations.backward.replay import Replay, swapped_parameters
 from laconic.activations.forwards.base import BlockMode, SiteForward
 from laconic.activations.forwards.elementwise import activation
 from laconic.activations.forwards.replacement import replacements_of
@@ -99,9 +99,11 @@ class ActivationForward(SiteForward):
 
     def run(self, x: Tensor) -> Tensor:
         """The activation of x, saving x packed."""
-        assert self.block is not None
-        y = activation(x, self.value(x), self.block.spec.activation, self.block.format)
-        return self.block._noting_origin(y)
+        block = self.block
+        if block is None:  # another thread has just left the block
+            y: Tensor = self.original(x)
+            return y
+        return block._noting_origin(activation(x, self.value(x), block.spec.activation, block.format))
 
 
 PRODUCTS = (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__)
@@ -204,10 +206,13 @@ class ProjectionForward(SiteForward):
         y, state = replay.run(lambda: self.original(x))
         if y.requires_grad:
             kept = found_or_held(x)  # what the layer itself keeps of x, if that is not all of it
-            parameters = tuple(self.module.parameters())
+            named = dict(self.module.named_parameters())
+            names, parameters = tuple(named), tuple(named.values())
 
             def again(x: Tensor, *saved: Tensor) -> Tensor:
-                with torch.no_grad(), replay.again(saved[len(parameters) :]):
+                # Those of forward: functional_call has others in their place, and takes them away again.
+                own = swapped_parameters(self.module, dict(zip(names, saved, strict=False)))
+                with torch.no_grad(), replay.again(saved[len(parameters) :]), own:
                     # Not through the module's hooks: those of FSDP2 gather parameters, which are there in backward.
                     y: Tensor = self.original(x)
                 return y

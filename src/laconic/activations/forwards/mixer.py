@@ -35,9 +35,7 @@ from laconic.activations.host.modules import modules_of
 from laconic.activations.keep.choice import Offload, Packing
 from laconic.activations.keep.preserve import CONTAINERS, preserved
 from laconic.activations.keep.rounding import quantized
-from laconic.activations.keep.witnesses import Glances, check_unchanged, glances
 from laconic.activations.recognize.sites import Site
-from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 
 LARGEST_ERROR = 0.1
@@ -94,32 +92,20 @@ class MixerForward(SiteForward):
         with packed_inputs(
             self.inputs(args, kwargs), self.input_format, decisions, with_data=self.packs_data
         ) as region:
-            return run_again(region(self._writing_once(caches)), args, kwargs, modules_of(self.module))
+            return run_again(region(self._writing_once(caches)), args, kwargs, modules_of(self.module), self.site.name)
 
     def _writing_once(self, caches: dict[Any, Any]) -> Callable[..., Any]:
         """The module's own forward, whose first call alone has the caches and writes to attributes for good."""
-        before: Glances | None = None
-        attributes: list[Any] = []
+        has_run = False
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal before, attributes
-            held = (*self.module.parameters(), *self.module.buffers())
-            now = _plain_attributes(self.module)
-            if before is None:
-                before, attributes = glances(held), now
-                args = tuple(caches.pop(place, arg) for place, arg in enumerate(args))
-                kwargs = {name: caches.pop(name, value) for name, value in kwargs.items()}
-            else:
-                check_unchanged(before, held)
-                if now != attributes:
-                    changed = sorted({name for name, _ in set(now) ^ set(attributes)})
-                    raise ModelError(
-                        f"{self.site.name} runs again in backward, but {', '.join(changed)} changed since its forward, "
-                        f"so the gradient would be wrong; call backward before the change, or keep this site exact: "
-                        f"None for it in the plan"
-                    )
+            nonlocal has_run
+            if has_run:
                 with attributes_kept(modules_of(self.module)):
                     return self.run_module(*args, **kwargs)
+            has_run = True
+            args = tuple(caches.pop(place, arg) for place, arg in enumerate(args))
+            kwargs = {name: caches.pop(name, value) for name, value in kwargs.items()}
             return self.run_module(*args, **kwargs)
 
         return run
@@ -238,16 +224,6 @@ class MixerForward(SiteForward):
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 state.append((name, id(tensor), None if tensor is None else tensor._version))
         return state
-
-
-def _plain_attributes(module: nn.Module) -> list[Any]:
-    """Names and values of the plain attributes of a module and of all inside, but for their modes."""
-    return [
-        (name, value)
-        for part in modules_of(module)
-        for name, value in part.__dict__.items()
-        if isinstance(value, int | float | str) and name != "training"
-    ]
 
 
 def _same(a: Any, b: Any) -> bool:

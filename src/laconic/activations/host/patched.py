@@ -93,13 +93,13 @@ def called_by(forward: Callable[..., Any]) -> tuple[tuple[Any, str], ...]:
 
 
 class RunningCode:
-    """The functions of torch.nn.functional, and the forwards of some modules' classes, as they are now.
+    """The functions of torch.nn.functional, and the forwards of some modules and of their classes, as they are now.
 
     Args:
         parts: the modules; of the first one also the functions that it calls by name.
     """
 
-    __slots__ = ("_called", "_forwards", "_functions", "_names", "_parts")
+    __slots__ = ("_called", "_forwards", "_functions", "_names", "_own", "_parts")
 
     last: tuple[Any, ...] = ()
     """The functions of the last object, which the next one shares."""
@@ -112,6 +112,7 @@ class RunningCode:
             RunningCode.last = self._functions
         self._parts = parts
         self._forwards = [getattr(type(part), "forward", None) for part in parts]  # torch.jit's has none
+        self._own = [part.__dict__.get("forward") for part in parts]
         self._names = called_by(self._forwards[0]) if parts and self._forwards[0] is not None else ()
         self._called = [getattr(home, name, None) for home, name in self._names]
 
@@ -130,7 +131,8 @@ class RunningCode:
                 )
         now = _functions(vars(F))
         called = [getattr(home, name, None) for home, name in self._names]
-        if now == self._functions and called == self._called:
+        own = [part.__dict__.get("forward") for part in self._parts]
+        if now == self._functions and called == self._called and own == self._own:
             return nullcontext()
         if now[_ATTENTION] is not self._functions[_ATTENTION]:
             raise ModelError(
@@ -139,18 +141,33 @@ class RunningCode:
                 "compute something else; call loss.backward() inside of the block in which the forward ran"
             )
         then = zip((*((F, name) for name in _NAMES), *self._names), (*self._functions, *self._called), strict=True)
-        return _in_place([(home, name, value) for (home, name), value in then])
+        functions = [(home, name, value) for (home, name), value in then]
+        return _in_place(functions, [*zip(self._parts, own, self._own, strict=True)])
 
 
 _ATTENTION = _NAMES.index("scaled_dot_product_attention")
 
 
 @contextmanager
-def _in_place(functions: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+def _in_place(
+    functions: Sequence[tuple[Any, str, Any]], forwards: Sequence[tuple[nn.Module, Any, Any]]
+) -> Iterator[None]:
     with ExitStack() as stack:
+        for part, now, then in forwards:
+            if now is not then:
+                stack.callback(_store, part, now)
+                _store(part, then)
         for home, name, value in functions:
             now = getattr(home, name, None)
             if now is not value:
                 stack.callback(setattr, home, name, now)
                 setattr(home, name, value)
         yield
+
+
+def _store(part: nn.Module, forward: Any) -> None:
+    """Make `forward` the module's own, on top of whatever hosts have stored; None: it has none."""
+    if forward is None:
+        part.__dict__.pop("forward", None)
+    else:
+        part.__dict__["forward"] = forward

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -181,32 +182,83 @@ class CausalLossForward(ModelReplacement):
         """The original forward; where gradients are wanted, with the loss made some rows at a time."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_transformed():
             return self.original(*args, **kwargs)
-        with self._standing_in():
+        with standing_in(self.module, self._loss):
             return self.original(*args, **kwargs)
 
-    @contextmanager
-    def _standing_in(self) -> Iterator[None]:
-        own = self.module.__dict__
-        before = own.get("_loss_function")
+    def _loss(self, *args: Any, **kwargs: Any) -> Any:  # losses have arguments of their own
+        original: Any = loss_function_of(self.module)
+        logits: Any = args[0] if args else kwargs.get("logits")
+        plain = type(logits) in (Tensor, FakeTensor)  # also where the planner traces a step
+        served = plain and logits.dtype in _DTYPES and logits.requires_grad
+        now = loss_functions()
+        is_known = served and original is now[0] and _is_proved(*now)
+        return (causal_loss if is_known else original)(*args, **kwargs)
 
-        def restore() -> None:
-            own.pop("_loss_function", None)
-            if before is not None:
-                own["_loss_function"] = before
 
-        def loss_function(*args: Any, **kwargs: Any) -> Any:  # losses have arguments of their own
-            restore()
-            original: Any = self.module.loss_function
-            own["_loss_function"] = loss_function
-            logits: Any = args[0] if args else kwargs.get("logits")
-            plain = type(logits) in (Tensor, FakeTensor)  # also where the planner traces a step
-            served = plain and logits.dtype in _DTYPES and logits.requires_grad
-            now = loss_functions()
-            is_known = served and original is now[0] and _is_proved(*now)
-            return (causal_loss if is_known else original)(*args, **kwargs)
+class _StandIn:
+    """Stands in the place of a model's loss function while forwards run, for the threads in which they do.
 
-        own["_loss_function"] = loss_function
-        try:
-            yield
-        finally:
-            restore()
+    Any other thread that runs the model meanwhile, as an evaluation may, gets the model's own.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.before = module.__dict__.get(_ATTRIBUTE)
+        self.num_forwards = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        function = _RUNNING.functions.get(id(self))
+        return (self.own() if function is None else function)(*args, **kwargs)
+
+    def own(self) -> Any:
+        """The loss function without this."""
+        if self.before is not None:
+            return self.before
+        twin: Any = object.__new__(type(self.module))
+        twin.__dict__.update(self.module.__dict__)
+        twin.__dict__.pop(_ATTRIBUTE, None)
+        return twin.loss_function
+
+
+class _Running(threading.local):
+    """What stands for a loss function in this thread, by the identity of its `_StandIn`."""
+
+    def __init__(self) -> None:
+        self.functions: dict[int, Callable[..., Any]] = {}
+
+
+_RUNNING = _Running()
+_LOCK = threading.Lock()
+_ATTRIBUTE = "_loss_function"
+
+
+@contextmanager
+def standing_in(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """While the block runs, the model's code gets `function` for its loss function, in this thread alone."""
+    own = module.__dict__
+    with _LOCK:
+        found = own.get(_ATTRIBUTE)
+        there = found if isinstance(found, _StandIn) and found.module is module else _StandIn(module)
+        own[_ATTRIBUTE] = there
+        there.num_forwards += 1
+    outer = _RUNNING.functions.get(id(there))
+    _RUNNING.functions[id(there)] = function
+    try:
+        yield
+    finally:
+        if outer is None:
+            del _RUNNING.functions[id(there)]
+        else:
+            _RUNNING.functions[id(there)] = outer
+        with _LOCK:
+            there.num_forwards -= 1
+            if not there.num_forwards and own.get(_ATTRIBUTE) is there:
+                del own[_ATTRIBUTE]
+                if there.before is not None:
+                    own[_ATTRIBUTE] = there.before
+
+
+def loss_function_of(module: Any) -> Any:
+    """The model's loss function, whatever stands for it while forwards run."""
+    found = getattr(module, "loss_function", None)
+    return found.own() if isinstance(found, _StandIn) else found

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -35,7 +36,7 @@ from laconic.activations.forwards.replacement import ModelReplacement
 from laconic.activations.keep.choice import Packing
 from laconic.activations.recognize.sites import Site
 from laconic.activations.recognize.trial import usual_numbers
-from laconic.activations.whole_model.causal_loss import loss_functions
+from laconic.activations.whole_model.causal_loss import loss_function_of, loss_functions, standing_in
 from laconic.activations.whole_model.loss import LossSpec, VocabularyShard, check_range, divisor_of, tiled_loss
 from laconic.activations.whole_model.report import text_config
 from laconic.errors import DataError, ModelError
@@ -129,6 +130,16 @@ class _NoLogits(Tensor):
         return result
 
 
+class _Running(threading.local):
+    """Requests of the forwards that run in this thread, by the identity of their head's forward."""
+
+    def __init__(self) -> None:
+        self.requests: dict[int, _Request] = {}
+
+
+_RUNNING = _Running()
+
+
 class HeadForward(LinearForward):
     """The forward of the output projection: the loss of a request, or without one that of a linear layer.
 
@@ -144,7 +155,20 @@ class HeadForward(LinearForward):
         super().__init__(module, site, format or BlockFormat())
         self.packs = format is not None
         self.spec = spec
-        self.request: _Request | None = None
+        self._request: _Request | None = None
+
+    @property
+    def request(self) -> _Request | None:
+        """What the forward that runs in this thread asks for; a graph of torch.compile does not know its thread."""
+        return self._request if torch.compiler.is_compiling() else _RUNNING.requests.get(id(self))
+
+    @request.setter
+    def request(self, request: _Request | None) -> None:
+        self._request = request
+        if request is None:
+            _RUNNING.requests.pop(id(self), None)
+        else:
+            _RUNNING.requests[id(self)] = request
 
     def keeps(self, x: Tensor) -> bool:
         """Whether a loss is requested, or the linear layer has to save its input."""
@@ -233,7 +257,7 @@ class CausalForward(ModelReplacement):
         super().__init__(module)
         self.head = head
         self.place = place
-        self.loss_function = _attribute(module, "loss_function")
+        self.loss_function = loss_function_of(module)
         self.loss_functions = loss_functions()
         self.factors = _factors_of(module)
         self.projection = place.projection.removeprefix(f"{place.name}.")
@@ -289,7 +313,7 @@ class CausalForward(ModelReplacement):
 
     def _obstacle(self, arguments: dict[str, Any]) -> str | None:
         """Why a call with these arguments needs all logits, None if it does not."""
-        if _attribute(self.module, "loss_function") is not self.loss_function:
+        if loss_function_of(self.module) is not self.loss_function:
             return "another loss_function was given to the model after the conversion"
         if loss_functions() != self.loss_functions:
             return "another function took the place of torch's cross entropy or transformers' loss after the conversion"
@@ -321,16 +345,12 @@ class CausalForward(ModelReplacement):
                 return value
             return request.answer(logits)
 
-        own = self.module.__dict__.get("_loss_function")
         self.head.request = request
-        self.module.__dict__["_loss_function"] = loss_function
         try:
-            yield
+            with standing_in(self.module, loss_function):
+                yield
         finally:
             self.head.request = None
-            del self.module.__dict__["_loss_function"]
-            if own is not None:
-                self.module.__dict__["_loss_function"] = own
 
 
 class BodyForward(ModelReplacement):
