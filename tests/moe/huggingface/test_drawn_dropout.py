@@ -21,11 +21,12 @@ class Twice(nn.Module):
         return F.dropout(inner[:, :6], training=self.training, p=0.25)
 
 
+@pytest.mark.parametrize("p", [0.5, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_given_dropout_is_that_of_the_experts_own(dtype: torch.dtype) -> None:
-    expert, rows = Twice(nn.Dropout(0.5)).to(dtype), torch.randn(7, 5).to(dtype)
-    drops = drops_in(Twice(nn.Dropout(0.5)).to("meta"), rows[:0])
-    assert drops == [(0.5, 13), (0.25, 6)]
+def test_given_dropout_is_that_of_the_experts_own(dtype: torch.dtype, p: float) -> None:
+    expert, rows = Twice(nn.Dropout(p)).to(dtype), torch.randn(7, 5).to(dtype)
+    drops = drops_in(Twice(nn.Dropout(p)).to("meta"), rows[:0])
+    assert drops == [(p, 13), (0.25, 6)]
     torch.manual_seed(0)
     expected = expert(rows)
     state = torch.get_rng_state()
@@ -53,5 +54,7 @@ def test_other_kinds_and_experts_that_do_not_run_without_values_are_refused() ->
         ModelError, match="experts use alpha_dropout, which cannot be drawn for rows of other processes"
     ):
         drops_in(Twice(nn.AlphaDropout(0.1)).to("meta"), rows)
+    with pytest.raises(ModelError, match="experts use dropout in place, which cannot be drawn"):
+        drops_in(Twice(nn.Dropout(0.1, inplace=True)).to("meta"), rows)
     with pytest.raises(ModelError, match=r"an expert cannot be tried on the meta device \(RuntimeError: "):
         drops_in(Twice(nn.Dropout(0.1)).to("meta"), torch.empty(0, 4))

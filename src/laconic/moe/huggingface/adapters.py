@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from laconic.errors import ConfigError
 from laconic.formats.shards import Runs, local_part, local_runs, taken
 from laconic.moe.huggingface.experts import FusedExperts
+from laconic.moe.huggingface.sharding import Slots
 
 
 def adapt_above(model: nn.Module, experts: str) -> None:
@@ -46,6 +47,11 @@ def adapt(wrapped: Any, module: Any) -> bool:
         return False
     layer: Any = experts.__dict__.get("layer")
     if layer is not None:  # else it is on its way, and `parallelize` has checked
+        if isinstance(experts.placement, Slots):
+            raise ConfigError(
+                f"LoRA is on {module.parameter_name} of experts that lie beside identities, as LongCat's do, and are"
+                " cut in blocks over processes; train them without adapters, or call parallelize without a mesh"
+            )
         check_adaptable(module.parameter_name, layer.num_mp, experts.placement is not None)
     if not isinstance(module, own := _wrapper(kind)):
         module.__class__ = own

@@ -1,8 +1,9 @@
 """Experts that are called apart: modules of their own, or stacks of one product, as those of Switch, NLLB and JetMoE.
 
-They are known by structure. A ModuleList or ModuleDict with a forward of its own calls modules of one kind, each with
-its rows. A module with a stack `weight` [E, N, M] alone is called with (rows [q, M] sorted by expert, the numbers of
-their rows), and returns [q, N].
+Those of transformers' own models are known by structure; other code might do in its second run what it did not in its
+first. A ModuleList or ModuleDict with a forward of its own calls modules of one kind, each with its rows. A module with
+a stack `weight` [E, N, M] alone is called with (rows [q, M] sorted by expert, the numbers of their rows), and returns
+[q, N].
 
 In one process their own code runs. Over processes what each process holds of an expert's parameters is its part of a
 stack over all experts, [E, ...], a DTensor as those of fused experts are; `own_names` has the names before.
@@ -39,19 +40,25 @@ from laconic.moe.parallel.grid import Grid
 Exchange = Callable[[Tensor, Tensor], Tensor]
 """Returns the outputs of rows [q, M], given the numbers of their experts, int64 [q]."""
 
-ALWAYS, EVERY = 10, 50
-"""A layer's first forwards, and then one in so many, compare the rows of both runs; on a GPU the host waits for it."""
+NUM_CHECKED_FORWARDS, CHECK_INTERVAL = 10, 50
+"""On a GPU, where the host waits for it, the first forwards compare the rows of both runs, and then one in so many."""
 
 
 def find_apart(model: nn.Module) -> dict[str, list[str]]:
     """Find all experts that are called apart: by module name, the names of the experts in it, which a stack has not."""
     found = {}
     for name, module in model.named_modules():
+        if not type(module).__module__.startswith(_KNOWN):
+            continue
         if _is_stack(module):
             found[name] = list[str]()
-        elif "expert" in f"{name.rpartition('.')[2]} {type(module).__name__}".lower() and (keys := _experts_in(module)):
+        elif "expert" in type(module).__name__.lower() and (keys := _experts_in(module)):
             found[name] = keys
     return found
+
+
+_KNOWN = ("transformers.models.",)
+"""Packages whose lists and stacks of experts have been tried, family by family."""
 
 
 def _is_stack(module: nn.Module) -> bool:
@@ -86,9 +93,11 @@ def _experts_in(module: nn.Module) -> list[str]:
     """Return the names of modules of one kind that a list of modules calls itself; none if they differ."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is nn.Module.forward:
         return []
+    children = [*module._modules.values()]
+    if None in children or len({*children}) < len(children) or module._parameters or module._buffers:
+        return []
     found = {name: child for name, child in module.named_children() if [*child.parameters()]}
-    alike = len(found) > 1 and len({_kind(child) for child in found.values()}) == 1
-    return [*found] if alike and not module._parameters else []
+    return [*found] if len(found) > 1 and len({_kind(child) for child in found.values()}) == 1 else []
 
 
 def _kind(expert: nn.Module) -> tuple[object, ...]:
@@ -261,8 +270,8 @@ class ModulesApart(ExpertsApart):
         )
         self._keys, self._inner, self._kept = keys, inner, [*kept]
         self.__dict__["_template"] = template
-        self._num_asked = 0
-        stubs = {key: _Asked(number, template) for number, key in enumerate(keys)}
+        self._num_forwards = 0
+        stubs = {key: _ExpertStub(number, template, [*inner]) for number, key in enumerate(keys)}
         self.__dict__["_behaviour"].__dict__["_modules"] = {
             key: stubs.get(key, child) for key, child in original._modules.items()
         }
@@ -303,6 +312,12 @@ class ModulesApart(ExpertsApart):
         """See `ExpertsApart.compute`."""
         template, sizes = self.__dict__["_template"], counts.tolist()
         rows, columns = rows[:, : self.width], rows[:, self.width or rows.shape[1] :]
+        if columns.shape[1] and rows.dtype != self.rows_dtype:
+            raise ModelError(
+                f"experts get rows as {rows.dtype} that were sent as {self.rows_dtype} with what dropout keeps of them,"
+                " which a cast destroys, as FSDP2's mp_policy makes it; give them hidden states in that dtype, or set"
+                " the experts' dropout to 0"
+            )
         stacks = {name: self._local(flat).unbind() for flat, name in self._inner.items()}
         outs = [rows[:0]]
         # Experts without rows too: backward on this process is to reach them as on the others.
@@ -324,10 +339,10 @@ class ModulesApart(ExpertsApart):
                 rows that depend on other experts.
         """
         like = _no_rows(*call, **kwargs)
-        self.width = like.shape[1]
+        self.width, self.rows_dtype = like.shape[1], like.dtype
         template, asks = self.__dict__["_template"], list[tuple[int, Tensor]]()
         for part in template.modules():
-            if [*part.parameters()]:  # the others are modules of this one
+            if [*part.parameters()] or [*part.children()]:  # the others are modules of this one
                 part.training = self.training
         drops = drops_in(template, like)
         num, kept = num_columns(drops, like.dtype), list[Tensor]()
@@ -355,8 +370,8 @@ class ModulesApart(ExpertsApart):
         numbers = numbers.repeat_interleave(torch.tensor(sizes, dtype=torch.int64, device=like.device))
         out = exchange(rows, numbers)
         answers = iter([*zip(asks, out.split(sizes), strict=True)])
-        self._num_asked += 1
-        compares = self._num_asked <= ALWAYS or self._num_asked % EVERY == 0
+        self._num_forwards = number = self._num_forwards + 1
+        compares = not like.is_cuda or number <= NUM_CHECKED_FORWARDS or number % CHECK_INTERVAL == 0
 
         def answer(number: int, rows: Tensor) -> Tensor:
             (asked, before), found = next(answers, ((-1, like), like))
@@ -386,17 +401,22 @@ class ModulesApart(ExpertsApart):
                 del stub.ask  # which holds the rows and their graph
 
 
-class _Asked:
+class _ExpertStub:
     """Stands for an expert in the code that calls it; its parameters have no values."""
 
-    def __init__(self, number: int, template: nn.Module) -> None:
-        self._number, self._template = number, template
+    def __init__(self, number: int, template: nn.Module, stacks: list[str]) -> None:
+        self._number, self._template, self._stacks = number, template, stacks
         self.ask: Callable[[int, Tensor], Tensor]
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.ask(self._number, rows)
 
     def __getattr__(self, name: str) -> Any:
+        if "ask" not in self.__dict__ and not name.startswith("__"):
+            raise ModelError(
+                f"expert {self.__dict__.get('_number')} is a part of stacks over processes, so its {name} is not to be"
+                f" had alone; take the stacks {', '.join(self.__dict__.get('_stacks', ()))} of the module that holds it"
+            )
         return getattr(self._template, name)
 
 

@@ -108,8 +108,7 @@ def unknown_experts(model: nn.Module) -> list[str]:
         flat = len(behind) > 1 and all(len(p) % (number or 1) == 0 for p in behind)  # DBRX
         listed = isinstance(module, nn.ModuleList | nn.ModuleDict) and name.endswith("experts") and len(module) > 1
         reason = (
-            "its experts are modules of their own that differ, or that the block calls itself; let a class of"
-            " nn.ModuleList have a forward that calls them"
+            "its experts are modules of their own"
             if listed
             else "its experts lie behind each other in one dimension, and adapters are around them; call parallelize"
             " before PEFT"

@@ -104,6 +104,8 @@ def load_sharded(directory: str | Path, model: nn.Module, optimizer: torch.optim
             raise CheckpointError(f"{directory} could not be read: {error}") from error
         _take_values(stored, pieces)
         for value, each in shared:
+            if not each:  # a process without experts
+                continue
             value.copy_(most := torch.stack(each).amax())
             if any(one < most for one in each):
                 warnings.warn(

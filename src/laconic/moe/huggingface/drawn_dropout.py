@@ -40,12 +40,12 @@ class Dropping(TorchFunctionMode):
         if func is F.dropout or func in _OTHERS:
             given = inspect.signature(func).bind(*args, **kwargs)
             given.apply_defaults()
-            x, p, training, _ = given.args
+            x, p, training, in_place = given.args
             if training and p > 0:
-                if func is not F.dropout:
+                if func is not F.dropout or in_place:
                     raise ModelError(
-                        f"experts use {func.__name__}, which cannot be drawn for rows of other processes; set its p to"
-                        " 0, or call parallelize without a mesh"
+                        f"experts use {func.__name__}{' in place' * in_place}, which cannot be drawn for rows of other"
+                        " processes; set its p to 0, or call parallelize without a mesh"
                     )
                 return self._drop(x, p)
         return func(*args, **kwargs)
@@ -112,4 +112,4 @@ class GivenDropout(Dropping):
     def _next(self, x: Tensor, p: float) -> Tensor:
         size = x[0].numel() if len(x) else x.shape[1:].numel()
         here, self._kept = self._kept[:, :size], self._kept[:, size:]
-        return x * here.view(x.shape).to(x.dtype).div_(1 - p)
+        return x * here.view(x.shape).to(x.dtype).div_(1 - p if p < 1 else 1)
