@@ -62,9 +62,9 @@ class FusedExperts(Experts):
             self.register_module(name, child)
         for name, parameter in parameters.items():
             self.register_parameter(name, parameter)
-        for stack in parameters.values():
-            self.num_global_experts = int(getattr(original, "num_experts", len(stack)))
-            self.num_experts = len(local_part(stack)) * self.num_global_experts // len(stack)
+        stack = parameters.get("down_proj", next(iter(parameters.values()), None))
+        if stack is not None:
+            self.num_experts, self.num_global_experts = len(local_part(stack)), len(stack)
         # A copy without parameters runs the original's gating, which may read its attributes and modules.
         behaviour = copy.copy(original)
         behaviour.__dict__ = {**original.__dict__, "_parameters": {}, "_modules": self._modules}
@@ -243,6 +243,12 @@ class FusedExperts(Experts):
 
 class FlatExperts(FusedExperts):
     """Computes (act(x w1) * (x v1)) w2 of DBRX, whose experts lie behind each other in each parameter [E I, M]."""
+
+    def __init__(self, original: Any, parameters: Mapping[str, nn.Parameter], *, adds_down_bias: bool = True) -> None:
+        """See `FusedExperts`; `original` says how many experts the whole parameters have."""
+        super().__init__(original, parameters, adds_down_bias=adds_down_bias)
+        one, self.num_global_experts = parameters[FLAT[0]], int(original.num_experts)
+        self.num_experts = len(local_part(one)) * self.num_global_experts // len(one)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """See `FusedExperts.forward`."""
