@@ -212,6 +212,7 @@ class NotingExperts(nn.ModuleList):
         self.seen = CountingIdentity()
         self.penalty, self.load, self.sizes = torch.zeros(()), torch.zeros(4), [0]
         self.by_name: dict[str, Any] = {"calls": 0, "largest": []}
+        self.width = 3
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         self.penalty = self.penalty + weights.square().sum()
@@ -219,7 +220,7 @@ class NotingExperts(nn.ModuleList):
         self.sizes.append(len(x))
         self.by_name["calls"] += 1
         self.by_name["largest"].append(weights.amax().item())
-        self.drawn = torch.rand(()).item()
+        self.drawn = torch.rand(()).item() + self.width + getattr(self, "further", 0)
         out = torch.zeros_like(x)
         for number, expert in enumerate([*self][:4]):
             tokens, choice = torch.where(chosen == number)
@@ -237,6 +238,10 @@ def what_the_code_notes_is_noted_once() -> None:
         experts: Any = each.get_submodule("1.experts")
         for _ in range(2):
             each(x)
+            experts.further = 5
+        experts.sizes.append(-1)
+        experts.by_name["calls"] += 10
+        experts.drawn += 1
         experts.penalty.backward()
         grad = each.get_parameter("1.router.weight").grad
         assert experts.load.sum() == 2 * 6 * 2
@@ -257,6 +262,40 @@ class Noisy(Expert):
     def forward(self, rows: Tensor) -> Tensor:
         out = super().forward(rows)
         return out + 0.1 * torch.randn_like(out) if self.training else out
+
+
+class Frozen(Experts):
+    """Experts without gradients, or without autocast, whatever is around the list."""
+
+    mode: Any = torch.no_grad
+
+    def __iter__(self) -> Any:
+        return (self.within(expert) for expert in super().__iter__())
+
+    def within(self, expert: Any) -> Any:
+        def call(rows: Tensor) -> Any:
+            with self.mode():
+                return expert(rows)
+
+        return call
+
+
+def experts_in_another_mode_than_their_list_are_refused() -> None:
+    x = torch.randn(6, 16, dtype=torch.float64)
+    uncast = partial(torch.autocast, "cpu", enabled=False)
+    for mode, said in ((torch.no_grad, "gradients off and autocast to"), (uncast, "gradients on and autocast off")):
+        model: Any = own(kind=Frozen).float()
+        parallelize(model, Grid(ep=2))
+        model[1].experts.mode = mode
+        with (
+            torch.autocast("cpu"),
+            pytest.raises(
+                ModelError, match=rf"called with {said}.* but Frozen itself with gradients on and autocast to"
+            ),
+        ):
+            model(x.float())
+        with torch.no_grad():
+            model(x.float())
 
 
 def experts_that_mix_rows_are_refused() -> None:
@@ -348,6 +387,7 @@ def test_a_pair_computes_what_one_process_does(tmp_path: Path) -> None:
         what_cannot_be_spread_is_refused,
         what_the_code_notes_is_noted_once,
         experts_that_mix_rows_are_refused,
+        experts_in_another_mode_than_their_list_are_refused,
         audits_find_the_experts_alone,
         partial(files_are_those_of_the_whole_model, tmp_path),
     ]

@@ -163,10 +163,13 @@ class ExpertsApart(FusedExperts):
         width: elements of a row, if it is known; columns behind them are bits of dropout.
     """
 
+    is_cut: bool
+    width: int | None
+
     def __init__(self, original: nn.Module, parameters: dict[str, nn.Parameter], number: int, is_cut: bool) -> None:
         super().__init__(original, parameters)
-        self.is_cut, self.num_global_experts = is_cut, number
-        self.width: int | None = None
+        # Around `__setattr__`: the original may have attributes of these names.
+        self.__dict__.update(is_cut=is_cut, num_global_experts=number, width=None)
         if not is_cut:
             self.num_experts = number
             self.__dict__["_behaviour"].__dict__["_parameters"] = self._parameters
@@ -331,7 +334,7 @@ class ModulesApart(ExpertsApart):
                 rows that depend on other experts.
         """
         like = _no_rows(*call, **kwargs)
-        self.width = like.shape[1]
+        self.__dict__["width"] = like.shape[1]
         template, asks = self.__dict__["_template"], list[tuple[int, Tensor]]()
         for part in template.modules():
             if [*part.parameters()]:  # the others are modules of this one
@@ -340,7 +343,15 @@ class ModulesApart(ExpertsApart):
         self._check_rows(like)
         num, kept = num_columns(drops, like.dtype), list[Tensor]()
 
+        modes = _modes(like)
+
         def note(number: int, rows: Tensor) -> Tensor:
+            if _modes(like) != modes:
+                raise ModelError(
+                    f"an expert is called with {_modes(like)}, but {type(self.__dict__['_behaviour']).__name__} itself"
+                    f" with {modes}, and over processes experts run by the latter; change it around the whole block, or"
+                    " call parallelize without a mesh"
+                )
             if rows.dim() != 2 or rows.shape[1] != like.shape[1] or rows.dtype != like.dtype:
                 raise ModelError(
                     f"an expert is called with {rows.dtype} {list(rows.shape)}, but over processes with rows"
@@ -515,6 +526,15 @@ def _set_back(held: Any) -> Callable[[], Any]:
         return held
 
     return container
+
+
+def _modes(like: Tensor) -> str:
+    """Return what the code around a call decides of its numbers."""
+    kind = like.device.type
+    casts = torch.is_autocast_enabled(kind)
+    return f"gradients {'on' if torch.is_grad_enabled() else 'off'} and autocast" + (
+        f" to {torch.get_autocast_dtype(kind)}" if casts else " off"
+    )
 
 
 def _no_rows(*call: Any, **kwargs: Any) -> Tensor:
