@@ -354,6 +354,11 @@ def what_cannot_be_spread_is_refused() -> None:
     model.get_submodule("1.experts.2.up").register_forward_hook(lambda *_: None)
     with pytest.raises(ModelError, match=r"experts\.2\.up has _forward_hooks, but over processes experts are parts of"):
         parallelize(model, grid)
+    model = own()
+    for expert in model.get_submodule("1.experts").children():
+        expert.eval()
+    with pytest.raises(ModelError, match=r"experts\.0 has training False, other than the list, but over processes"):
+        parallelize(model, grid)
     x = torch.randn(6, 16, dtype=torch.float64)
     refused = {"gets other rows after others have answered": {}, "alpha_dropout": {"drop": nn.AlphaDropout(0.1)}}
     for said, options in refused.items():

@@ -144,6 +144,12 @@ def check_apart(model: nn.Module, found: dict[str, list[str]], grid: Grid | None
             held = [key for key, value in vars(part).items() if "hook" in key and value and part is not module]
             held += ["a forward that was put there"] if "forward" in part.__dict__ else []
             held += [f"buffer {key}" for key, _ in part.named_buffers(recurse=False)]
+            is_run = bool([*part.parameters()])  # others stay modules of their own
+            held += (
+                [f"training {part.training}, other than the list"]
+                if part.training != module.training and is_run
+                else []
+            )
             held += ["an adapter"] if hasattr(part, "base_layer") else []
             held += ["shards"] if any(isinstance(p, DTensor) for p in part.parameters(recurse=False)) else []
             if held:
@@ -395,7 +401,10 @@ class ModulesApart(ExpertsApart):
 
     def _noted(self) -> Callable[[], None]:
         """Return what sets attributes of the code that calls experts back to what they are now."""
-        parts = [self.__dict__["_behaviour"], *(part for key in self._kept for part in self._modules[key].modules())]
+        parts = [
+            self.__dict__["_behaviour"],
+            *(part for key in self._kept for part in self.get_submodule(key).modules()),
+        ]
         own = [{key for key in vars(part) if key not in _OF_MODULES} for part in parts]
         backs = [{key: _set_back(vars(part)[key]) for key in keys} for part, keys in zip(parts, own, strict=True)]
 
