@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from laconic.errors import RoutingError
 from laconic.moe import (
@@ -259,3 +261,39 @@ def test_torch_compile_gives_the_same_layer(dtype: torch.dtype) -> None:
         results += [out, *torch.autograd.grad(out.square().sum(), [source, *layer.parameters()])]
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=8 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
+
+
+def test_losses_that_would_train_nothing_are_refused_or_warned_of() -> None:
+    layer = MoELayer(SoftmaxGate(4, 8, 2, balance_coef=0.5, z_coef=0.1), GptExperts(4, 8, 12))
+    x = torch.randn(6, 8, requires_grad=True)
+    out = checkpoint(layer, x, use_reentrant=True)
+    with pytest.raises(RoutingError, match=r"its losses \(balance, z\) have no gradient and would train nothing; che"):
+        auxiliary_losses(layer)
+    with torch.no_grad():
+        assert {*auxiliary_losses(layer)} == {"balance", "z"}
+    out.sum().backward()
+    assert layer.losses["z"].requires_grad
+    layer(x)
+    assert layer.losses
+    with pytest.warns(UserWarning, match=r"before anybody has read the losses of its last run \(balance, z\), which"):
+        layer(layer(x))
+    assert auxiliary_losses(layer)
+
+    class Sum(Hook):
+        total: torch.Tensor | float = 0.0
+
+        def after_end(self, layer: MoELayer, out: torch.Tensor) -> None:
+            self.total = self.total + sum(layer.losses.values())
+
+    layer.hooks = (added := Sum(),)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(layer(x))
+        for _ in range(2):  # runs again in backward
+            out = checkpoint(layer, x, use_reentrant=False)
+            (out.sum() + sum(auxiliary_losses(layer).values())).backward()
+        with torch.no_grad():
+            layer(layer(x))
+        layer.eval()(layer(x))
+    assert isinstance(added.total, torch.Tensor)
+    assert added.total.requires_grad

@@ -151,3 +151,70 @@ def test_tensors_that_cannot_be_split_by_expert_are_refused() -> None:
     set_quantized_gradient(down, QuantizedGradient.zeros(down.shape, 8))
     with pytest.raises(ConfigError, match=r"down of layer 0 has a quantized gradient.*after zero_grad"):
         ExpertMover(layers)
+
+
+def moved(name: str = "adamw") -> tuple[list[MoELayer], torch.optim.Optimizer, ExpertMover]:
+    """A layer with two steps of training whose experts 0 and 7 have changed places."""
+    layers = build(1, 0, 1, torch.float32, None)
+    optimizer = OPTIMIZERS[name](experts_of(layers))
+    mover = ExpertMover(layers, None, [optimizer])
+    for step in range(2):
+        train_step(layers, [optimizer], inputs(step, 0, torch.float32))
+    mover.swap([(0, 7)])
+    return layers, optimizer, mover
+
+
+def test_state_dicts_of_parts_are_in_logical_order_or_refused() -> None:
+    layers, optimizer, mover = moved()
+    with pytest.raises(CheckpointError, match=r"this layer have changed places.*logical_order\(\)"):
+        layers[0].experts.state_dict()
+    with pytest.raises(CheckpointError, match="and the state of AdamW with them, but a state dict has them in logical"):
+        optimizer.state_dict()
+    with mover.logical_order():
+        saved = copy.deepcopy(optimizer.state_dict())
+        weights = copy.deepcopy(layers[0].state_dict())
+    with pytest.raises(CheckpointError, match="or load the model's first"):
+        optimizer.load_state_dict(saved)
+
+    # Without the experts: they stay where they are.
+    x = inputs(9, 0, torch.float32)
+    expected = forward(layers, x)
+    layers[0].load_state_dict({"gate.weight": weights["gate.weight"]}, strict=False)
+    assert torch.equal(forward(layers, x), expected)
+    assert not mover.placement(0).is_identity
+    with pytest.raises(RuntimeError, match=r"has experts\.down without experts\.gate_up, but the experts have changed"):
+        layers[0].load_state_dict({"experts.down": weights["experts.down"]}, strict=False)
+
+    # With them, and the optimizer's state is that of others until it is loaded, too.
+    layers[0].experts.load_state_dict({name[8:]: each for name, each in weights.items() if name.startswith("experts.")})
+    assert mover.placement(0).is_identity
+    assert torch.equal(forward(layers, x), expected)
+    with pytest.raises(CheckpointError, match="but the state of AdamW is that of other experts; load its state dict"):
+        train_step(layers, [optimizer], x)
+    optimizer.load_state_dict(saved)
+    train_step(layers, [optimizer], x)
+
+
+class Nested(torch.optim.SGD):
+    """Keeps momentum in a dictionary of its own."""
+
+    def step(self, closure: object = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["momentum"] = {"first": torch.zeros_like(parameter)}
+
+
+def test_state_that_cannot_be_split_is_refused_and_that_of_each_optimizer_moves() -> None:
+    layers = build(1, 0, 1, torch.float32, None)
+    nested = Nested(experts_of(layers))
+    mover = ExpertMover(layers, None, [nested])
+    train_step(layers, [nested], inputs(0, 0, torch.float32))
+    with pytest.raises(ConfigError, match=r"momentum of the optimizer's state of gate_up in layer 0 is a dict, which"):
+        mover.swap([(0, 7)])
+    both = [OPTIMIZERS[name](experts_of(layers)) for name in ("adamw", "sgd momentum")]
+    for step, optimizer in enumerate(both):
+        train_step(layers, [optimizer], inputs(step, 0, torch.float32))
+    weight = experts_of(layers)[0]
+    before = [both[0].state[weight]["exp_avg"].clone(), both[1].state[weight]["momentum_buffer"].clone()]
+    ExpertMover(layers, None, both).swap([(0, 7)])
+    after = [both[0].state[weight]["exp_avg"], both[1].state[weight]["momentum_buffer"]]
+    assert all(torch.equal(one[0], other[7]) for one, other in zip(after, before, strict=True))

@@ -40,10 +40,15 @@ def test_a_state_dict_is_refused_while_experts_are_elsewhere() -> None:
     assert torch.nn.ModuleDict({"moe": Placement(2)}).state_dict() == {}
 
 
-def test_loading_a_state_dict_makes_the_placement_the_identity() -> None:
-    layers = torch.nn.ModuleDict({"moe": placed(1, 0)})
-    layers.load_state_dict({})
-    assert layers.state_dict() == {}
+def test_loading_the_experts_makes_the_placement_the_identity() -> None:
+    placement = placed(1, 0)
+    layers = torch.nn.ModuleDict({"experts": torch.nn.Linear(2, 2), "placement": placement})
+    placement.bind(layers["experts"])
+    layers.load_state_dict({}, strict=False)
+    assert not placement.is_identity
+    layers.load_state_dict({f"experts.{name}": p for name, p in layers["experts"].named_parameters()})
+    assert placement.is_identity
+    assert {*layers.state_dict()} == {"experts.weight", "experts.bias"}
 
 
 @pytest.mark.parametrize("slots", [[0, 0, 1], [0, 1], [0, 1, 3], [0, 1, 2, 3]])

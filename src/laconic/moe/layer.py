@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.errors import RoutingError
 from laconic.moe.dispatch.base import Dispatcher, ExpertRows, LocalDispatcher, SharesTokens, StartsDispatch
 from laconic.moe.gates.base import Gate
+from laconic.moe.gates.losses import runs_without_graph_first
 from laconic.moe.hooks import Hook
 from laconic.moe.meanwhile import Meanwhile
 from laconic.moe.parallel.calling_host import check_not_wrapped
@@ -59,8 +61,6 @@ class MoELayer(nn.Module):
         RoutingError: the gate's experts are not those that are here.
     """
 
-    losses: dict[str, Tensor]
-    """Auxiliary losses of the last forward, by name; scalars with a graph, to be added to the training loss."""
     load: Tensor | None
     """int64 [E]: this rank's tokens per logical expert in the last forward."""
     num_dropped: int
@@ -90,7 +90,9 @@ class MoELayer(nn.Module):
         self.schedule = schedule
         self.hooks = tuple(hooks)
         self.placement = placement
-        self.losses, self.load, self.num_dropped = {}, None, 0
+        self._losses: dict[str, Tensor] = {}
+        self._are_losses_read, self._have_losses_no_graph = True, False
+        self.load, self.num_dropped = None, 0
         self.is_fully_sharded = False
         """Whether `fully_shard_layers` has arranged who reduces the gradients of experts."""
         self.meanwhile: Meanwhile | None = None
@@ -178,6 +180,25 @@ class MoELayer(nn.Module):
                 check_not_wrapped(self.experts.parameters(), peers)
         return super().named_parameters(*args, **kwargs)
 
+    @property
+    def losses(self) -> dict[str, Tensor]:
+        """Auxiliary losses of the last forward, by name; scalars with a graph, to be added to the training loss.
+
+        Raises:
+            RoutingError: a reentrant checkpoint ran the layer, so that they have no graph, and gradients are on.
+        """
+        if self._have_losses_no_graph and torch.is_grad_enabled():
+            raise RoutingError(
+                f"a reentrant checkpoint ran the layer, so its losses ({', '.join(self._losses)}) have no gradient and"
+                " would train nothing; checkpoint with use_reentrant=False, or read them under torch.no_grad()"
+            )
+        self._are_losses_read = True
+        return self._losses
+
+    @losses.setter
+    def losses(self, losses: dict[str, Tensor]) -> None:
+        self._losses = losses
+
     def mean_of_forward(self) -> ExpertMean | None:
         """Return what reduces the gradients of experts in the backward of the current forward, if anything does."""
         return None
@@ -213,11 +234,27 @@ class MoELayer(nn.Module):
         return self.run_whole(x, routing) if self.schedule is None else self.schedule.run(self, x, routing)
 
     def _record(self, routing: Routing | SoftRouting) -> None:
-        self.losses = dict(routing.losses)
+        self._have_losses_no_graph = False
+        if routing.losses and self.training and self.gate.training and not torch.compiler.is_compiling():
+            self._check_losses(", ".join(routing.losses))
+        self._losses = dict(routing.losses)
         if isinstance(routing, Routing):
             self.load, self.num_dropped = routing.counts(), routing.num_dropped
         else:
             self.load, self.num_dropped = routing.slots().counts(), 0
+
+    def _check_losses(self, names: str) -> None:
+        """Warn of losses that train nothing, and note whether these can."""
+        self._have_losses_no_graph = runs_without_graph_first()
+        is_first = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1  # not a run in backward
+        if is_first and not self._are_losses_read:
+            warnings.warn(
+                f"a MoELayer runs again before anybody has read the losses of its last run ({names}), which train"
+                " nothing then; where one forward runs a layer several times, add up layer.losses after each, as in the"
+                " after_end of a hook",
+                stacklevel=2,
+            )
+        self._are_losses_read = not is_first
 
     def _call(self, place: str, flowing: T) -> T:
         for hook in self.hooks:
@@ -227,7 +264,7 @@ class MoELayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without tensors of the last forward: with a graph they can be neither copied nor pickled."""
-        return {**self.__dict__, "losses": {}, "load": None, "meanwhile": None}
+        return {**self.__dict__, "_losses": {}, "load": None, "meanwhile": None}
 
 
 @torch.compiler.disable

@@ -104,6 +104,11 @@ class FirstRuns:
         self._without_graph = 0
 
 
+def runs_without_graph_first() -> bool:
+    """Return whether this is a reentrant checkpoint's forward, which it will run again with gradients in backward."""
+    return not torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and _is_in_function()
+
+
 _APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 """What calls the forwards of Functions; no code of Python since torch 2.15."""
 

@@ -12,13 +12,15 @@ stack over all experts, [E, ...], a DTensor as those of fused experts are; `own_
 The code of a list of experts runs twice in each forward over processes. The first time every expert that it calls notes
 its rows and answers zeros. Then all rows travel to their experts at once, and the second time each answers what came
 back. So routing, capacities, weights and what is behind experts are the model's own code. Random numbers of the first
-run are drawn again in the second. Rows that depend on answers are refused.
+run are drawn again in the second, and what the code has noted in attributes (counts, losses that it adds up, lists) is
+set back in between. Rows that depend on answers are refused, as are experts to which rows beside a row matter.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -31,7 +33,7 @@ from torch.func import functional_call
 from laconic.errors import ConfigError, ModelError
 from laconic.moe.dispatch.staged import experts_of
 from laconic.moe.experts.grouped_mm import grouped_mm
-from laconic.moe.huggingface.drawn_dropout import GivenDropout, drawn, drops_in, num_columns, packed, unpacked
+from laconic.moe.huggingface.drawn_dropout import Dropping, GivenDropout, drawn, drops_in, num_columns, packed, unpacked
 from laconic.moe.huggingface.experts import FusedExperts
 from laconic.moe.huggingface.layer import ExpertsLayer
 from laconic.moe.huggingface.sharding import shard
@@ -42,6 +44,11 @@ Exchange = Callable[[Tensor, Tensor], Tensor]
 
 NUM_CHECKED_FORWARDS, CHECK_INTERVAL = 10, 50
 """On a GPU, where the host waits for it, the first forwards compare the rows of both runs, and then one in so many."""
+
+_ROW_WISE = set[tuple[object, ...]]()
+"""Kinds of experts that have been tried, see `ModulesApart._check_rows`."""
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes of all modules."""
 
 
 def find_apart(model: nn.Module) -> dict[str, list[str]]:
@@ -146,6 +153,12 @@ def check_apart(model: nn.Module, found: dict[str, list[str]], grid: Grid | None
             held = [key for key, value in vars(part).items() if "hook" in key and value and part is not module]
             held += ["a forward that was put there"] if "forward" in part.__dict__ else []
             held += [f"buffer {key}" for key, _ in part.named_buffers(recurse=False)]
+            is_run = bool([*part.parameters()])  # others stay modules of their own
+            held += (
+                [f"training {part.training}, other than the list"]
+                if part.training != module.training and is_run
+                else []
+            )
             held += ["an adapter"] if hasattr(part, "base_layer") else []
             held += ["shards"] if any(isinstance(p, DTensor) for p in part.parameters(recurse=False)) else []
             if held:
@@ -165,10 +178,13 @@ class ExpertsApart(FusedExperts):
         width: elements of a row, if it is known; columns behind them are bits of dropout.
     """
 
+    is_cut: bool
+    width: int | None
+
     def __init__(self, original: nn.Module, parameters: dict[str, nn.Parameter], number: int, is_cut: bool) -> None:
         super().__init__(original, parameters)
-        self.is_cut, self.num_global_experts = is_cut, number
-        self.width: int | None = None
+        # Around `__setattr__`: the original may have attributes of these names.
+        self.__dict__.update(is_cut=is_cut, num_global_experts=number, width=None)
         if not is_cut:
             self.num_experts = number
             self.__dict__["_behaviour"].__dict__["_parameters"] = self._parameters
@@ -270,7 +286,7 @@ class ModulesApart(ExpertsApart):
         )
         self._keys, self._inner, self._kept = keys, inner, [*kept]
         self.__dict__["_template"] = template
-        self._num_forwards = 0
+        self._num_forwards, self._tried = 0, set[bool]()
         stubs = {key: _ExpertStub(number, template, [*inner]) for number, key in enumerate(keys)}
         self.__dict__["_behaviour"].__dict__["_modules"] = {
             key: stubs.get(key, child) for key, child in original._modules.items()
@@ -339,15 +355,24 @@ class ModulesApart(ExpertsApart):
                 rows that depend on other experts.
         """
         like = _no_rows(*call, **kwargs)
-        self.width, self.rows_dtype = like.shape[1], like.dtype
+        self.__dict__["width"], self.__dict__["rows_dtype"] = like.shape[1], like.dtype
         template, asks = self.__dict__["_template"], list[tuple[int, Tensor]]()
         for part in template.modules():
             if [*part.parameters()] or [*part.children()]:  # the others are modules of this one
                 part.training = self.training
         drops = drops_in(template, like)
+        self._check_rows(like)
         num, kept = num_columns(drops, like.dtype), list[Tensor]()
 
+        modes = _modes(like)
+
         def note(number: int, rows: Tensor) -> Tensor:
+            if _modes(like) != modes:
+                raise ModelError(
+                    f"an expert is called with {_modes(like)}, but {type(self.__dict__['_behaviour']).__name__} itself"
+                    f" with {modes}, and over processes experts run by the latter; change it around the whole block, or"
+                    " call parallelize without a mesh"
+                )
             if rows.dim() != 2 or rows.shape[1] != like.shape[1] or rows.dtype != like.dtype:
                 raise ModelError(
                     f"an expert is called with {rows.dtype} {list(rows.shape)}, but over processes with rows"
@@ -360,7 +385,9 @@ class ModulesApart(ExpertsApart):
             return torch.zeros_like(rows)
 
         with torch.random.fork_rng([like.device] if like.is_cuda else [], device_type=like.device.type):
+            set_back = self._noted()
             self._run(note, *call, **kwargs)
+            set_back()
         sizes = [len(rows) for _, rows in asks]
         numbers = torch.tensor([number for number, _ in asks], dtype=torch.int64, device=like.device)
         rows = torch.cat([rows for _, rows in asks]) if asks else like
@@ -386,6 +413,62 @@ class ModulesApart(ExpertsApart):
 
         result = self._run(answer, *call, **kwargs)
         return result if asks else result + out.sum().to(result.dtype)  # for backward, which the others wait for
+
+    def _noted(self) -> Callable[[], None]:
+        """Return what sets attributes of the code that calls experts back to what they are now."""
+        parts = [
+            self.__dict__["_behaviour"],
+            *(part for key in self._kept for part in self.get_submodule(key).modules()),
+        ]
+        own = [{key for key in vars(part) if key not in _OF_MODULES} for part in parts]
+        backs = [{key: _set_back(vars(part)[key]) for key in keys} for part, keys in zip(parts, own, strict=True)]
+
+        def set_back() -> None:
+            for part, kept in zip(parts, backs, strict=True):
+                attributes = vars(part)
+                for key in [key for key in attributes if key not in kept and key not in _OF_MODULES]:
+                    del attributes[key]
+                attributes.update({key: back() for key, back in kept.items()})
+
+        return set_back
+
+    def _check_rows(self, like: Tensor) -> None:
+        """Refuse experts to which rows beside a row matter, by one with random parameters, which all processes try.
+
+        Raises:
+            ModelError: what an expert makes of a row depends on rows beside it, or on random numbers.
+        """
+        template = self.__dict__["_template"]
+        if template.training in self._tried:
+            return
+        self._tried.add(template.training)
+        if (kind := (like.shape[1], like.device, template.training, *_kind(template))) in _ROW_WISE:
+            return
+        generator = torch.Generator(like.device).manual_seed(0)
+
+        def some(*shape: int) -> Tensor:
+            made = torch.randn(shape, generator=generator, dtype=torch.float32, device=like.device)
+            return made / max(1, shape[-1]) ** 0.5
+
+        values, rows = {name: some(*p.shape) for name, p in template.named_parameters()}, some(3, like.shape[1])
+        try:
+            with (
+                torch.no_grad(),
+                torch.autocast(like.device.type, enabled=False),
+                torch.random.fork_rng([like.device] if like.is_cuda else [], device_type=like.device.type),
+                Dropping(lambda x, _: x),
+            ):
+                each = torch.cat([functional_call(template, values, (row,)) for row in rows.split(1)])
+                far = (functional_call(template, values, (rows,)) - each).abs().amax()
+        except Exception:  # foreign code may raise anything, and does so in the forward as well
+            return
+        if far > 3e-3 * each.abs().amax():
+            raise ModelError(
+                f"what an expert ({type(template).__name__}) makes of a row depends on the rows beside it, or on random"
+                " numbers other than dropout's, but over processes it gets rows of all of them at once; call"
+                " parallelize without a mesh"
+            )
+        _ROW_WISE.add(kind)
 
     def _run(self, ask: Callable[[int, Tensor], Tensor], *call: Any, **kwargs: Any) -> Any:
         """Run the original's code with experts that answer by `ask`."""
@@ -450,6 +533,42 @@ class ApartLayer(ExpertsLayer):
                 ' travels; take a lossless codec, as "auto", or set the experts\' dropout to 0'
             )
         return super().forward(rows, numbers[:, None], rows.new_ones(len(rows), 1))
+
+
+def _set_back(held: Any) -> Callable[[], Any]:
+    """Return what gives a value as it is now: containers and tensors as well, which may be changed in place."""
+    if isinstance(held, Tensor):
+        was, version = held.clone(), None if held.is_inference() else held._version
+
+        def tensor() -> Tensor:
+            if version is not None and held._version == version:
+                return held
+            return was if held.requires_grad else held.copy_(was)
+
+        return tensor
+    if type(held) not in (dict, defaultdict, Counter, list, set, deque):
+        return lambda: held
+    items = [*held.items()] if isinstance(held, dict) else [(one, one) for one in held]
+    backs = [(key, _set_back(value)) for key, value in items]
+
+    def container() -> Any:
+        held.clear()
+        if isinstance(held, dict):
+            held.update((key, back()) for key, back in backs)
+        else:
+            (held.update if isinstance(held, set) else held.extend)(back() for _, back in backs)
+        return held
+
+    return container
+
+
+def _modes(like: Tensor) -> str:
+    """Return what the code around a call decides of its numbers."""
+    kind = like.device.type
+    casts = torch.is_autocast_enabled(kind)
+    return f"gradients {'on' if torch.is_grad_enabled() else 'off'} and autocast" + (
+        f" to {torch.get_autocast_dtype(kind)}" if casts else " off"
+    )
 
 
 def _no_rows(*call: Any, **kwargs: Any) -> Tensor:

@@ -71,10 +71,15 @@ class FusedExperts(Experts):
         self.__dict__["_behaviour"] = behaviour
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, also for the original's gating, which may read it."""
-        super().__setattr__(name, value)
-        if name in self._of_gating():
-            self._of_gating()[name] = value
+        """Set an attribute, also for the original's gating, which may read it; one that is not ours only there."""
+        gating = self._of_gating()
+        is_ours = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+        is_ours = is_ours or isinstance(value, nn.Module | nn.Parameter)
+        is_ours = is_ours or not gating or name in self._modules or name in self._parameters
+        if is_ours:
+            super().__setattr__(name, value)
+        if name in gating or not is_ours:
+            gating[name] = value
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute, also a public one that only the original has."""

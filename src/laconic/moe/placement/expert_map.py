@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,11 +27,12 @@ class Placement(nn.Module):
 
     State dicts are in logical order, so the placement is not part of them: taking one while experts are elsewhere
     raises CheckpointError (`ExpertMover.logical_order` moves them home for a while), and loading one makes the
-    placement the identity again.
+    placement the identity again, if it has the experts; one without leaves them where they are.
 
     Attributes:
         slots: int64 [E], a permutation; not saved.
         copies: of hot experts on further ranks; not saved. None: there are none.
+        num_loads: times that loaded weights have brought experts home from elsewhere.
     """
 
     slots: Tensor
@@ -39,8 +41,9 @@ class Placement(nn.Module):
         super().__init__()
         self.register_buffer("slots", torch.arange(num_experts, device=device), persistent=False)
         self.copies: ExpertCopies | None = None
-        self.register_state_dict_pre_hook(_refuse_unless_home)
-        self.register_load_state_dict_post_hook(_go_home)
+        self.num_loads = 0
+        self._is_bound = False
+        self.register_state_dict_pre_hook(self._refuse_unless_home)
 
     @property
     def num_experts(self) -> int:
@@ -66,6 +69,35 @@ class Placement(nn.Module):
         self.slots.copy_(slots)
         if self.copies is not None:
             self.copies = self.copies.at(self.slots.tolist())
+
+    def bind(self, experts: nn.Module) -> None:
+        """Watch the state dicts of the experts whose slots these are."""
+        if not self._is_bound:
+            self._is_bound = True
+            experts.register_state_dict_pre_hook(self._refuse_unless_home)
+            experts.register_load_state_dict_pre_hook(self._go_home)
+
+    def _refuse_unless_home(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not self.is_identity:
+            raise CheckpointError(
+                f"the experts of {prefix.rstrip('.') or 'this layer'} have changed places, but a state dict has them in"
+                " logical order; take it inside of ExpertMover.logical_order()"
+            )
+
+    def _go_home(self, experts: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        names = [prefix + name for name, _ in experts.named_parameters()]
+        given = [name for name in names if name in state]
+        if not given or self.is_identity:
+            return
+        if len(given) < len(names):
+            rest[-1].append(
+                f"a state dict has {', '.join(given)} without {', '.join(sorted({*names} - {*given}))}, but the experts"
+                " have changed places, and the two would be of different ones; load it inside of"
+                " ExpertMover.logical_order()"
+            )
+            return
+        self.num_loads += 1
+        self.put(torch.arange(self.num_experts, device="cpu"))
 
     def swapped(self, a: int, b: int) -> Tensor:
         """Return the slots, int64 [E], after exchanging experts a and b (logical).
@@ -111,18 +143,5 @@ def placement_of(layer: MoELayer, number: int) -> Placement:
             f"layer {number} has the placement {layer.placement!r}, but experts that move need a laconic.moe.Placement;"
             " leave it out"
         )
+    layer.placement.bind(layer.experts)
     return layer.placement
-
-
-def _refuse_unless_home(placement: nn.Module, prefix: str, keep_vars: bool) -> None:
-    assert isinstance(placement, Placement)
-    if not placement.is_identity:
-        raise CheckpointError(
-            f"the experts of {prefix.rstrip('.') or 'this layer'} have changed places, but a state dict has them in"
-            " logical order; take it inside of ExpertMover.logical_order()"
-        )
-
-
-def _go_home(placement: nn.Module, incompatible_keys: Any) -> None:
-    assert isinstance(placement, Placement)
-    placement.put(torch.arange(placement.num_experts, device="cpu"))

@@ -25,9 +25,9 @@ from laconic.collectives.engine.handshake import difference_in_group
 from laconic.collectives.runtime import torch_compat
 from laconic.collectives.runtime.failure_diagnosis import losses_named
 from laconic.collectives.runtime.group_facts import registered_ranks
-from laconic.errors import ConfigError
+from laconic.errors import CheckpointError, ConfigError
 from laconic.formats import quantized_gradient
-from laconic.formats.shards import local_part
+from laconic.formats.shards import has_inner_tensors, local_part
 from laconic.moe.dispatch.staged import experts_of, experts_per_rank
 from laconic.moe.layer import MoELayer
 from laconic.moe.placement.expert_map import Placement, placement_of
@@ -55,7 +55,8 @@ class ExpertMover:
             dimension of the local experts.
         group: the expert-parallel group, `Grid.ep`; None for a single process.
         optimizers: those that have the experts' parameters. Tensors of their state move along and must begin with that
-            dimension too; scalars such as the number of steps must be the same on all ranks.
+            dimension too; scalars such as the number of steps must be the same on all ranks. While experts are
+            elsewhere their state dicts are refused, as the model's are.
         replicas: the ranks with the same experts, `Grid.edp`, whose gradients are added: they have to move alike.
 
     Raises:
@@ -82,6 +83,13 @@ class ExpertMover:
                     " at least one each"
                 )
             self._tensors(number)
+        self._loads = {id(one): self._num_loads() for one in self.optimizers}
+        """Loads of weights by which experts had gone home when the optimizer's state was loaded or taken over."""
+        for one in self.optimizers:
+            one.register_state_dict_pre_hook(self._refuse_unless_home)
+            one.register_load_state_dict_pre_hook(self._refuse_unless_home)
+            one.register_load_state_dict_post_hook(self._note_load)
+            one.register_step_pre_hook(self._refuse_state_of_others)
 
     def placement(self, number: int) -> Placement:
         """Return the placement of layer `number`."""
@@ -162,6 +170,31 @@ class ExpertMover:
         yield
         self.move(before)
 
+    # --- state dicts of optimizers ---
+
+    def _num_loads(self) -> int:
+        return sum(self.placement(number).num_loads for number in range(len(self.layers)))
+
+    def _refuse_unless_home(self, optimizer: Optimizer, *_: Any) -> None:
+        if not all(self.placement(number).is_identity for number in range(len(self.layers))):
+            raise CheckpointError(
+                f"experts have changed places, and the state of {type(optimizer).__name__} with them, but a state dict"
+                " has them in logical order; take it, or load it, inside of ExpertMover.logical_order(), or load the"
+                " model's first"
+            )
+
+    def _note_load(self, optimizer: Optimizer) -> None:
+        self._loads[id(optimizer)] = self._num_loads()
+
+    def _refuse_state_of_others(self, optimizer: Optimizer, *_: Any) -> None:
+        experts = [p for layer in self.layers for p in layer.experts.parameters()]
+        if self._loads[id(optimizer)] == self._num_loads() or not any(optimizer.state.get(p) for p in experts):
+            return
+        raise CheckpointError(
+            "weights were loaded while experts had changed places, so they are in logical order again, but the state of"
+            f" {type(optimizer).__name__} is that of other experts; load its state dict as well, or clear its state"
+        )
+
     # --- tensors to move ---
 
     def _per_rank(self, number: int) -> int:
@@ -181,6 +214,12 @@ class ExpertMover:
             if parameter.grad is not None:
                 found[f"{name}.grad"] = parameter.grad
             for key, value in self._state(parameter).items():
+                if not _is_known(value):
+                    raise ConfigError(
+                        f"{key} of the optimizer's state of {name} in layer {number} is a {type(value).__name__}, which"
+                        " cannot be split by expert, so it would stay behind; take an optimizer whose state is plain"
+                        " tensors and numbers, as torch.optim.AdamW and laconic.optim.AdamW8bit"
+                    )
                 if isinstance(value, Tensor) and value.dim() > 0 and value.numel() != 1:
                     found[f"{name}.{key}"] = value
         local = len(experts_of(self._rank, self.placement(number).num_experts, self._world))
@@ -197,7 +236,8 @@ class ExpertMover:
         return parts
 
     def _state(self, parameter: Tensor) -> dict[str, Any]:
-        return next((one.state[parameter] for one in self.optimizers if parameter in one.state), {})
+        states = [one.state[parameter] for one in self.optimizers if parameter in one.state]
+        return {f"{key} {i}" if i else key: value for i, state in enumerate(states) for key, value in state.items()}
 
     def _scalars(self, number: int) -> dict[str, float]:
         """Return the state that all experts of a parameter share, such as its number of steps."""
@@ -303,3 +343,10 @@ class ExpertMover:
 def _copy(target: Tensor, piece: Tensor) -> Callable[[], object]:
     # Cloned: a view of bytes as numbers needs an aligned start.
     return lambda: target.copy_(piece.clone().view(target.dtype).view(target.shape))
+
+
+def _is_known(value: Any) -> bool:
+    """Return whether state of an optimizer is plain tensors and numbers, which can move."""
+    if isinstance(value, Tensor):
+        return not has_inner_tensors(value)
+    return value is None or isinstance(value, bool | int | float | str)

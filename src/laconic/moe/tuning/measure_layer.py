@@ -79,7 +79,8 @@ def benchmark_candidates(
     if routing is not None:
         weights = routing.weights.detach().clone().requires_grad_()
         routing, wanted = replace(routing, weights=weights), [*wanted, weights]
-    left = layer.hooks, layer.losses, layer.load, layer.num_dropped
+    with torch.no_grad():  # which may read losses that have no graph
+        left = layer.hooks, layer.losses, layer.load, layer.num_dropped
 
     def forward(install: Callable[[], None]) -> Tensor:
         install()
