@@ -870,10 +870,30 @@ def test_200_requests_at_random_times_get_their_own_answers(engine: FakeEngine, 
         ("allowed_origins", ["https://me@a.example"]),
         ("allowed_origins", ["a.example"]),
         ("allowed_origins", ["https://"]),
+        ("allowed_origins", [8080]),
+        ("allowed_origins", ["https://*.example.com"]),
+        ("allowed_origins", ["http://localhost:"]),
+        ("allowed_origins", ["http://a\\b"]),
+        ("allowed_origins", ["https://exämple.com"]),
+        ("allowed_origins", ["https://a b"]),
+        ("allowed_origins", ["https://a%41"]),
+        ("allowed_origins", ["https://a?b"]),
+        ("allowed_origins", ["https://a#b"]),
+        ("allowed_origins", ["https://a.example:08080"]),
+        ("allowed_origins", ["https://a.example:0"]),
+        ("allowed_origins", ["https://a.example:65536"]),
+        ("allowed_origins", ["http://127.1"]),
+        ("allowed_origins", ["http://[0:0::1]"]),
+        ("allowed_origins", ["http://[::1"]),
+        ("allowed_origins", ["http://::1"]),
+        ("allowed_origins", ["*://a.example"]),
+        ("allowed_origins", ["https://a.example\n"]),
     ],
 )
 def test_settings_that_break_a_rule_are_refused(name: str, value: Any) -> None:
     origins = ("*", "null", "https://a.example", "http://a.example:8080", "http://[::1]:3000", "app://obsidian.md")
+    origins += ("http://localhost", "http://127.0.0.1:5173", "https://xn--exmple-cua.com", "https://a_b.example.")
+    origins += ("chrome-extension://abcdefghijklmnop", "moz-extension://5c4a9d2e-0000", "https://a.example:65535")
     ServerSettings(MODEL, allowed_origins=origins)
     with pytest.raises(ConfigError, match=f"^{name} "):
         ServerSettings(**{"model_name": MODEL, name: value})

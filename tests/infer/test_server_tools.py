@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -260,6 +261,9 @@ def test_choices_of_tools(engine: FakeEngine, client: openai.OpenAI, tokenizer: 
         (None, '{"type": "object", "properties": {}, "additionalProperties": false}'),
         ({}, '{"type": "object"}'),
         ({"properties": {"a": {}}}, '{"type": "object", "properties": {"a": {}}}'),
+        ({"type": ["object"]}, '{"type": "object"}'),
+        ({"type": ["null", "object"]}, '{"type": "object"}'),
+        ({"anyOf": [{"type": "string"}, {}]}, '{"type": "object", "anyOf": [{"type": "string"}, {}]}'),
     ],
 )
 def test_arguments_are_an_object_of_the_schema_that_was_given(
@@ -276,6 +280,55 @@ def test_arguments_are_an_object_of_the_schema_that_was_given(
     client.chat.completions.create(model=MODEL, messages=USER, tools=[tool], tool_choice=named)
     assert f"%json {grammar}" in asked[0].grammar
     assert grammar in asked[1].grammar
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"type": ["object", "null"], "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+        {"anyOf": [{"type": "string"}, {"properties": {"a": {"type": "integer"}}, "required": ["a"]}]},
+        {"oneOf": [{"type": "string"}, {"properties": {"a": {"type": "integer"}}, "required": ["a"]}]},
+        {"allOf": [{"properties": {"a": {"type": "integer"}}, "required": ["a"]}]},
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "$ref": "#/definitions/f",
+            "definitions": {"f": {"properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+        },
+    ],
+)
+def test_arguments_are_an_object_whatever_the_schema_leaves_open(
+    engine: FakeEngine, client: openai.OpenAI, given: Any
+) -> None:
+    llguidance = pytest.importorskip("llguidance")
+    asked = engine.says("{}")
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": given}}
+    named: Any = {"type": "function", "function": {"name": "f"}}
+    client.chat.completions.create(model=MODEL, messages=USER, tools=[tool], tool_choice=named)
+    follows = {}
+    for text in ('{"a": 1}', '{"a": "1"}', '{"b": 1}', '"a"', "null", "1", "[]"):
+        matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), asked[0].grammar)
+        follows[text] = matcher.try_consume_tokens(list(text.encode())) == len(text) and matcher.is_accepting()
+    assert [text for text, whole in follows.items() if whole] == ['{"a": 1}']
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", [{"type": "function", "function": {"name": "add"}}, "required"])
+def test_a_clients_stop_strings_cut_no_call_that_must_come(
+    engine: FakeEngine, client: openai.OpenAI, choice: Any, stream: bool
+) -> None:
+    pytest.importorskip("llguidance")
+    arguments = '{"a": 5, "b": 6}'
+    engine.says(arguments if choice != "required" else f'[{{"name": "add", "parameters": {arguments}}}]')
+    ask: dict[str, Any] = {"model": MODEL, "messages": USER, "tools": [ADD], "stop": [", ", "}"]}
+    done: Any = client.chat.completions.create(**ask, tool_choice=choice, stream=stream)
+    parts = [each.choices[0] for each in done] if stream else done.choices
+    calls = [call for part in parts for call in (part.delta if stream else part.message).tool_calls or ()]
+    assert "".join(call.function.arguments for call in calls) == arguments
+    assert parts[-1].finish_reason == "tool_calls"
+    text: Any = client.chat.completions.create(**ask, tool_choice="none").choices[0].message.content
+    assert (
+        text == (arguments if choice != "required" else f'[{{"name": "add", "parameters": {arguments}').split(", ")[0]
+    )
 
 
 def test_the_models_stop_strings_cut_no_call(
@@ -304,7 +357,6 @@ def test_the_models_stop_strings_cut_no_call(
         ({"tools": [ADD, ADD]}, "tools", "a name twice"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "must be 'function'"),
         ({"tools": [ADD], "response_format": {"type": "json_object"}}, "response_format", "tool_choice 'none'"),
-        ({"tools": [ADD], "tool_choice": "required", "stop": ["}"]}, "stop", "stop is given with tool_choice"),
         ({"tools": [ADD], "tool_choice": "required", "stop_token_ids": [9]}, "stop_token_ids", "leave stop_token_ids"),
         (
             {"tools": [ADD], "tool_choice": "required", "guided_regex": "a"},
@@ -317,15 +369,34 @@ def test_the_models_stop_strings_cut_no_call(
                 "tool_choice": "required",
             },
             "tools",
-            "'f' has the type 'array', but arguments are an object",
+            "parameters of the tool 'f' have the type 'array', but arguments are an object",
+        ),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": ["null", "array"]}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+            r"'f' have the type \['null', 'array'\], but arguments are an object",
+        ),
+        (
+            {
+                "tools": [
+                    ADD,
+                    {"type": "function", "function": {"name": "f", "parameters": {"anyOf": [{"type": "string"}]}}},
+                ],
+                "tool_choice": "required",
+            },
+            "tools",
+            "parameters of the tool 'f' are no schema that arguments, which are an object, can follow: .*Unsatisfiable",
         ),
         (
             {
                 "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": 1}}}}],
                 "tool_choice": "required",
             },
-            "tool_choice",
-            "tool_choice is no grammar",
+            "tools",
+            "parameters of the tool 'f' are no schema that arguments",
         ),
         (
             {"messages": [{"role": "tool", "content": "x"}]},
@@ -356,6 +427,14 @@ def test_bad_tools_are_refused_by_name(client: openai.OpenAI, fields: Any, param
     with pytest.raises(openai.BadRequestError, match=message) as refused:
         client.chat.completions.create(model=MODEL, messages=USER, extra_body=fields)
     assert refused.value.param == param
+
+
+def test_a_missing_package_is_no_fault_of_the_parameters(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(openai.BadRequestError, match="tool_choice is no grammar: answers by a grammar need llguidance"):
+        client.chat.completions.create(model=MODEL, messages=USER, tools=[ADD], tool_choice="required")
 
 
 @pytest.mark.parametrize(

@@ -171,8 +171,12 @@ def test_bits_stay_those_of_the_optimizer() -> None:
     for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert twin.bits == 4
     assert optimizer.state_dict()["param_groups"][0]["moment_bits"] == 4
-    # Groups of another optimizer bring no states along
-    assert AdamW8bit(optimizer.param_groups).param_groups[0]["moment_bits"] == 8
+    # Groups of another optimizer bring no states along, and keep its bits
+    assert "moment_bits" not in AdamW8bit(optimizer.param_groups).param_groups[0]
+    assert optimizer.param_groups[0]["moment_bits"] == 4
+    eight = AdamW8bit([parameter(3)])
+    assert AdamW4bit(eight.param_groups).param_groups[0]["moment_bits"] == 4
+    assert "moment_bits" not in eight.param_groups[0]
     assert AdamW4bit([parameter(3)]).bits == 4
     with pytest.raises(ConfigError, match="bits is 4 in a parameter group, but it is the same for all groups"):
         AdamW8bit([{"params": [p], "bits": 4}])

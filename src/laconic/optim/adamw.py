@@ -57,7 +57,7 @@ class AdamW8bit(torch.optim.Optimizer):
         min_8bit_numel: parameters with fewer elements keep fp32 moments. So do vectors of less than 2**20 elements
             (norms, biases) and parameters with less than 16 elements per index of their first dimension.
         bits: of a moment, 8 or 4, for all groups; it is no option of a group, and no state dict changes it. Groups
-            name it in "moment_bits", so that a state that is loaded tells of which bits its codes are.
+            of 4 bits say so in "moment_bits", so that a state that is loaded tells of which bits its codes are.
 
     Raises:
         ConfigError: a hyperparameter is out of range.
@@ -117,10 +117,17 @@ class AdamW8bit(torch.optim.Optimizer):
             )
         _check_group({**self.defaults, **param_group})
         _check_refused(param_group)
+        if self.bits != 8 or BITS_OF_STATES in param_group:
+            param_group = {**param_group}  # it may be another optimizer's, whose bits stay
+            self._name_bits(param_group)
         super().add_param_group(param_group)
-        self.param_groups[-1][BITS_OF_STATES] = self.bits
         if self._updates_in_backward:
             self._hook_on(len(self.param_groups) - 1)
+
+    def _name_bits(self, group: dict[str, Any]) -> None:
+        group.pop(BITS_OF_STATES, None)
+        if self.bits != 8:
+            group[BITS_OF_STATES] = self.bits
 
     def update_in_backward(self) -> None:
         """From now on, update a parameter in backward, as soon as it has its gradient, and let go of the gradient.
@@ -284,7 +291,7 @@ class AdamW8bit(torch.optim.Optimizer):
         for group in self.param_groups:
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
-            group[BITS_OF_STATES] = self.bits
+            self._name_bits(group)
             # Steps before have had the betas that were saved, whatever the host gives to those that come.
             group.setdefault(BETAS_SEEN, widened(None, *map(_number, group["betas"])))
 

@@ -37,6 +37,7 @@ from laconic.optim.moments import (
     quantize_moment,
     rows_of,
     state_bits,
+    unnamed_state_bits,
 )
 from laconic.options import MOMENT_BLOCK_SIZES, takes
 
@@ -197,7 +198,7 @@ def converted(optimizer: AdamW8bit, state_dict: dict[str, Any]) -> dict[str, Any
 def _from_other_bits(optimizer: AdamW8bit, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict of AdamW8bit with the optimizer's bits: moments in others are rounded to these.
 
-    Groups name the bits of their states; where a host has left that out, the shape of the codes tells them.
+    Groups of 4 bits name them; where a host has left that out, shapes tell them, or the state is refused.
     """
     states = dict(state_dict["state"])
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):  # torch checks them
@@ -209,10 +210,10 @@ def _from_other_bits(optimizer: AdamW8bit, state_dict: dict[str, Any]) -> dict[s
             state = states.get(key)
             if not state or not is_coded(state):
                 continue
-            bits = named or state_bits(state, parameter)
+            name = parameter_name(optimizer, group, index)
+            bits = named or unnamed_state_bits(name, state, parameter)
             if bits == optimizer.bits:
                 continue
-            name = parameter_name(optimizer, group, index)
             check_state(name, parameter, state, group["min_8bit_numel"], bits)
             fresh = new_state(parameter, 0, optimizer.bits)
             for moment in MOMENTS:
@@ -344,7 +345,9 @@ def _convert(
     states: dict[Any, dict[str, Any]] = {}
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         options = {name: value for name, value in saved.items() if name not in ignored}
-        groups.append({"maximize": False, "min_8bit_numel": group["min_8bit_numel"]} | options)
+        groups.append(
+            {"maximize": False, "min_8bit_numel": group["min_8bit_numel"]} | options | {BITS_OF_STATES: optimizer.bits}
+        )
         for name, parameter, key in _parameters(optimizer, group, saved):
             state = state_dict["state"].get(key)
             if not state:

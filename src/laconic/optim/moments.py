@@ -30,8 +30,8 @@ MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """Adam's moments by their names in a state, and whether each has a sign. In codes, <name>_codes and <name>_scales."""
 
 BITS_OF_STATES = "moment_bits"
-"""What names, in a saved group, the bits of its states: with short rows, codes of 4 bits have the shape of those of 8
-bits of a parameter half as wide."""
+"""What names, in a group, that its states are of 4 bits: with short rows their codes have the shape of those of 8 bits
+of a parameter half as wide. Groups of 8 bits have no such name, as states that were saved before there was one."""
 
 # Shorter rows would spend more on scales than they save; only depthwise convolutions and the like have them.
 _MIN_ROW_LENGTH = 16
@@ -69,6 +69,24 @@ def is_coded(state: Mapping[str, Any]) -> bool:
 def state_bits(state: Mapping[str, Any], parameter: Tensor) -> int:
     """Of a code of a state that holds codes: in 8 bits they have the parameter's shape, in 4 bits one of their own."""
     return 8 if state["exp_avg_codes"].shape == parameter.shape else 4
+
+
+def unnamed_state_bits(name: str, state: Mapping[str, Any], parameter: Tensor) -> int:
+    """`state_bits` of a state whose group names none: 8, unless shapes alone say 4.
+
+    Raises:
+        FormatError: its shapes are those of both; the message calls the parameter `name`.
+    """
+    if state["exp_avg_codes"].shape != _shape_kept(parameter, "exp_avg_codes", 4):
+        return 8
+    if (bits := state_bits(state, parameter)) == 4 and max(_parts_of_row(parameter)) <= MOMENT_BLOCK_SIZES[4]:
+        raise FormatError(
+            f"the state of {name} has codes of shape {tuple(state['exp_avg_codes'].shape)}: 4-bit moments of this"
+            " parameter, or 8-bit moments of one half as wide; if it is of an AdamW4bit, set"
+            f" {BITS_OF_STATES!r} to 4 in the state's param_groups, which a flattened optimizer state dict of"
+            " torch.distributed.checkpoint loses for an optimizer of 8 bits"
+        )
+    return bits
 
 
 def new_state(parameter: Tensor, min_8bit_numel: int, bits: int = 8) -> dict[str, Any]:

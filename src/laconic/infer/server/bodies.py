@@ -255,6 +255,11 @@ class ChatBody(RequestBody):
         """The tools that the model may call; none with tool_choice "none"."""
         return [] if self.tool_choice == "none" else self.tools or []
 
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer is calls alone, or the arguments of one."""
+        return self.tool_choice not in (None, "auto", "none")
+
 
 class TokenizeBody(Strict):
     """Body of /tokenize, as vLLM has it.

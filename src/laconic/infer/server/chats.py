@@ -97,6 +97,8 @@ class Chats:
         most = min(self._answers.max_tokens, self._engine.cache_tokens // (body.n or 1))
         longest = self._engine.answer_defaults.longest_answer(len(prompt), most)
         longest = body.longest_answer or min(longest, self._settings.default_max_tokens or longest)
+        if body.must_call:  # stop is of texts: clients send it with every request, and it would cut the arguments
+            body = body.model_copy(update={"stop": None})
         return await self._answers.give(request, body, field, [prompt], longest, reply, grammar)
 
     def _check_template(self) -> None:

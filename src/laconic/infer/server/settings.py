@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from laconic.errors import ConfigError
 from laconic.infer.server.tool_calls import PARSERS
@@ -60,8 +61,9 @@ class ServerSettings:
         for origin in self.allowed_origins:
             if origin not in ("*", "null") and not _is_origin(origin):
                 raise ConfigError(
-                    f"allowed_origins has {origin!r}, which no browser sends; give scheme://host, or scheme://host:port"
-                    " if the port is not the scheme's own, in small letters and without a path"
+                    f"allowed_origins has {origin!r}, which no browser sends; list each origin, without patterns, as"
+                    " scheme://host, or scheme://host:port if the port is not the scheme's own, in small letters and"
+                    " without a path; a host with other letters than ASCII in punycode (xn--...)"
                 )
         self._check_least("max_waiting", 0)
         for name in (
@@ -80,14 +82,22 @@ class ServerSettings:
             raise ConfigError(f"{name} is {value!r}, but it must be a whole number of at least {least}")
 
 
-def _is_origin(text: str) -> bool:
+_ORIGIN = re.compile(
+    r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>\[[0-9a-f:]+\]|[a-z0-9!$&'()+,;=_~.-]+)(:(?P<port>[1-9][0-9]{0,4}))?"
+)
+
+
+def _is_origin(text: object) -> bool:
     """Return whether a browser may send a text as Origin: letter by letter, as it is compared."""
+    found = _ORIGIN.fullmatch(text) if isinstance(text, str) else None
+    if found is None:
+        return False
+    scheme, host, port = found["scheme"], found["host"], int(found["port"] or 0)
+    if port > 65535 or (port and port == {"http": 80, "https": 443}.get(scheme)):
+        return False
+    if scheme not in ("http", "https") or not (host[0] == "[" or host.split(".")[-1].isdigit()):
+        return True
     try:
-        parts = urlsplit(text)
-        port = parts.port
+        return str(ipaddress.ip_address(host.strip("[]"))) == host.strip("[]")  # browsers write one form of each
     except ValueError:
         return False
-    host = parts.netloc if port is None else parts.netloc.removesuffix(f":{port}")
-    if port is not None and port == {"http": 80, "https": 443}.get(parts.scheme):
-        return False
-    return bool(host) and text == f"{parts.scheme}://{parts.netloc}".lower() and not {*host} & {*"@/ "}

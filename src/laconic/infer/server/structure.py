@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from typing import Any
 
 from laconic.errors import ConfigError
@@ -34,7 +35,7 @@ def grammar_of(body: RequestBody, engine: TokenEngine, format_field: str = "resp
     field, kind, value = asked[0]
     if len(asked) > 1:
         raise Refusal(400, f"{field} and {asked[1][0]} are both given, but an answer follows one; give one", field)
-    of_calls = ("stop", "stop_token_ids") if field == "tool_choice" else ()  # a cut call would pass for a whole one
+    of_calls = ("stop_token_ids",) if field == "tool_choice" else ()  # a cut call would pass for a whole one
     for name in ("ignore_eos", "min_tokens", *of_calls):
         if getattr(body, name):
             raise Refusal(
@@ -59,6 +60,8 @@ def grammar_of(body: RequestBody, engine: TokenEngine, format_field: str = "resp
     try:
         return make_grammar(kind, value)
     except ConfigError as error:
+        if field == "tool_choice" and find_spec("llguidance"):
+            _check_parameters(body)
         raise Refusal(400, f"{field} is no grammar: {error}", field) from error
 
 
@@ -102,12 +105,11 @@ def _given(prefix: str, schema: Any, regex: str | None, choice: list[str] | None
 
 def _tools(body: RequestBody) -> list[_Asked]:
     """Return the grammar of calls that must come: arguments of one function, or a list of calls."""
-    if not isinstance(body, ChatBody) or body.tool_choice in (None, "auto", "none"):
+    if not isinstance(body, ChatBody) or not body.must_call:
         return []
-    tools = body.tools or []
+    tools = _tools_to_call(body)
     if isinstance(body.tool_choice, NamedTool):
-        (named,) = [tool for tool in tools if tool.function.name == body.tool_choice.name]
-        return [("tool_choice", "json_schema", _parameters(named))]
+        return [("tool_choice", "json_schema", _parameters(tools[0]))]
     more = "" if body.parallel_tool_calls is False else ' ("," call)*'
     lines = [f'start: "[" call{more} "]"', "call: " + " | ".join(f"call{place}" for place in range(len(tools)))]
     for place, tool in enumerate(tools):
@@ -118,16 +120,38 @@ def _tools(body: RequestBody) -> list[_Asked]:
     return [("tool_choice", "lark", "\n".join(lines))]
 
 
+def _tools_to_call(body: ChatBody) -> list[Tool]:
+    """Return the tools of which a call must come."""
+    choice, tools = body.tool_choice, body.tools or []
+    return [tool for tool in tools if not isinstance(choice, NamedTool) or tool.function.name == choice.name]
+
+
 def _parameters(tool: Tool) -> dict[str, Any]:
     """Return the schema of a function's arguments, which are an object also where its own schema leaves that open."""
     given = tool.function.parameters
     if given is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    if (kind := given.get("type", "object")) != "object":
+    kind = given.get("type", "object")
+    if "object" not in (kind if isinstance(kind, list) else [kind]):
         raise Refusal(
             400,
-            f"parameters of the tool {tool.function.name!r} has the type {kind!r}, but arguments are an object; give"
+            f"parameters of the tool {tool.function.name!r} have the type {kind!r}, but arguments are an object; give"
             " the type 'object'",
             "tools",
         )
-    return given if given.keys() & {"$ref", "anyOf", "oneOf", "allOf"} else _ANY_OBJECT | given
+    return _ANY_OBJECT | given | _ANY_OBJECT  # the type in front, where a schema names none
+
+
+def _check_parameters(body: RequestBody) -> None:
+    """Refuse the tool whose parameters are no grammar of arguments; compiling them again is for an error alone."""
+    assert isinstance(body, ChatBody)
+    for tool in _tools_to_call(body):
+        try:
+            make_grammar("json_schema", _parameters(tool))
+        except ConfigError as error:
+            raise Refusal(
+                400,
+                f"parameters of the tool {tool.function.name!r} are no schema that arguments, which are an object, can"
+                f" follow: {error}; mend them, or give tool_choice 'auto', which follows no schema",
+                "tools",
+            ) from error
