@@ -137,6 +137,29 @@ def test_what_torchrun_decides_has_no_effect_and_is_said(
         assert re.findall(r"laconic: (.*) has no effect: RANK is set", capsys.readouterr().err) == expected
 
 
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"eval_every": 1, "data.validation_fraction": 0.0}, ["eval_every = 1"]),
+        ({"eval_every": 1, "eval_sequences": 0, "data.validation_fraction": 0.25}, ["eval_every = 1"]),
+        ({"eval_every": 1, "data.validation_fraction": 0.25}, []),
+        ({"eval_every": 0, "data.validation_fraction": 0.0}, []),
+        (
+            {"task": "instruction-tuning", "data.validation_fraction": 0.25, "eval_every": 1},
+            ["eval_every = 1", "data.validation_fraction = 0.25"],
+        ),
+    ],
+)
+def test_validation_that_cannot_be_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, Any], expected: list[str]
+) -> None:
+    if "task" in changed:
+        (tmp_path / "one.jsonl").write_text('{"prompt": "one ", "completion": "example"}\n', encoding="utf-8")
+        changed = {**changed, "data.paths": [str(tmp_path / "one.jsonl")]}
+    assert launch(tiny_config(tmp_path, "run", {"steps": 1, "nproc": 1, "eval_sequences": 2, **changed})) == 0
+    assert re.findall(r"laconic: (.*) has no effect: th", capsys.readouterr().err) == expected
+
+
 def test_one_process_says_what_has_no_effect_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(tiny_config(tmp_path, "run", {"steps": 1, "zip": "on", "gradients.reduce": "q8"})) == 0
     said = re.findall(r"laconic: (.*) has no effect: this run is one process", capsys.readouterr().err)
