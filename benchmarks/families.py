@@ -2,7 +2,7 @@
 
 python -m benchmarks.families --out docs/families.md
 python -m benchmarks.families --only llama bert vit      # some of its rows
-python -m benchmarks.families --only llama --out docs/families.md      # which replaces these rows of the file
+python -m benchmarks.families --only llama --out docs/families.md      # which replaces or adds these rows of the file
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import random
+import re
 import sys
 import textwrap
 import warnings
@@ -188,6 +189,7 @@ _HEADER = (
     "sites",
     "left exact, share of what is kept",
 )
+_MISSING, _MISSING_HEADER = "Families without a row", ("family", "why")
 _ABOUT = """# Hugging Face families
 
 `compress_activations` on every family of transformers {version} that its auto classes list for language models, vision
@@ -248,24 +250,50 @@ def page(rows: Sequence[Row]) -> str:
         measured = [row for row in rows if row.family.kind == kind and not row.problem]
         tables.append(Table(title, _HEADER, [cells(row) for row in measured]).render())
     missing = [(row.family.name, row.problem) for row in rows if row.problem]
-    tables.append(Table("Families without a row", ("family", "why"), missing).render())
+    tables.append(Table(_MISSING, _MISSING_HEADER, missing).render())
     return "\n".join([about, *tables]).rstrip() + "\n"
 
 
 def with_rows(text: str, rows: Sequence[Row]) -> str:
-    """A page with some of its rows measured again; the sentences above the tables stay.
+    """A page with some of its rows measured again, or with new ones; the sentence that counts rows follows.
 
     Raises:
-        ValueError: the page has no such row, or the sentences above no longer hold.
+        ValueError: the page is of another transformers, or not one that `page` made.
     """
-    shown = rows_of(text)
+    if f"transformers {transformers.__version__} " not in text:
+        raise ValueError(f"the page is not of transformers {transformers.__version__}; measure all of it")
+    about, *sections = re.split(r"^## ", text, flags=re.MULTILINE)
+    kinds = {title: kind for kind, title in KINDS.items()}
+    kind_of = {family.name: family.kind for family in families()}
+    lines: dict[str, tuple[str, str]] = {}  # by family: the title of its table, and its line there
+    shown: dict[str, Row] = {}
+    for section in sections:
+        title = section.partition("\n")[0]
+        for name, cell_of in rows_of(section).items():
+            (line,) = [line for line in section.splitlines() if line.startswith(f"| {name} |")]
+            lines[name] = title, line
+            kind = kinds.get(title) or kind_of.get(name, "")
+            bits, kept = cell_of.get("forward bits", ""), cell_of.get("kept, bytes", "0 -> 0")
+            before, after = (int(number) for number in kept.replace(",", "").split(" -> "))
+            family = Family(name, kind, ())
+            shown[name] = Row(family, cell_of.get("why", ""), bits=bits, before_nbytes=before, after_nbytes=after)
     for row in rows:
-        name, line = row.family.name, "| " + " | ".join(cells(row)) + " |"
-        (old,) = [found for found in text.splitlines() if found.startswith(f"| {name} |")] or [""]
-        if row.problem or shown.get(name, {}).get("forward bits") != row.bits:
-            raise ValueError(f"{name} is another row than before; measure the whole page")
-        text = text.replace(old, line)
-    return text
+        shown[row.family.name] = row
+        cells_of = [row.family.name, row.problem] if row.problem else cells(row)
+        line = "| " + " | ".join(cells_of) + " |"
+        lines[row.family.name] = _MISSING if row.problem else KINDS[row.family.kind], line
+    order = {name: index for index, name in enumerate(kind_of)}
+    tables = []
+    for title, header in [*((title, _HEADER) for title in KINDS.values()), (_MISSING, _MISSING_HEADER)]:
+        names = sorted((n for n, (where, _) in lines.items() if where == title), key=lambda n: order.get(n, len(order)))
+        empty = Table(title, header, []).render().rstrip()
+        tables.append("\n".join([empty, *(lines[name][1] for name in names), ""]))
+    counted, found = re.subn(
+        r"^\*\*\d+ of .*?(?=\n\n)", lambda _: summary([*shown.values()]), about, flags=re.MULTILINE | re.DOTALL
+    )
+    if found != 1:
+        raise ValueError("the page has no sentence that counts its rows; measure all of it")
+    return "\n".join([counted.rstrip() + "\n", *tables]).rstrip() + "\n"
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -317,6 +345,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", nargs="+", metavar="FAMILY", help="these families (default: all)")
     parser.add_argument("--out", type=Path, help="Markdown file to write (default: print)")
     chosen = parser.parse_args(arguments)
+    unknown = sorted({*(chosen.only or ())} - {family.name for family in families()})
+    if unknown:
+        parser.error(
+            f"--only names {', '.join(unknown)}, but transformers {transformers.__version__} lists no such family"
+        )
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     rows = []

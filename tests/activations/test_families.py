@@ -11,7 +11,7 @@ from tests.distributed.processes import ROOT
 pytest.importorskip("transformers")
 import transformers
 
-from benchmarks.families import cells, measure, rows_of, summary, with_rows
+from benchmarks.families import Row, cells, measure, rows_of, summary, with_rows
 from benchmarks.family_models import Family, families
 from tests.grid import slow_but
 
@@ -76,17 +76,35 @@ def test_a_row_is_what_is_measured(name: str) -> None:
     assert check(family) == ""
 
 
+@same_version
 def test_rows_are_replaced_in_a_page() -> None:
+    assert with_rows(PAGE, []) == PAGE
     (family,) = [family for family in families() if family.name == "pp_lcnet"]
-    page = PAGE.replace("| pp_lcnet | equal | equal | 0.", "| pp_lcnet | equal | equal | 1.")
     row = measure(family)
-    again = with_rows(page, [row])
-    assert rows_of(again)["pp_lcnet"]["gradient, 4 bits (worst)"] == cells(row)[3]
-    assert {n: r for n, r in rows_of(again).items() if n != "pp_lcnet"} == {
-        n: r for n, r in ROWS.items() if n != "pp_lcnet"
+    again = rows_of(
+        with_rows(PAGE.replace("| pp_lcnet | equal | equal | 0.", "| pp_lcnet | differ | equal | 1."), [row])
+    )
+    assert again["pp_lcnet"]["gradient, 4 bits (worst)"] == cells(row)[3]
+    assert {n: r for n, r in again.items() if n != "pp_lcnet"} == {n: r for n, r in ROWS.items() if n != "pp_lcnet"}
+
+
+@same_version
+def test_a_new_row_has_its_place_and_the_counts_follow() -> None:
+    old = next(line for line in PAGE.splitlines() if line.startswith("| llama |"))
+    without = PAGE.replace(old + "\n", "")
+    (family,) = [family for family in families() if family.name == "llama"]
+    before, after = (int(number) for number in numbers(ROWS["llama"]["kept, bytes"]))
+    new = with_rows(without, [Row(family, bits="equal", before_nbytes=before, after_nbytes=after)])
+    assert [*rows_of(new)] == [*ROWS]
+    assert {line for line in PAGE.splitlines() if not line.startswith("| llama |")} == {
+        line for line in new.splitlines() if not line.startswith("| llama |")
     }
-    with pytest.raises(ValueError, match="pp_lcnet is another row"):
-        with_rows(page.replace("| pp_lcnet | equal", "| pp_lcnet | differ"), [row])
+    broken = with_rows(without, [Row(family, problem="not built: reason")])
+    assert rows_of(broken)["llama"] == {"family": "llama", "why": "not built: reason"}
+    counts = [int(number) for number in re.findall(r"\d+", re.findall(r"^\*\*(\d+ of .*?)\*\*", PAGE, re.M | re.S)[0])]
+    assert f"**{counts[0] - 1} of {counts[1]} families build and run small; {counts[2] - 1} of them" in broken
+    with pytest.raises(ValueError, match="is not of transformers"):
+        with_rows(PAGE.replace(f"transformers {transformers.__version__} ", "transformers 4.0 "), [])
 
 
 def test_a_summary_names_what_is_not_equal() -> None:
@@ -94,11 +112,17 @@ def test_a_summary_names_what_is_not_equal() -> None:
     assert "reformer (not repeatable)" in " ".join(summary([measure(family)]).split())
 
 
-def test_the_readme_says_what_the_page_shows() -> None:
+def test_pages_count_what_the_table_shows() -> None:
     measured = [row for row in ROWS.values() if "why" not in row]
     equal = sum(row["forward bits"] == "equal" for row in measured)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"{len(measured)} of transformers' {len(ROWS)} families build small, and {equal} of them" in readme
+    summed_up = f"{len(measured)} of transformers' {len(ROWS)} families"
+    counted = {
+        "README.md": f"{summed_up} build small, and {equal} of them",
+        "CHANGELOG.md": f"{summed_up} build small, and {equal} of them",
+        "docs/asks.md": f"{summed_up} are measured",
+    }
+    for name, sentence in counted.items():
+        assert sentence in (ROOT / name).read_text(encoding="utf-8"), name
 
 
 @same_version

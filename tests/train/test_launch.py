@@ -19,6 +19,7 @@ import laconic
 from laconic.errors import ConfigError, CorruptionError, DataError, TrainingError
 from laconic.installation import command
 from laconic.train import signals
+from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed import world
 from laconic.train.distributed.world import RankInfo, read_environment
 from laconic.train.launch import launcher as launch_module
@@ -121,6 +122,42 @@ def test_one_process_needs_no_launcher(tmp_path: Path, monkeypatch: pytest.Monke
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
     assert launch(tiny_config(tmp_path, "under-torchrun", {"steps": 1, "nproc": 7})) == 0
+
+
+def test_what_torchrun_decides_has_no_effect_and_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    for number, (nproc, restarts, expected) in enumerate(
+        [(7, 2, ["nproc = 7", "restarts = 2"]), (1, 1, ["restarts = 1"]), (TrainConfig().nproc, 0, [])]
+    ):
+        config = tiny_config(tmp_path, f"run{number}", {"steps": 1, "nproc": nproc, "restarts": restarts})
+        assert launch(config) == 0
+        assert re.findall(r"laconic: (.*) has no effect: RANK is set", capsys.readouterr().err) == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"eval_every": 1, "data.validation_fraction": 0.0}, ["eval_every = 1"]),
+        ({"eval_every": 1, "eval_sequences": 0, "data.validation_fraction": 0.25}, ["eval_every = 1"]),
+        ({"eval_every": 1, "data.validation_fraction": 0.25}, []),
+        ({"eval_every": 0, "data.validation_fraction": 0.0}, []),
+        (
+            {"task": "instruction-tuning", "data.validation_fraction": 0.25, "eval_every": 1},
+            ["eval_every = 1", "data.validation_fraction = 0.25"],
+        ),
+    ],
+)
+def test_validation_that_cannot_be_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, Any], expected: list[str]
+) -> None:
+    if "task" in changed:
+        (tmp_path / "one.jsonl").write_text('{"prompt": "one ", "completion": "example"}\n', encoding="utf-8")
+        changed = {**changed, "data.paths": [str(tmp_path / "one.jsonl")]}
+    assert launch(tiny_config(tmp_path, "run", {"steps": 1, "nproc": 1, "eval_sequences": 2, **changed})) == 0
+    assert re.findall(r"laconic: (.*) has no effect: th", capsys.readouterr().err) == expected
 
 
 def test_one_process_says_what_has_no_effect_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """Models from a family, a config.json or weights, and every way of asking for one that cannot be had."""
 
 import json
+from datetime import date, datetime, time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,34 @@ SIZES: dict[str, Any] = {
 def build(**fields: Any) -> Any:
     sizes = {} if "path" in fields else SIZES
     return build_model(ModelConfig(**sizes, **fields), vocab_size=97, max_sequence_length=16, seed=3, eos_token_id=96)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "value", "message"),
+    [
+        ("llama", "dtype", "bfloat16", "model.extra.dtype is 'bfloat16', but it must be left out: weights are"),
+        ("llama", "dtype", "float32", "model.extra.dtype is 'float32', but it must be left out: weights are"),
+        ("qwen3", "sliding_window", 4, "model.extra.sliding_window is 4, but family 'qwen3' makes it None"),
+    ],
+)
+def test_what_a_family_drops_is_refused(family: str, name: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(family=family, extra={name: value})
+
+
+def test_what_a_family_takes_is_in_the_model() -> None:
+    assert build(family="gpt2", extra={"n_positions": 64}).config.max_position_embeddings == 64
+    assert build(family="gpt2", extra={"n_positions": 64}).transformer.wpe.weight.shape == (64, 32)
+    assert build(family="gpt2", extra={"n_embd": 32}).config.hidden_size == 32
+    assert build(family="qwen3", extra={"sliding_window": 4, "use_sliding_window": True}).config.sliding_window == 4
+    assert build(family="llama", extra={"max_position_embeddings": 64}).config.max_position_embeddings == 64
+
+
+@pytest.mark.parametrize("value", [date(1979, 5, 27), datetime(1979, 5, 27, 7), time(7, 32)])
+def test_dates_of_a_file_are_refused(value: Any) -> None:
+    for extra, name in (({"a": value}, "a"), ({"a": {"b": value}}, "a.b"), ({"a": [1, value]}, "a")):
+        with pytest.raises(ConfigError, match=rf"model.extra.{name} is '{value}', but it must be a number"):
+            ModelConfig(extra=extra)
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,20 @@ def test_predicted_bytes_are_those_that_a_step_keeps(name: str, precision: str) 
     assert found == pytest.approx(dict.fromkeys(found, 1), abs=0.03), found
 
 
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("llama", "fp32")]
+    + [pytest.param(name, "bf16", marks=pytest.mark.slow) for name in ("qwen3", "gpt2", "qwen3_moe", "bert", "vit")],
+)
+def test_a_model_of_one_layer_is_predicted_too(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = {k: 1 for k, v in family_models._SIZES.items() if v == family_models.LAYERS and "layer" in k}
+    monkeypatch.setattr(family_models, "_SIZES", family_models._SIZES | one)
+    (family,) = [family for family in families() if family.name == name]
+    found = compare(family, precision)
+    assert found["parameters"] == 1
+    assert found == pytest.approx(dict.fromkeys(found, 1), abs=0.03), found
+
+
 @pytest.mark.slow
 def test_losses_of_routers_count(tmp_path: Path) -> None:
     totals = {}

@@ -80,10 +80,23 @@ def family_config(config: ModelConfig, fields: Mapping[str, Any]) -> Any:
     """The configuration of `model.family` with `fields`, and `model.extra` over them."""
     from transformers import AutoConfig
 
+    if "dtype" in config.extra:
+        raise ConfigError(
+            f"model.extra.dtype is {config.extra['dtype']!r}, but it must be left out: weights are made and trained in "
+            "float32; precision says what is computed in"
+        )
     try:
-        return AutoConfig.for_model(config.family, **{**fields, **config.extra})
+        hf_config = AutoConfig.for_model(config.family, **{**fields, **config.extra})
     except Exception as error:
         raise ConfigError(f"family {config.family!r} does not take these model fields: {error}") from error
+    for name, value in config.extra.items():  # what is moved into rope_parameters is `_check_family`'s
+        taken = getattr(hf_config, name, value)
+        if isinstance(value, bool | int | float | str) and taken != value and value == value:
+            raise ConfigError(
+                f"model.extra.{name} is {value!r}, but family {config.family!r} makes it {taken!r}; leave it out, or "
+                "set as well what it depends on"
+            )
+    return hf_config
 
 
 def path_config(config: ModelConfig) -> Any:
@@ -189,6 +202,9 @@ def _family_fields(
     if "head_dim" in known and "qk_rope_head_dim" not in known:
         # Some families fix it (Gemma2 at 256, Qwen3 at 128) whatever the width is. With latent attention it follows.
         fields["head_dim"] = config.hidden_size // config.num_attention_heads
+    for usual, own in type(defaults).attribute_map.items():
+        if own in config.extra:  # the same field by the family's name for it
+            fields.pop(usual, None)
     # The families' own special tokens belong to their own tokenizers and may lie beyond this vocabulary.
     return fields | {"bos_token_id": None, "eos_token_id": eos_token_id, "pad_token_id": None}
 

@@ -176,6 +176,13 @@ def _prepare(config: TrainConfig, world: World, lock: RunLock, launch: Launch | 
         task = find_task(config.task)(config, world, parallel_state)
         plain = task.build_model()
         base = add_adapters(plain, config)
+    if task.num_validation == 0 and world.is_main:
+        usual = TrainConfig()
+        if config.eval_every not in (0, usual.eval_every):
+            say(f"laconic: eval_every = {config.eval_every} has no effect: this run has nothing to validate on")
+        held = config.data.validation_fraction
+        if config.eval_sequences and held not in (0.0, usual.data.validation_fraction):
+            say(f"laconic: data.validation_fraction = {held} has no effect: the data cannot be divided")
     if parallel_state.num_stages == 1:  # else it is cut on the CPU, and a stage holds only its own part
         nn.Module.to(plain, world.device)
     converted = convert_model(plain, task, config, world, parallel_state)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
+from datetime import date, time
 from typing import Any, NoReturn, TypeVar, dataclass_transform
 
 from pydantic import ConfigDict, ValidationError
@@ -116,7 +117,8 @@ def check_table(table: object, name: str) -> None:
     """Check that the values of the free table `name` can be written into config.toml.
 
     Raises:
-        ConfigError: a text has a NUL or a surrogate in it, or an integer needs more than 64 bits.
+        ConfigError: a text has a NUL or a surrogate in it, an integer needs more than 64 bits, or a value is a date,
+            which no model takes and no checkpoint can hold.
     """
     if isinstance(table, str) and _NO_TEXT.search(table):
         raise ConfigError(_message(name, table, _TEXT))
@@ -129,6 +131,8 @@ def check_table(table: object, name: str) -> None:
     elif isinstance(table, list | tuple):
         for value in table:
             check_table(value, name)
+    elif isinstance(table, date | time):
+        raise ConfigError(_message(name, str(table), "be a number, text, true or false, a list or a table"))
 
 
 def refusal(errors: Iterable[ErrorDetails], cls: type, source: str | None = None) -> ConfigError:

@@ -65,6 +65,15 @@ def launch(config: TrainConfig) -> int:
         LaconicError: `run` raised it.
     """
     info = read_environment(os.environ)
+    if info is not None and info.rank == 0:
+        idle = {"nproc": (TrainConfig().nproc, info.local_world_size), "restarts": (0,)}
+        remedies = {"nproc": "--nproc-per-node", "restarts": "--max-restarts"}
+        for name, usual in idle.items():
+            if (value := getattr(config, name)) not in usual:
+                say(
+                    f"laconic: {name} = {value} has no effect: RANK is set, so the processes are started already; "
+                    f"torchrun has {remedies[name]}"
+                )
     if info is not None and info.world_size > 1:
         if info.rank == 0:
             say(f"laconic: {_exposure(os.environ)}")

@@ -157,7 +157,7 @@ def trace_model(
     if precision.residual_nbytes == 2:
         model = nn.Module.to(model, torch.bfloat16)
     model.train()
-    blocks = _blocks(model)
+    blocks = _blocks(model) or _lone_layer(model)
     if not blocks:
         raise PlanError(f"{type(model).__name__} has no layers in a list, whose bytes could be read and counted")
     names = list(blocks)
@@ -328,6 +328,12 @@ def _blocks(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
         within = Counter(name.rpartition(".")[0] for name in inner)
         found |= inner if within and max(within.values()) > 1 and _some_alike(inner) else members
     return found
+
+
+def _lone_layer(model: nn.Module) -> dict[str, nn.Module]:
+    """The layer of a model of one layer, by name, if its only list is that layer's."""
+    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
+    return {f"{name}.0": only[0] for name, only in lists} if len(lists) == 1 and len(lists[0][1]) == 1 else {}
 
 
 def _some_alike(blocks: Mapping[str, nn.Module]) -> bool:
