@@ -205,10 +205,10 @@ class FusedExperts(Experts):
 
     def _weights(self, name: str) -> Tensor:
         """Return a weight as [E_local, inputs, outputs], whatever the parameter's layout."""
-        weights = self._local(name)
-        if len(weights) > self.num_experts:  # LongCat has rows of gate and up for its identities, too, and reads none
+        weights, behaviour = self._local(name), self.__dict__["_behaviour"]
+        if getattr(behaviour, "num_identities", 0):  # LongCat has rows of gate and up for these, too, and reads none
             weights = weights[: self.num_experts]
-        return weights if self.__dict__["_behaviour"].is_transposed else weights.transpose(1, 2)
+        return weights if behaviour.is_transposed else weights.transpose(1, 2)
 
     def _local(self, name: str) -> Tensor:
         """Return this process's part of a parameter, with what adapters add to it."""
