@@ -98,6 +98,7 @@ def test_sizes_do_instead_of_a_directory(tmp_path: Path, capsys: pytest.CaptureF
     assert "num_local_experts" in capsys.readouterr().err
 
 
+@pytest.mark.ci
 def test_what_experts_over_processes_take_beyond_one_all_to_all_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"hidden-size": 64, "intermediate-size": 96, "num-layers": 2, "num-heads": 4, "vocab-size": 257, "batch": 1}
     flags = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]

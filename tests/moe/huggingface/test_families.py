@@ -90,6 +90,7 @@ def test_routers_of_every_kind_are_left_to_the_model(monkeypatch: pytest.MonkeyP
     check(families, monkeypatch)
 
 
+@pytest.mark.ci
 def test_experts_that_are_called_apart_keep_their_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
     check([*CALLED_APART], monkeypatch)
 
