@@ -36,7 +36,7 @@ from laconic.moe.experts.grouped_mm import grouped_mm
 from laconic.moe.huggingface.drawn_dropout import Dropping, GivenDropout, drawn, drops_in, num_columns, packed, unpacked
 from laconic.moe.huggingface.experts import FusedExperts
 from laconic.moe.huggingface.layer import ExpertsLayer
-from laconic.moe.huggingface.sharding import shard
+from laconic.moe.huggingface.sharding import as_sharded, shard
 from laconic.moe.parallel.grid import Grid
 
 Exchange = Callable[[Tensor, Tensor], Tensor]
@@ -583,14 +583,10 @@ def _stacked(parameters: list[nn.Parameter], grid: Grid) -> nn.Parameter:
     held = [parameter.detach() for parameter in parameters[here.start : here.stop]]
     local = torch.stack(held) if held else first.detach().new_empty(0, *first.shape)
     whole = torch.empty(len(parameters), *first.shape, dtype=first.dtype, device="meta")
-    cut = DTensor.from_local(
-        local, grid.expert_mesh["ep"], [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-    )
-    made = nn.Parameter(cut, requires_grad=first.requires_grad)
-    made.__dict__.update(first.__dict__)  # marks such as _no_weight_decay
-    return made
+    return as_sharded(local, grid.expert_mesh["ep"], [Shard(0)], whole, first)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
     with torch._C.DisableTorchFunction():  # the second run of a region that runs again does not compare
-        return torch.equal(one.detach().nan_to_num(), other.detach().nan_to_num())
+        one, other = one.detach(), other.detach()
+        return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())

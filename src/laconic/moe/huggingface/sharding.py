@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -84,9 +85,14 @@ def shard(name: str, parameter: nn.Parameter, experts: Any, grid: Grid) -> nn.Pa
         mesh, placements = grid.expert_mesh["ep"], [first]
     runs = local_runs(parameter.shape, mesh, placements)
     local: Tensor = taken(parameter.detach(), runs).clone().contiguous()
-    sharded = DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
-    made = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)  # marks such as _no_weight_decay
+    return as_sharded(local, mesh, placements, parameter, parameter)
+
+
+def as_sharded(
+    local: Tensor, mesh: DeviceMesh, placements: list[Placement], whole: Tensor, like: nn.Parameter
+) -> nn.Parameter:
+    """Return a parameter of the shape and stride of `whole`, of which this process holds `local`, marked as `like`."""
+    sharded = DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    made = nn.Parameter(sharded, requires_grad=like.requires_grad)
+    made.__dict__.update(like.__dict__)  # such as _no_weight_decay
     return made
