@@ -279,6 +279,27 @@ void gated_blockwise(size_t isa, int64_t num_threads, const std::array<uintptr_t
       [&](int64_t first, int64_t last) { kernels.run(task, first, last); });
 }
 
+void linear_blockwise(size_t isa, int64_t num_threads, uintptr_t x, int64_t num_rows, int64_t length,
+                      uintptr_t codes, uintptr_t scales, int scale_type, int64_t block_size,
+                      int bits, uintptr_t codebook, int64_t num_outputs, uintptr_t out,
+                      int out_type) {
+  const laconic::Linear task{pointer<const float>(x),
+                             num_rows,
+                             length,
+                             pointer<const uint8_t>(codes),
+                             pointer<const void>(scales),
+                             static_cast<FloatType>(scale_type),
+                             block_size,
+                             bits,
+                             pointer<const laconic::Codebook>(codebook),
+                             num_outputs,
+                             pointer<void>(out),
+                             static_cast<FloatType>(out_type)};
+  const laconic::LinearKernels& kernels = *laconic::supported_isas().at(isa).linear;
+  run(num_outputs, length, length, num_threads,
+      [&](int64_t first, int64_t last) { kernels.run(task, first, last); });
+}
+
 void pack_bits(size_t isa, int64_t num_threads, uintptr_t x, int itemsize, uint64_t magnitude,
                int64_t length, uintptr_t codes) {
   const laconic::BitsKernels& kernels = *laconic::supported_isas().at(isa).bits;
@@ -328,6 +349,7 @@ NB_MODULE(_kernels, m) {
   m.def("entropy_encode", &entropy_encode, nb::call_guard<nb::gil_scoped_release>());
   m.def("entropy_decode", &entropy_decode, nb::call_guard<nb::gil_scoped_release>());
   m.def("gated_blockwise", &gated_blockwise, nb::call_guard<nb::gil_scoped_release>());
+  m.def("linear_blockwise", &linear_blockwise, nb::call_guard<nb::gil_scoped_release>());
   m.def("sum_rows", &sum_rows, nb::call_guard<nb::gil_scoped_release>());
   m.def("pack_bits", &pack_bits, nb::call_guard<nb::gil_scoped_release>());
   m.def("unpack_bits", &unpack_bits, nb::call_guard<nb::gil_scoped_release>());

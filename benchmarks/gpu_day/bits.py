@@ -146,6 +146,8 @@ def _grid(op: str) -> Iterator[Choices]:
         case "gated_backward_blockwise":
             for number, (code, activation) in enumerate(itertools.product(gated, curves)):
                 yield third[number % 3], third[number % 2], code, activation
+        case "linear_blockwise":
+            yield from itertools.product(third, third, gated)
         case "accumulate_blockwise_":
             yield from itertools.product((False, True), third)
         case "adamw8bit_multi_":

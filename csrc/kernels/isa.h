@@ -10,6 +10,7 @@
 #include "blockwise.h"
 #include "entropy.h"
 #include "gated.h"
+#include "linear.h"
 #include "lossless.h"
 #include "reduce.h"
 #include "rows.h"
@@ -25,6 +26,7 @@ struct Isa {
   const LosslessKernels* lossless;
   const RowsKernels* rows;
   const GatedKernels* gated;
+  const LinearKernels* linear;
   const BitsKernels* bits;
   const EntropyKernels* entropy;
 };

@@ -5,6 +5,7 @@ The table has an entry for every op that torch knows, so that a new op cannot co
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -106,6 +107,12 @@ def gated_backward(draw: Draw) -> tuple[Any, ...]:
     return x, *codes, code, block_size, draw(ACTIVATIONS)
 
 
+def linear(draw: Draw) -> tuple[Any, ...]:
+    x, (codes, scales, *_), code, block_size = gated_codes(draw)
+    rows = math.prod(codes.shape[:-1])
+    return x, *(part.reshape(rows, part.shape[-1]) for part in (codes, scales)), code, block_size
+
+
 def store(n: int, bits: int) -> list[Tensor | None]:
     num_blocks = -(-n // 128)
     parts: list[Tensor | None] = [torch.zeros(n, dtype=torch.uint8), torch.ones(num_blocks)]
@@ -182,6 +189,7 @@ ARGUMENTS: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
     "gated_product_blockwise": gated_product,
     "gated_product_blockwise_after": lambda draw: (*gated_product(draw), tensor(draw)),
     "gated_backward_blockwise": gated_backward,
+    "linear_blockwise": linear,
     "sum_blockwise": shards,
     "sum_requantize_blockwise": shards,
     "accumulate_blockwise_": accumulate,

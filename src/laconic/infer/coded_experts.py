@@ -1,8 +1,8 @@
-"""Experts of a worker whose matrices are held as codes, of which one expert at a time is decoded and multiplied.
+"""Experts of a worker whose matrices are held as codes.
 
 Codes are those of laconic.formats, in blocks of 64 values with a bfloat16 scale: 8.25 bits of a value in int8, 4.25 in
-nf4. Biases stay as they are. Beside the codes a worker needs room for one decoded matrix, while it multiplies. Tiles of
-the matrix that stay in a core's cache were slower than all of it at once.
+nf4. Biases stay as they are. A few rows are multiplied from the codes themselves. For more rows one matrix at a time is
+decoded, for which a worker needs room; tiles that stay in a core's cache were slower than all of it at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from laconic.errors import ConfigError, ModelError
 from laconic.formats.blockwise import BlockFormat, BlockTensor
 from laconic.moe.experts.modules import Experts
 from laconic.moe.huggingface.experts import FusedExperts
-from laconic.options import EXPERT_BLOCK_SIZE, EXPERT_FORMATS, refused
+from laconic.ops import linear_blockwise
+from laconic.options import EXPERT_BLOCK_SIZE, EXPERT_FORMATS, EXPERT_ROWS_FROM_CODES, refused
 
 
 def check_expert_format(expert_format: str) -> None:
@@ -40,8 +41,8 @@ def keep_experts(expert_format: str, name: str, layer: FusedExperts) -> Experts:
 class CodedExperts(Experts):
     """FusedExperts with codes in the place of matrices: outputs are those of the decoded matrices.
 
-    Buffers are `<name>_codes` uint8 [E, rows, codes] and `<name>_scales` bfloat16 [E, rows, blocks] of each matrix, in
-    the layout that the original has, and its biases.
+    Buffers are `<name>_codes` uint8 [E, outputs, codes] and `<name>_scales` bfloat16 [E, outputs, blocks] of each
+    matrix, whatever layout the original has, and its biases.
 
     Args:
         layer: on any device, where codes will be; not held.
@@ -60,13 +61,14 @@ class CodedExperts(Experts):
         self.num_experts = layer.num_experts
         self.format = format
         self.squares = (0.0, 0.0)
-        self.__dict__["_behaviour"] = layer.__dict__["_behaviour"]  # flags and gating, without parameters
+        kind = self.__dict__["_behaviour"] = layer.__dict__["_behaviour"]  # flags and gating, without parameters
         self._matrices: dict[str, tuple[torch.Size, torch.dtype]] = {}
         for key, parameter in layer.named_parameters():
             values = parameter.detach()
             if values.dim() < 3:
                 self.register_buffer(key, values)
                 continue
+            values = values.mT if kind.is_transposed else values
             packed = format.quantize(values)
             self._matrices[key] = values.shape[1:], values.dtype
             self.register_buffer(f"{key}_codes", packed.codes)
@@ -97,17 +99,22 @@ class CodedExperts(Experts):
         return out
 
     def _product(self, rows: Tensor, key: str, expert: int) -> Tensor:
-        """Multiply rows by a matrix, decoded and forgotten, and add its bias."""
+        """Multiply rows by a matrix, and add its bias."""
         kind: Any = self.__dict__["_behaviour"]
-        matrix = self._matrix(key, expert)
-        out = rows @ (matrix if kind.is_transposed else matrix.T)
+        if len(rows) <= EXPERT_ROWS_FROM_CODES:
+            codes, scales = self._packed(key, expert)
+            out = linear_blockwise(rows, codes, scales, code=self.format.code, block_size=self.format.block_size)
+        else:
+            out = rows @ self._matrix(key, expert).T
         return out + self.get_buffer(f"{key}_bias")[expert].to(out.dtype) if kind.has_bias else out
 
     def _matrix(self, key: str, expert: int) -> Tensor:
         """Decode one expert's matrix."""
         shape, dtype = self._matrices[key]
-        codes, scales = self.get_buffer(f"{key}_codes")[expert], self.get_buffer(f"{key}_scales")[expert]
-        return BlockTensor(codes, scales, self.format, shape, dtype).dequantize()
+        return BlockTensor(*self._packed(key, expert), self.format, shape, dtype).dequantize()
+
+    def _packed(self, key: str, expert: int) -> tuple[Tensor, Tensor]:
+        return self.get_buffer(f"{key}_codes")[expert], self.get_buffer(f"{key}_scales")[expert]
 
     def _add_squares(self, exact: Tensor, moved: Tensor) -> None:
         of_exact, of_moved = self.squares

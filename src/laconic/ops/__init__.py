@@ -20,6 +20,7 @@ from laconic.ops.declarations.adamw import adamw8bit_, adamw8bit_multi_
 from laconic.ops.declarations.bits import pack_bits, select_bits, unpack_bits
 from laconic.ops.declarations.blockwise import dequantize_blockwise, multiply_quantize_blockwise, quantize_blockwise
 from laconic.ops.declarations.gated import GATED_ACTIVATIONS, gated_backward_blockwise, gated_product_blockwise
+from laconic.ops.declarations.linear import linear_blockwise
 from laconic.ops.declarations.lossless import lossless_decode_, lossless_decode_add_, lossless_encode
 from laconic.ops.declarations.reduce import sum_blockwise, sum_requantize_blockwise
 from laconic.ops.declarations.rows import sum_rows
@@ -35,6 +36,7 @@ __all__ = [
     "dequantize_blockwise",
     "gated_product_blockwise",
     "gated_backward_blockwise",
+    "linear_blockwise",
     "sum_blockwise",
     "sum_requantize_blockwise",
     "accumulate_blockwise_",

@@ -19,6 +19,7 @@ from math import fsum, prod
 from laconic.cost.infer.rates import InferenceRates
 from laconic.cost.infer.shape import InferenceShape, check_whole
 from laconic.errors import PlanError
+from laconic.options import EXPERT_ROWS_FROM_CODES
 from laconic.schedule.inference import BlockTimes, InferencePlan
 from laconic.schedule.slices import largest_slice, slice_ranges
 
@@ -184,9 +185,8 @@ class InferenceCostModel:
         calls = 3 * (1 if rates.grouped else active)
         arithmetic = rows * load * shape.expert_parameters * rates.gemm.seconds_per_byte
         read = active * shape.expert_nbytes
-        if (
-            shape.expert_format != "exact"
-        ):  # what is decoded is written to a cache and read from there: taken for one read
+        if shape.expert_format != "exact" and rows * load > active * EXPERT_ROWS_FROM_CODES:
+            # What is decoded is written to a cache and read from there: taken for one read.
             read += active * shape.expert_parameters * shape.item_nbytes
         return calls * rates.gemm.alpha_seconds + arithmetic + read * rates.read_seconds_per_byte
 

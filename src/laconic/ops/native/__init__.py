@@ -10,6 +10,7 @@ from laconic.ops.native.bits import *
 from laconic.ops.native.blockwise import *
 from laconic.ops.native.gated import *
 from laconic.ops.native.library import *
+from laconic.ops.native.linear import *
 from laconic.ops.native.lossless import *
 from laconic.ops.native.reduce import *
 from laconic.ops.native.rows import *

@@ -9,6 +9,7 @@ from laconic.ops.reference.adamw import *
 from laconic.ops.reference.bits import *
 from laconic.ops.reference.blockwise import *
 from laconic.ops.reference.gated import *
+from laconic.ops.reference.linear import *
 from laconic.ops.reference.lossless import *
 from laconic.ops.reference.reduce import *
 from laconic.ops.reference.rows import *

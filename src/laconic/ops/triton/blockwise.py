@@ -305,6 +305,17 @@ def _quantize_blockwise_kernel(
 
 
 @triton.jit
+def _code(row_ptr, column, exists, BITS: tl.constexpr):
+    """A code of a row in the low bits, under what follows it."""
+    bit = column % 8 * BITS
+    row_ptr += column // 8 * BITS
+    code = tl.load(row_ptr + bit // 8, mask=exists, other=0).to(tl.int32)
+    if 8 % BITS != 0:  # its last bit may be in the next byte
+        code |= tl.load(row_ptr + (bit + BITS - 1) // 8, mask=exists, other=0).to(tl.int32) << 8
+    return code >> (bit % 8).to(tl.int32)
+
+
+@triton.jit
 def _levels(
     codes_ptr, codes_per_row, table_ptr, num_blocks, blocks_per_row, length,
     BITS: tl.constexpr, AFFINE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr, ONE_ROW: tl.constexpr,
@@ -320,12 +331,7 @@ def _levels(
         codes = tl.reshape(tl.join(bytes & 15, bytes >> 4), [BLOCKS * BLOCK_SIZE])
         levels = _look_up(table_ptr, codes, 16)
     else:
-        # The byte with a code's first bit and the one with its last; its top bit is shifted up to the sign and back.
-        bit = column % 8 * BITS
-        codes_ptr += row * codes_per_row + column // 8 * BITS
-        low = tl.load(codes_ptr + bit // 8, mask=exists, other=0).to(tl.int32)
-        high = tl.load(codes_ptr + (bit + BITS - 1) // 8, mask=exists, other=0).to(tl.int32)
-        code = (low | (high << 8)) >> (bit % 8).to(tl.int32)
+        code = _code(codes_ptr + row * codes_per_row, column, exists, BITS)
         levels = (code & 3 if AFFINE else (code << (32 - BITS)) >> (32 - BITS)).to(tl.float32)
     return levels
 

@@ -1,0 +1,7 @@
+#include "linear-inl.h"
+
+namespace laconic {
+
+const LinearKernels kLinearPortable = {linear<Portable>};
+
+}  // namespace laconic
