@@ -1,5 +1,5 @@
-// Products of a few rows with the rows of a coded matrix: a row of codes becomes numbers in a buffer
-// once for all rows of x. Over the vocabulary of blockwise-inl.h.
+// Products of a few rows with the rows of a coded matrix: a row of codes becomes numbers in a
+// buffer once for all rows of x. Over the vocabulary of blockwise-inl.h.
 #pragma once
 
 #include <algorithm>

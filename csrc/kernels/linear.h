@@ -1,5 +1,5 @@
-// Rows times a matrix that is held as codes, on raw pointers. src/laconic/ops/reference/linear.py is
-// the specification.
+// Rows times a matrix that is held as codes, on raw pointers. src/laconic/ops/reference/linear.py
+// is the specification.
 #pragma once
 
 #include <cstdint>

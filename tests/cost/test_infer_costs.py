@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from itertools import combinations, product
 from math import comb
@@ -26,6 +27,7 @@ from laconic.cost.infer.planner import replicated_seconds
 from laconic.cost.infer.rates import ExchangeCosts, LinkPair
 from laconic.errors import ConfigError, PlanError
 from laconic.infer.split import Split as EngineSplit
+from laconic.options import EXPERT_ROWS_FROM_CODES
 from laconic.schedule.inference import InferencePlan, Slicing
 from tests.cost.infer_models import LINK, RATES, model_of, shape_of
 
@@ -272,3 +274,19 @@ def test_replicas_send_no_messages() -> None:
     plain = model_of(PROMPT)
     costly = replace(plain, rates=replace(RATES, exchange=ExchangeCosts(Line(1, 1), Line(1, 1))))
     assert replicated_seconds(costly, 4) == replicated_seconds(plain, 4)
+
+
+def test_an_expert_is_decoded_in_part_for_a_few_rows_and_once_for_many() -> None:
+    shape = replace(shape_of(num_layers=1), expert_format="int4")
+    free = Line(0.0, 0.0)
+    rates = replace(RATES, gemm=free, grouped=True, read_seconds_per_byte=1.0)
+    model = InferenceCostModel(shape, rates, DECODE)
+    share = shape.top_k / shape.num_experts
+    exact = shape.expert_parameters * shape.item_nbytes
+    for rows in (1, 10_000):
+        active = active_experts(shape.num_experts, share, rows)
+        decoded = {1: shape.top_k / EXPERT_ROWS_FROM_CODES, 10_000: active}[rows]
+        assert model.experts_seconds(rows, 1) == pytest.approx(active * shape.expert_nbytes + decoded * exact)
+    seconds = [model.experts_seconds(rows, 1) for rows in range(200)]
+    gains = [after - before for before, after in itertools.pairwise(seconds)]
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in itertools.pairwise(gains)), "slices would gain"

@@ -185,9 +185,11 @@ class InferenceCostModel:
         calls = 3 * (1 if rates.grouped else active)
         arithmetic = rows * load * shape.expert_parameters * rates.gemm.seconds_per_byte
         read = active * shape.expert_nbytes
-        if shape.expert_format != "exact" and rows * load > active * EXPERT_ROWS_FROM_CODES:
-            # What is decoded is written to a cache and read from there: taken for one read.
-            read += active * shape.expert_parameters * shape.item_nbytes
+        if shape.expert_format != "exact":
+            # What is decoded is written to a cache and read from there: taken for one read. Fewer rows are multiplied
+            # from codes, each for its part of that time: so slices and smaller batches still do no less in all.
+            decoded = min(active, rows * load / EXPERT_ROWS_FROM_CODES)
+            read += decoded * shape.expert_parameters * shape.item_nbytes
         return calls * rates.gemm.alpha_seconds + arithmetic + read * rates.read_seconds_per_byte
 
     def _held(self, rows: float, workers: int, group: int, num_groups: int) -> list[tuple[float, float]]:
