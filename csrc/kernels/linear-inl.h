@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "blockwise-inl.h"
@@ -13,44 +14,41 @@ namespace {
 
 // Product k is added to sum k % kSums, whatever the instruction set: reference/linear.py.
 constexpr int64_t kSums = 64;
-// Sums of as many rows are kept in registers of AVX-512.
-constexpr int kRowsAtOnce = 4;
+// So many outputs of so many rows are summed in registers of AVX-512.
+constexpr int kOutputsAtOnce = 2, kRowsAtOnce = 2;
 
-// Sixteen numbers, which narrower instruction sets take in parts.
+// Sixteen numbers, a cache line, which narrower instruction sets take in parts.
 using Sixteen = float __attribute__((vector_size(64)));
 
-inline void load(const float* from, Sixteen& to) { std::memcpy(&to, from, sizeof(to)); }
+constexpr int kParts = kSums / 16;
 
-// sums[r][k % kSums] += weights[k] * x[r][k] for kRows rows.
-template <int kRows>
-inline void add_products(const float* weights, const float* x, int64_t length,
-                         float (&sums)[kRowsAtOnce][kSums]) {
-  constexpr int kParts = kSums / 16;
-  Sixteen total[kRows][kParts] = {};
-  int64_t k = 0;
-  for (; k + kSums <= length; k += kSums) {
+// kSums products of each pair of a row of weights and a row of x; rows begin `stride` apart.
+template <int kOutputs, int kRows>
+__attribute__((always_inline)) inline void add_products(
+    const Sixteen* weights, int64_t weights_stride, const float* x, int64_t x_stride,
+    Sixteen (&sums)[kOutputs][kRows][kParts]) {
 #pragma GCC unroll 4
-    for (int part = 0; part < kParts; ++part) {
-      Sixteen weight, value;
-      load(weights + k + 16 * part, weight);
+  for (int part = 0; part < kParts; ++part) {
+    Sixteen values[kRows];
 #pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) {
-        load(x + r * length + k + 16 * part, value);
-        total[r][part] += weight * value;
-      }
+    for (int r = 0; r < kRows; ++r) std::memcpy(&values[r], x + r * x_stride + 16 * part, 64);
+#pragma GCC unroll 4
+    for (int o = 0; o < kOutputs; ++o) {
+      const Sixteen weight = weights[o * weights_stride + part];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) sums[o][r][part] += weight * values[r];
     }
-  }
-  for (int r = 0; r < kRows; ++r) {
-    std::memcpy(sums[r], total[r], sizeof(sums[r]));
-    for (int64_t i = 0; i < length - k; ++i) sums[r][i] += weights[k + i] * x[r * length + k + i];
   }
 }
 
-inline float total_of(float (&sums)[kSums]) {
-  for (int64_t half = kSums / 2; half > 0; half /= 2) {
-    for (int64_t i = 0; i < half; ++i) sums[i] += sums[i + half];
+inline float total_of(const Sixteen (&sums)[kParts]) {
+  const Sixteen total = (sums[0] + sums[2]) + (sums[1] + sums[3]);
+  float left[16];
+  std::memcpy(left, &total, sizeof(left));
+  for (int half = 8; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) left[i] += left[i + half];
   }
-  return sums[0];
+  return left[0];
 }
 
 inline void store(const Linear& task, int64_t at, float total) {
@@ -87,30 +85,54 @@ inline void dequantize_row(const Linear& task, int64_t output, float* weights) {
   }
 }
 
+// Calls `work` with the number as a constant, 1 or 2.
+template <class Work>
+inline void with_one_or_two(int64_t number, const Work& work) {
+  if (number == 1) {
+    work(std::integral_constant<int, 1>());
+  } else {
+    work(std::integral_constant<int, 2>());
+  }
+}
+
+template <int kOutputs, int kRows>
+inline void multiply(const Linear& task, const Sixteen* weights, int64_t output, int64_t row) {
+  const int64_t length = task.length, lines = ceil_div(length, 16);
+  const float* x = task.x + row * length;
+  Sixteen sums[kOutputs][kRows][kParts] = {};
+  int64_t k = 0;
+  for (; k + kSums <= length; k += kSums)
+    add_products<kOutputs, kRows>(weights + k / 16, lines, x + k, length, sums);
+  if (const int64_t rest = length - k) {  // filled up with zeros, whose products change no sum
+    Sixteen last_weights[kOutputs][kParts] = {};
+    float last_x[kRows][kSums] = {};
+    for (int o = 0; o < kOutputs; ++o)
+      std::memcpy(last_weights[o], weights + o * lines + k / 16, rest * sizeof(float));
+    for (int r = 0; r < kRows; ++r) std::memcpy(last_x[r], x + r * length + k, rest * sizeof(float));
+    add_products<kOutputs, kRows>(last_weights[0], kParts, last_x[0], kSums, sums);
+  }
+  for (int o = 0; o < kOutputs; ++o) {
+    for (int r = 0; r < kRows; ++r)
+      store(task, (row + r) * task.num_outputs + output + o, total_of(sums[o][r]));
+  }
+}
+
 template <class S, int kBits>
 void linear_range(const Linear& task, int64_t first, int64_t last) {
-  std::vector<float> weights(task.length);
-  alignas(64) float sums[kRowsAtOnce][kSums];
-  for (int64_t output = first; output < last; ++output) {
-    dequantize_row<S, kBits>(task, output, weights.data());
+  const int64_t lines = ceil_div(task.length, 16);
+  std::vector<Sixteen> weights(kOutputsAtOnce * lines);
+  for (int64_t output = first; output < last; output += kOutputsAtOnce) {
+    const int64_t outputs = std::min<int64_t>(kOutputsAtOnce, last - output);
+    for (int64_t o = 0; o < outputs; ++o)
+      dequantize_row<S, kBits>(task, output + o,
+                               reinterpret_cast<float*>(weights.data() + o * lines));
     for (int64_t row = 0; row < task.num_rows; row += kRowsAtOnce) {
-      const float* x = task.x + row * task.length;
       const int64_t rows = std::min<int64_t>(kRowsAtOnce, task.num_rows - row);
-      switch (rows) {
-        case 1:
-          add_products<1>(weights.data(), x, task.length, sums);
-          break;
-        case 2:
-          add_products<2>(weights.data(), x, task.length, sums);
-          break;
-        case 3:
-          add_products<3>(weights.data(), x, task.length, sums);
-          break;
-        default:
-          add_products<4>(weights.data(), x, task.length, sums);
-      }
-      for (int64_t r = 0; r < rows; ++r)
-        store(task, (row + r) * task.num_outputs + output, total_of(sums[r]));
+      with_one_or_two(outputs, [&](auto some_outputs) {
+        with_one_or_two(rows, [&](auto some_rows) {
+          multiply<some_outputs, some_rows>(task, weights.data(), output, row);
+        });
+      });
     }
   }
 }
