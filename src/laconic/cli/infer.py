@@ -26,6 +26,7 @@ from laconic.cost.infer import (
     plan_vllm_afd,
 )
 from laconic.cost.infer.choice_text import arrivals_text, candidate_name, choice_text, infer_rates_text
+from laconic.cost.infer.planner import group_costs
 from laconic.cost.infer.shape import is_read
 from laconic.cost.sizes import parse_nbytes
 from laconic.errors import ConfigError, PlanError
@@ -50,16 +51,20 @@ def run(args: Sequence[str]) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    memory_nbytes = None if options.memory is None else parse_nbytes(options.memory, "--memory")
+    memory_nbytes, expert_memory_nbytes = (
+        None if size is None else parse_nbytes(size, flag)
+        for flag, size in (("--memory", options.memory), ("--expert-memory", options.expert_memory))
+    )
     path = Path(options.rates or default_infer_path())
     if options.rates is None and not path.exists():
         raise ConfigError(f"{path} does not exist; measure with laconic profile --infer, or give --rates FILE")
-    rates = InferenceRates.load(path)
+    rates = InferenceRates.load(path, options.expert_rates)
     if options.show_rates and options.json:
         print_json({"path": path, "rates": rates.to_dict()})
         return 0
     if options.show_rates:
-        print(f"rates of {path}\n\n{infer_rates_text(rates)}")
+        of = path if options.expert_rates is None else f"{path}, expert workers' of {options.expert_rates}"
+        print(f"rates of {of}\n\n{infer_rates_text(rates)}")
         return 0
     if options.model is None or options.workers is None or memory_nbytes is None:
         raise PlanError("a model, --workers and --memory are needed: laconic infer plan DIR --workers 8 --memory 48GB")
@@ -71,7 +76,9 @@ def _plan(options: argparse.Namespace) -> int:
             f"--prompt {options.prompt} and --output {options.output} are {taken} tokens of a request, but {shape.name}"
             f" has {shape.positions} positions (max_position_embeddings); lower them"
         )
-    workers = Workers(options.workers, memory_nbytes, options.attention_workers)
+    workers = Workers(
+        options.workers, memory_nbytes, options.attention_workers, expert_memory_nbytes=expert_memory_nbytes
+    )
     search = Search(options.max_micro_batches, options.max_slices)
     shares = _shares(options.routing, shape, rates)
     if options.for_server is not None:
@@ -198,7 +205,7 @@ def _plan_arrivals(
         found = {"best": choice.best.to_dict(), "candidates": [one.to_dict() for one in choice.candidates]}
         print_json({"arrivals": found})
     else:
-        print(arrivals_text(shape, workers, arrivals, choice))
+        print(arrivals_text(shape, rates, workers, arrivals, choice, shares))
     return 0
 
 
@@ -209,7 +216,7 @@ def _timeline(phase: str, model: InferenceCostModel, choice: Choice) -> tuple[st
         raise PlanError("gantt shows the four streams of a split run, but no split fits; give more memory or workers")
     best = choice.best if choice.best.split is not None else split[0]
     assert best.split is not None
-    times = model.block_times(best.batch, best.split, best.plan)
+    times = group_costs(model, best.num_groups).block_times(best.batch, best.split, best.plan)
     plan = inference_plan(times, best.plan, min(_DRAWN_LAYERS, model.shape.num_moe_layers))
     return f"{phase}, {candidate_name(best)} {best.split}", simulate(plan)
 
@@ -255,6 +262,7 @@ def make_parser() -> Parser:
     add = parser.add_argument_group("workers").add_argument
     add("--workers", type=int, metavar="N", help="processes or GPUs in all")
     add("--memory", metavar="SIZE", help="of each, for example 48GB or 80GiB")
+    add("--expert-memory", metavar="SIZE", help="of each expert worker (default: --memory)")
     add("--attention-workers", type=int, metavar="N", help="fix how many run attention (default: as is best)")
     add("--expert-format", choices=EXPERT_FORMATS, default="exact",
         help="in which expert workers hold experts; unsplit workers hold them exactly (default: exact)")  # fmt: skip
@@ -270,6 +278,8 @@ def make_parser() -> Parser:
     add("--max-slices", type=int, default=16, metavar="N", help="largest r2 (default: %(default)s)")
     add = parser.add_argument_group("rates").add_argument
     add("--rates", metavar="FILE", help=f"written by laconic profile --infer (default: {default_infer_path()})")
+    add("--expert-rates", metavar="FILE", help="the same, written on machines like those of expert workers, where these"
+        " differ from attention workers'; links are those of --rates (default: all machines are alike)")  # fmt: skip
     add("--show-rates", action="store_true", help="print what was measured instead")
     add("--item-nbytes", type=int, metavar="N", help="bytes of a weight (default: the configuration's dtype)")
     add = parser.add_argument_group("output").add_argument
