@@ -26,7 +26,7 @@ from laconic.cost.infer import (
     plan_vllm_afd,
 )
 from laconic.cost.infer.choice_text import arrivals_text, candidate_name, choice_text, infer_rates_text
-from laconic.cost.infer.planner import group_costs
+from laconic.cost.infer.planner import busy_shares, group_costs
 from laconic.cost.infer.shape import is_read
 from laconic.cost.sizes import parse_nbytes
 from laconic.errors import ConfigError, PlanError
@@ -95,7 +95,7 @@ def _plan(options: argparse.Namespace) -> int:
         models[phase] = InferenceCostModel(shape, rates, work, shares)
         choices[phase] = choose(models[phase], workers, search)
     if options.json:
-        print_json({phase: _json(choice) for phase, choice in choices.items()})
+        print_json({phase: _json(models[phase], choice) for phase, choice in choices.items()})
     else:
         print("\n\n".join(choice_text(models[phase], workers, choice, phase) for phase, choice in choices.items()))
     if options.gantt is not None:
@@ -211,22 +211,21 @@ def _plan_arrivals(
 
 def _timeline(phase: str, model: InferenceCostModel, choice: Choice) -> tuple[str, Timeline]:
     """Name and timeline of the chosen plan in its first layers; of the best split one, where that is not to split."""
-    split = [one for one in choice.candidates if one.split is not None]
-    if not split:
+    best = choice.best_split
+    if best is None or best.split is None:
         raise PlanError("gantt shows the four streams of a split run, but no split fits; give more memory or workers")
-    best = choice.best if choice.best.split is not None else split[0]
-    assert best.split is not None
     times = group_costs(model, best.num_groups).block_times(best.batch, best.split, best.plan)
     plan = inference_plan(times, best.plan, min(_DRAWN_LAYERS, model.shape.num_moe_layers))
     return f"{phase}, {candidate_name(best)} {best.split}", simulate(plan)
 
 
-def _json(choice: Choice) -> dict[str, object]:
-    limit = choice.limits[choice.best]
+def _json(model: InferenceCostModel, choice: Choice) -> dict[str, object]:
+    limit, split = choice.limits[choice.best], choice.best_split
     return {
         "split": choice.split_pays,
         "best": choice.best.to_dict(),
         "candidates": [one.to_dict() for one in choice.candidates],
+        "busy": None if split is None else busy_shares(model, split),
         "memory": {"batch": limit.batch, "worker": limit.worker, "kind": limit.kind, "nbytes": limit.nbytes},
     }
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from laconic.cost.comm.rates import Line
 from laconic.cost.infer.arrivals import ArrivalChoice, Arrivals
-from laconic.cost.infer.costs import InferenceCostModel, Split, Workload
-from laconic.cost.infer.planner import Candidate, Choice, Workers, busy_shares, group_costs
+from laconic.cost.infer.costs import InferenceCostModel, Workload
+from laconic.cost.infer.planner import Candidate, Choice, Workers, busy_shares, priced
 from laconic.cost.infer.rates import InferenceRates
 from laconic.cost.infer.shape import InferenceShape
 from laconic.cost.sizes import format_nbytes
-from laconic.schedule.inference import InferencePlan
 from laconic.text_columns import columns
 
 _NAMES = {
@@ -57,20 +56,17 @@ def choice_text(model: InferenceCostModel, workers: Workers, choice: Choice, tit
         else:
             plan += "; unsplit, no request fits"
     lines.append(f"plan: {plan}")
-    fastest = next((one for one in (best, *choice.candidates) if one.split is not None), None)
-    if fastest is not None and fastest.split is not None:
-        costs = group_costs(model, fastest.num_groups)
-        of = "" if fastest is best else " of the best split"
-        lines.append(f"bottleneck{of}: {_bottleneck(costs, fastest.split, fastest.batch, fastest.plan)}")
+    if choice.best_split is not None:
+        of = "" if choice.split_pays else " of the best split"
+        lines.append(f"bottleneck{of}: {_bottleneck(model, choice.best_split)}")
     limit = choice.limits[best]
     lines.append(f"memory allows {limit.batch} requests per micro-batch; full is the {limit}")
     return "\n".join(lines)
 
 
-def _bottleneck(model: InferenceCostModel, split: Split, batch: int, plan: InferencePlan) -> str:
+def _bottleneck(model: InferenceCostModel, one: Candidate) -> str:
     """Name what is busy for the largest part of a pass, then the others."""
-    busy = busy_shares(model, split, batch, plan)
-    (name, most), *others = sorted(busy.items(), key=lambda one: -one[1])
+    (name, most), *others = sorted(busy_shares(model, one).items(), key=lambda share: -share[1])
     return f"{name}, busy for {most:.0%} of a pass; {', '.join(f'{name} {share:.0%}' for name, share in others)}"
 
 
@@ -130,7 +126,8 @@ def arrivals_text(
     else:
         phase, work, batch = "prefill", Workload.prefill(arrivals.prompt, arrivals.output), split.prefill_batch
     assert split.split is not None
-    busy = _bottleneck(InferenceCostModel(shape, rates, work, shares), split.split, batch, split.plan)
+    model = InferenceCostModel(shape, rates, work, shares)
+    busy = _bottleneck(model, priced(model, split.kind, split.split, batch, split.plan))
     return "\n".join([*lines, f"bottleneck{of} in {phase}: {busy}"])
 
 
@@ -199,9 +196,12 @@ def infer_rates_text(rates: InferenceRates) -> str:
         rows.append(_rate(f"link home, {name}", pair.combine, "B"))
     rows.append(_rate("message and answer, attention's core", rates.exchange.attention, "B"))
     rows.append(_rate("message and answer, experts' core", of_experts.exchange, "B"))
-    experts = "one call for all experts of a worker" if of_experts.grouped else "a call for each active expert"
+    calls = {True: "one call for all experts of a worker", False: "a call for each active expert"}
+    experts = f"experts: {calls[of_experts.grouped]}"
+    if rates.grouped != of_experts.grouped:
+        experts += f"; on attention workers without a split: {calls[rates.grouped]}"
     table = columns(["", "start-up us", "per second", "worst error"], rows)
-    return "\n".join([table, f"experts: {experts}", rates.source])
+    return "\n".join([table, experts, rates.source])
 
 
 def _rate(name: str, line: Line, unit: str) -> list[str]:

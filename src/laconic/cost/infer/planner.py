@@ -179,6 +179,11 @@ class Choice:
         """Whether the chosen plan splits attention from experts."""
         return self.best.split is not None
 
+    @property
+    def best_split(self) -> Candidate | None:
+        """The chosen plan, or the fastest that splits; None if no split fits."""
+        return next((one for one in (self.best, *self.candidates) if one.split is not None), None)
+
 
 def choose(model: InferenceCostModel, workers: Workers, search: Search | None = None) -> Choice:
     """Choose the fastest candidate; of equals, the plainest.
@@ -446,21 +451,21 @@ def sharded_seconds(times: BlockTimes, num_micro_batches: int, num_layers: int) 
     return max(core, link)
 
 
-def busy_shares(model: InferenceCostModel, split: Split, batch: int, plan: InferencePlan) -> dict[str, float]:
+def busy_shares(model: InferenceCostModel, one: Candidate) -> dict[str, float]:
     """Predict in which part of a pass each kind of worker, and the busier direction of the links, has work.
 
     Args:
-        model: seconds of tasks, of one group.
-        split, batch, plan: of a split candidate.
+        model: seconds of tasks.
+        one: a split candidate.
     """
-    layers = model.layer_times(batch, split, plan)
-    seconds, r1 = inference_seconds(layers, plan, len(layers)), plan.num_micro_batches
+    assert one.split is not None
+    layers = group_costs(model, one.num_groups).layer_times(one.batch, one.split, one.plan)
     busy = {
         f"{ATTENTION_WORKER}s": sum(times.attention + times.shared for times in layers),
         f"{EXPERT_WORKER}s": sum(sum(times.experts) for times in layers),
         "links": max(sum(sum(times.dispatch) for times in layers), sum(sum(times.combine) for times in layers)),
     }
-    return {name: r1 * each / seconds for name, each in busy.items()}
+    return {name: one.plan.num_micro_batches * each / one.seconds for name, each in busy.items()}
 
 
 def _best(candidates: Iterable[Candidate]) -> list[Candidate]:
