@@ -188,6 +188,13 @@ def test_two_kinds_of_workers_carry_arrivals_and_serve_with_vllm(
         ([*MODEL, "--workers", "2", "--memory", "9"], "--memory is '9', but it must have a unit"),
         ([*MODEL, *SMALL, "--expert-memory", "9"], "--expert-memory is '9', but it must have a unit"),
         ([*MODEL, *SMALL, "--expert-rates", "none.json"], "inference rates are 'none.json', but it must be a file"),
+        ([*MODEL, "--show-rates"], "model is 'qwen3-235b-a22b' with --show-rates, but rates are of no model"),
+        (
+            ["infer", "plan", "--show-rates", "--workers", "3", "--requests", "1"],
+            "--workers and --requests are given, but would have no effect with --show-rates",
+        ),
+        ([*MODEL, *SMALL, "--workers", "1", "--expert-memory", "1TB"], "--expert-memory is given, but would have no"),
+        ([*MODEL, *SMALL, "--workers", "1", "--attention-workers", "1"], "no effect with --workers 1, which runs the"),
         ([*MODEL, *SMALL, "--workers", "0"], "--workers is 0, but"),
         ([*MODEL, *SMALL, "--attention-workers", "16"], "--attention-workers is 16 of --workers 16, but"),
         ([*MODEL, *SMALL, "--prompt", "40960"], "--prompt 40960 and --output 64 are 41024 tokens of a request, but"),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from laconic.cost.comm.rates import Line
 from laconic.cost.infer import (
+    Arrivals,
     InferenceCostModel,
     InferenceRates,
     InferenceShape,
@@ -22,6 +23,7 @@ from laconic.cost.infer import (
     Workers,
     Workload,
     choose,
+    choose_for_arrivals,
     largest_batch,
     worker_nbytes,
 )
@@ -209,6 +211,24 @@ def test_a_model_too_large_for_one_worker_is_spread() -> None:
         PlanError, match=r"does not fit on 4 workers .* with even one request; unsplit, experts over 1, "
     ):
         choose(model, Workers(4, whole // 10))
+
+
+def test_why_nothing_fits_is_said_of_both_ways() -> None:
+    """The fullest of those that run whole models and of those that split: the first and the last."""
+    model = model_of(Workload.prefill(64))
+    with pytest.raises(PlanError) as refused:
+        choose(model, Workers(4, 100_000, expert_memory_nbytes=10**9))
+    reasons = [reason.split(", ")[0] for reason in str(refused.value).split("; ")[1:-1]]
+    assert reasons == ["unsplit", "unsplit", "split 1:3", "split 1:1"]
+
+
+def test_no_more_micro_batches_than_asked_for() -> None:
+    for most in (1, 2):
+        choice = choose(model_of(Workload.prefill(64)), Workers(4, LARGE), Search(most, 2))
+        assert max(one.plan.num_micro_batches for one in choice.candidates) <= most
+        shape, load = model_of(Workload.prefill(64)).shape, Arrivals(20, 64, 16)
+        found = choose_for_arrivals(shape, RATES, Workers(4, LARGE), load, Search(most, 2))
+        assert max(one.plan.num_micro_batches for one in found.candidates) <= most
 
 
 def test_candidates_of_more_freedom_are_never_slower() -> None:

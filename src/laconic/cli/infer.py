@@ -47,10 +47,10 @@ def run(args: Sequence[str]) -> int:
         return 0
     if args[0] != "plan":
         raise ConfigError(f"laconic infer {args[0]} is no command, it must be: laconic infer plan")
-    return _plan(parser.parse_args(args[1:]))
+    return _plan(parser, parser.parse_args(args[1:]))
 
 
-def _plan(options: argparse.Namespace) -> int:
+def _plan(parser: Parser, options: argparse.Namespace) -> int:
     memory_nbytes, expert_memory_nbytes = (
         None if size is None else parse_nbytes(size, flag)
         for flag, size in (("--memory", options.memory), ("--expert-memory", options.expert_memory))
@@ -58,6 +58,13 @@ def _plan(options: argparse.Namespace) -> int:
     path = Path(options.rates or default_infer_path())
     if options.rates is None and not path.exists():
         raise ConfigError(f"{path} does not exist; measure with laconic profile --infer, or give --rates FILE")
+    if options.show_rates:
+        flags = {string for action in parser.flags() for string in action.option_strings}
+        parser.refuse(
+            flags - {"--show-rates", "--rates", "--expert-rates", "--json", "-h", "--help"}, "with --show-rates"
+        )
+        if options.model is not None:
+            raise ConfigError(f"model is {options.model!r} with --show-rates, but rates are of no model; leave one out")
     rates = InferenceRates.load(path, options.expert_rates)
     if options.show_rates and options.json:
         print_json({"path": path, "rates": rates.to_dict()})
@@ -68,7 +75,7 @@ def _plan(options: argparse.Namespace) -> int:
         return 0
     if options.model is None or options.workers is None or memory_nbytes is None:
         raise PlanError("a model, --workers and --memory are needed: laconic infer plan DIR --workers 8 --memory 48GB")
-    _check_flags(options)
+    _check_flags(parser, options)
     shape = replace(_shape(options), expert_format=options.expert_format)
     taken = options.prompt + options.output
     if shape.positions is not None and taken > shape.positions:
@@ -117,11 +124,14 @@ _LEAST = {
 }
 
 
-def _check_flags(options: argparse.Namespace) -> None:
+def _check_flags(parser: Parser, options: argparse.Namespace) -> None:
     for flag, least in _LEAST.items():
         value = getattr(options, flag.replace("-", "_"))
         if value is not None and value < least:
             raise PlanError(f"--{flag} is {value}, but it must be a whole number from {least} on")
+    if options.workers == 1:
+        of_experts = ["--attention-workers", "--expert-memory", "--expert-rates", "--expert-format"]
+        parser.refuse(of_experts, "with --workers 1, which runs the whole model")
     if options.attention_workers is not None and not 1 <= options.attention_workers < options.workers:
         raise PlanError(
             f"--attention-workers is {options.attention_workers} of --workers {options.workers}, but both roles need"

@@ -356,7 +356,7 @@ def _groups(pricing: _Pricing, kind: Kind, workers: Workers, search: Search) -> 
     elif kind == "sharded":
         for size in range(2, min(total, shape.num_experts) + 1):
             if total % size == 0:
-                for r1 in (1, 2):
+                for r1 in search.unsplit_micro_batches:
                     yield [_Way(kind, Split(size, size), InferencePlan(r1), total // size)]
     else:
         slicings = search.slicings if kind == "findep" else ("tokens",)

@@ -118,6 +118,11 @@ class Search:
             if not getattr(self, name):
                 raise PlanError(f"{name} is empty, but at least one must be tried")
 
+    @property
+    def unsplit_micro_batches(self) -> range:
+        """Numbers of micro-batches of an unsplit run, which has at most two."""
+        return range(1, min(2, self.max_micro_batches) + 1)
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -198,28 +203,30 @@ def choose(model: InferenceCostModel, workers: Workers, search: Search | None = 
     """
     search = search or Search()
     found: list[Candidate] = []
-    failed: list[str] = []
+    failed: dict[bool, list[str]] = {True: [], False: []}
 
     def capacity(model: InferenceCostModel, split: Split, r1: int, whole: bool) -> int:
         limit = _largest(model, workers, split, r1, whole)
         if r1 == 1 and not limit.batch:
-            failed.append(f"{f'unsplit, experts over {split.experts}' if whole else f'split {split}'}, {limit}")
+            name = f"unsplit, experts over {split.experts}" if whole else f"split {split}"
+            failed[whole].append(f"{name}, {limit}")
         return limit.batch
 
     for kind in _UNSPLIT:
-        found += _best(_unsplit(model, workers, kind, capacity))
+        found += _best(_unsplit(model, workers, kind, capacity, search))
     found += _best_split(model, workers, "naive", plans_of("naive", "tokens", search), capacity)
     found += _best_split(model, workers, "pppipe", plans_of("pppipe", "tokens", search), capacity)
     for slicing in search.slicings:
         plans = plans_of("findep", slicing, search, shared=model.shape.shared_hidden > 0)
         found += _best_split(model, workers, "findep", plans, capacity)
     if not found:
+        why = dict.fromkeys(each for of in (failed[True], failed[False]) for each in (of[:1] + of[-1:]))
         memory = f"{workers.memory_nbytes:,} bytes"
         if workers.expert_memory_nbytes is not None:
             memory += f", expert workers of {workers.expert_memory_nbytes:,} bytes,"
         raise PlanError(
             f"{model.shape.name or 'the model'} does not fit on {workers.total} workers of {memory} with even one"
-            f" request; {'; '.join(failed[:3])}; give more workers or memory, or shorter requests"
+            f" request; {'; '.join(why)}; give more workers or memory, or shorter requests"
         )
     found.sort(key=lambda one: (-one.tokens_per_second, one.plainness))
     return Choice(_plainest(found), tuple(found), {one: _limit(model, workers, one) for one in found})
@@ -379,11 +386,13 @@ def _whole(group: InferenceCostModel, size: int) -> Split:
     return Split(group.hosts(Split(size, size)), size)
 
 
-def _unsplit(model: InferenceCostModel, workers: Workers, kind: Kind, capacity: _Capacity) -> Iterator[Candidate]:
+def _unsplit(
+    model: InferenceCostModel, workers: Workers, kind: Kind, capacity: _Capacity, search: Search
+) -> Iterator[Candidate]:
     """Candidates in which workers run the whole model."""
     total = workers.without_split(model.rates)
     sizes = range(2, min(total, model.shape.num_experts) + 1) if kind == "sharded" else (1,)
-    for size, r1 in product(sizes, (1, 2) if kind == "sharded" else (1,)):
+    for size, r1 in product(sizes, search.unsplit_micro_batches if kind == "sharded" else (1,)):
         if total % size:
             continue
         group = group_costs(model, total // size)
