@@ -188,6 +188,16 @@ def test_two_kinds_of_workers_carry_arrivals_and_serve_with_vllm(
         ([*MODEL, "--workers", "2", "--memory", "9"], "--memory is '9', but it must have a unit"),
         ([*MODEL, *SMALL, "--expert-memory", "9"], "--expert-memory is '9', but it must have a unit"),
         ([*MODEL, *SMALL, "--expert-rates", "none.json"], "inference rates are 'none.json', but it must be a file"),
+        ([*MODEL, *SMALL, "--output", "0"], "--output is 0, but decoding is planned for answers; give 1 or more, or"),
+        ([*MODEL, *SMALL, "--output", "0", "--for", "vllm-afd"], "--output is 0, but decoding is planned for answers"),
+        (
+            [*MODEL, *SMALL, "--workers", "200", "--attention-workers", "9"],
+            "191 expert workers cannot share 128 experts",
+        ),
+        (
+            [*MODEL, *SMALL[:-2], "--workers", "200", "--attention-workers", "9", "--arrivals", "1"],
+            "191 expert workers cannot share 128 experts",
+        ),
         ([*MODEL, "--show-rates"], "model is 'qwen3-235b-a22b' with --show-rates, but rates are of no model"),
         (
             ["infer", "plan", "--show-rates", "--workers", "3", "--requests", "1"],

@@ -141,6 +141,8 @@ def _check_flags(parser: Parser, options: argparse.Namespace) -> None:
         raise PlanError(f"--arrivals is {options.arrivals}, but it must be above 0 and finite")
     if options.arrivals is not None and options.output < 1:
         raise PlanError("--output is 0 with --arrivals, which plans for answers; give 1 or more")
+    if options.output < 1 and options.phase != "prefill":
+        raise PlanError("--output is 0, but decoding is planned for answers; give 1 or more, or --phase prefill")
 
 
 def _shape(options: argparse.Namespace) -> InferenceShape:

@@ -87,7 +87,16 @@ class Workers:
         return self.attention if self.attention is not None and self.are_of_two_kinds(rates) else self.total
 
     def splits(self, num_experts: int) -> list[tuple[int, Split]]:
-        """List numbers of groups and splits of each: every worker has a role, and every expert worker an expert."""
+        """List numbers of groups and splits of each: every worker has a role, and every expert worker an expert.
+
+        Raises:
+            PlanError: a fixed number of attention workers leaves more expert workers than there are experts.
+        """
+        if self.attention is not None and (others := self.total - self.attention) > num_experts:
+            raise PlanError(
+                f"attention is {self.attention} of {self.total} workers, but {others} expert workers cannot share"
+                f" {num_experts} experts; give fewer workers, or more attention workers"
+            )
         if self.attention is not None:
             ways = [(1, Split(self.attention, self.total - self.attention))]
         else:
