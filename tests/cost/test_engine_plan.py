@@ -121,6 +121,8 @@ def test_expert_workers_of_another_kind_are_kept_and_compared_with_attention_wor
     assert (found.split, found.num_workers) == (split, 2)
     whole = engine_seconds(SHAPE, RATES, Split(2, 0), demand, LIMITS, InferencePlan())
     assert found.unsplit_seconds == whole
+    assert max(found.busy, key=found.busy.__getitem__) == "expert workers"
+    assert f", bottleneck expert workers (busy for {found.busy['expert workers']:.0%} of a pass" in str(found)
     ratio = f"{whole / found.seconds:.2f}x"
     assert str(found).endswith(
         f", {ratio} of the attention workers alone with the whole model, which is faster: give experts = 0"

@@ -29,7 +29,16 @@ from laconic.cost.infer import (
 )
 from laconic.cost.infer.choice_text import choice_text, infer_rates_text
 from laconic.cost.infer.memory import ATTENTION_WORKER, EXPERT_WORKER
-from laconic.cost.infer.planner import KINDS, Candidate, least_seconds, pass_seconds, plans_of, priced, sharded_seconds
+from laconic.cost.infer.planner import (
+    KINDS,
+    Candidate,
+    busy_shares,
+    least_seconds,
+    pass_seconds,
+    plans_of,
+    priced,
+    sharded_seconds,
+)
 from laconic.cost.infer.rates import ExchangeCosts, LinkPair
 from laconic.errors import PlanError
 from laconic.schedule.inference import BlockTimes, InferencePlan, inference_plan
@@ -386,8 +395,11 @@ def test_seconds_of_a_candidate_are_those_of_its_tasks() -> None:
             continue
         layers = model.layer_times(one.batch, one.split, one.plan)
         assert len(layers) == 1 + 3 + 1  # dense, with experts, output projection
-        plan = inference_plan(layers, one.plan, len(layers))
-        assert one.seconds == pytest.approx(simulate(plan).makespan_seconds)
+        timeline = simulate(inference_plan(layers, one.plan, len(layers)))
+        assert one.seconds == pytest.approx(timeline.makespan_seconds)
+        attention, experts, *links = (timeline.busy_seconds(name) for name in ("attention", "experts", "a2e", "e2a"))
+        busy = {"attention workers": attention, "expert workers": experts, "links": max(links)}
+        assert busy_shares(model, one) == pytest.approx({name: each / one.seconds for name, each in busy.items()})
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ Seconds are those of all requests, prompts and answers, one plan for both. Plans
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import ceil
 from statistics import median
 
 from laconic.cost.infer.costs import InferenceCostModel, Split, Workload
-from laconic.cost.infer.planner import Search, replicated_seconds
+from laconic.cost.infer.planner import Search, busy_shares, priced, replicated_seconds
 from laconic.cost.infer.rates import InferenceRates
 from laconic.cost.infer.shape import InferenceShape, check_whole
 from laconic.errors import PlanError
@@ -118,6 +118,7 @@ class EngineChoice:
         unsplit_seconds: predicted where workers run the whole model; None if that does not fit.
         demand: that was asked for.
         num_workers: that would run the whole model: all, or those of attention where the others are of another kind.
+        busy: for which part of a pass of decoding each kind of worker, and the links, have work; empty without a split.
     """
 
     split: Split | None
@@ -127,6 +128,7 @@ class EngineChoice:
     unsplit_seconds: float | None
     demand: Demand
     num_workers: int
+    busy: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     @property
     def tokens_per_second(self) -> float:
@@ -144,6 +146,9 @@ class EngineChoice:
             f"r1 = {plan.num_micro_batches}, r2 = {plan.num_slices} slices of {plan.slicing}, order {plan.order}{first}"
             f" on {self.split.attention} attention and {self.split.experts} expert workers, {rate}"
         )
+        if self.busy:
+            name = max(self.busy, key=self.busy.__getitem__)
+            chosen += f", bottleneck {name} (busy for {self.busy[name]:.0%} of a pass of decoding)"
         if self.unsplit_seconds is None:
             on = "an attention worker" if self.num_workers == self.split.attention else "every worker"
             return f"{chosen}; the whole model does not fit on {on}"
@@ -207,7 +212,11 @@ def choose_for_engine(
         return EngineChoice(None, InferencePlan(), whole, step, whole, demand, unsplit.attention)
     plan = next(plan for plan, found in zip(plans, seconds, strict=True) if found <= least * (1 + _TIE))
     step = engine_step_seconds(shape, rates, split, demand, limits, plan)
-    return EngineChoice(split, plan, least, step, whole, demand, unsplit.attention)
+    batches, cut = _batches(split, demand, limits, plan)
+    decode = InferenceCostModel(shape, rates, batches.decode)
+    cut = _cut(decode, batches.decode_batch, split, cut)
+    busy = busy_shares(decode, priced(decode, "findep", split, batches.decode_batch, cut))
+    return EngineChoice(split, plan, least, step, whole, demand, unsplit.attention, busy)
 
 
 @dataclass(frozen=True)
