@@ -121,6 +121,8 @@ def test_what_is_lost_is_said_with_what_it_costs() -> None:
     assert "exchanges with the others" in found.given_up[-1]
     shares = [2 / 16] * 16
     assert any("measured routing" in line for line in planned(shares=shares).given_up)
+    two = planned(rates=replace(SLOW_LINK, experts=SLOW_WORKER))
+    assert two.given_up[-1].startswith("GPUs are of two kinds: ")
 
 
 def test_families_that_the_plugin_does_not_know_are_refused() -> None:
