@@ -229,6 +229,12 @@ def test_why_nothing_fits_is_said_of_both_ways() -> None:
         choose(model, Workers(4, 100_000, expert_memory_nbytes=10**9))
     reasons = [reason.split(", ")[0] for reason in str(refused.value).split("; ")[1:-1]]
     assert reasons == ["unsplit", "unsplit", "split 1:3", "split 1:1"]
+    # Beside unsplit runs that fit, too.
+    workers = Workers(4, LARGE, attention=1, expert_memory_nbytes=100_000)
+    choice = choose(model, workers)
+    text = choice_text(model, workers, choice, "")
+    assert "; no split fits: split 1:3, expert worker: weights (weights 884.74 KB, activations " in text
+    assert (choice_text(model, Workers(1, LARGE), choose(model, Workers(1, LARGE)), "")).count("; no split fits\n") == 1
 
 
 def test_no_more_micro_batches_than_asked_for() -> None:
@@ -286,6 +292,7 @@ def test_fast_attention_workers_with_slow_experts_of_much_memory_have_a_plan_of_
     assert choice.best.tokens_per_second > 1.1 * best_of_alike.tokens_per_second
     text = choice_text(two, workers, choice, "")
     assert "workers: 1 for attention of 217." in text
+    assert "order ASAS; unsplit, no request fits: experts over 1, worker: weights (weights 868." in text
     assert "\nbottleneck: expert workers, busy for 92% of a pass; links 8%, attention workers 5%\n" in text
     with pytest.raises(PlanError, match=r"4 workers of [\d,]+ bytes, expert workers of [\d,]+ bytes, with even one"):
         choose(two, replace(workers, expert_memory_nbytes=nbytes // 9), search)

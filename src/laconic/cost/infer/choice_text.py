@@ -42,7 +42,7 @@ def choice_text(model: InferenceCostModel, workers: Workers, choice: Choice, tit
             slower = best.tokens_per_second / others[0].tokens_per_second
             plan += f"; the best split is slower by {slower:.2f}x"
         else:
-            plan += "; no split fits"
+            plan += "; no split fits" + (f": {choice.no_split}" if choice.no_split else "")
     else:
         how = best.plan
         plan = (
@@ -54,7 +54,7 @@ def choice_text(model: InferenceCostModel, workers: Workers, choice: Choice, tit
         if whole:
             plan += f"; {best.tokens_per_second / whole[0].tokens_per_second:.2f}x of the best unsplit run"
         else:
-            plan += "; unsplit, no request fits"
+            plan += f"; unsplit, no request fits: {choice.no_unsplit.removeprefix('unsplit, ')}"
     lines.append(f"plan: {plan}")
     if choice.best_split is not None:
         of = "" if choice.split_pays else " of the best split"

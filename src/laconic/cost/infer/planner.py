@@ -187,6 +187,10 @@ class Choice:
     """Fastest first; `findep` once for each slicing."""
     limits: Mapping[Candidate, Limit] = field(default_factory=dict)
     """What memory allows each candidate at its r1."""
+    no_split: str = ""
+    """Where no split fits, which workers are full of what; empty, too, where workers cannot be split."""
+    no_unsplit: str = ""
+    """The same where no unsplit run fits, of the one that spreads experts most."""
 
     @property
     def split_pays(self) -> bool:
@@ -229,16 +233,23 @@ def choose(model: InferenceCostModel, workers: Workers, search: Search | None = 
         plans = plans_of("findep", slicing, search, shared=model.shape.shared_hidden > 0)
         found += _best_split(model, workers, "findep", plans, capacity)
     if not found:
-        why = dict.fromkeys(each for of in (failed[True], failed[False]) for each in (of[:1] + of[-1:]))
         memory = f"{workers.memory_nbytes:,} bytes"
         if workers.expert_memory_nbytes is not None:
             memory += f", expert workers of {workers.expert_memory_nbytes:,} bytes,"
         raise PlanError(
             f"{model.shape.name or 'the model'} does not fit on {workers.total} workers of {memory} with even one"
-            f" request; {'; '.join(why)}; give more workers or memory, or shorter requests"
+            f" request; {_why(failed[True], failed[False])}; give more workers or memory, or shorter requests"
         )
     found.sort(key=lambda one: (-one.tokens_per_second, one.plainness))
-    return Choice(_plainest(found), tuple(found), {one: _limit(model, workers, one) for one in found})
+    limits = {one: _limit(model, workers, one) for one in found}
+    no_split = _why(failed[False]) if all(one.split is None for one in found) else ""
+    no_unsplit = failed[True][-1] if all(one.split is not None for one in found) else ""
+    return Choice(_plainest(found), tuple(found), limits, no_split, no_unsplit)
+
+
+def _why(*failed: list[str]) -> str:
+    """The first and the last reason of each list: those of the fewest and of the most workers of a role."""
+    return "; ".join(dict.fromkeys(each for reasons in failed for each in reasons[:1] + reasons[-1:]))
 
 
 def _limit(model: InferenceCostModel, workers: Workers, one: Candidate) -> Limit:
