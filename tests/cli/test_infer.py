@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from laconic.cli.infer_profile import fit_products
 from laconic.cli.main import main
 from laconic.cost.infer import InferenceRates
-from tests.cost.infer_models import RATES
+from tests.cost.infer_models import RATES, SLOW_WORKER
 from tests.distributed.processes import environment, finish, start
 
 MODEL = ["infer", "plan", "qwen3-235b-a22b"]
@@ -116,6 +117,60 @@ def test_rates_can_be_printed(rates: list[str], capsys: pytest.CaptureFixture[st
     assert out.endswith("made up\n")
 
 
+@pytest.fixture
+def expert_rates(tmp_path: Path) -> list[str]:
+    slow = replace(RATES, gemm=SLOW_WORKER.gemm, read_seconds_per_byte=1e-9, source="slower")
+    slow.save(tmp_path / "slow.json")
+    return ["--expert-rates", str(tmp_path / "slow.json")]
+
+
+def test_two_kinds_of_workers_are_planned(
+    rates: list[str], expert_rates: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = [*rates, "--attention-workers", "4", "--max-micro-batches", "2", "--max-slices", "2", "--phase", "decode"]
+    assert main([*MODEL, *SMALL, *few, *expert_rates, "--expert-memory", "200GB"]) == 0
+    out = capsys.readouterr().out
+    assert "workers: 4 for attention of 80.00 GB, 12 for experts of 200.00 GB; " in out
+    assert "bottleneck: expert workers, busy for " in out
+    assert "unsplit, no request fits" in out  # 470 GB on 4 x 80 GB
+    assert main([*MODEL, *SMALL, *few]) == 0
+    alike = capsys.readouterr().out
+    assert "16 workers of 80.00 GB; " in alike
+    assert "unsplit, experts sharded" in alike
+    assert main([*MODEL, *SMALL, *few, "--expert-rates", rates[1], "--expert-memory", "80GB"]) == 0
+    assert capsys.readouterr().out == alike
+    assert main([*MODEL, *SMALL, *few, "--expert-memory", "10GB"]) == 2
+    assert "expert workers of 10,000,000,000 bytes, with even one request; " in capsys.readouterr().err
+    assert main(["infer", "plan", *rates, *expert_rates, "--show-rates"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"rates of {rates[1]}, expert workers' of {expert_rates[1]}\n")
+    assert "expert workers, matrix product" in out
+    assert out.endswith("made up; expert workers: slower\n")
+    assert main(["infer", "plan", *rates, *expert_rates, "--show-rates", "--json"]) == 0
+    assert InferenceRates.from_dict(json.loads(capsys.readouterr().out)["rates"]).experts is not None
+    assert main([*MODEL, *SMALL, *few, *expert_rates, "--expert-memory", "200GB", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)["decode"]
+    assert plan["best"]["attention_workers"] == 4
+    assert max(plan["busy"], key=plan["busy"].get) == "expert workers"
+
+
+def test_two_kinds_of_workers_carry_arrivals_and_serve_with_vllm(
+    rates: list[str], expert_rates: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*MODEL, *SMALL[:-2], *rates, "--attention-workers", "8", "--max-micro-batches", "2", "--max-slices", "2"]
+    two = [*expert_rates, "--expert-memory", "200GB"]
+    found = []
+    for more in ([], two):
+        assert main([*flags, *more, "--arrivals", "0.001"]) == 0
+        out = capsys.readouterr().out
+        assert "\nbottleneck" in out
+        assert ("workers: 8 for attention of 80.00 GB, 8 for experts of 200.00 GB\n" in out) == (more == two)
+        assert main([*flags, *more, "--for", "vllm-afd"]) == 0
+        found.append((out, capsys.readouterr().out.splitlines()[1]))
+    assert found[0][0] != found[1][0]
+    assert found[0][1] != found[1][1]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -131,6 +186,25 @@ def test_rates_can_be_printed(rates: list[str], capsys: pytest.CaptureFixture[st
         ([*MODEL, *SMALL, "--requests", "0"], "--requests is 0, but"),
         ([*MODEL, *SMALL, "--max-slices", "0"], "--max-slices is 0, but"),
         ([*MODEL, "--workers", "2", "--memory", "9"], "--memory is '9', but it must have a unit"),
+        ([*MODEL, *SMALL, "--expert-memory", "9"], "--expert-memory is '9', but it must have a unit"),
+        ([*MODEL, *SMALL, "--expert-rates", "none.json"], "inference rates are 'none.json', but it must be a file"),
+        ([*MODEL, *SMALL, "--output", "0"], "--output is 0, but decoding is planned for answers; give 1 or more, or"),
+        ([*MODEL, *SMALL, "--output", "0", "--for", "vllm-afd"], "--output is 0, but decoding is planned for answers"),
+        (
+            [*MODEL, *SMALL, "--workers", "200", "--attention-workers", "9"],
+            "191 expert workers cannot share 128 experts",
+        ),
+        (
+            [*MODEL, *SMALL[:-2], "--workers", "200", "--attention-workers", "9", "--arrivals", "1"],
+            "191 expert workers cannot share 128 experts",
+        ),
+        ([*MODEL, "--show-rates"], "model is 'qwen3-235b-a22b' with --show-rates, but rates are of no model"),
+        (
+            ["infer", "plan", "--show-rates", "--workers", "3", "--requests", "1"],
+            "--workers and --requests are given, but would have no effect with --show-rates",
+        ),
+        ([*MODEL, *SMALL, "--workers", "1", "--expert-memory", "1TB"], "--expert-memory is given, but would have no"),
+        ([*MODEL, *SMALL, "--workers", "1", "--attention-workers", "1"], "no effect with --workers 1, which runs the"),
         ([*MODEL, *SMALL, "--workers", "0"], "--workers is 0, but"),
         ([*MODEL, *SMALL, "--attention-workers", "16"], "--attention-workers is 16 of --workers 16, but"),
         ([*MODEL, *SMALL, "--prompt", "40960"], "--prompt 40960 and --output 64 are 41024 tokens of a request, but"),

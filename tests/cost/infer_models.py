@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from laconic.cost.comm.rates import Line
-from laconic.cost.infer import InferenceCostModel, InferenceRates, InferenceShape, Workload
+from laconic.cost.infer import InferenceCostModel, InferenceRates, InferenceShape, WorkerRates, Workload
 from laconic.cost.infer.rates import LinkPair
 
 LINK = LinkPair(Line(20e-6, 1e-9), Line(15e-6, 2e-9))
@@ -15,6 +15,9 @@ RATES = InferenceRates(
     grouped=False,
     source="made up",
 )
+
+SLOW_WORKER = WorkerRates(Line(500e-6, 5e-11), read_seconds_per_byte=1e-9, grouped=True, exchange=Line(1e-5, 1e-10))
+"""Expert workers of another kind than those of RATES."""
 
 
 def shape_of(**sizes: int) -> InferenceShape:

@@ -20,6 +20,7 @@ from laconic.cost.infer import (
     Search,
     Split,
     Steady,
+    WorkerRates,
     Workers,
     choose_for_arrivals,
     worker_nbytes,
@@ -34,12 +35,15 @@ from tests.cost.infer_models import RATES, shape_of
 
 SHAPE, SEARCH = shape_of(), Search(2, 2, orders=("ASAS",))
 
+gemms = st.builds(Line, st.floats(1e-7, 1e-4), st.floats(1e-13, 1e-10))
 rates_of = st.builds(
-    lambda gemm, link, read: InferenceRates(Line(*gemm), Line(*gemm), LinkPair(Line(*link), Line(*link)), read),
-    st.tuples(st.floats(1e-7, 1e-4), st.floats(1e-13, 1e-10)),
-    st.tuples(st.floats(0, 1e-3), st.floats(1e-11, 1e-8)),
+    lambda gemm, link, read, experts: InferenceRates(gemm, gemm, LinkPair(link, link), read, experts=experts),
+    gemms,
+    st.builds(Line, st.floats(0, 1e-3), st.floats(1e-11, 1e-8)),
     st.floats(1e-13, 1e-10),
+    st.none() | st.builds(WorkerRates, gemms, st.floats(1e-13, 1e-10), st.booleans()),
 )
+"""Of one kind of worker, or of two."""
 loads = st.builds(Arrivals, st.floats(0.1, 2000), st.integers(1, 100), st.integers(1, 40))
 memories = st.integers(5_000_000, 12_000_000)
 
@@ -86,10 +90,10 @@ def least_by_brute_force(pricing: _Pricing, workers: Workers, load: Arrivals) ->
 
 
 @settings(max_examples=20, deadline=None)
-@given(rates_of, loads, st.integers(1, 3), memories)
-def test_it_is_brute_force(rates: InferenceRates, load: Arrivals, total: int, memory: int) -> None:
-    workers = Workers(total, memory)
-    pricing = _Pricing(SHAPE, rates, load, memory)
+@given(rates_of, loads, st.integers(1, 3), memories, memories)
+def test_it_is_brute_force(rates: InferenceRates, load: Arrivals, total: int, memory: int, of_experts: int) -> None:
+    workers = Workers(total, memory, expert_memory_nbytes=rates.experts and of_experts)
+    pricing = _Pricing(SHAPE, rates, load, memory, expert_memory_nbytes=workers.expert_memory_nbytes)
     rooms = [pricing.most_decode(way, 1) for way in every_way(pricing, workers) if pricing.most_prefill(way)]
     assume(rooms and max(rooms) < 400)
     least = least_by_brute_force(pricing, workers, load)
@@ -203,10 +207,11 @@ def test_tables_and_json_say_what_was_chosen() -> None:
     load = Arrivals(20, 64, 16)
     workers = Workers(3, 50_000_000)
     choice = choose_for_arrivals(SHAPE, RATES, workers, load)
-    text = arrivals_text(SHAPE, workers, load, choice)
+    text = arrivals_text(SHAPE, RATES, workers, load, choice)
     assert "20 requests/s, prompts of 64 tokens, answers of 16" in text
     assert len(text.split("\n\n")[1].splitlines()) == 2 + len(choice.candidates)
-    assert text.splitlines()[-1].startswith("plan: ")
+    assert text.splitlines()[-2].startswith("plan: ")
+    assert text.splitlines()[-1].startswith("bottleneck")
     listed = [one.seconds for one in choice.candidates]
     assert listed == sorted(listed)
     data = json.loads(json.dumps(choice.best.to_dict()))

@@ -17,6 +17,7 @@ from laconic.cost.infer import (
     InferenceRates,
     Search,
     Split,
+    WorkerRates,
     Workload,
     choose_for_engine,
 )
@@ -26,18 +27,21 @@ from laconic.cost.infer.rates import LinkPair
 from laconic.errors import PlanError, ScheduleError
 from laconic.schedule.inference import InferencePlan, inference_plan
 from laconic.schedule.streams import simulate
-from tests.cost.infer_models import RATES, shape_of
+from tests.cost.infer_models import RATES, SLOW_WORKER, shape_of
 
 SHAPE, LIMITS = shape_of(num_dense_layers=1, dense_hidden=100), EngineLimits(1000, 64)
 SLOW_LINKS = replace(RATES, link=LinkPair(Line(0.1, 1e-6), Line(0.1, 1e-6)))
 SLOW_PRODUCTS = replace(RATES, gemm=Line(1e-5, 2e-9), link=LinkPair(Line(1e-6, 1e-10), Line(1e-6, 1e-10)))
 
+gemms = st.builds(Line, st.floats(0, 1e-4), st.floats(1e-13, 1e-9))
 rates_of = st.builds(
-    lambda gemm, link, read: InferenceRates(Line(*gemm), Line(*gemm), LinkPair(Line(*link), Line(*link)), read),
-    st.tuples(st.floats(0, 1e-4), st.floats(1e-13, 1e-9)),
-    st.tuples(st.floats(0, 1e-3), st.floats(1e-11, 1e-7)),
+    lambda gemm, link, read, experts: InferenceRates(gemm, gemm, LinkPair(link, link), read, experts=experts),
+    gemms,
+    st.builds(Line, st.floats(0, 1e-3), st.floats(1e-11, 1e-7)),
     st.floats(0, 1e-9),
+    st.none() | st.builds(WorkerRates, gemms, st.floats(0, 1e-9), st.booleans()),
 )
+"""Of one kind of worker, or of two."""
 plans = st.builds(
     InferencePlan,
     st.integers(1, 4),
@@ -60,7 +64,12 @@ def test_no_plan_in_reach_is_faster(
     if in_reach:
         assert choice.seconds <= engine_seconds(SHAPE, rates, split, demand, LIMITS, plan) * (1 + 1e-6)
     assert choice.unsplit_seconds is not None
-    assert choice.seconds <= choice.unsplit_seconds * (1 + 1e-6)
+    unsplit = Split(attention if rates.are_of_two_kinds else attention + experts, 0)
+    assert choice.unsplit_seconds == engine_seconds(SHAPE, rates, unsplit, demand, LIMITS, InferencePlan())
+    if rates.are_of_two_kinds:
+        assert choice.split == split
+    else:
+        assert choice.seconds <= choice.unsplit_seconds * (1 + 1e-6)
     ran = Split(attention + experts, 0) if choice.split is None else choice.split
     assert choice.seconds == pytest.approx(engine_seconds(SHAPE, rates, ran, demand, LIMITS, choice.plan))
 
@@ -102,6 +111,30 @@ def test_not_to_split_is_an_answer_unless_something_is_fixed() -> None:
     assert small.split == Split(1, 1)
     assert small.unsplit_seconds is None
     assert "does not fit on every worker" in str(small)
+
+
+def test_expert_workers_of_another_kind_are_kept_and_compared_with_attention_workers_alone() -> None:
+    """Whole models run on two of three workers: those of attention. One model is what their memory has to hold."""
+    demand, split = Demand(100, 20, 8), Split(2, 1)
+    rates = replace(RATES, experts=SLOW_WORKER)
+    found = choose_for_engine(SHAPE, rates, split, demand, LIMITS)
+    assert (found.split, found.num_workers) == (split, 2)
+    whole = engine_seconds(SHAPE, RATES, Split(2, 0), demand, LIMITS, InferencePlan())
+    assert found.unsplit_seconds == whole
+    assert max(found.busy, key=found.busy.__getitem__) == "expert workers"
+    assert f", bottleneck expert workers (busy for {found.busy['expert workers']:.0%} of a pass" in str(found)
+    ratio = f"{whole / found.seconds:.2f}x"
+    assert str(found).endswith(
+        f", {ratio} of the attention workers alone with the whole model, which is faster: give experts = 0"
+    )
+    fast = choose_for_engine(
+        SHAPE, replace(SLOW_PRODUCTS, experts=replace(SLOW_WORKER, gemm=Line(0, 0))), split, demand, LIMITS
+    )
+    assert str(fast).endswith("x of the attention workers alone with the whole model")
+    two = 2 * SHAPE.num_parameters * SHAPE.item_nbytes
+    assert choose_for_engine(SHAPE, rates, split, demand, LIMITS, memory_nbytes=two).unsplit_seconds == whole
+    small = choose_for_engine(SHAPE, rates, split, demand, LIMITS, memory_nbytes=two - 1)
+    assert str(small).endswith("the whole model does not fit on an attention worker")
 
 
 def test_one_micro_batch_where_links_cost_most_and_more_where_work_does() -> None:

@@ -18,6 +18,7 @@ from laconic.cost.infer import (
     InferenceRates,
     InferenceShape,
     Split,
+    WorkerRates,
     Workload,
     largest_batch,
     worker_nbytes,
@@ -29,10 +30,11 @@ from laconic.errors import ConfigError, PlanError
 from laconic.infer.split import Split as EngineSplit
 from laconic.options import EXPERT_ROWS_FROM_CODES
 from laconic.schedule.inference import InferencePlan, Slicing
-from tests.cost.infer_models import LINK, RATES, model_of, shape_of
+from tests.cost.infer_models import LINK, RATES, SLOW_WORKER, model_of, shape_of
 
 PROMPT = Workload.prefill(64)
 DECODE = Workload.decode(64, 32)
+OF_EXPERTS = replace(RATES, experts=SLOW_WORKER).to_dict()["experts"]
 
 
 @pytest.mark.parametrize(("experts", "top_k", "rows"), [(4, 1, 1), (4, 2, 2), (5, 2, 3), (3, 3, 2)])
@@ -212,8 +214,14 @@ def test_what_limits_is_named() -> None:
     assert str(limit).startswith("attention worker: key-value cache (weights ")
     tight = largest_batch(model, Split(1, 2), 1_000_000)
     assert (tight.batch, tight.worker, tight.kind) == (0, "expert worker", "weights")
+    roomy = largest_batch(model, Split(1, 2), 10_000_000, expert_memory_nbytes=10**9)
+    assert (roomy.batch, roomy.worker) == (largest_batch(model, Split(1, 16), 10_000_000).batch, "attention worker")
+    small = largest_batch(model, Split(1, 2), 10**9, expert_memory_nbytes=1_000_000)
+    assert (small.batch, small.worker, small.kind) == (0, "expert worker", "weights")
     with pytest.raises(PlanError, match="memory_nbytes is 0"):
         largest_batch(model, Split(1, 2), 0)
+    with pytest.raises(PlanError, match="expert_memory_nbytes is 0"):
+        largest_batch(model, Split(1, 2), 1, expert_memory_nbytes=0)
 
 
 def test_rates_come_back_from_their_file(tmp_path: Path) -> None:
@@ -223,6 +231,28 @@ def test_rates_come_back_from_their_file(tmp_path: Path) -> None:
     assert InferenceRates.load(tmp_path / "new" / "rates.json") == rates
     assert rates.link_of(3, 5) is LINK
     assert replace(rates, link=LinkPair(Line(0, 0), Line(0, 0))).link_of(5, 3) != LINK
+    assert "experts" not in rates.to_dict()  # which releases before expert workers' rates read, too
+    two = replace(rates, experts=SLOW_WORKER)
+    two.save(tmp_path / "two.json")
+    assert InferenceRates.load(tmp_path / "two.json") == two
+
+
+def test_rates_of_two_kinds_are_put_together(tmp_path: Path) -> None:
+    exchange = ExchangeCosts(Line(1e-4, 1e-9), Line(2e-4, 3e-9))
+    slow = InferenceRates(Line(1, 2), Line(3, 4), LINK, 5, exchange=exchange, source="slow")
+    for name, rates in {"fast": RATES, "slow": slow}.items():
+        rates.save(tmp_path / name)
+    both = InferenceRates.load(tmp_path / "fast", tmp_path / "slow")
+    experts = WorkerRates(Line(1, 2), 5, True, Line(2e-4, 3e-9))
+    assert both == replace(RATES, experts=experts, source="made up; expert workers: slow")
+    assert both.are_of_two_kinds
+    assert not RATES.are_of_two_kinds
+    assert not RATES.with_experts(RATES).are_of_two_kinds
+    both.save(tmp_path / "both")
+    with pytest.raises(ConfigError, match="the rates of attention workers have `experts` already"):
+        InferenceRates.load(tmp_path / "both", tmp_path / "slow")
+    with pytest.raises(ConfigError, match="the rates of expert workers have `experts` already"):
+        InferenceRates.load(tmp_path / "fast", tmp_path / "both")
 
 
 @pytest.mark.parametrize(
@@ -238,6 +268,12 @@ def test_rates_come_back_from_their_file(tmp_path: Path) -> None:
         ({"link": {}}, "dispatch is None"),
         ({"links": {"3": RATES.to_dict()["link"]}}, "links names '3'"),
         ({"links": {"0:2": RATES.to_dict()["link"]}}, "links names '0:2'"),
+        ({"experts": 3}, "experts is 3, but it must be a table"),
+        ({"experts": {"gem": 1}}, "experts names 'gem', but it must be one of gemm, "),
+        ({"experts": {}}, "experts.gemm is None, but it must be a table"),
+        ({"experts": OF_EXPERTS | {"exchange": 1}}, "experts.exchange is 1, but it must be a table"),
+        ({"experts": OF_EXPERTS | {"read_seconds_per_byte": -1}}, "experts.read_seconds_per_byte is -1"),
+        ({"experts": OF_EXPERTS | {"grouped": None}}, "experts.grouped is None, but it must be true or false"),
         ({"read_second_per_byte": 1e-9}, "the file names 'read_second_per_byte', but it must be one of format,"),
     ],
 )
@@ -253,6 +289,29 @@ def test_a_shape_is_a_model_without_embedding_if_it_has_no_vocabulary() -> None:
     assert [len(times.dispatch) for times in whole] == [0, *[1] * 59, 0]
     cut = InferenceCostModel(replace(shape, vocab_size=0, num_dense_layers=0, num_layers=8), RATES, PROMPT)
     assert cut.layer_times(4, Split(1, 1), plan) == (cut.block_times(4, Split(1, 1), plan),) * 8
+
+
+@pytest.mark.parametrize("slicing", ["tokens", "experts"])
+def test_experts_are_priced_as_on_a_cluster_of_their_own_kind(slicing: Slicing) -> None:
+    costly = replace(RATES, exchange=ExchangeCosts(Line(1e-4, 1e-9), Line(2e-4, 3e-9)))
+    slow = replace(
+        costly,
+        gemm=SLOW_WORKER.gemm,
+        read_seconds_per_byte=SLOW_WORKER.read_seconds_per_byte,
+        grouped=SLOW_WORKER.grouped,
+        exchange=replace(costly.exchange, experts=SLOW_WORKER.exchange),
+    )
+    of_one, of_other, of_two = (
+        model_of(DECODE, rates).block_times(8, Split(2, 4), InferencePlan(1, 4, slicing=slicing))
+        for rates in (costly, slow, replace(costly, experts=SLOW_WORKER))
+    )
+    assert of_two == replace(of_one, experts=of_other.experts)
+    assert of_two.experts > of_one.experts
+    two = model_of(DECODE, replace(costly, experts=SLOW_WORKER))
+    assert replicated_seconds(two, 4) == replicated_seconds(model_of(DECODE, costly), 4)
+    assert two.unsplit.block_times(8, Split(2, 2), InferencePlan()) == model_of(DECODE, costly).block_times(
+        8, Split(2, 2), InferencePlan()
+    )
 
 
 @pytest.mark.parametrize("slicing", ["tokens", "experts"])

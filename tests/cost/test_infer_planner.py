@@ -13,37 +13,52 @@ from hypothesis import strategies as st
 
 from laconic.cost.comm.rates import Line
 from laconic.cost.infer import (
+    Arrivals,
     InferenceCostModel,
     InferenceRates,
     InferenceShape,
     Search,
     Split,
+    WorkerRates,
     Workers,
     Workload,
     choose,
+    choose_for_arrivals,
     largest_batch,
     worker_nbytes,
 )
 from laconic.cost.infer.choice_text import choice_text, infer_rates_text
 from laconic.cost.infer.memory import ATTENTION_WORKER, EXPERT_WORKER
-from laconic.cost.infer.planner import KINDS, Candidate, least_seconds, pass_seconds, plans_of, priced, sharded_seconds
+from laconic.cost.infer.planner import (
+    KINDS,
+    Candidate,
+    busy_shares,
+    least_seconds,
+    pass_seconds,
+    plans_of,
+    priced,
+    sharded_seconds,
+)
 from laconic.cost.infer.rates import ExchangeCosts, LinkPair
 from laconic.errors import PlanError
 from laconic.schedule.inference import BlockTimes, InferencePlan, inference_plan
 from laconic.schedule.streams import StreamPlan, Task, simulate
-from tests.cost.infer_models import RATES, model_of
+from tests.cost.infer_models import RATES, SLOW_WORKER, model_of
 
 SEARCH = Search(max_micro_batches=3, max_slices=4, orders=("ASAS", "AASS"))
 LARGE = 10**9
 
+lines = st.builds(Line, st.floats(0, 1e-4), st.floats(1e-13, 1e-10))
+workers_of = st.builds(WorkerRates, lines, st.floats(0, 1e-9), st.booleans(), lines)
 rates_of = st.builds(
-    lambda gemm, attention, link, read, grouped, exchange: InferenceRates(
+    lambda gemm, attention, link, read, grouped, exchange, experts: InferenceRates(
         Line(*gemm),
         Line(*attention),
         LinkPair(Line(*link), Line(*link)),
         read,
         grouped=grouped,
         exchange=ExchangeCosts(Line(*exchange), Line(*reversed(exchange))),
+        experts=experts,
     ),
     st.tuples(st.floats(0, 1e-4), st.floats(1e-13, 1e-10)),
     st.tuples(st.floats(0, 1e-4), st.floats(1e-13, 1e-10)),
@@ -51,7 +66,9 @@ rates_of = st.builds(
     st.floats(0, 1e-9),
     st.booleans(),
     st.tuples(st.floats(0, 1e-4), st.floats(0, 1e-4)),
+    st.none() | workers_of,
 )
+"""Of one kind of worker, or of two."""
 workloads = st.one_of(
     st.builds(Workload.prefill, st.integers(1, 200), st.just(8), st.none() | st.integers(1, 40)),
     st.builds(Workload.decode, st.integers(1, 200), st.just(8), st.none() | st.integers(1, 40)),
@@ -66,7 +83,13 @@ def all_split_candidates(model: InferenceCostModel, workers: Workers, search: Se
         group = replace(model, workload=replace(model.workload, requests=waiting and -(-waiting // groups)))
         plans = [plan for slicing in search.slicings for plan in plans_of("findep", slicing, search)]
         for plan in [*plans, *plans_of("pppipe", "tokens", search)]:
-            most = largest_batch(group, split, workers.memory_nbytes, plan.num_micro_batches).batch
+            most = largest_batch(
+                group,
+                split,
+                workers.memory_nbytes,
+                plan.num_micro_batches,
+                expert_memory_nbytes=workers.expert_memory_nbytes,
+            ).batch
             kind = "pppipe" if plan.shared_first else "findep"
             for batch in range(1, most + 1):
                 held = -(-model.shape.num_experts // split.experts)
@@ -77,12 +100,14 @@ def all_split_candidates(model: InferenceCostModel, workers: Workers, search: Se
 
 
 @settings(max_examples=25, deadline=None)
-@given(rates_of, workloads, st.integers(2, 4), st.integers(1, 6), st.sampled_from([0, 128]))
-def test_it_is_brute_force(rates: InferenceRates, work: Workload, total: int, room: int, shared: int) -> None:
+@given(rates_of, workloads, st.integers(2, 4), st.integers(1, 6), st.sampled_from([0, 128]), st.floats(0.3, 3))
+def test_it_is_brute_force(
+    rates: InferenceRates, work: Workload, total: int, room: int, shared: int, of_experts: float
+) -> None:
     model = model_of(work, rates, shared_hidden=shared)
     # Memory for a few requests beside the weights of the fullest split.
     memory = int(_bytes_of(model, Split(1, total - 1), 0) + room * _step(model, Split(1, total - 1)) * 1.01)
-    workers = Workers(total, memory)
+    workers = Workers(total, memory, expert_memory_nbytes=rates.experts and int(memory * of_experts))
     every = all_split_candidates(model, workers, SEARCH)
     assume(every and len(every) < 6000)
     choice = choose(model, workers, SEARCH)
@@ -197,6 +222,30 @@ def test_a_model_too_large_for_one_worker_is_spread() -> None:
         choose(model, Workers(4, whole // 10))
 
 
+def test_why_nothing_fits_is_said_of_both_ways() -> None:
+    """The fullest of those that run whole models and of those that split: the first and the last."""
+    model = model_of(Workload.prefill(64))
+    with pytest.raises(PlanError) as refused:
+        choose(model, Workers(4, 100_000, expert_memory_nbytes=10**9))
+    reasons = [reason.split(", ")[0] for reason in str(refused.value).split("; ")[1:-1]]
+    assert reasons == ["unsplit", "unsplit", "split 1:3", "split 1:1"]
+    # Beside unsplit runs that fit, too.
+    workers = Workers(4, LARGE, attention=1, expert_memory_nbytes=100_000)
+    choice = choose(model, workers)
+    text = choice_text(model, workers, choice, "")
+    assert "; no split fits: split 1:3, expert worker: weights (weights 884.74 KB, activations " in text
+    assert (choice_text(model, Workers(1, LARGE), choose(model, Workers(1, LARGE)), "")).count("; no split fits\n") == 1
+
+
+def test_no_more_micro_batches_than_asked_for() -> None:
+    for most in (1, 2):
+        choice = choose(model_of(Workload.prefill(64)), Workers(4, LARGE), Search(most, 2))
+        assert max(one.plan.num_micro_batches for one in choice.candidates) <= most
+        shape, load = model_of(Workload.prefill(64)).shape, Arrivals(20, 64, 16)
+        found = choose_for_arrivals(shape, RATES, Workers(4, LARGE), load, Search(most, 2))
+        assert max(one.plan.num_micro_batches for one in found.candidates) <= most
+
+
 def test_candidates_of_more_freedom_are_never_slower() -> None:
     for work in (Workload.prefill(128), Workload.decode(128, 32)):
         choice = choose(model_of(work), Workers(5, 200_000_000))
@@ -213,6 +262,89 @@ def test_no_more_requests_are_counted_than_wait() -> None:
             assert one.num_requests <= requests
             assert one.tokens_per_second == pytest.approx(one.num_requests / one.seconds)
             assert one.requests_per_second == pytest.approx(one.tokens_per_second)
+
+
+LARGER = {
+    "hidden_size": 1024, "num_heads": 16, "key_dim": 64, "value_dim": 64, "attention_parameters": 4 << 20,
+    "cache_values": 2048, "num_experts": 32, "top_k": 4, "expert_hidden": 1024, "shared_hidden": 1024,
+}  # fmt: skip
+
+
+def test_fast_attention_workers_with_slow_experts_of_much_memory_have_a_plan_of_their_own() -> None:
+    """One device of a quarter of the model's memory, three hosts of several times that."""
+    line, search = Line(5e-6, 4e-15), Search(3, 4)
+    fast = InferenceRates(line, line, LinkPair(Line(2e-5, 1e-10), Line(2e-5, 1e-10)), 4e-13)
+    slow = WorkerRates(Line(1e-5, 1e-12), 1e-11, grouped=False)
+    one, two = (
+        model_of(Workload.decode(256, 64, 24), replace(fast, experts=experts), **LARGER) for experts in (None, slow)
+    )
+    nbytes = one.shape.num_parameters * one.shape.item_nbytes
+    workers = Workers(4, nbytes // 4, attention=1, expert_memory_nbytes=4 * nbytes)
+    choice, alike = choose(two, workers, search), choose(one, workers, search)
+    for found in (choice, alike):
+        assert {each.kind for each in found.candidates} == {"naive", "pppipe", "findep"}
+        assert found.best.split == Split(1, 3)
+    assert choice.best.plan == InferencePlan(1, 4, "ASAS", "experts")
+    assert alike.best.plan == InferencePlan(2, 1, "greedy", "tokens")
+    every = all_split_candidates(two, workers, search)
+    assert choice.best.tokens_per_second == pytest.approx(max(each.tokens_per_second for each in every))
+    best_of_alike = priced(two, "findep", Split(1, 3), alike.best.batch, alike.best.plan)
+    assert choice.best.tokens_per_second > 1.1 * best_of_alike.tokens_per_second
+    text = choice_text(two, workers, choice, "")
+    assert "workers: 1 for attention of 217." in text
+    assert "order ASAS; unsplit, no request fits: experts over 1, worker: weights (weights 868." in text
+    assert "\nbottleneck: expert workers, busy for 92% of a pass; links 8%, attention workers 5%\n" in text
+    with pytest.raises(PlanError, match=r"4 workers of [\d,]+ bytes, expert workers of [\d,]+ bytes, with even one"):
+        choose(two, replace(workers, expert_memory_nbytes=nbytes // 9), search)
+
+
+@settings(max_examples=25, deadline=None)
+@given(rates_of, workloads, st.integers(2, 4), st.integers(1, 6), st.booleans())
+def test_equal_kinds_are_one(rates: InferenceRates, work: Workload, total: int, room: int, fixed: bool) -> None:
+    rates = replace(rates, experts=None)
+    model = model_of(work, rates)
+    memory = int(_bytes_of(model, Split(1, total - 1), 0) + room * _step(model, Split(1, total - 1)) * 1.01)
+    workers = Workers(total, memory, 1 if fixed else None)
+    equal = replace(model, rates=replace(rates, experts=rates.of_experts))
+    expected = choose(model, workers, SEARCH)
+    assert choose(equal, replace(workers, expert_memory_nbytes=memory), SEARCH) == expected
+
+
+@settings(max_examples=25, deadline=None)
+@given(rates_of, workers_of, workloads, st.integers(1, 4), st.integers(1, 3))
+def test_attention_workers_alone_run_whole_models(
+    rates: InferenceRates, of_experts: WorkerRates, work: Workload, attention: int, experts: int
+) -> None:
+    """Unsplit candidates beside expert workers of another kind are those of a cluster without these."""
+    alone = model_of(work, replace(rates, experts=None))
+    assume(of_experts != alone.rates.of_experts)
+    both = model_of(work, replace(rates, experts=of_experts))
+    workers = Workers(attention + experts, 12_000_000, attention, expert_memory_nbytes=20_000_000)
+    for kind in ("replicated", "sharded"):
+        found, expected = (
+            [one for one in choose(model, of, SEARCH).candidates if one.kind == kind]
+            for model, of in ((both, workers), (alone, Workers(attention, 12_000_000)))
+        )
+        assert found == expected
+    # All are of either kind where the planner chooses how many are of which.
+    free = choose(both, replace(workers, attention=None), SEARCH)
+    replicas = choose(alone, Workers(attention + experts, 12_000_000), SEARCH)
+    assert [o for o in free.candidates if not o.split] == [o for o in replicas.candidates if not o.split]
+
+
+def test_not_to_split_is_said_with_both_kinds_and_numbers() -> None:
+    model = model_of(Workload.decode(64, 8), replace(RATES, experts=SLOW_WORKER))
+    workers = Workers(4, LARGE, attention=2)
+    choice = choose(model, workers, SEARCH)
+    assert not choice.split_pays
+    text = choice_text(model, workers, choice, "")
+    assert f"workers: 2 for attention of {1:.2f} GB, 2 for experts of {1:.2f} GB; " in text
+    assert "plan: do not split: unsplit, replicas, 2 x 1 attention workers, " in text
+    others = [one for one in choice.candidates if one.split is not None]
+    slower = choice.best.tokens_per_second / others[0].tokens_per_second
+    assert (
+        f"; the best split is slower by {slower:.2f}x\nbottleneck of the best split: expert workers, busy for" in text
+    )
 
 
 def test_fixed_numbers_of_workers_are_kept() -> None:
@@ -270,8 +402,11 @@ def test_seconds_of_a_candidate_are_those_of_its_tasks() -> None:
             continue
         layers = model.layer_times(one.batch, one.split, one.plan)
         assert len(layers) == 1 + 3 + 1  # dense, with experts, output projection
-        plan = inference_plan(layers, one.plan, len(layers))
-        assert one.seconds == pytest.approx(simulate(plan).makespan_seconds)
+        timeline = simulate(inference_plan(layers, one.plan, len(layers)))
+        assert one.seconds == pytest.approx(timeline.makespan_seconds)
+        attention, experts, *links = (timeline.busy_seconds(name) for name in ("attention", "experts", "a2e", "e2a"))
+        busy = {"attention workers": attention, "expert workers": experts, "links": max(links)}
+        assert busy_shares(model, one) == pytest.approx({name: each / one.seconds for name, each in busy.items()})
 
 
 @pytest.mark.parametrize(
@@ -280,6 +415,7 @@ def test_seconds_of_a_candidate_are_those_of_its_tasks() -> None:
         (lambda: Workers(0, 1), "total is 0"),
         (lambda: Workers(4, 1, attention=4), "attention is 4 of 4 workers"),
         (lambda: Workers(4, 0), "memory_nbytes is 0"),
+        (lambda: Workers(4, 1, expert_memory_nbytes=0), "expert_memory_nbytes is 0"),
         (lambda: Search(max_slices=0), "max_slices is 0"),
         (lambda: Search(orders=()), "orders is empty"),
     ],
@@ -334,12 +470,21 @@ def test_tables_say_what_was_chosen_and_what_limits() -> None:
     assert lines[-1].startswith(
         f"memory allows {choice.limits[choice.best].batch} requests per micro-batch; full is the "
     )
-    assert lines[-2].startswith("plan: do not split" if choice.best.split is None else "plan: split: ")
+    assert lines[-2].startswith("bottleneck" if choice.split_pays else "bottleneck of the best split: ")
+    assert lines[-3].startswith("plan: split: " if choice.split_pays else "plan: do not split")
     table = text.split("\n\n")[1].splitlines()
     assert len(table) == 2 + len(choice.candidates)
     assert table[2].endswith("1.000")
     json.dumps([one.to_dict() for one in choice.candidates])
     assert "link home, any split" in infer_rates_text(RATES)
+    assert "expert workers" not in infer_rates_text(RATES)
+    of_two = infer_rates_text(replace(RATES, experts=SLOW_WORKER))
+    for words in (
+        "expert workers, matrix product 500.0 20.00 Gmul-adds",
+        "expert workers, weights 1.00 GB",
+        "one call",
+    ):
+        assert words in " ".join(of_two.split())
 
 
 @settings(max_examples=60, deadline=None)

@@ -17,7 +17,7 @@ from laconic.cost.infer.planner import Search, priced
 from laconic.cost.infer.rates import LinkPair
 from laconic.errors import PlanError
 from laconic.schedule.inference import InferencePlan
-from tests.cost.infer_models import RATES, shape_of
+from tests.cost.infer_models import RATES, SLOW_WORKER, shape_of
 
 SHAPE = replace(shape_of(), family="deepseek_v3")
 SLOW_LINK = replace(RATES, link=LinkPair(Line(1e-4, 1e-7), Line(1e-4, 1e-7)))
@@ -65,15 +65,19 @@ def test_commands_have_the_ranks_devices_and_ports_of_the_plan() -> None:
 
 
 def test_the_plan_is_the_fastest_that_the_plugin_can_run() -> None:
-    for total, rates in ((3, RATES), (4, SLOW_LINK), (6, SLOW_LINK)):
-        workers = replace(WORKERS, total=total)
+    for total, rates in ((3, RATES), (4, SLOW_LINK), (6, SLOW_LINK), (4, replace(SLOW_LINK, experts=SLOW_WORKER))):
+        workers = replace(WORKERS, total=total, expert_memory_nbytes=rates.experts and 2_000_000)
         model = InferenceCostModel(SHAPE, rates, Workload.decode(256, 32))
         every = [
             priced(model, "pppipe", split, most, InferencePlan(r1, shared_first=True), num_groups).tokens_per_second
             for num_groups, split in workers.splits(SHAPE.num_experts)
             if split.attention >= split.experts
             for r1 in (1, 2)
-            if (most := largest_batch(model, split, workers.memory_nbytes, r1).batch)
+            if (
+                most := largest_batch(
+                    model, split, workers.memory_nbytes, r1, expert_memory_nbytes=workers.expert_memory_nbytes
+                ).batch
+            )
         ]
         assert planned(workers, rates=rates).plan.tokens_per_second == pytest.approx(max(every))
 
@@ -117,6 +121,8 @@ def test_what_is_lost_is_said_with_what_it_costs() -> None:
     assert "exchanges with the others" in found.given_up[-1]
     shares = [2 / 16] * 16
     assert any("measured routing" in line for line in planned(shares=shares).given_up)
+    two = planned(rates=replace(SLOW_LINK, experts=SLOW_WORKER))
+    assert two.given_up[-1].startswith("GPUs are of two kinds: ")
 
 
 def test_families_that_the_plugin_does_not_know_are_refused() -> None:

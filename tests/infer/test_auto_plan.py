@@ -73,6 +73,25 @@ def test_what_needs_expert_workers_keeps_them(
     ]
 
 
+def test_expert_workers_of_another_kind_are_priced_by_their_rates(model: Path, slow: Path, tmp_path: Path) -> None:
+    limits, of_experts = EngineLimits(4096, 256), tmp_path / "experts.json"
+    FAST.save(of_experts)
+    alike, two = (
+        plan_serving(
+            model, 1, None, AutoPlan(slow, expert_rates=file), None, limits, "auto", traced=False, of_experts={}
+        )
+        for file in (None, of_experts)
+    )
+    assert (alike.split, two.split) == (Split(2, 0), Split(1, 1))
+    assert two.choice is not None
+    assert alike.choice is not None
+    assert "x of the attention workers alone with the whole model, which is faster: give experts = 0" in two.notes[0]
+    with pytest.raises(ConfigError, match=r"inference rates are '.*none\.json', but it must be a file"):
+        plan_serving(
+            model, 1, None, AutoPlan(slow, expert_rates=tmp_path / "none.json"), None, limits, "auto", False, {}
+        )
+
+
 @pytest.mark.slow
 def test_fast_links_make_it_split_and_overlap(model: Path, tmp_path: Path) -> None:
     FAST.save(tmp_path / "fast.json")
@@ -150,7 +169,10 @@ def test_the_command_knows_its_prompts(tmp_path: Path, slow: Path, capsys: pytes
     assert [each["tokens"] for each in shown] == generated(path, [list(b"one"), list(b"another")], 6)
 
 
-@pytest.mark.parametrize("flags", [["--rates", "rates.json"], ["--expect-output", "7"], ["--expect-requests", "1"]])
+@pytest.mark.parametrize(
+    "flags",
+    [["--rates", "rates.json"], ["--expert-rates", "rates.json"], ["--expect-output", "7"], ["--expect-requests", "1"]],
+)
 def test_flags_of_an_automatic_plan_are_refused_without_one(flags: list[str]) -> None:
     parser = argparse.ArgumentParser()
     add_engine_flags(parser)

@@ -73,6 +73,8 @@ def add_engine_flags(parser: argparse.ArgumentParser, **defaults: str) -> None:
     plan.add_argument("--shared-first", action="store_true", help="shared experts before rows leave (PPPipe)")
     auto = parser.add_argument_group("--plan auto")
     auto.add_argument("--rates", metavar="FILE", help="written by laconic profile --infer (default: where it writes)")
+    auto.add_argument("--expert-rates", metavar="FILE",
+        help="the same, of machines like those of expert workers (default: all machines are alike)")  # fmt: skip
     for name, what in (
         ("prompt", "tokens of a prompt"),
         ("output", "tokens of an answer"),
@@ -136,9 +138,10 @@ def _plan(options: argparse.Namespace) -> InferencePlan | AutoPlan:
     fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     expected = {name: getattr(options, f"expect_{name}") for name in _EXPECTED}
     if options.plan is None:
-        for flag, value in ("rates", options.rates), *((f"expect-{name}", expected[name]) for name in _EXPECTED):
+        files = ("rates", options.rates), ("expert-rates", options.expert_rates)
+        for flag, value in *files, *((f"expect-{name}", expected[name]) for name in _EXPECTED):
             if value is not None:
                 raise ConfigError(f"--{flag} is {value!r}, but only --plan auto uses it; give both")
         return InferencePlan(**fields, shared_first=options.shared_first)
     fields |= {name: value for name, value in expected.items() if value is not None}
-    return AutoPlan(rates=options.rates, **fields, shared_first=options.shared_first)
+    return AutoPlan(options.rates, **fields, shared_first=options.shared_first, expert_rates=options.expert_rates)

@@ -26,6 +26,7 @@ from laconic.cost.infer import (
     plan_vllm_afd,
 )
 from laconic.cost.infer.choice_text import arrivals_text, candidate_name, choice_text, infer_rates_text
+from laconic.cost.infer.planner import busy_shares, group_costs
 from laconic.cost.infer.shape import is_read
 from laconic.cost.sizes import parse_nbytes
 from laconic.errors import ConfigError, PlanError
@@ -46,24 +47,35 @@ def run(args: Sequence[str]) -> int:
         return 0
     if args[0] != "plan":
         raise ConfigError(f"laconic infer {args[0]} is no command, it must be: laconic infer plan")
-    return _plan(parser.parse_args(args[1:]))
+    return _plan(parser, parser.parse_args(args[1:]))
 
 
-def _plan(options: argparse.Namespace) -> int:
-    memory_nbytes = None if options.memory is None else parse_nbytes(options.memory, "--memory")
+def _plan(parser: Parser, options: argparse.Namespace) -> int:
+    memory_nbytes, expert_memory_nbytes = (
+        None if size is None else parse_nbytes(size, flag)
+        for flag, size in (("--memory", options.memory), ("--expert-memory", options.expert_memory))
+    )
     path = Path(options.rates or default_infer_path())
     if options.rates is None and not path.exists():
         raise ConfigError(f"{path} does not exist; measure with laconic profile --infer, or give --rates FILE")
-    rates = InferenceRates.load(path)
+    if options.show_rates:
+        flags = {string for action in parser.flags() for string in action.option_strings}
+        parser.refuse(
+            flags - {"--show-rates", "--rates", "--expert-rates", "--json", "-h", "--help"}, "with --show-rates"
+        )
+        if options.model is not None:
+            raise ConfigError(f"model is {options.model!r} with --show-rates, but rates are of no model; leave one out")
+    rates = InferenceRates.load(path, options.expert_rates)
     if options.show_rates and options.json:
         print_json({"path": path, "rates": rates.to_dict()})
         return 0
     if options.show_rates:
-        print(f"rates of {path}\n\n{infer_rates_text(rates)}")
+        of = path if options.expert_rates is None else f"{path}, expert workers' of {options.expert_rates}"
+        print(f"rates of {of}\n\n{infer_rates_text(rates)}")
         return 0
     if options.model is None or options.workers is None or memory_nbytes is None:
         raise PlanError("a model, --workers and --memory are needed: laconic infer plan DIR --workers 8 --memory 48GB")
-    _check_flags(options)
+    _check_flags(parser, options)
     shape = replace(_shape(options), expert_format=options.expert_format)
     taken = options.prompt + options.output
     if shape.positions is not None and taken > shape.positions:
@@ -71,7 +83,9 @@ def _plan(options: argparse.Namespace) -> int:
             f"--prompt {options.prompt} and --output {options.output} are {taken} tokens of a request, but {shape.name}"
             f" has {shape.positions} positions (max_position_embeddings); lower them"
         )
-    workers = Workers(options.workers, memory_nbytes, options.attention_workers)
+    workers = Workers(
+        options.workers, memory_nbytes, options.attention_workers, expert_memory_nbytes=expert_memory_nbytes
+    )
     search = Search(options.max_micro_batches, options.max_slices)
     shares = _shares(options.routing, shape, rates)
     if options.for_server is not None:
@@ -88,7 +102,7 @@ def _plan(options: argparse.Namespace) -> int:
         models[phase] = InferenceCostModel(shape, rates, work, shares)
         choices[phase] = choose(models[phase], workers, search)
     if options.json:
-        print_json({phase: _json(choice) for phase, choice in choices.items()})
+        print_json({phase: _json(models[phase], choice) for phase, choice in choices.items()})
     else:
         print("\n\n".join(choice_text(models[phase], workers, choice, phase) for phase, choice in choices.items()))
     if options.gantt is not None:
@@ -110,11 +124,14 @@ _LEAST = {
 }
 
 
-def _check_flags(options: argparse.Namespace) -> None:
+def _check_flags(parser: Parser, options: argparse.Namespace) -> None:
     for flag, least in _LEAST.items():
         value = getattr(options, flag.replace("-", "_"))
         if value is not None and value < least:
             raise PlanError(f"--{flag} is {value}, but it must be a whole number from {least} on")
+    if options.workers == 1:
+        of_experts = ["--attention-workers", "--expert-memory", "--expert-rates", "--expert-format"]
+        parser.refuse(of_experts, "with --workers 1, which runs the whole model")
     if options.attention_workers is not None and not 1 <= options.attention_workers < options.workers:
         raise PlanError(
             f"--attention-workers is {options.attention_workers} of --workers {options.workers}, but both roles need"
@@ -124,6 +141,8 @@ def _check_flags(options: argparse.Namespace) -> None:
         raise PlanError(f"--arrivals is {options.arrivals}, but it must be above 0 and finite")
     if options.arrivals is not None and options.output < 1:
         raise PlanError("--output is 0 with --arrivals, which plans for answers; give 1 or more")
+    if options.output < 1 and options.phase != "prefill":
+        raise PlanError("--output is 0, but decoding is planned for answers; give 1 or more, or --phase prefill")
 
 
 def _shape(options: argparse.Namespace) -> InferenceShape:
@@ -198,28 +217,27 @@ def _plan_arrivals(
         found = {"best": choice.best.to_dict(), "candidates": [one.to_dict() for one in choice.candidates]}
         print_json({"arrivals": found})
     else:
-        print(arrivals_text(shape, workers, arrivals, choice))
+        print(arrivals_text(shape, rates, workers, arrivals, choice, shares))
     return 0
 
 
 def _timeline(phase: str, model: InferenceCostModel, choice: Choice) -> tuple[str, Timeline]:
     """Name and timeline of the chosen plan in its first layers; of the best split one, where that is not to split."""
-    split = [one for one in choice.candidates if one.split is not None]
-    if not split:
+    best = choice.best_split
+    if best is None or best.split is None:
         raise PlanError("gantt shows the four streams of a split run, but no split fits; give more memory or workers")
-    best = choice.best if choice.best.split is not None else split[0]
-    assert best.split is not None
-    times = model.block_times(best.batch, best.split, best.plan)
+    times = group_costs(model, best.num_groups).block_times(best.batch, best.split, best.plan)
     plan = inference_plan(times, best.plan, min(_DRAWN_LAYERS, model.shape.num_moe_layers))
     return f"{phase}, {candidate_name(best)} {best.split}", simulate(plan)
 
 
-def _json(choice: Choice) -> dict[str, object]:
-    limit = choice.limits[choice.best]
+def _json(model: InferenceCostModel, choice: Choice) -> dict[str, object]:
+    limit, split = choice.limits[choice.best], choice.best_split
     return {
         "split": choice.split_pays,
         "best": choice.best.to_dict(),
         "candidates": [one.to_dict() for one in choice.candidates],
+        "busy": None if split is None else busy_shares(model, split),
         "memory": {"batch": limit.batch, "worker": limit.worker, "kind": limit.kind, "nbytes": limit.nbytes},
     }
 
@@ -255,6 +273,7 @@ def make_parser() -> Parser:
     add = parser.add_argument_group("workers").add_argument
     add("--workers", type=int, metavar="N", help="processes or GPUs in all")
     add("--memory", metavar="SIZE", help="of each, for example 48GB or 80GiB")
+    add("--expert-memory", metavar="SIZE", help="of each expert worker (default: --memory)")
     add("--attention-workers", type=int, metavar="N", help="fix how many run attention (default: as is best)")
     add("--expert-format", choices=EXPERT_FORMATS, default="exact",
         help="in which expert workers hold experts; unsplit workers hold them exactly (default: exact)")  # fmt: skip
@@ -270,6 +289,8 @@ def make_parser() -> Parser:
     add("--max-slices", type=int, default=16, metavar="N", help="largest r2 (default: %(default)s)")
     add = parser.add_argument_group("rates").add_argument
     add("--rates", metavar="FILE", help=f"written by laconic profile --infer (default: {default_infer_path()})")
+    add("--expert-rates", metavar="FILE", help="the same, written on machines like those of expert workers, where these"
+        " differ from attention workers'; links are those of --rates (default: all machines are alike)")  # fmt: skip
     add("--show-rates", action="store_true", help="print what was measured instead")
     add("--item-nbytes", type=int, metavar="N", help="bytes of a weight (default: the configuration's dtype)")
     add = parser.add_argument_group("output").add_argument

@@ -31,6 +31,8 @@ class AutoPlan:
         requests: in flight together.
         num_micro_batches, num_slices, order, slicing: as in InferencePlan; None leaves it to the planner.
         shared_first: as in InferencePlan; never chosen, only asked for.
+        expert_rates: file of `laconic profile --infer` on machines like those of expert workers, where these are of
+            another kind; links are those of `rates`. Expert workers are then kept. None: all machines are alike.
     """
 
     rates: str | os.PathLike[str] | None = None
@@ -42,6 +44,7 @@ class AutoPlan:
     order: Order | None = None
     slicing: Slicing | None = None
     shared_first: bool = False
+    expert_rates: str | os.PathLike[str] | None = None
 
     def demand(self, most: int) -> Demand:
         """What is expected, if a request may have so many tokens.
@@ -108,7 +111,7 @@ class AutoPlan:
         most = limits.cache_tokens if shape.positions is None else min(limits.cache_tokens, shape.positions)
         return choose_for_engine(
             shape,
-            InferenceRates.load(path),
+            InferenceRates.load(path, None if self.expert_rates is None else Path(self.expert_rates)),
             PlannedSplit(split.attention, split.experts),
             self.demand(most),
             limits,

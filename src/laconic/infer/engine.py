@@ -471,7 +471,7 @@ def _check_known(
         if plan is not None and not isinstance(plan, InferencePlan):
             raise ConfigError(
                 f"plan is automatic with {given}, but rates are those of {known} (laconic profile --infer); give an"
-                " InferencePlan"
+                " InferencePlan (laconic infer plan finds one)"
             )
         if trace is not None:
             raise ConfigError(f"trace is asked for with {given}, {why}")

@@ -5,7 +5,7 @@ from laconic.cost.infer.costs import InferenceCostModel, Split, Workload
 from laconic.cost.infer.engine_plan import Demand, EngineChoice, EngineLimits, Fixed, choose_for_engine
 from laconic.cost.infer.memory import Limit, largest_batch, worker_nbytes
 from laconic.cost.infer.planner import Candidate, Choice, Search, Workers, choose
-from laconic.cost.infer.rates import InferenceRates, default_infer_path
+from laconic.cost.infer.rates import InferenceRates, WorkerRates, default_infer_path
 from laconic.cost.infer.shape import MODELS, InferenceShape
 from laconic.cost.infer.vllm_afd import VllmAfd, VllmServe, plan_vllm_afd
 
@@ -28,6 +28,7 @@ __all__ = [
     "Split",
     "VllmAfd",
     "VllmServe",
+    "WorkerRates",
     "Workers",
     "Workload",
     "choose",

@@ -168,6 +168,7 @@ class _Pricing:
     arrivals: Arrivals
     memory_nbytes: int
     shares: tuple[float, ...] = ()
+    expert_memory_nbytes: int | None = None
     prefill: InferenceCostModel = field(init=False)
     decode: InferenceCostModel = field(init=False)
     _rooms: dict[object, _Room] = field(default_factory=dict)
@@ -197,7 +198,14 @@ class _Pricing:
         key = (way.split, r1, way.whole)
         if key not in self._rooms:
             prefill, decode = (
-                largest_batch(model, way.split, self.memory_nbytes, r1, whole=way.whole).batch
+                largest_batch(
+                    model,
+                    way.split,
+                    self.memory_nbytes,
+                    r1,
+                    whole=way.whole,
+                    expert_memory_nbytes=self.expert_memory_nbytes,
+                ).batch
                 for model in (self.prefill, self.decode)
             )
             none, one = (worker_nbytes(self.prefill, way.split, m, r1, whole=way.whole) for m in (0, 1))
@@ -291,7 +299,8 @@ def choose_for_arrivals(
     Raises:
         PlanError: no plan carries the load, or not even one request fits.
     """
-    search, pricing = search or Search(), _Pricing(shape, rates, arrivals, workers.memory_nbytes, shares)
+    search = search or Search()
+    pricing = _Pricing(shape, rates, arrivals, workers.memory_nbytes, shares, workers.expert_memory_nbytes)
     found: list[Steady] = []
     for kind in KINDS:
         if (best := _best(pricing, kind, workers, search)) is not None:
@@ -341,13 +350,13 @@ def _best(pricing: _Pricing, kind: Kind, workers: Workers, search: Search) -> St
 
 def _groups(pricing: _Pricing, kind: Kind, workers: Workers, search: Search) -> Iterator[list[_Way]]:
     """Yield the ways of each split and r1 together."""
-    shape, total = pricing.shape, workers.total
+    shape, total = pricing.shape, workers.without_split(pricing.rates)
     if kind == "replicated":
         yield [_Way(kind, Split(1, 1), InferencePlan(), total)]
     elif kind == "sharded":
         for size in range(2, min(total, shape.num_experts) + 1):
             if total % size == 0:
-                for r1 in (1, 2):
+                for r1 in search.unsplit_micro_batches:
                     yield [_Way(kind, Split(size, size), InferencePlan(r1), total // size)]
     else:
         slicings = search.slicings if kind == "findep" else ("tokens",)
@@ -414,7 +423,7 @@ def _refusal(pricing: _Pricing, workers: Workers, search: Search) -> str:
     arrivals, carried = pricing.arrivals, []
     for model in (pricing.prefill, pricing.decode):
         for one in choose(model, workers, search).candidates:
-            size = workers.total // one.num_groups
+            size = workers.without_split(pricing.rates) // one.num_groups
             whole = Split(size, size) if one.kind == "sharded" else Split(1, 1)
             way = _Way(one.kind, one.split or whole, one.plan, one.num_groups)
             for batch in _powers(pricing.most_prefill(way)):

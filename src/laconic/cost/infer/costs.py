@@ -133,10 +133,10 @@ class InferenceCostModel:
 
     @property
     def unsplit(self) -> InferenceCostModel:
-        """Costs of workers that run the whole model: their experts are exact, whatever expert workers hold."""
-        if self.shape.expert_format == "exact":
+        """Costs of attention workers that run the whole model: experts are exact, whatever expert workers hold."""
+        if self.shape.expert_format == "exact" and self.rates.experts is None:
             return self
-        return replace(self, shape=replace(self.shape, expert_format="exact"))
+        return replace(self, shape=replace(self.shape, expert_format="exact"), rates=self.rates.without_experts)
 
     def hosts(self, split: Split) -> int:
         """Number of attention workers that have requests: fewer than there are, if fewer wait."""
@@ -181,7 +181,7 @@ class InferenceCostModel:
 
     def _experts_on_one(self, rows: float, load: float, active: float) -> float:
         """Seconds of a worker on which each row has `load` experts, and `active` experts have rows."""
-        shape, rates = self.shape, self.rates
+        shape, rates = self.shape, self.rates.of_experts
         calls = 3 * (1 if rates.grouped else active)
         arithmetic = rows * load * shape.expert_parameters * rates.gemm.seconds_per_byte
         read = active * shape.expert_nbytes
@@ -228,12 +228,13 @@ class InferenceCostModel:
             nbytes: of the slice at the busier end, as `sent_nbytes` returns.
             split: the workers; each attention worker with requests exchanges one message with every expert worker.
         """
-        hosts, costs = self.hosts(split), self.rates.exchange
+        on_attention, on_experts = self.rates.exchange.attention, self.rates.of_experts.exchange
+        hosts = self.hosts(split)
         busier = max(hosts, split.experts)
         attention, experts = nbytes * split.experts / busier, nbytes * hosts / busier
         return (
-            split.experts * costs.attention.alpha_seconds + costs.attention.seconds_per_byte * attention,
-            hosts * costs.experts.alpha_seconds + costs.experts.seconds_per_byte * experts,
+            split.experts * on_attention.alpha_seconds + on_attention.seconds_per_byte * attention,
+            hosts * on_experts.alpha_seconds + on_experts.seconds_per_byte * experts,
         )
 
     def block_times(self, batch: float, split: Split, plan: InferencePlan) -> BlockTimes:

@@ -11,14 +11,14 @@ Seconds are those of all requests, prompts and answers, one plan for both. Plans
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import ceil
 from statistics import median
 
 from laconic.cost.infer.costs import InferenceCostModel, Split, Workload
-from laconic.cost.infer.planner import Search, replicated_seconds
+from laconic.cost.infer.planner import Search, busy_shares, priced, replicated_seconds
 from laconic.cost.infer.rates import InferenceRates
 from laconic.cost.infer.shape import InferenceShape, check_whole
 from laconic.errors import PlanError
@@ -110,14 +110,15 @@ class EngineChoice:
     """What an engine is to run, and why.
 
     Attributes:
-        split: the workers; None: all of them run the whole model.
+        split: the workers; None: they run the whole model.
         plan: for the split; one micro-batch in one slice without.
         seconds: predicted for all requests.
         tokens_per_second: of answers.
         step_seconds: predicted for a micro-batch's pass of decoding.
-        unsplit_seconds: predicted where all workers run the whole model; None if that does not fit.
+        unsplit_seconds: predicted where workers run the whole model; None if that does not fit.
         demand: that was asked for.
-        num_workers: in all.
+        num_workers: that would run the whole model: all, or those of attention where the others are of another kind.
+        busy: for which part of a pass of decoding each kind of worker, and the links, have work; empty without a split.
     """
 
     split: Split | None
@@ -127,6 +128,7 @@ class EngineChoice:
     unsplit_seconds: float | None
     demand: Demand
     num_workers: int
+    busy: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     @property
     def tokens_per_second(self) -> float:
@@ -144,9 +146,17 @@ class EngineChoice:
             f"r1 = {plan.num_micro_batches}, r2 = {plan.num_slices} slices of {plan.slicing}, order {plan.order}{first}"
             f" on {self.split.attention} attention and {self.split.experts} expert workers, {rate}"
         )
+        if self.busy:
+            name = max(self.busy, key=self.busy.__getitem__)
+            chosen += f", bottleneck {name} (busy for {self.busy[name]:.0%} of a pass of decoding)"
         if self.unsplit_seconds is None:
-            return f"{chosen}; the whole model does not fit on every worker"
-        return f"{chosen}, {self.unsplit_seconds / self.seconds:.2f}x of as many workers with the whole model"
+            on = "an attention worker" if self.num_workers == self.split.attention else "every worker"
+            return f"{chosen}; the whole model does not fit on {on}"
+        ratio = f"{self.unsplit_seconds / self.seconds:.2f}x of"
+        if self.num_workers != self.split.attention:
+            return f"{chosen}, {ratio} as many workers with the whole model"
+        faster = ", which is faster: give experts = 0" if self.unsplit_seconds < self.seconds * (1 - _TIE) else ""
+        return f"{chosen}, {ratio} the attention workers alone with the whole model{faster}"
 
 
 def choose_for_engine(
@@ -169,15 +179,17 @@ def choose_for_engine(
         demand: what is expected.
         limits: of the engine.
         fixed: fields that are not chosen.
-        may_unsplit: whether all workers may run the whole model instead; never with fixed fields, which mean a split.
-        memory_nbytes: of all workers together; whole models must fit. None: they do.
+        may_unsplit: whether all workers may run the whole model instead; never with fixed fields, which mean a split,
+            nor with expert workers of another kind, which would be left over.
+        memory_nbytes: of all that run whole models together, which must fit. None: they do.
         search: limits of the search.
 
     Raises:
         PlanError: a request does not fit into the cache, or into the model's positions.
         ScheduleError: fixed fields contradict each other.
     """
-    fixed, search, total = fixed or Fixed(), search or Search(), split.attention + split.experts
+    fixed, search = fixed or Fixed(), search or Search()
+    unsplit = Split(split.attention + (0 if rates.are_of_two_kinds else split.experts), 0)
     if demand.prompt + demand.output > limits.cache_tokens:
         raise PlanError(
             f"a request of {demand.prompt} + {demand.output} tokens is expected, but cache_tokens is"
@@ -191,15 +203,20 @@ def choose_for_engine(
     per_host = ceil(demand.requests / min(split.attention, demand.requests))
     plans = list(fixed.plans(search, per_host, limits.batch_tokens, largest_slice(shape.num_experts, split.experts)))
     seconds = [engine_seconds(shape, rates, split, demand, limits, plan) for plan in plans]
-    fits = memory_nbytes is None or total * shape.num_parameters * shape.item_nbytes <= memory_nbytes
-    whole = engine_seconds(shape, rates, Split(total, 0), demand, limits, InferencePlan()) if fits else None
+    fits = memory_nbytes is None or unsplit.attention * shape.num_parameters * shape.item_nbytes <= memory_nbytes
+    whole = engine_seconds(shape, rates, unsplit, demand, limits, InferencePlan()) if fits else None
     least = min(seconds)
-    if may_unsplit and fixed == Fixed() and whole is not None and whole <= least * (1 + _TIE):
-        step = engine_step_seconds(shape, rates, Split(total, 0), demand, limits, InferencePlan())
-        return EngineChoice(None, InferencePlan(), whole, step, whole, demand, total)
+    may_unsplit = may_unsplit and fixed == Fixed() and not rates.are_of_two_kinds
+    if may_unsplit and whole is not None and whole <= least * (1 + _TIE):
+        step = engine_step_seconds(shape, rates, unsplit, demand, limits, InferencePlan())
+        return EngineChoice(None, InferencePlan(), whole, step, whole, demand, unsplit.attention)
     plan = next(plan for plan, found in zip(plans, seconds, strict=True) if found <= least * (1 + _TIE))
     step = engine_step_seconds(shape, rates, split, demand, limits, plan)
-    return EngineChoice(split, plan, least, step, whole, demand, total)
+    batches, cut = _batches(split, demand, limits, plan)
+    decode = InferenceCostModel(shape, rates, batches.decode)
+    cut = _cut(decode, batches.decode_batch, split, cut)
+    busy = busy_shares(decode, priced(decode, "findep", split, batches.decode_batch, cut))
+    return EngineChoice(split, plan, least, step, whole, demand, unsplit.attention, busy)
 
 
 @dataclass(frozen=True)

@@ -88,19 +88,27 @@ def worker_nbytes(
 
 
 def largest_batch(
-    model: InferenceCostModel, split: Split, memory_nbytes: int, num_micro_batches: int = 1, *, whole: bool = False
+    model: InferenceCostModel,
+    split: Split,
+    memory_nbytes: int,
+    num_micro_batches: int = 1,
+    *,
+    whole: bool = False,
+    expert_memory_nbytes: int | None = None,
 ) -> Limit:
     """Find the largest m_a whose bytes fit on every worker.
 
     Args:
         model, split, num_micro_batches, whole: as in `worker_nbytes`.
         memory_nbytes: of each worker.
+        expert_memory_nbytes: of each expert worker; None: as much. With `whole` there are none.
 
     Raises:
         PlanError: the memory is not positive.
     """
-    if memory_nbytes <= 0:
-        raise PlanError(f"memory_nbytes is {memory_nbytes}, but it must be positive")
+    for name, nbytes in (("memory_nbytes", memory_nbytes), ("expert_memory_nbytes", expert_memory_nbytes)):
+        if nbytes is not None and nbytes <= 0:
+            raise PlanError(f"{name} is {nbytes}, but it must be positive")
 
     def at(batch: int) -> dict[str, dict[str, float]]:
         return worker_nbytes(model, split, batch, num_micro_batches, whole=whole)
@@ -109,7 +117,8 @@ def largest_batch(
     by_role = {}
     for role in none:
         base = sum(none[role].values())
-        by_role[role] = int((memory_nbytes - base) // (sum(one[role].values()) - base))
+        own = expert_memory_nbytes if role == EXPERT_WORKER and expert_memory_nbytes is not None else memory_nbytes
+        by_role[role] = int((own - base) // (sum(one[role].values()) - base))
     full = min(by_role, key=lambda role: by_role[role])
     batch = max(0, by_role[full])
     more = at(batch + 1)[full]

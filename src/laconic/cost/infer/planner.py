@@ -10,6 +10,9 @@ Candidates, all priced by one `InferenceCostModel`:
 | `pppipe` | split, micro-batches in turn, shared experts inside attention (MegaScale-Infer) |
 | `findep` | split, micro-batches, slices and orders (FinDEP) |
 
+Where expert workers are machines of another kind, by their rates or memory, attention workers alone run whole models:
+as many as are given, or all workers if the planner chooses how many are of which kind.
+
 Workers form one group, or several equal ones that share nothing, each with all experts and its part of the requests.
 
 The rate is requests per second of one pass over all layers. For every task, seconds / m_a fall or stay when m_a grows;
@@ -28,7 +31,8 @@ from math import ceil
 from typing import Any, Literal
 
 from laconic.cost.infer.costs import InferenceCostModel, Split
-from laconic.cost.infer.memory import Limit, largest_batch
+from laconic.cost.infer.memory import ATTENTION_WORKER, EXPERT_WORKER, Limit, largest_batch
+from laconic.cost.infer.rates import InferenceRates
 from laconic.cost.infer.shape import check_whole
 from laconic.errors import PlanError
 from laconic.schedule.inference import BlockTimes, InferencePlan, Order, Slicing, inference_seconds
@@ -54,11 +58,13 @@ class Workers:
 
     total: int
     memory_nbytes: int
-    """Of each."""
+    """Of each that runs attention, alone or with the whole model."""
     attention: int | None = None
     """How many run attention, if they are split; None: as is best."""
     attention_first: bool = False
     """Only splits with at least as many attention as expert workers."""
+    expert_memory_nbytes: int | None = None
+    """Of each expert worker; None: as much."""
 
     def __post_init__(self) -> None:
         if type(self.total) is not int or self.total < 1:
@@ -68,11 +74,29 @@ class Workers:
                 f"attention is {self.attention} of {self.total} workers, but both roles need one: it must be from 1 to "
                 f"{self.total - 1}"
             )
-        if self.memory_nbytes <= 0:
-            raise PlanError(f"memory_nbytes is {self.memory_nbytes}, but it must be positive")
+        for name in ("memory_nbytes", "expert_memory_nbytes"):
+            if (nbytes := getattr(self, name)) is not None and nbytes <= 0:
+                raise PlanError(f"{name} is {nbytes}, but it must be positive")
+
+    def are_of_two_kinds(self, rates: InferenceRates) -> bool:
+        """Whether expert workers have other rates or another memory than attention workers."""
+        return rates.are_of_two_kinds or self.expert_memory_nbytes not in (None, self.memory_nbytes)
+
+    def without_split(self, rates: InferenceRates) -> int:
+        """How many would run the whole model: all, but not the given expert workers of another kind."""
+        return self.attention if self.attention is not None and self.are_of_two_kinds(rates) else self.total
 
     def splits(self, num_experts: int) -> list[tuple[int, Split]]:
-        """List numbers of groups and splits of each: every worker has a role, and every expert worker an expert."""
+        """List numbers of groups and splits of each: every worker has a role, and every expert worker an expert.
+
+        Raises:
+            PlanError: a fixed number of attention workers leaves more expert workers than there are experts.
+        """
+        if self.attention is not None and (others := self.total - self.attention) > num_experts:
+            raise PlanError(
+                f"attention is {self.attention} of {self.total} workers, but {others} expert workers cannot share"
+                f" {num_experts} experts; give fewer workers, or more attention workers"
+            )
         if self.attention is not None:
             ways = [(1, Split(self.attention, self.total - self.attention))]
         else:
@@ -103,6 +127,11 @@ class Search:
             if not getattr(self, name):
                 raise PlanError(f"{name} is empty, but at least one must be tried")
 
+    @property
+    def unsplit_micro_batches(self) -> range:
+        """Numbers of micro-batches of an unsplit run, which has at most two."""
+        return range(1, min(2, self.max_micro_batches) + 1)
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -110,7 +139,7 @@ class Candidate:
 
     kind: Kind
     split: Split | None
-    """None: all workers run the whole model."""
+    """None: workers run the whole model."""
     batch: int
     """m_a, requests of a micro-batch on each worker with attention."""
     plan: InferencePlan
@@ -158,11 +187,20 @@ class Choice:
     """Fastest first; `findep` once for each slicing."""
     limits: Mapping[Candidate, Limit] = field(default_factory=dict)
     """What memory allows each candidate at its r1."""
+    no_split: str = ""
+    """Where no split fits, which workers are full of what; empty, too, where workers cannot be split."""
+    no_unsplit: str = ""
+    """The same where no unsplit run fits, of the one that spreads experts most."""
 
     @property
     def split_pays(self) -> bool:
         """Whether the chosen plan splits attention from experts."""
         return self.best.split is not None
+
+    @property
+    def best_split(self) -> Candidate | None:
+        """The chosen plan, or the fastest that splits; None if no split fits."""
+        return next((one for one in (self.best, *self.candidates) if one.split is not None), None)
 
 
 def choose(model: InferenceCostModel, workers: Workers, search: Search | None = None) -> Choice:
@@ -178,35 +216,51 @@ def choose(model: InferenceCostModel, workers: Workers, search: Search | None = 
     """
     search = search or Search()
     found: list[Candidate] = []
-    failed: list[str] = []
+    failed: dict[bool, list[str]] = {True: [], False: []}
 
     def capacity(model: InferenceCostModel, split: Split, r1: int, whole: bool) -> int:
-        limit = largest_batch(model, split, workers.memory_nbytes, r1, whole=whole)
+        limit = _largest(model, workers, split, r1, whole)
         if r1 == 1 and not limit.batch:
-            failed.append(f"{f'unsplit, experts over {split.experts}' if whole else f'split {split}'}, {limit}")
+            name = f"unsplit, experts over {split.experts}" if whole else f"split {split}"
+            failed[whole].append(f"{name}, {limit}")
         return limit.batch
 
     for kind in _UNSPLIT:
-        found += _best(_unsplit(model, workers, kind, capacity))
+        found += _best(_unsplit(model, workers, kind, capacity, search))
     found += _best_split(model, workers, "naive", plans_of("naive", "tokens", search), capacity)
     found += _best_split(model, workers, "pppipe", plans_of("pppipe", "tokens", search), capacity)
     for slicing in search.slicings:
         plans = plans_of("findep", slicing, search, shared=model.shape.shared_hidden > 0)
         found += _best_split(model, workers, "findep", plans, capacity)
     if not found:
+        memory = f"{workers.memory_nbytes:,} bytes"
+        if workers.expert_memory_nbytes is not None:
+            memory += f", expert workers of {workers.expert_memory_nbytes:,} bytes,"
         raise PlanError(
-            f"{model.shape.name or 'the model'} does not fit on {workers.total} workers of {workers.memory_nbytes:,} "
-            f"bytes with even one request; {'; '.join(failed[:3])}; give more workers or memory, or shorter requests"
+            f"{model.shape.name or 'the model'} does not fit on {workers.total} workers of {memory} with even one"
+            f" request; {_why(failed[True], failed[False])}; give more workers or memory, or shorter requests"
         )
     found.sort(key=lambda one: (-one.tokens_per_second, one.plainness))
-    return Choice(_plainest(found), tuple(found), {one: _limit(model, workers, one) for one in found})
+    limits = {one: _limit(model, workers, one) for one in found}
+    no_split = _why(failed[False]) if all(one.split is None for one in found) else ""
+    no_unsplit = failed[True][-1] if all(one.split is not None for one in found) else ""
+    return Choice(_plainest(found), tuple(found), limits, no_split, no_unsplit)
+
+
+def _why(*failed: list[str]) -> str:
+    """The first and the last reason of each list: those of the fewest and of the most workers of a role."""
+    return "; ".join(dict.fromkeys(each for reasons in failed for each in reasons[:1] + reasons[-1:]))
 
 
 def _limit(model: InferenceCostModel, workers: Workers, one: Candidate) -> Limit:
-    group = _group(model, one.num_groups)
-    split = one.split or _whole(group, workers.total // one.num_groups)
-    r1, memory = one.plan.num_micro_batches, workers.memory_nbytes
-    return largest_batch(group, split, memory, r1, whole=one.split is None)
+    group = group_costs(model, one.num_groups)
+    split = one.split or _whole(group, workers.without_split(model.rates) // one.num_groups)
+    return _largest(group, workers, split, one.plan.num_micro_batches, one.split is None)
+
+
+def _largest(model: InferenceCostModel, workers: Workers, split: Split, r1: int, whole: bool) -> Limit:
+    expert_memory = workers.expert_memory_nbytes
+    return largest_batch(model, split, workers.memory_nbytes, r1, whole=whole, expert_memory_nbytes=expert_memory)
 
 
 def plans_of(kind: Kind, slicing: Slicing, search: Search, *, shared: bool = True) -> list[InferencePlan]:
@@ -244,7 +298,7 @@ def priced(
         plan: of each group.
         num_groups: that share the requests.
     """
-    group = _group(model, num_groups)
+    group = group_costs(model, num_groups)
     seconds = pass_seconds(group, kind, split, batch, plan)
     return _candidate(model, kind, split, group.hosts(split), batch, plan, seconds, num_groups)
 
@@ -286,7 +340,7 @@ def _best_split(
         by_r1.setdefault(plan.num_micro_batches, []).append(plan)
     bounded = []
     for num_groups, split in workers.splits(model.shape.num_experts):
-        group = _group(model, num_groups)
+        group = group_costs(model, num_groups)
         hosts, held = group.hosts(split), largest_slice(model.shape.num_experts, split.experts)
         for r1, of_r1 in by_r1.items():
             for batch in _batches(group, hosts, r1, capacity(group, split, r1, False)):
@@ -339,8 +393,8 @@ def _bound_seconds(model: InferenceCostModel, batch: int, times: BlockTimes, r1:
     return before + max(core, num_layers * max(busiest, own) + after)
 
 
-def _group(model: InferenceCostModel, num_groups: int) -> InferenceCostModel:
-    """The costs of one of several groups, with its part of the requests."""
+def group_costs(model: InferenceCostModel, num_groups: int) -> InferenceCostModel:
+    """Return the costs of one of several groups, with its part of the requests."""
     waiting = model.workload.requests
     if waiting is None or num_groups == 1:
         return model
@@ -352,14 +406,16 @@ def _whole(group: InferenceCostModel, size: int) -> Split:
     return Split(group.hosts(Split(size, size)), size)
 
 
-def _unsplit(model: InferenceCostModel, workers: Workers, kind: Kind, capacity: _Capacity) -> Iterator[Candidate]:
-    """Candidates in which all workers run the whole model."""
-    total = workers.total
+def _unsplit(
+    model: InferenceCostModel, workers: Workers, kind: Kind, capacity: _Capacity, search: Search
+) -> Iterator[Candidate]:
+    """Candidates in which workers run the whole model."""
+    total = workers.without_split(model.rates)
     sizes = range(2, min(total, model.shape.num_experts) + 1) if kind == "sharded" else (1,)
-    for size, r1 in product(sizes, (1, 2) if kind == "sharded" else (1,)):
+    for size, r1 in product(sizes, search.unsplit_micro_batches if kind == "sharded" else (1,)):
         if total % size:
             continue
-        group = _group(model, total // size)
+        group = group_costs(model, total // size)
         split = _whole(group, size)
         for batch in _batches(group, split.attention, r1, capacity(group, split, r1, True)):
             plan = InferencePlan(r1)
@@ -422,6 +478,23 @@ def sharded_seconds(times: BlockTimes, num_micro_batches: int, num_layers: int) 
             core = max(core, arrived[m]) + times.experts[0]
             ready[m] = link = max(link, core) + times.combine[0]
     return max(core, link)
+
+
+def busy_shares(model: InferenceCostModel, one: Candidate) -> dict[str, float]:
+    """Predict in which part of a pass each kind of worker, and the busier direction of the links, has work.
+
+    Args:
+        model: seconds of tasks.
+        one: a split candidate.
+    """
+    assert one.split is not None
+    layers = group_costs(model, one.num_groups).layer_times(one.batch, one.split, one.plan)
+    busy = {
+        f"{ATTENTION_WORKER}s": sum(times.attention + times.shared for times in layers),
+        f"{EXPERT_WORKER}s": sum(sum(times.experts) for times in layers),
+        "links": max(sum(sum(times.dispatch) for times in layers), sum(sum(times.combine) for times in layers)),
+    }
+    return {name: one.plan.num_micro_batches * each / one.seconds for name, each in busy.items()}
 
 
 def _best(candidates: Iterable[Candidate]) -> list[Candidate]:

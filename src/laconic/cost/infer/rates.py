@@ -8,7 +8,7 @@ time, so weights and cached keys and values have a rate of their own here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,20 @@ class ExchangeCosts:
 
 
 @dataclass(frozen=True)
+class WorkerRates:
+    """What decides the seconds of routed experts on machines of another kind than those of attention."""
+
+    gemm: Line
+    """A matrix product, by multiply-adds."""
+    read_seconds_per_byte: float = 0.0
+    """Reading weights."""
+    grouped: bool = True
+    """As in InferenceRates."""
+    exchange: Line = _FREE
+    """Processor seconds of receiving rows and sending their sums."""
+
+
+@dataclass(frozen=True)
 class InferenceRates:
     """What decides the seconds of every task."""
 
@@ -74,6 +88,42 @@ class InferenceRates:
     """What messages take from the workers' computing; nothing where the links work alone."""
     source: str = ""
     """Author, time and method of the measurement."""
+    experts: WorkerRates | None = None
+    """Of expert workers; None: their machines are like those of attention workers."""
+
+    @property
+    def of_experts(self) -> WorkerRates:
+        """Rates of expert workers, whichever machines they are."""
+        if self.experts is not None:
+            return self.experts
+        return WorkerRates(self.gemm, self.read_seconds_per_byte, self.grouped, self.exchange.experts)
+
+    @property
+    def without_experts(self) -> InferenceRates:
+        """Rates of attention workers in both roles."""
+        return self if self.experts is None else replace(self, experts=None)
+
+    @property
+    def are_of_two_kinds(self) -> bool:
+        """Whether expert workers have other rates than attention workers."""
+        return self.of_experts != self.without_experts.of_experts
+
+    def with_experts(self, measured: InferenceRates) -> InferenceRates:
+        """Return these rates with expert workers on machines of another kind; links stay.
+
+        Args:
+            measured: on machines of that kind.
+
+        Raises:
+            ConfigError: one of both says already what expert workers are.
+        """
+        for of, rates in (("attention", self), ("expert", measured)):
+            if rates.experts is not None:
+                raise ConfigError(
+                    f"the rates of {of} workers have `experts` already, but two files are put together only as laconic"
+                    " profile --infer writes them; leave the expert workers' file out, or measure again"
+                )
+        return replace(self, experts=measured.of_experts, source=f"{self.source}; expert workers: {measured.source}")
 
     def link_of(self, attention: int, experts: int) -> LinkPair:
         """Return the links of a split."""
@@ -86,7 +136,10 @@ class InferenceRates:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rates as JSON values."""
-        return {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        values = asdict(self)
+        if self.experts is None:
+            del values["experts"]
+        return {"format": _FORMAT, "version": _VERSION, **values}
 
     @classmethod
     def from_dict(cls, data: Any) -> InferenceRates:
@@ -103,20 +156,16 @@ class InferenceRates:
             sides = name.split(":")
             if len(sides) != 2 or not all(side.isdecimal() and int(side) > 0 for side in sides):
                 raise ConfigError(f"links names {name!r}, but it must be numbers of workers such as 3:5")
-        grouped = data.get("grouped")
-        if not isinstance(grouped, bool):
-            raise ConfigError(
-                f"grouped is {grouped!r}, but it must be true or false; run laconic profile --infer again"
-            )
         return cls(
             gemm,
             attention,
             _read_pair(data.get("link"), "link"),
             read_number(data, "read_seconds_per_byte", "inference rates"),
             links,
-            grouped,
+            _read_grouped(data, "grouped"),
             _read_exchange(data.get("exchange")),
             str(data.get("source", "")),
+            None if data.get("experts") is None else _read_worker(data["experts"], "experts"),
         )
 
     def save(self, path: str | Path) -> None:
@@ -124,13 +173,18 @@ class InferenceRates:
         save_json(self.to_dict(), path)
 
     @classmethod
-    def load(cls, path: str | Path) -> InferenceRates:
+    def load(cls, path: str | Path, expert_path: str | Path | None = None) -> InferenceRates:
         """Read what `save` wrote.
 
+        Args:
+            path: of the file.
+            expert_path: of the file of expert workers, if they are machines of another kind.
+
         Raises:
-            ConfigError: the file cannot be read.
+            ConfigError: a file cannot be read, or see `with_experts`.
         """
-        return load_json(path, "inference rates", cls.from_dict)
+        rates = load_json(path, "inference rates", cls.from_dict)
+        return rates if expert_path is None else rates.with_experts(cls.load(expert_path))
 
 
 def _read_pair(data: Any, where: str) -> LinkPair:
@@ -142,6 +196,24 @@ def _read_exchange(data: Any) -> ExchangeCosts:
     table = read_table(data, None, "exchange")
     ends = (read_line(read_table(table, name, "exchange"), f"exchange.{name}") for name in ("attention", "experts"))
     return ExchangeCosts(*ends)
+
+
+def _read_worker(data: Any, where: str) -> WorkerRates:
+    table = read_table(data, None, where)
+    check_known(table, WorkerRates.__dataclass_fields__, where)
+    gemm, exchange = (
+        read_line(read_table(table.get(name), None, f"{where}.{name}"), f"{where}.{name}")
+        for name in ("gemm", "exchange")
+    )
+    reading = read_number(table, "read_seconds_per_byte", where)
+    return WorkerRates(gemm, reading, _read_grouped(table, f"{where}.grouped"), exchange)
+
+
+def _read_grouped(table: Mapping[str, Any], where: str) -> bool:
+    grouped = table.get("grouped")
+    if not isinstance(grouped, bool):
+        raise ConfigError(f"{where} is {grouped!r}, but it must be true or false; run laconic profile --infer again")
+    return grouped
 
 
 def default_infer_path() -> Path:

@@ -125,7 +125,10 @@ def plan_vllm_afd(
         for group in range(plan.num_groups)
         for role in _ROLES
     )
-    return VllmAfd(plan, commands, tuple(_given_up(model, plan, choose(model, workers, search))))
+    given_up = _given_up(model, plan, choose(model, workers, search))
+    if workers.are_of_two_kinds(rates):
+        given_up.append("GPUs are of two kinds: CUDA has to number them group by group, those of attention ranks first")
+    return VllmAfd(plan, commands, tuple(given_up))
 
 
 def _threshold(model: InferenceCostModel, plan: Candidate) -> int | None:
