@@ -372,7 +372,9 @@ class ProcessGroupLaconic(_Base):
 
     def _all_gather(self, output: Tensor, input: Tensor, opts: Any = None) -> BackgroundWork:
         codec = self.options.codec
-        return BackgroundWork(api.all_gather(output, input, self._ready, codec=codec, async_op=True), [output])
+        work = api.all_gather(output, input, self._ready, codec=codec, async_op=True)
+        # The values of its future are those of the backend: gloo's are one for each rank.
+        return BackgroundWork(work, [output] if output.is_cuda else list(output.chunk(self.size())))
 
     # --- between two ranks ---
 
