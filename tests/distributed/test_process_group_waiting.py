@@ -244,7 +244,16 @@ def what_was_called_back(polls: bool) -> dict[str, Any]:
             lambda done, seen=seen: seen.append("fourth")
         )
         found[name] = before, seen
-    return found
+    return found | {f"barrier, {x.dtype}": until_the_barrier(x) for x in (values(), torch.ones(3, dtype=torch.int64))}
+
+
+def until_the_barrier(x: Tensor) -> list[int]:
+    """What callbacks of works that nobody waited for have done by then."""
+    seen: list[int] = []
+    for number in range(3):
+        started(x).then(lambda _, number=number: (time.sleep(0.02), seen.append(number)))
+    dist.barrier()
+    return sorted(seen)
 
 
 def callbacks_of_what_was_waited_for(rank: int, folder: str) -> None:
@@ -277,7 +286,7 @@ def callbacks_of_what_was_waited_for(rank: int, folder: str) -> None:
 
 
 @pytest.mark.ci
-def test_callbacks_have_run_where_their_work_was_waited_for(tmp_path: Path) -> None:
+def test_callbacks_have_run_where_their_work_or_a_barrier_was_waited_for(tmp_path: Path) -> None:
     """As over gloo: programs divide a sum in a callback, wait for the work, and use the quotient."""
     run_ranks(callbacks_of_what_was_waited_for, (str(tmp_path),), 2)
 

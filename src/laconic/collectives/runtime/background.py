@@ -87,6 +87,13 @@ def done(result: T) -> Work[T]:
     return _FinishedWork(result)
 
 
+def after_callbacks(queue: CallbackQueue) -> Work[None]:
+    """A work that is done when all callbacks that have been added to `queue` have run."""
+    work: _ThreadWork[None] = _ThreadWork()
+    queue.add(partial(work.result.set_result, None))
+    return work
+
+
 def run_in_background(job: Job[T], groups: Groups, device: torch.device, written: Sequence[object] = ()) -> Work[T]:
     """Run a job, which writes to `written`, in the background executor of its groups, with the caller's settings.
 

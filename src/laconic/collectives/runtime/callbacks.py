@@ -113,6 +113,11 @@ class CallbackQueue:
         self._tasks: deque[Callable[[], object]] = deque()
         self._is_running = False
 
+    @property
+    def is_running(self) -> bool:
+        """Whether one of the callbacks that were added has not ended."""
+        return self._is_running
+
     def add(self, task: Callable[[], object]) -> None:
         """Run `task` after all that were added before."""
         with self._lock:
