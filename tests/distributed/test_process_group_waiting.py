@@ -26,7 +26,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.collectives import Lossless, ProcessGroupOptions, Raw
+from laconic.collectives import Lossless, ProcessGroupOptions, Raw, all_reduce
 from laconic.errors import CollectiveError
 from laconic.train.launch.worker import leave
 from tests.distributed import over_backend
@@ -191,6 +191,104 @@ def test_callbacks_may_wait_for_collectives_and_every_hook_of_torch_computes_wha
     tmp_path: Path,
 ) -> None:
     run_ranks(waiting_callbacks, (str(tmp_path),), 2)
+
+
+def starts() -> dict[str, Callable[[], tuple[Any, Any]]]:
+    """Works of every kind, each with what `wait` is called of and what has the future."""
+
+    def coalesced() -> tuple[Any, Any]:
+        with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
+            dist.all_reduce(values(torch.float32))
+            dist.all_reduce(values(torch.float32))
+        return manager, manager.works[-1]
+
+    def alone(start: Callable[[], Any]) -> Callable[[], tuple[Any, Any]]:
+        return lambda: 2 * (start(),)
+
+    x, rows, each = values(torch.float32), torch.empty(2 * over_backend.NUMEL), [torch.empty(over_backend.NUMEL)] * 2
+    return {
+        "all_reduce": alone(lambda: dist.all_reduce(x.clone(), async_op=True)),
+        "short": alone(lambda: dist.all_reduce(x[:5].clone(), async_op=True)),
+        "integers": alone(lambda: dist.all_reduce(x.long(), async_op=True)),
+        "strided": alone(lambda: dist.all_reduce(x.repeat(2)[::2], async_op=True)),
+        "strided integers": alone(lambda: dist.all_reduce(x.long().repeat(2)[::2], async_op=True)),
+        "broadcast": alone(lambda: dist.broadcast(x.clone(), 1, async_op=True)),
+        "all_gather": alone(lambda: dist.all_gather(each, x, async_op=True)),
+        "all_gather_single": alone(lambda: over_backend.all_gather_single(rows, x, async_op=True)),
+        "all_to_all": alone(lambda: dist.all_to_all_single(torch.empty_like(x), x, async_op=True)),
+        "coalesced": coalesced,
+    }
+
+
+def what_was_called_back(polls: bool) -> dict[str, Any]:
+    """What callbacks have done by the time that a work is over, those given to its future before and after."""
+    found: dict[str, Any] = {}
+    for name, begin in starts().items():
+        seen: list[Any] = []
+        work, owner = begin()
+        future = owner.get_future()
+
+        def slowly(done: torch.futures.Future[Any], seen: list[Any] = seen) -> str:
+            time.sleep(0.02)
+            seen.append(len(done.value()))
+            return "second"
+
+        future.then(slowly).then(lambda done, seen=seen: seen.append(done.value()))
+        if polls and name != "coalesced":
+            while not work.is_completed():
+                time.sleep(0.001)
+        work.wait()
+        assert future.done()
+        before = [*seen]
+        owner.get_future().then(lambda done, seen=seen: seen.append("third")).then(
+            lambda done, seen=seen: seen.append("fourth")
+        )
+        found[name] = before, seen
+    return found | {f"barrier, {x.dtype}": until_the_barrier(x) for x in (values(), torch.ones(3, dtype=torch.int64))}
+
+
+def until_the_barrier(x: Tensor) -> list[int]:
+    """What callbacks of works that nobody waited for have done by then."""
+    seen: list[int] = []
+    for number in range(3):
+        started(x).then(lambda _, number=number: (time.sleep(0.02), seen.append(number)))
+    dist.barrier()
+    return sorted(seen)
+
+
+def callbacks_of_what_was_waited_for(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    expected = None
+    for name, options in (
+        ("gloo", None),
+        ("coded", CODED),
+        ("partly", ProcessGroupOptions(Lossless(), min_nbytes=1000)),
+        ("raw", ProcessGroupOptions(Raw(), min_nbytes=1)),
+    ):
+        join("gloo" if name == "gloo" else "laconic", rank, 2, folder, name, pg_options=options)
+        found = what_was_called_back(False), what_was_called_back(True)
+        expected = expected or found
+        assert_same(found, expected, name)
+        if options is not None:
+            x = values(torch.float32)
+            for codec in (Lossless(), Raw(), "auto"):
+                seen: list[int] = []
+                work = all_reduce(x, codec=codec, async_op=True)
+                work.get_future().then(lambda _, seen=seen: (time.sleep(0.02), seen.append(1)))
+                work.wait()
+                assert seen == [1], codec
+
+            itself: Any = dist.all_reduce(x, async_op=True)
+            assert itself.get_future().then(lambda _, itself=itself: itself.wait()).wait()
+            itself.wait()
+        dist.destroy_process_group()
+    leave(0)
+
+
+@pytest.mark.ci
+def test_callbacks_have_run_where_their_work_or_a_barrier_was_waited_for(tmp_path: Path) -> None:
+    """As over gloo: programs divide a sum in a callback, wait for the work, and use the quotient."""
+    run_ranks(callbacks_of_what_was_waited_for, (str(tmp_path),), 2)
 
 
 def begun(number: int, group: dist.ProcessGroup | None = None) -> tuple[list[Tensor], list[dist.Work]]:

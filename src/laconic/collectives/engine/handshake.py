@@ -173,6 +173,10 @@ def _settings_of(line: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) and "function" in found else {"function": "a message of another call"}
 
 
+Exchange = Callable[[int, Tensor, int], dist.Work]
+"""Starts sending a tensor to a group rank, or receiving from one, with a tag."""
+
+
 class Handshake:
     """Announcements of one call, to and from each peer, through gloo.
 
@@ -180,8 +184,10 @@ class Handshake:
         group: the group of the call.
         peers: the ranks to compare with.
         announcement: what this rank says.
-        send, receive: start sending or receiving a tensor to or from a group rank with a tag.
-        wait: waits for what they started; all three name the rank in errors.
+        receive: starts receiving into a tensor from a group rank with a tag; errors name the rank.
+
+    Its methods are given the functions that they call, and none is kept: they are the call's own, and what refers to
+    each other lives, with the group and its threads, until Python looks for cycles.
     """
 
     def __init__(
@@ -189,12 +195,9 @@ class Handshake:
         group: dist.ProcessGroup,
         peers: Peers,
         announcement: Announcement,
-        send: Callable[[int, Tensor, int], dist.Work],
-        receive: Callable[[int, Tensor, int], dist.Work],
-        wait: Callable[[Iterable[tuple[int, dist.Work]]], None],
+        receive: Exchange,
     ) -> None:
         self._me, self._front = group.rank(), announcement.pack()
-        self._send, self._wait = send, wait
         longest = _LINE_NBYTES + Splits.nbytes(group.size()) + _MAX_NOTE_NBYTES + MAX_INSIDE_NBYTES
         assert len(announcement.note) <= _MAX_NOTE_NBYTES
         # A sender's announcements stay apart from a receiver's, because two ranks may send to each other at once.
@@ -207,22 +210,22 @@ class Handshake:
             buffer = torch.empty(longest, dtype=torch.uint8, device="cpu")
             self._received[peer] = buffer, receive(peer, buffer, _TAG + tag_in)
 
-    def announce(self, peer: int, message: Tensor | None = None) -> None:
-        """Send the settings to a peer, with a message inside."""
+    def announce(self, send: Exchange, peer: int, message: Tensor | None = None) -> None:
+        """Start sending the settings to a peer, with a message inside."""
         self._unannounced.remove(peer)
         front = torch.frombuffer(bytearray(self._front), dtype=torch.uint8)
         buffer = front if message is None else torch.cat((front, message))
-        self._sent.append((peer, self._send(peer, buffer, _TAG + self._tag_out)))
+        self._sent.append((peer, send(peer, buffer, _TAG + self._tag_out)))
 
     def unannounced(self, but: Collection[int] = ()) -> list[int]:
         """Group ranks of the peers that do not have the settings yet, but for those."""
         return [peer for peer in self._unannounced if peer not in but]
 
-    def read(self) -> dict[int, bytes]:
+    def read(self, send: Exchange, wait: Callable[[Iterable[tuple[int, dist.Work]]], None]) -> dict[int, bytes]:
         """Wait for what all ranks announce, this one included, by group rank, as long as this rank's announcement."""
         for peer in self.unannounced():
-            self.announce(peer)
-        self._wait([*((peer, work) for peer, (_, work) in self._received.items()), *self._sent])
+            self.announce(send, peer)
+        wait([*((peer, work) for peer, (_, work) in self._received.items()), *self._sent])
         size = len(self._front)
         fronts = {peer: buffer[:size].numpy().tobytes() for peer, (buffer, _) in self._received.items()}
         return fronts | {self._me: self._front}

@@ -139,7 +139,7 @@ class Wire:
         if not self.has_tags:
             make_checks(group)  # what an earlier call has to send again comes before this call, on every rank
         if self.has_tags:
-            self._handshake = Handshake(group, peers, announcement, self.send, self.receive, self.wait)
+            self._handshake = Handshake(group, peers, announcement, self.receive)
         elif kind is None:
             poll(group)
             self._device_handshake = DeviceHandshake(group, peers, announcement, device)
@@ -173,7 +173,7 @@ class Wire:
         assert self._handshake is not None
         early, self._early = self._early, []
         me, mine = self.group.rank(), self.announcement
-        self._fronts = self._handshake.read()
+        self._fronts = self._handshake.read(self.send, self.wait)
         try:
             mine.check(self._fronts, self.peers.ranks)
         except ConfigError:
@@ -233,7 +233,7 @@ class Wire:
         if handshake is not None:
             short = [out.peers for out in sends if nbytes[out.values.numel()] <= MAX_INSIDE_NBYTES]
             for peer in handshake.unannounced([*chain(*short)]):
-                handshake.announce(peer)
+                handshake.announce(self.send, peer)
         messages = InFlightMessages(self, codec, number, sends, receives, nbytes, handshake)
         if not self._agreed:
             self._early.append(messages)
@@ -429,7 +429,7 @@ class InFlightMessages:
             if handshake is not None and self._is_short(values.numel()):
                 wire.message_nbytes += message.nbytes * len(peers)
                 for peer in peers:
-                    handshake.announce(peer, message)
+                    handshake.announce(wire.send, peer, message)
             else:
                 self._send(peers, codec, message, values.numel())
             if not codec.fits(message):

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import (
 )
 
 from laconic.collectives.runtime.background import Work, done
-from laconic.collectives.runtime.callbacks import follow, queue_of
+from laconic.collectives.runtime.callbacks import CallsBack, follow, queue_of
 from laconic.collectives.runtime.failure_diagnosis import broken_off
 from laconic.collectives.runtime.group_facts import goes_through_host, timeout_of
 from laconic.collectives.runtime.thread_state import as_here
@@ -50,7 +50,7 @@ _KNOWN = frozenset(
 """To every backend. Tensors of other types are moved as bytes."""
 
 
-class _BackendWork(Work[T]):
+class _BackendWork(CallsBack, Work[T]):
     """A call that the backend carries out, with its result and its name for errors."""
 
     __slots__ = ("_done", "_group", "_name", "_peer", "_result", "_work")
@@ -72,11 +72,12 @@ class _BackendWork(Work[T]):
         except RuntimeError as error:
             raise broken_off(self._name, self._group, error, self._peer) from error
         self._done = True
+        self._settle()
         return self._result
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._done or self._work.is_completed()
+        return (self._done or self._work.is_completed()) and self._is_settled()
 
     def get_future(self) -> torch.futures.Future[T]:
         """The result as torch's future."""
@@ -96,7 +97,7 @@ class _BackendWork(Work[T]):
         if isinstance(self._result, Tensor) and self._result.is_cuda:
             return found.then(lambda done: changed(done.value()))  # callbacks run on streams of their own
         explain = partial(broken_off, self._name, self._group, peer=self._peer)
-        return follow(found, queue_of(self._group), explain, changed)
+        return self._give(follow(found, queue_of(self._group), explain, changed))
 
 
 class _ChangedWork(Work[S]):

@@ -120,7 +120,8 @@ class QuantizedAllGather(OwnBuffers, AllGather):
             for work in works:
                 work.wait()
             return None
-        return BackgroundWork(works[-1].map(lambda _: [work.wait() for work in works[:-1]]), [output_tensor])
+        *others, last = works  # a function that referred to `last` would keep all of its buffers, as `last` keeps it
+        return BackgroundWork(last.map(lambda _: [work.wait() for work in others]), [output_tensor])
 
     def _parts(self, numel: int) -> Iterator[tuple[Codec | str, list[slice]]]:
         """How the parts of a shard of `numel` elements travel."""

@@ -372,7 +372,9 @@ class ProcessGroupLaconic(_Base):
 
     def _all_gather(self, output: Tensor, input: Tensor, opts: Any = None) -> BackgroundWork:
         codec = self.options.codec
-        return BackgroundWork(api.all_gather(output, input, self._ready, codec=codec, async_op=True), [output])
+        work = api.all_gather(output, input, self._ready, codec=codec, async_op=True)
+        # The values of its future are those of the backend: gloo's are one for each rank.
+        return BackgroundWork(work, [output] if output.is_cuda else list(output.chunk(self.size())))
 
     # --- between two ranks ---
 
@@ -441,9 +443,12 @@ class ProcessGroupLaconic(_Base):
         works: list[dist.Work] = [self._direct.barrier(*given(opts))]
         if type(works[0]) is _BACKEND_WORK and not self._has_cuda:
             works = [RawWork(works[0], self._backend_group, "barrier")]
-        # Ranks make the same calls, so all of them have an executor or none.
-        if callbacks.depth() == 0 and background.has_executor(self._backend_group):
-            works.append(Ordered(self._backend_group).barrier(*given(opts)))
+        if callbacks.depth() == 0:
+            # Ranks make the same calls, so all of them have an executor or none.
+            if background.has_executor(self._backend_group):
+                works.append(Ordered(self._backend_group).barrier(*given(opts)))
+            if (queue := queue_of(self._backend_group)).is_running:
+                works.append(BackgroundWork(background.after_callbacks(queue), []))
         works += self._unfinished
         works += [
             BackgroundWork(submit(lambda _: None), []) for submit in background.executors_of(self._backend_group, self)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from laconic.collectives.runtime.background import BackgroundWork, Groups, TensorsWork, run_in_background
-from laconic.collectives.runtime.callbacks import CallbackQueue, follow, queue_of
+from laconic.collectives.runtime.callbacks import CallbackQueue, CallsBack, follow, queue_of
 from laconic.collectives.runtime.failure_diagnosis import broken_off
 from laconic.collectives.runtime.thread_state import as_here
 from laconic.collectives.runtime.torch_compat import untraced
@@ -49,7 +49,7 @@ class Ordered:
 
 
 @untraced
-class RawWork(dist.Work):
+class RawWork(CallsBack, dist.Work):
     """A collective of the backend, whose errors name the rank that was lost.
 
     Callbacks of its future may wait; gloo's own threads would run out.
@@ -67,15 +67,17 @@ class RawWork(dist.Work):
             CollectiveError: the backend gave up.
         """
         try:
-            return self._work.wait(timeout)
+            self._work.wait(timeout)
         except RuntimeError as error:
             if timeout > _NO_TIMEOUT and _GOES_ON in str(error):
                 raise CollectiveTimeoutError(f"{self._name} was not done within {timeout}; it goes on") from error
             raise broken_off(self._name, self._group, error) from error
+        self._settle()
+        return True
 
     def is_completed(self) -> bool:
-        """Whether the backend has finished."""
-        return self._work.is_completed()
+        """Whether the backend has finished, and callbacks have run."""
+        return self._work.is_completed() and self._is_settled()
 
     def is_success(self) -> bool:
         """Whether the backend has finished without an error."""
@@ -92,7 +94,7 @@ class RawWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """The backend's future, with callbacks that may wait."""
         explain = functools.partial(broken_off, self._name, self._group)
-        return follow(self._work.get_future(), queue_of(self._group), explain)
+        return self._give(follow(self._work.get_future(), queue_of(self._group), explain))
 
 
 @untraced
@@ -221,7 +223,7 @@ class PeerWork(TensorsWork):
 
 
 @untraced
-class WorkGroup(TensorsWork):
+class WorkGroup(CallsBack, TensorsWork):
     """Several works as one."""
 
     def __init__(
@@ -241,11 +243,12 @@ class WorkGroup(TensorsWork):
                 errors.append(error)
         if errors:
             raise errors[0]
+        self._settle()
         return True
 
     def is_completed(self) -> bool:
-        """Whether all works are done."""
-        return all([work.is_completed() for work in self._works])
+        """Whether all works are done, and callbacks have run."""
+        return all([work.is_completed() for work in self._works]) and self._is_settled()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of all tensors, which fails if any work does."""
@@ -257,4 +260,4 @@ class WorkGroup(TensorsWork):
             return self._tensors
 
         found = futures.then(value)
-        return found if self._queue is None else follow(found, self._queue)
+        return found if self._queue is None else self._give(follow(found, self._queue))

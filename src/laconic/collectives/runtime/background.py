@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.utils._pytree import tree_leaves
 
-from laconic.collectives.runtime.callbacks import CallbackFuture, CallbackQueue, depth, queue_of
+from laconic.collectives.runtime.callbacks import CallbackFuture, CallbackQueue, CallsBack, depth, queue_of
 from laconic.collectives.runtime.device_streams import Ready
 from laconic.collectives.runtime.failure_diagnosis import broke_off
 from laconic.collectives.runtime.group_facts import (
@@ -85,6 +85,13 @@ def _run_and_check(job: Job[T], groups: Groups) -> T:
 def done(result: T) -> Work[T]:
     """A work that is over, with its result."""
     return _FinishedWork(result)
+
+
+def after_callbacks(queue: CallbackQueue) -> Work[None]:
+    """A work that is done when all callbacks that have been added to `queue` have run."""
+    work: _ThreadWork[None] = _ThreadWork()
+    queue.add(partial(work.result.set_result, None))
+    return work
 
 
 def run_in_background(job: Job[T], groups: Groups, device: torch.device, written: Sequence[object] = ()) -> Work[T]:
@@ -188,7 +195,7 @@ class _FinishedWork(Work[T]):
         return future
 
 
-class _ThreadWork(Work[T]):
+class _ThreadWork(CallsBack, Work[T]):
     """A job of an executor's thread, or what became of a finished one; `callbacks` is its queue of callbacks."""
 
     def __init__(self, callbacks: CallbackQueue | None = None) -> None:
@@ -196,13 +203,17 @@ class _ThreadWork(Work[T]):
         self._callbacks = callbacks
 
     def wait(self) -> T:
-        return self.result.result()
+        found = self.result.result()
+        self._settle()
+        return found
 
     def is_completed(self) -> bool:
-        return self.result.done()
+        return self.result.done() and self._is_settled()
 
     def get_future(self) -> torch.futures.Future[T]:
-        return future_of(self.result) if self._callbacks is None else CallbackFuture(self.result, self._callbacks)
+        if self._callbacks is None:
+            return future_of(self.result)
+        return self._give(CallbackFuture(self.result, self._callbacks))
 
     def map(self, change: Callable[[T], S]) -> Work[S]:
         mapped: _ThreadWork[S] = _ThreadWork(self._callbacks)

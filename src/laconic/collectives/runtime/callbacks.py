@@ -8,6 +8,7 @@ the thread that completes collectives, such a wait would never end. So:
   order of the program and so the same on all ranks, however fast each of them completes what.
 - What a callback issues runs in executors of its own `depth`, one below that of the future that called it. So its order
   does not depend on what the main thread issues meanwhile.
+- A work that was waited for has its callbacks behind it, as over gloo and NCCL (`CallsBack`).
 """
 
 from __future__ import annotations
@@ -107,10 +108,15 @@ class CallbackQueue:
     """
 
     def __init__(self, depth: int) -> None:
-        self._depth = depth
+        self.depth = depth
         self._lock = threading.Lock()
         self._tasks: deque[Callable[[], object]] = deque()
         self._is_running = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether one of the callbacks that were added has not ended."""
+        return self._is_running
 
     def add(self, task: Callable[[], object]) -> None:
         """Run `task` after all that were added before."""
@@ -122,7 +128,7 @@ class CallbackQueue:
         _threads.run(self._drain)
 
     def _drain(self) -> None:
-        before, here.depth = here.depth, self._depth + 1
+        before, here.depth = here.depth, self.depth + 1
         try:
             while True:
                 with self._lock:
@@ -159,6 +165,8 @@ class CallbackFuture(torch.futures.Future[T]):
     def __init__(self, result: Future[T], queue: CallbackQueue, here: bool = False) -> None:
         super().__init__()
         self._queue = queue
+        self._followers: list[CallbackFuture[Any]] = []
+        self._is_waited_for = False
         if here or result.done():
             result.add_done_callback(self._complete)
         else:
@@ -168,7 +176,11 @@ class CallbackFuture(torch.futures.Future[T]):
         """Add a callback as torch does; it may wait, and sees the caller's grad mode, inference mode and autocast."""
         result: Future[S] = Future()
         self._queue.add(partial(_call, as_here(callback, grad=None), self, result))
-        return CallbackFuture(result, self._queue)
+        follower = CallbackFuture(result, self._queue)
+        self._followers.append(follower)
+        if self._is_waited_for:
+            follower.settle()
+        return follower
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
         """Add a callback as torch does: an exception that it raises is logged."""
@@ -190,12 +202,58 @@ class CallbackFuture(torch.futures.Future[T]):
         self._set_unwrap_func(raise_error)
         self.set_result(_Failed.of(result))  # type: ignore[arg-type]
 
+    def settle(self) -> None:
+        """Wait until this future is done and its callbacks have run, and from now on for each that it is given.
+
+        Not in a callback of the same queue, or of one that is waited for there: it would wait for itself.
+        """
+        if here.depth <= self._queue.depth:
+            self._is_waited_for = True
+            with suppress(Exception):
+                self.wait()
+            for follower in [*self._followers]:
+                follower.settle()
+
+    def is_settled(self) -> bool:
+        """Whether `settle` would return at once."""
+        return here.depth > self._queue.depth or (
+            self.done() and all(follower.is_settled() for follower in [*self._followers])
+        )
+
     def _complete(self, done: Future[T]) -> None:
         error = done.exception()
         if error is None:
             self.set_result(done.result())
         else:
             self.set_exception(error)
+
+
+class CallsBack:
+    """A work that is done for its callers once the callbacks of the futures it has given away have run.
+
+    Programs change a tensor in a callback, wait for the work and use the tensor: torch's own backends call back before
+    anybody who waits goes on.
+    """
+
+    _given: tuple[CallbackFuture[Any], ...] = ()
+    _is_waited_for = False
+
+    def _give(self, future: torch.futures.Future[T]) -> torch.futures.Future[T]:
+        """Return `future`, whose callbacks belong to this work."""
+        if isinstance(future, CallbackFuture):
+            self._given = (*self._given, future)
+            if self._is_waited_for:
+                future.settle()
+        return future
+
+    def _settle(self) -> None:
+        """Wait for the callbacks, at the end of a `wait` that succeeds."""
+        self._is_waited_for = True
+        for future in self._given:
+            future.settle()
+
+    def _is_settled(self) -> bool:
+        return all([future.is_settled() for future in self._given])
 
 
 def follow(

@@ -150,7 +150,7 @@ class _LevelPlan:
         return x, self._routing.weights
 
     def transport(self, degree: int, *, backward: bool) -> Transport:
-        return _LevelTransport(self, degree)
+        return (_LevelTransport if self.num_stages == 1 else _StagesTransport)(self, degree)
 
     def exchange(self, stage: int, first: int, last: int) -> StageExchange:
         """Return the exchange of the slices first ... last - 1 in an agreed stage; cached."""
@@ -199,10 +199,6 @@ class _LevelTransport(Transport):
 
     def __init__(self, plan: _LevelPlan, degree: int) -> None:
         self._plan, self._per_chunk = plan, plan.num_slices // degree
-        later = range(1, plan.num_stages)
-        if later:
-            self.gather = lambda i, buffers: self._down(i, buffers, later)
-            self.scatter = lambda i, buffers: self._up(i, buffers, later)
 
     def send(self, i: int, home: Buffers) -> Buffers:
         first, last = self._slices(i)
@@ -238,3 +234,17 @@ class _LevelTransport(Transport):
         for stage in reversed(stages):
             buffers = carry_up(buffers, self._plan.exchange(stage, *self._slices(i)), self._plan.codecs[stage])
         return buffers
+
+
+class _StagesTransport(_LevelTransport):
+    """The same of several stages.
+
+    Its steps are methods: functions that refer to it, kept in it, would keep it and the plan's tensors on the device
+    until Python looks for cycles, hundreds of steps later.
+    """
+
+    def gather(self, i: int, buffers: Buffers) -> Buffers:
+        return self._down(i, buffers, range(1, self._plan.num_stages))
+
+    def scatter(self, i: int, buffers: Buffers) -> Buffers:
+        return self._up(i, buffers, range(1, self._plan.num_stages))

@@ -40,7 +40,7 @@ from torch import Tensor
 from laconic.collectives.codec import Codec, Raw
 from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.errors import ConfigError, RoutingError
-from laconic.moe.dispatch.base import Buffers, Dispatcher, ExchangePlan, RoutedShare, StartsDispatch, Transport
+from laconic.moe.dispatch.base import Buffers, Dispatcher, ExchangePlan, RoutedShare, StartsDispatch, Step, Transport
 from laconic.moe.dispatch.chunking import Chunk, SlicedRows, rows_of_chunks, slice_sizes
 from laconic.moe.dispatch.expert_sharded import ShardedDispatcher, gathered_counts
 from laconic.moe.dispatch.flat import FlatDispatcher, FlatTransport, RowsPlan, agreed_rows
@@ -379,9 +379,12 @@ class _S2Transport(FlatTransport):
         landing = [torch.cat(of_peer) for of_peer in rows_by_peer] if self._gathers else ()
         super().__init__(dispatcher.exchange, chunks, leaving, landing)
         self._sizes = [[len(index) for index in of_peer] for of_peer in rows_by_peer]
+
+    @property
+    def share(self) -> Step | None:  # type: ignore[override]
+        """The gather of what comes home; made anew for each caller, as a method that is kept keeps the transport."""
         # Two threads must not use one group: where both use the same, the gather is part of `send_back`.
-        if self._gathers and self._mp is not self._exchange.group:
-            self.share = self._gathered
+        return self._gathered if self._gathers and self._mp is not self._exchange.group else None
 
     def send_back(self, i: int, buffers: Buffers) -> Buffers:
         if self._saa is not None:
