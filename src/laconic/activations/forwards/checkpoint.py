@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from laconic.activations.backward.decisions import Decisions, Habit
-from laconic.activations.backward.derivatives import innermost_transform, is_transformed
+from laconic.activations.backward.derivatives import innermost_transform, is_transformed, may_hook
 from laconic.activations.backward.replay import ReadState, forgets
 from laconic.activations.backward.saving import Held, is_no_nest
 from laconic.activations.forwards.replacement import Replacement
@@ -73,6 +73,7 @@ def is_plain() -> bool:
         and num_modes() == 0
         and _backward_pass() == -1
         and _innermost_hooks(False) is None
+        and may_hook()
         and innermost_transform() is None
         and forward_ad._current_level < 0
         and not AUDITED.originals

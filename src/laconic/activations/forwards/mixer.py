@@ -19,12 +19,13 @@ import inspect
 import logging
 import random
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_of_torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from laconic.activations.backward.decisions import Decisions, Habit
@@ -196,16 +197,20 @@ class MixerForward(SiteForward):
     ) -> Tensor:
         """The gradients of the inputs and the mixer's parameters at `values` of the inputs, flattened, in fp64."""
         leaves = {key: value.detach().requires_grad_() for key, value in values.items()}
-        args, kwargs = tree_map(lambda x: leaves.get(id(x), x), (args, kwargs))
+        given = {
+            key: leaf.clone() for key, leaf in leaves.items()
+        }  # forward hooks may put hooks on what they are given
+        args, kwargs = tree_map(lambda x: given.get(id(x), x), (args, kwargs))
         hidden_from_trackers = torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: tensor.detach(), lambda saved: saved
         )
-        with hidden_from_trackers, ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context)
-            output = tree_flatten(self.run_module(*args, **kwargs))[0][0]
         wanted = [*leaves.values(), *(p for p in self.module.parameters() if p.requires_grad)]
-        grads = torch.autograd.grad(output, wanted, cotangent, allow_unused=True)
+        with _no_hooks_on_gradients(self.module):
+            with hidden_from_trackers, ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
+                output = tree_flatten(self.run_module(*args, **kwargs))[0][0]
+            grads = torch.autograd.grad(output, wanted, cotangent, allow_unused=True)
         return torch.cat([grad.detach().double().flatten() for grad in grads if grad is not None])
 
     def _state(self, tensors: list[Tensor]) -> list[Any]:
@@ -224,6 +229,22 @@ class MixerForward(SiteForward):
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 state.append((name, id(tensor), None if tensor is None else tensor._version))
         return state
+
+
+@contextmanager
+def _no_hooks_on_gradients(module: nn.Module) -> Iterator[None]:
+    """While the block runs, hooks of a module, its parts and its parameters see no gradient: it is one of a trial."""
+    parts = modules_of(module)
+    owners = (*parts, *(x for part in parts for x in part._parameters.values() if x is not None))
+    found = [owner._backward_hooks for owner in owners]
+    found += [part._backward_pre_hooks for part in parts]
+    found += [module_of_torch._global_backward_hooks, module_of_torch._global_backward_pre_hooks]
+    with ExitStack() as stack:
+        for hooks in found:
+            if hooks:
+                stack.callback(hooks.update, dict(hooks))
+                hooks.clear()
+        yield
 
 
 def _same(a: Any, b: Any) -> bool:
