@@ -52,7 +52,7 @@ def is_transformed(*, needs_hooks: bool = True) -> bool:
 
 
 innermost_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
-may_hook: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled
+may_hook: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 
 @cache

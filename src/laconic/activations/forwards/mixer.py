@@ -254,7 +254,7 @@ class MixerForward(SiteForward):
 def _no_hooks_on_gradients(module: nn.Module) -> Iterator[None]:
     """While the block runs, hooks of a module, its parts and its parameters see no gradient: it is one of a trial."""
     parts = modules_of(module)
-    owners = (*parts, *(x for part in parts for x in part._parameters.values() if x is not None))
+    owners: tuple[Any, ...] = (*parts, *(x for part in parts for x in part._parameters.values() if x is not None))
     found = [owner._backward_hooks for owner in owners]
     found += [part._backward_pre_hooks for part in parts]
     found += [module_of_torch._global_backward_hooks, module_of_torch._global_backward_pre_hooks]
