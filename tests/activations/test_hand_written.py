@@ -14,9 +14,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.modules.module import register_module_full_backward_pre_hook
+from torch.utils.module_tracker import ModuleTracker
 
 import laconic
 from laconic.activations import ActivationPlan, Recompute, SavedTensorTracker, find_sites
@@ -29,7 +32,7 @@ from laconic.activations.keep.preserve import preserved
 from laconic.activations.recognize.sites import MixerSpec, Site
 from laconic.formats import BlockFormat
 from laconic.optim.in_backward import UsedGradient
-from tests.activations.hand_written import Attention, FunctionsOnly, Language, Recurrent
+from tests.activations.hand_written import Attention, EagerAttention, FunctionsOnly, Language, Recurrent
 from tests.activations.models import cache_name, gradients_of, loss_of, make_ids, make_model, relative_error
 from tests.grid import few, grid
 
@@ -383,6 +386,35 @@ def test_a_mixer_of_frozen_parameters_and_exact_inputs_runs_as_it_is() -> None:
     with SavedTensorTracker(model) as tracker:
         model[0](x)
     assert tracker.nbytes == 0
+
+
+@pytest.mark.parametrize("hooked", ["parameter", "parameters together", "module", "every module"])
+def test_hooks_on_gradients_do_not_see_those_of_the_trial_of_a_mixer(hooked: str) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList([EagerAttention(0.0)])
+    twin = copy.deepcopy(model)
+    laconic.compress_activations(twin, bits=8)
+    x = torch.randn(2, 12, 64)
+    found: list[list[Tensor]] = []
+    for each in (model, twin):
+        seen: list[Tensor] = []
+        into = each[0].c_attn
+        hook: Any = lambda *given, seen=seen: seen.append(given[-1][0].clone())  # noqa: E731
+        match hooked:
+            case "parameter":
+                handle = into.weight.register_hook(lambda grad, hook=hook: hook([grad]))
+            case "parameters together":
+                handle = register_multi_grad_hook((into.weight, into.bias), hook)
+            case "module":
+                handle = into.register_full_backward_hook(hook)
+            case "every module":
+                handle = register_module_full_backward_pre_hook(hook)
+        with handle, ModuleTracker():  # which puts hooks on the gradients of inputs
+            each[0](x.clone().requires_grad_()).square().sum().backward()
+        found.append(seen)
+    expected, got = found
+    assert len(got) == len(expected) > 0
+    assert all(relative_error(a, b) < 0.03 for a, b in zip(got, expected, strict=True))
 
 
 def test_a_mixer_runs_again_with_the_dropout_of_the_first_run() -> None:

@@ -69,6 +69,17 @@ def test_a_function_mode_of_others_runs_the_original_code(mode: Any) -> None:
     assert all(map(torch.equal, step(twin, "mode"), step(model, "mode")))
 
 
+@pytest.mark.parametrize("mode", ["sites", "combined", "hooks"])
+def test_where_hooks_on_saved_tensors_are_forbidden_the_original_code_runs(mode: Any) -> None:
+    model = network()
+    twin = copy.deepcopy(model)
+    laconic.compress_activations(twin, mode=mode)
+    with torch.autograd.graph.disable_saved_tensors_hooks("forbidden"):
+        assert all(map(torch.equal, step(twin, "plain"), step(model, "plain")))
+        weight = torch.randn(9, 64, requires_grad=True)
+        laconic.linear_cross_entropy(torch.randn(4, 64), weight, torch.arange(4)).backward()
+
+
 @pytest.mark.parametrize("way", ["input", "jagged"])
 def test_a_tensor_with_functions_of_its_own_is_left_to_them(way: str) -> None:
     model = network()

@@ -218,6 +218,17 @@ def test_inputs_that_do_not_fit_and_models_without_any_are_not_fatal() -> None:
     assert "get their shape in its first forward" in (report.unmeasured or "")
 
 
+@pytest.mark.parametrize("mode", ["combined", "hooks"])
+def test_hooks_on_a_model_that_has_no_shapes_yet_are_refused(mode: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+    with pytest.raises(ModelError, match=r"1\.weight gets its shape in the model's first forward.*run the model once"):
+        laconic.compress_activations(model, mode=mode)
+    assert is_untouched(model)
+    model(torch.randn(64, 4))
+    laconic.compress_activations(model, mode=mode)
+    model(torch.randn(64, 4)).sum().backward()
+
+
 def is_untouched(model: nn.Module) -> bool:
     return not any("forward" in vars(module) or attention_core_of(module) for module in model.modules())
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 
 import laconic
 import laconic.auditing
@@ -78,7 +79,9 @@ def test_hooks_around_a_model_leave_alone_what_stands_in_for_codes() -> None:
     assert audited(model).loss_bits
 
 
-@pytest.mark.parametrize("kind", ["checkpointing", "reentrant", "autocast", "gradients", "dropout", "tied", "frozen"])
+@pytest.mark.parametrize(
+    "kind", ["checkpointing", "reentrant", "autocast", "gradients", "dropout", "tied", "frozen", "one hook for all"]
+)
 def test_no_way_of_training_alarms(kind: str) -> None:
     model = make_model("llama", attention_dropout=0.2 if kind == "dropout" else 0.0, tie_word_embeddings=kind == "tied")
     if kind in ("checkpointing", "reentrant"):
@@ -87,6 +90,8 @@ def test_no_way_of_training_alarms(kind: str) -> None:
     if kind == "frozen":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("norm" in name or "down_proj" in name)
+    if kind == "one hook for all":
+        register_multi_grad_hook(tuple(model.parameters()), lambda gradients: None)
     laconic.compress_activations(model)
     if kind == "gradients":
         laconic.compress_gradients(model, bits=12)

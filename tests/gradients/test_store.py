@@ -397,6 +397,10 @@ def test_bad_models_are_refused_with_the_remedy() -> None:
         compress_gradients(Net().requires_grad_(False))
     with pytest.raises(ModelError, match=r"parameter double_.weight is float64, .* convert or freeze it"):
         compress_gradients(Mixed())
+    with pytest.raises(
+        ModelError, match=r"parameter 0\.weight gets its shape in the first forward.*run the model once"
+    ):
+        compress_gradients(nn.Sequential(nn.LazyLinear(4)))
     with pytest.raises(FormatError, match=r"bits is 4, but it must be 8 .* or 12"):
         compress_gradients(Net(), bits=4)
     with pytest.raises(ConfigError, match="bucket_nbytes is 0, but it must be positive"):

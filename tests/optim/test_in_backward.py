@@ -302,6 +302,20 @@ def test_it_is_called_once_and_takes_no_factor() -> None:
         optimizer.step(gradient_factor=torch.ones(()))
 
 
+def test_a_parameter_that_has_no_shape_yet_is_refused_before_any_gets_its_hook() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+    optimizer = AdamW8bit(model.named_parameters())
+    with pytest.raises(ConfigError, match=r"parameter 1\.weight gets its shape in a first forward.*run the model once"):
+        optimizer.update_in_backward()
+    backward_of = lambda: model(torch.randn(2, 4)).sum().backward()  # noqa: E731
+    backward_of()
+    assert all(type(p.grad) is Tensor for p in model.parameters())
+    optimizer.zero_grad()
+    optimizer.update_in_backward()
+    backward_of()
+    assert all(isinstance(p.grad, UsedGradient) for p in model.parameters())
+
+
 def test_options_that_are_written_later_are_checked_before_an_update() -> None:
     model = make_model()
     optimizer = in_backward(model)

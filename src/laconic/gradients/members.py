@@ -248,9 +248,14 @@ def check_dtype(name: str, parameter: Tensor) -> None:
     """Check that the gradient of a parameter of this dtype and class can be compressed.
 
     Raises:
-        ModelError: the dtype is not float32, bfloat16 or float16, or the class is one of several tensors; the message
-            calls the parameter `name`.
+        ModelError: the dtype is not float32, bfloat16 or float16, or the class is one of several tensors, or of a
+            parameter that has no shape yet; the message calls the parameter `name`.
     """
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise ModelError(
+            f"parameter {name} gets its shape in the first forward, but codes have that of a parameter; run the model"
+            " once before"
+        )
     if has_inner_tensors(parameter):
         raise ModelError(
             f"parameter {name} is a {type(local_part(parameter)).__name__}, which consists of several tensors, but only"

@@ -142,10 +142,17 @@ class AdamW8bit(torch.optim.Optimizer):
         optimizer, by copy or pickle, update in `step()`; so do parameters that are frozen now and trained later.
 
         Raises:
-            ConfigError: it was called before.
+            ConfigError: it was called before, or a parameter gets its shape in a first forward.
         """
         if self._updates_in_backward:
             raise ConfigError("update_in_backward() was called before, and must be called once only")
+        for group in self.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+                    raise ConfigError(
+                        f"{parameter_name(self, group, index)} gets its shape in a first forward, and torch allows no"
+                        " hook on it before; run the model once before update_in_backward()"
+                    )
         self._read: dict[int, tuple[int, dict[str, Any]]] = {}
         """By the number of a group, the backward that has read its options, and what it read."""
         for number in range(len(self.param_groups)):

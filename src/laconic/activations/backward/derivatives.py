@@ -4,7 +4,8 @@ Derivatives of any order by backward: where a graph of the gradients is asked fo
 rebuilds its inputs as always and differentiates torch's own formula at them. Of DTensors there are first derivatives
 only, and a second one is refused. Backward of packed tensors cannot be transformed by torch.func, and there is no
 forward-mode formula: under such transforms the original code runs, exactly and without saving anything. So it does
-under a function mode of others, which may compute something else in the place of torch's functions.
+under a function mode of others, which may compute something else in the place of torch's functions, and where hooks on
+saved tensors are forbidden, without which no value is computed that keeps nothing.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ from laconic.errors import ModelError
 from laconic.ops.derivatives import connected, differentiable, refusal
 
 
-def is_transformed() -> bool:
+def is_transformed(*, needs_hooks: bool = True) -> bool:
     """Whether torch.func, forward-mode AD or a function mode of others changes the running code; warns once of each.
 
-    Also in the exact run of an audit and under torch.jit.trace, which run the original forwards likewise.
+    Also where hooks on saved tensors are forbidden, in the exact run of an audit and under torch.jit.trace: these run
+    the original forwards likewise.
+
+    Args:
+        needs_hooks: whether the code that asks has no use where hooks on saved tensors are forbidden.
     """
     if torch.compiler.is_compiling():
         return False
@@ -37,6 +42,9 @@ def is_transformed() -> bool:
     if forward_ad._current_level >= 0 or innermost_transform() is not None:
         _warn_it_is_exact("torch.func transforms and forward-mode AD")
         return True
+    if needs_hooks and not may_hook():
+        _warn_it_is_exact("blocks of torch.autograd.graph.disable_saved_tensors_hooks")
+        return True
     mode = mode_of_others()
     if mode is not None:
         _warn_it_is_exact(f"function modes of others, here {type(mode).__name__},")
@@ -44,6 +52,7 @@ def is_transformed() -> bool:
 
 
 innermost_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
+may_hook: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 
 @cache

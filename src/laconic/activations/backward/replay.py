@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -91,6 +91,20 @@ def attributes_kept(parts: Sequence[nn.Module]) -> Iterator[None]:
             own.update(was)
 
 
+Place = tuple[int, str]
+"""The number of a module and the name of one of its attributes."""
+
+
+def tensors_in_attributes(parts: Sequence[nn.Module]) -> dict[Place, Tensor]:
+    """What outer code, or a run before, has put into plain attributes: masks, weights that an adapter has merged."""
+    return {
+        (number, name): value
+        for number, part in enumerate(parts)
+        for name, value in part.__dict__.items()
+        if isinstance(value, Tensor) and value.layout is torch.strided
+    }
+
+
 class ReadState:
     """What code that runs twice reads of modules: tensors, plain attributes and modes.
 
@@ -100,11 +114,12 @@ class ReadState:
     Args:
         parts: the modules.
         name: of the code, for errors.
+        given: tensors in attributes that the second run is given: (number of the part, name).
     """
 
-    def __init__(self, parts: Sequence[nn.Module], name: str) -> None:
-        self._parts, self._name = parts, name
-        self._read: dict[tuple[int, str], tuple[Any, ...]] | None = None
+    def __init__(self, parts: Sequence[nn.Module], name: str, given: Collection[Place] = ()) -> None:
+        self._parts, self._name, self._given = parts, name, given
+        self._read: dict[Place, tuple[Any, ...]] | None = None
         self._modes: list[bool] = []
 
     @contextmanager
@@ -129,11 +144,15 @@ class ReadState:
                     part.training = training
             yield
 
-    def _now(self) -> dict[tuple[int, str], tuple[Any, ...]]:
-        found: dict[tuple[int, str], tuple[Any, ...]] = {}
+    def _now(self) -> dict[Place, tuple[Any, ...]]:
+        found: dict[Place, tuple[Any, ...]] = {
+            place: (glance(x), None, None)
+            for place, x in tensors_in_attributes(self._parts).items()
+            if place not in self._given
+        }
         for number, part in enumerate(self._parts):
             for name, value in part.__dict__.items():
-                if isinstance(value, int | float | str) and name != "training":
+                if (value is None or isinstance(value, int | float | str)) and name != "training":
                     found[number, name] = (value,)
             for name, x in part._parameters.items():
                 if x is not None and not is_deepspeeds(x):  # which gathers and partitions in between
@@ -144,18 +163,22 @@ class ReadState:
             )
         return found
 
-    def _check(self, read: Mapping[tuple[int, str], tuple[Any, ...]]) -> None:
+    def _check(self, read: Mapping[Place, tuple[Any, ...]]) -> None:
         for (number, name), before in read.items():
             part = self._parts[number]
             if len(before) == 1:
-                if (part.__dict__.get(name),) != before:  # in a tuple, in which a NaN equals itself
+                now = part.__dict__.get(name)
+                if isinstance(now, Tensor) if before[0] is None else (now,) != before:  # in a tuple a NaN equals itself
                     raise self._error(f"{type(part).__name__}.{name} changed")
                 continue
-            x = part._parameters.get(name, part._buffers.get(name))
+            x = part.__dict__.get(name, part._parameters.get(name, part._buffers.get(name)))
             if x is None:
                 raise self._error(f"{type(part).__name__}.{name} was taken away")
             values, same_object, version = before
-            check_unchanged((values,), (x,))
+            if name in part.__dict__:
+                check_unchanged((values,), (x,), f"the attribute {type(part).__name__}.{name}")
+            else:
+                check_unchanged((values,), (x,))
             if same_object is not None and same_object() is x and version is not None and x._version != version:
                 raise self._error(f"{type(part).__name__}.{name} {list(x.shape)} was changed in place")
 

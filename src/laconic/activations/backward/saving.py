@@ -258,6 +258,9 @@ LARGE_NUMEL = 1 << 22
 class SecondRun(Forgetting):
     """Code of which nothing is saved: backward runs it again, once, on inputs that are rebuilt.
 
+    What attributes of the module held in the first run they hold in the second: outer code may write a mask there for
+    each forward.
+
     Args:
         name: of the site, for errors.
         function: the code, given the inputs.
@@ -268,11 +271,13 @@ class SecondRun(Forgetting):
     """
 
     __slots__ = (
+        "_attributes",
         "_counts",
         "_function",
         "_glances",
         "_held",
         "_kept",
+        "_masks",
         "_memos",
         "_module",
         "_name",
@@ -303,17 +308,25 @@ class SecondRun(Forgetting):
         self._saved: list[int] = []
         self._values: list[Tensor | None] = []
         self._output: Tensor | None = None
+        self._attributes: dict[str, Any] = {}
+        self._masks = Held((), None)
 
     def first(self, *inputs: Tensor) -> Any:
         """The value of the code, differentiable."""
         outer = hooks_around()
         for memo in self._memos:
             memo.announce()
+        attributes = self._module.__dict__
+        read = [(name, x) for name, x in attributes.items() if x is None or isinstance(x, _PLAIN)]
         _push(self._note, self._give)
         try:
             value, state = self._replay.run(partial(self._function, *inputs))
         finally:
             _pop()
+        # Not what the run itself writes, such as its probabilities.
+        self._attributes = {name: x for name, x in read if attributes.get(name) is x and name != "training"}
+        tensors = [x for x in self._attributes.values() if isinstance(x, Tensor) and not x.is_inference()]
+        self._masks = Held(tuple(tensors), None)
         codes = [x for kept in self._kept for x in kept.tensors]
         self._kept = ()  # hooks around may hold the codes elsewhere
         others = [x.detach() for x in inputs[len(self._memos) :]]
@@ -346,6 +359,7 @@ class SecondRun(Forgetting):
 
     def _run(self) -> None:
         check_unchanged(self._glances, self._parameters.tensors())
+        self._masks.tensors()
         saved = iter(self._held.tensors())
         codes = tuple(islice(saved, sum(self._counts)))
         others = tuple(islice(saved, len(self._strides) - len(self._memos)))
@@ -353,6 +367,7 @@ class SecondRun(Forgetting):
         collecting = _Collecting()
         again, parameters = self._replay.again(state), swapped_parameters(self._module, self._own)
         with again, parameters, attributes_kept((self._module,)), torch.enable_grad():
+            self._module.__dict__.update(self._attributes)
             inputs = self._rebuilt(codes, others)
             _push(collecting.collect, collecting.give)
             try:
@@ -374,6 +389,10 @@ class SecondRun(Forgetting):
                 (x if stride is None else laid_out(x, stride)).detach().requires_grad_(requires_grad)
                 for x, stride, requires_grad in zip((*values, *others), self._strides, self._requires_grad, strict=True)
             ]
+
+
+_PLAIN = (bool, int, float, str, Tensor)
+"""Types of attributes that code reads as values."""
 
 
 def _kind(x: Tensor) -> int:

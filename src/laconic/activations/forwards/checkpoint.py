@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import CodeType, FrameType
@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from laconic.activations.backward.decisions import Decisions, Habit
-from laconic.activations.backward.derivatives import innermost_transform, is_transformed
-from laconic.activations.backward.replay import ReadState, forgets
+from laconic.activations.backward.derivatives import innermost_transform, is_transformed, may_hook
+from laconic.activations.backward.replay import Place, ReadState, forgets
 from laconic.activations.backward.saving import Held, is_no_nest
 from laconic.activations.forwards.replacement import Replacement
 from laconic.activations.host.audited import AUDITED
@@ -73,6 +73,7 @@ def is_plain() -> bool:
         and num_modes() == 0
         and _backward_pass() == -1
         and _innermost_hooks(False) is None
+        and may_hook()
         and innermost_transform() is None
         and forward_ad._current_level < 0
         and not AUDITED.originals
@@ -143,6 +144,7 @@ def run_again(
     kwargs: dict[str, Any],
     parts: Sequence[nn.Module] = (),
     name: str = "",
+    given: Collection[Place] = (),
 ) -> Any:
     """`function(*args, **kwargs)`, run again in backward; autograd saves every tensor in the arguments.
 
@@ -155,6 +157,7 @@ def run_again(
         kwargs: its arguments by name, likewise.
         parts: modules whose code it runs.
         name: of the code, for errors.
+        given: tensors in attributes of the parts that are among the arguments, too.
 
     Raises:
         ModelError: a CUDA graph is captured, and the function draws on the device; in backward, torch's attention
@@ -168,7 +171,7 @@ def run_again(
     filled_from = [(place, numbers[id(leaves[place])]) for place in places]
     rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-    code, state = RunningCode(parts), ReadState(parts, name)
+    code, state = RunningCode(parts), ReadState(parts, name, given)
 
     def run(*tensors: Tensor) -> Any:
         filled = list(rest)

@@ -19,16 +19,18 @@ import inspect
 import logging
 import random
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_of_torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from laconic.activations.backward.decisions import Decisions, Habit
-from laconic.activations.backward.replay import Replay, attributes_kept, forgetting
+from laconic.activations.backward.replay import Place, Replay, attributes_kept, forgetting, tensors_in_attributes
 from laconic.activations.forwards.base import SiteForward
 from laconic.activations.forwards.checkpoint import is_cache, is_empty, packed_inputs, run_again, without_caches
 from laconic.activations.host.modules import modules_of
@@ -59,6 +61,7 @@ class MixerForward(SiteForward):
         self.repeats: bool | None = None  # not known before the first training call
         self.is_sensitive = False
         self.habit = Habit(site.name)
+        self._left: dict[Place, Callable[[], Tensor | None]] = {}  # in attributes, by the call before
 
     @property
     def input_format(self) -> BlockFormat | None:
@@ -89,19 +92,32 @@ class MixerForward(SiteForward):
         decisions = self.habit.decisions(self.module.training, args, kwargs)
         caches = {name: leaf for name, leaf in (*enumerate(args), *kwargs.items()) if is_cache(leaf)}
         args, kwargs = without_caches(args, kwargs)  # which the graph would hold, with all keys and values
+        parts = modules_of(self.module)
+        given = {
+            place: x for place, x in tensors_in_attributes(parts).items() if self._left.get(place, _none)() is not x
+        }
         with packed_inputs(
             self.inputs(args, kwargs), self.input_format, decisions, with_data=self.packs_data
         ) as region:
-            return run_again(region(self._writing_once(caches)), args, kwargs, modules_of(self.module), self.site.name)
+            run = region(self._writing_once(caches, tuple(given)))
+            results = run_again(run, ([*given.values()], *args), kwargs, parts, self.site.name, given)
+        self._left = {place: weakref.ref(x) for place, x in tensors_in_attributes(parts).items()}
+        return results
 
-    def _writing_once(self, caches: dict[Any, Any]) -> Callable[..., Any]:
-        """The module's own forward, whose first call alone has the caches and writes to attributes for good."""
+    def _writing_once(self, caches: dict[Any, Any], places: tuple[Place, ...]) -> Callable[..., Any]:
+        """The module's own forward, whose first call alone has the caches and writes to attributes for good.
+
+        Its first argument is what attributes hold that somebody has written to since the call before.
+        """
         has_run = False
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(given: list[Tensor], *args: Any, **kwargs: Any) -> Any:
             nonlocal has_run
             if has_run:
-                with attributes_kept(modules_of(self.module)):
+                parts = modules_of(self.module)
+                with attributes_kept(parts):
+                    for (number, name), x in zip(places, given, strict=True):
+                        parts[number].__dict__[name] = x
                     return self.run_module(*args, **kwargs)
             has_run = True
             args = tuple(caches.pop(place, arg) for place, arg in enumerate(args))
@@ -109,6 +125,9 @@ class MixerForward(SiteForward):
             return self.run_module(*args, **kwargs)
 
         return run
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_left": {}}
 
     packs_data = False
     """Whether an input that requires no grad is packed, too."""
@@ -196,16 +215,21 @@ class MixerForward(SiteForward):
     ) -> Tensor:
         """The gradients of the inputs and the mixer's parameters at `values` of the inputs, flattened, in fp64."""
         leaves = {key: value.detach().requires_grad_() for key, value in values.items()}
-        args, kwargs = tree_map(lambda x: leaves.get(id(x), x), (args, kwargs))
+        given = {
+            key: leaf.clone() for key, leaf in leaves.items()
+        }  # forward hooks may put hooks on what they are given
+        args, kwargs = tree_map(lambda x: given.get(id(x), x), (args, kwargs))
         hidden_from_trackers = torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: tensor.detach(), lambda saved: saved
         )
-        with hidden_from_trackers, ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context)
-            output = tree_flatten(self.run_module(*args, **kwargs))[0][0]
         wanted = [*leaves.values(), *(p for p in self.module.parameters() if p.requires_grad)]
-        grads = torch.autograd.grad(output, wanted, cotangent, allow_unused=True)
+        with _no_hooks_on_gradients(self.module):
+            with hidden_from_trackers, ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
+                output = tree_flatten(self.run_module(*args, **kwargs))[0][0]
+            # A weight that was computed before, as adapters do, has a graph that the call's own backward needs, too.
+            grads = torch.autograd.grad(output, wanted, cotangent, allow_unused=True, retain_graph=True)
         return torch.cat([grad.detach().double().flatten() for grad in grads if grad is not None])
 
     def _state(self, tensors: list[Tensor]) -> list[Any]:
@@ -224,6 +248,26 @@ class MixerForward(SiteForward):
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 state.append((name, id(tensor), None if tensor is None else tensor._version))
         return state
+
+
+@contextmanager
+def _no_hooks_on_gradients(module: nn.Module) -> Iterator[None]:
+    """While the block runs, hooks of a module, its parts and its parameters see no gradient: it is one of a trial."""
+    parts = modules_of(module)
+    owners: tuple[Any, ...] = (*parts, *(x for part in parts for x in part._parameters.values() if x is not None))
+    found = [owner._backward_hooks for owner in owners]
+    found += [part._backward_pre_hooks for part in parts]
+    found += [module_of_torch._global_backward_hooks, module_of_torch._global_backward_pre_hooks]
+    with ExitStack() as stack:
+        for hooks in found:
+            if hooks:
+                stack.callback(hooks.update, dict(hooks))
+                hooks.clear()
+        yield
+
+
+def _none() -> None:
+    """What a reference to nothing gives."""
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -174,6 +174,8 @@ def compress_activations(
             f"leave checkpoint= out, or take mode='combined'"
         )
 
+    if mode != "sites":
+        _check_initialized(model, mode)
     head = find_head(model) if loss == "chunked" else None
     loss_owner = _loss_owner(model) if loss == "exact" and mode != "hooks" else None
     before, call, unmeasured = measure_first(model, sample_inputs(model, example_inputs, sequence_length))
@@ -239,6 +241,15 @@ def convert(
         elif checkpoints_others(module) and input_format is not None:
             CheckpointingForward(module, input_format).install()
     follow(model, choices, _install)
+
+
+def _check_initialized(model: nn.Module, mode: Mode) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ModelError(
+                f"{name} gets its shape in the model's first forward, but mode={mode!r} tells parameters from what is"
+                " packed before it; run the model once before"
+            )
 
 
 def _leave_exact(model: nn.Module, names: Sequence[str]) -> None:

@@ -130,7 +130,7 @@ def linear_cross_entropy(
     """
     spec = LossSpec(ignore_index, label_smoothing, z_loss, logit_softcap, logit_scale)
     _check(hidden, weight, bias, labels, spec, chunk_tokens, reduction, num_items)
-    if is_transformed():
+    if is_transformed(needs_hooks=False):
         raise ModelError(
             "linear_cross_entropy runs under a torch.func transform, forward-mode AD, torch.jit.trace or somebody's "
             "function mode, where its chunks have no derivative; call torch.nn.functional.cross_entropy on the logits"
