@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from laconic.errors import FormatError
 from laconic.infer.messages import HEADER_LENGTH, Header, Rows, pack_rows, pack_sums, unpack_rows, unpack_sums
 from laconic.infer.payload import INT8, INT8_FORMAT, LOSSLESS, RAW, Coder, coder_of
+from tests.formats.lossless_cases import bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -21,10 +22,6 @@ def rows_of(num_rows: int, top_k: int, width: int, dtype: torch.dtype, place: tu
         torch.randint(-1, 7, (num_rows, top_k), dtype=torch.int32),
         torch.rand(num_rows, top_k),
     )
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(-1).view(torch.uint8)
 
 
 @given(
