@@ -23,6 +23,7 @@ from laconic.ops.declarations.bits import MASK_DTYPES
 from laconic.ops.gated_activations import CURVES
 from laconic.ops.lossless import CODES, HEADER_NBYTES, LAYOUTS, max_nbytes
 from laconic.options import BLOCK_SIZES
+from tests.grid import few
 from tests.ops.adamw_cases import OPTIONS, as_lists, new_case, quantized
 from tests.ops.cases import DTYPES
 from tests.ops.test_rows import entries
@@ -241,7 +242,7 @@ def test_the_fake_result_is_like_the_real_one_in_many_cases(name: str, data: st.
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.15 reads it itself
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("name", few(ARGUMENTS, 5, pytest.mark.ci))
 @settings(max_examples=3)
 @given(data=st.data())
 def test_opcheck_passes(name: str, data: st.DataObject) -> None:
