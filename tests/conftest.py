@@ -16,6 +16,7 @@ from zlib import crc32
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.patience import measure, slowness
 
@@ -23,6 +24,10 @@ from tests.patience import measure, slowness
 # to ten times as long then. The same holds for processes that tests start. Tests of threads set their own number.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# How long an example takes says how busy the machine is. `--hypothesis-profile=ci` has no deadline either.
+settings.register_profile("laconic", deadline=None)
+settings.load_profile("laconic")
 
 # A seed for a device that is not initialized keeps the text of the stack, three times a seed: a third of what an item
 # of pytest costs. The seeds themselves are kept.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.grid import covering, few, grid, slow_but
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), strength=st.integers(1, 3))
 def test_all_values_of_as_many_axes_as_asked_meet(sizes: list[int], strength: int) -> None:
     rows = covering(sizes, strength)
@@ -24,7 +24,7 @@ def test_all_values_of_as_many_axes_as_asked_meet(sizes: list[int], strength: in
         assert met == set(itertools.product(*(range(sizes[axis]) for axis in axes)))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=5))
 def test_alone_values_take_turns(sizes: list[int]) -> None:
     rows = covering(sizes, 1)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+import laconic
 
 VOCABULARY = 97
 
@@ -123,6 +126,18 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return found
+
+
+def everything(gradients: dict[str, Tensor]) -> Tensor:
+    """All of them, in the order of their names."""
+    return torch.cat([gradients[name].flatten() for name in sorted(gradients)])
+
+
+def compressed(model: nn.Module, **options: Any) -> nn.Module:
+    """A copy that is converted."""
+    twin = copy.deepcopy(model)
+    laconic.compress_activations(twin, **options)
+    return twin
 
 
 def both_gradients(model: nn.Module, twin: nn.Module, ids: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -19,7 +19,16 @@ from laconic.activations.forwards import attention
 from laconic.activations.keep.kept import Kept, Memo
 from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
-from tests.activations.models import are_equal, gradients_of, loss_of, make_ids, make_model, relative_error
+from tests.activations.models import (
+    are_equal,
+    compressed,
+    everything,
+    gradients_of,
+    loss_of,
+    make_ids,
+    make_model,
+    relative_error,
+)
 
 
 @pytest.fixture
@@ -28,12 +37,6 @@ def queries_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         attention, "pack", lambda x, format, origin: Kept((x,), Memo(lambda saved, *_: saved[0]), origin)
     )
-
-
-def converted(model: nn.Module, **options: Any) -> nn.Module:
-    twin = copy.deepcopy(model)
-    laconic.compress_activations(twin, **options)
-    return twin
 
 
 INPUTS: dict[str, Callable[[Tensor], dict[str, Tensor]]] = {
@@ -51,10 +54,6 @@ def train_step(model: nn.Module, ids: Tensor, **inputs: Tensor) -> tuple[Tensor,
     return loss.detach(), gradients_of(model), torch.rand(1)
 
 
-def everything(gradients: dict[str, Tensor]) -> Tensor:
-    return torch.cat([gradients[name].flatten() for name in sorted(gradients)])
-
-
 def model_with(family: str, dropout: float, **overrides: Any) -> nn.Module:
     name = "attn_pdrop" if family == "gpt2" else "attention_dropout"
     return make_model(family, **{name: dropout}, **overrides)
@@ -64,7 +63,7 @@ def model_with(family: str, dropout: float, **overrides: Any) -> nn.Module:
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_the_second_run_gives_the_gradients_of_autograd(family: str, dropout: float) -> None:
     model, ids = model_with(family, dropout, sliding_window=12), make_ids(length=24)
-    twin = converted(model, bits=16, attention="int8")
+    twin = compressed(model, bits=16, attention="int8")
     for make_inputs in INPUTS.values():
         inputs = make_inputs(ids)
         loss, expected, drawn = train_step(model, ids, **inputs)
@@ -79,7 +78,7 @@ def test_the_second_run_gives_the_gradients_of_autograd(family: str, dropout: fl
 def test_eager_attention_of_every_family_trains(family: str) -> None:
     model, ids = model_with(family, 0.0, attn_implementation="eager"), make_ids(length=24)
     loss, expected, _ = train_step(model, ids)
-    got_loss, got, _ = train_step(converted(model, bits=8), ids)
+    got_loss, got, _ = train_step(compressed(model, bits=8), ids)
     assert torch.equal(got_loss, loss)
     assert relative_error(everything(got), everything(expected)) < 0.03
 
@@ -90,7 +89,7 @@ def test_forward_is_bit_identical_and_the_error_is_that_of_the_format(implementa
     loss, expected, _ = train_step(model, ids)
     errors = {}
     for code in ("int8", "nf4"):
-        twin_loss, got, _ = train_step(converted(model, bits=16, attention=code), ids)
+        twin_loss, got, _ = train_step(compressed(model, bits=16, attention=code), ids)
         assert torch.equal(twin_loss, loss)
         errors[code] = relative_error(everything(got), everything(expected))
     # Relative error of the packed numbers: .0065 and .092. Fresh weights make flat attention, where it hardly shows.
@@ -132,7 +131,7 @@ def test_a_mask_is_kept_by_reference_and_counts_once() -> None:
 
 def test_the_layers_own_configuration_and_choice_stay() -> None:
     model, ids = make_model("llama"), make_ids()
-    twin = converted(model, attention="int8")
+    twin = compressed(model, attention="int8")
     assert twin.model.layers[0].self_attn.config is twin.config
     assert twin.config.to_dict() == model.config.to_dict()
     for each in (model, twin):
@@ -150,7 +149,7 @@ def test_generation_copies_pickles_and_files_work(tmp_path: Path, monkeypatch: p
     from transformers import AutoModelForCausalLM, modeling_utils
 
     model, ids = make_model("llama"), make_ids()
-    twin = converted(model, attention="int8")
+    twin = compressed(model, attention="int8")
     loss, expected, _ = train_step(twin, ids)
     prompt = make_ids(1, 4)
     tokens = [m.eval().generate(prompt, max_new_tokens=4, do_sample=False) for m in (model, twin)]
@@ -251,7 +250,7 @@ def test_a_parameter_of_somebody_else_gets_its_gradient(monkeypatch: pytest.Monk
     monkeypatch.setattr(AttentionInterface, "_global_mapping", {**AttentionInterface._global_mapping, "mine": uses_it})
     model = make_model("llama")
     found = []
-    for each in (model, converted(model, bits=16, attention="int8")):
+    for each in (model, compressed(model, bits=16, attention="int8")):
         hidden = nn.Parameter(torch.linspace(0.5, 2, 64))
         each.config._attn_implementation = "mine"
         train_step(each, make_ids())
@@ -262,7 +261,7 @@ def test_a_parameter_of_somebody_else_gets_its_gradient(monkeypatch: pytest.Monk
 
 
 def test_a_retained_graph_runs_again() -> None:
-    model, ids = converted(model_with("llama", 0.2), attention="int8"), make_ids()
+    model, ids = compressed(model_with("llama", 0.2), attention="int8"), make_ids()
     loss = loss_of(model, ids)
     found = []
     for last in (False, False, True):
@@ -275,7 +274,7 @@ def test_a_retained_graph_runs_again() -> None:
 
 def test_autocast_reaches_the_second_run() -> None:
     model, ids = make_model("llama", attn_implementation="eager"), make_ids()
-    twin = converted(model, bits=16, attention="int8")
+    twin = compressed(model, bits=16, attention="int8")
     with torch.autocast("cpu", torch.bfloat16):
         loss, twin_loss = loss_of(model, ids), loss_of(twin, ids)
     assert torch.equal(loss, twin_loss)
@@ -394,7 +393,7 @@ def eager_call(model: nn.Module, ids: Tensor) -> tuple[Any, tuple[Tensor, ...]]:
 def test_probabilities_that_are_returned_get_their_gradient() -> None:
     model, ids = make_model("llama", attn_implementation="eager"), make_ids()
     found = []
-    for each in (model, converted(model, bits=8)):
+    for each in (model, compressed(model, bits=8)):
         logits, attentions = eager_call(each, ids)
         for probabilities in attentions:
             probabilities.retain_grad()
@@ -409,7 +408,7 @@ def test_probabilities_that_are_returned_get_their_gradient() -> None:
 def test_a_hook_on_returned_probabilities_changes_their_gradient() -> None:
     model, ids = make_model("llama", attn_implementation="eager"), make_ids()
     found = []
-    for each in (model, converted(model, bits=16, attention="int8")):
+    for each in (model, compressed(model, bits=16, attention="int8")):
         logits, attentions = eager_call(each, ids)
         attentions[0].register_hook(lambda grad: 3 * grad)
         logits[:, -1].float().square().sum().backward()

@@ -46,7 +46,7 @@ def sample() -> Tensor:
 
 
 @pytest.mark.parametrize("policy", [uniform(INT8), recomputed])
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans, rates=st.sampled_from([(0.3, 0.3), (0.0, 0.3), (0.3, 0.0)]))
 def test_a_block_of_any_steps_computes_and_draws_what_it_did(
     policy: Callable[[Site], Choice], plan: Plan, rates: tuple[float, float]

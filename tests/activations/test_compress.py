@@ -24,6 +24,7 @@ from tests.activations.models import (
     FAMILIES,
     are_equal,
     both_gradients,
+    compressed,
     gradients_of,
     loss_of,
     make_ids,
@@ -31,12 +32,6 @@ from tests.activations.models import (
     relative_error,
 )
 from tests.grid import grid
-
-
-def compressed(model: nn.Module, **options: object) -> nn.Module:
-    twin = copy.deepcopy(model)
-    laconic.compress_activations(twin, **options)  # type: ignore[arg-type]
-    return twin
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -160,7 +160,7 @@ def test_pooling_reads_no_value_of_its_input() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     kernel=st.tuples(st.integers(1, 5), st.integers(1, 5)),
     stride=st.tuples(st.integers(1, 4), st.integers(1, 4)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 
 import pytest
@@ -13,19 +12,13 @@ from torch import Tensor, nn
 import laconic
 from laconic.activations import SavedTensorTracker, find_sites
 from laconic.moe.huggingface import parallelize
-from tests.activations.models import MIXTURES, both_gradients, loss_of, make_ids, make_model, relative_error
+from tests.activations.models import MIXTURES, both_gradients, compressed, loss_of, make_ids, make_model, relative_error
 from tests.grid import few, slow_but
 
 
 @pytest.fixture(params=slow_but(sorted(MIXTURES), "deepseek_v3", "gpt_oss", "mixtral"))
 def mixture(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-def compressed(model: nn.Module, **options: object) -> nn.Module:
-    twin = copy.deepcopy(model)
-    laconic.compress_activations(twin, **options)  # type: ignore[arg-type]
-    return twin
 
 
 def test_routers_and_experts_are_found(mixture: str) -> None:

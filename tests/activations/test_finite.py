@@ -184,7 +184,7 @@ def test_a_function_that_rounding_gives_another_gradient_stays_exact(function: C
     assert all(map(torch.equal, gradient(twin, x), gradient(model, x)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     chain=st.lists(
         st.tuples(st.sampled_from(sorted(UNARY)), st.sampled_from(sorted(BINARY)), st.integers(0, 3)),
@@ -218,7 +218,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     blocks=st.lists(st.sampled_from(sorted(BLOCKS)), min_size=1, max_size=4),
     seed=st.integers(0, 2**16),

@@ -33,7 +33,7 @@ from laconic.activations.recognize.sites import MixerSpec, Site
 from laconic.formats import BlockFormat
 from laconic.optim.in_backward import UsedGradient
 from tests.activations.hand_written import Attention, EagerAttention, FunctionsOnly, Language, Recurrent
-from tests.activations.models import cache_name, gradients_of, loss_of, make_ids, make_model, relative_error
+from tests.activations.models import cache_name, everything, gradients_of, loss_of, make_ids, make_model, relative_error
 from tests.grid import few, grid
 
 MODELS = [
@@ -50,10 +50,6 @@ def step(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor, dict[str, Tenso
         loss = model(ids)
     loss.backward()
     return loss.detach(), torch.get_rng_state(), gradients_of(model), tracker.nbytes - tracker.by_module[""]
-
-
-def everything(gradients: dict[str, Tensor]) -> Tensor:
-    return torch.cat([gradients[name].flatten() for name in sorted(gradients)])
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_value_and_gradients_are_those_of_the_plain_loss(
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     tokens=st.integers(1, 40),
     vocabulary=st.integers(1, 220),

@@ -18,11 +18,7 @@ from laconic.activations.forwards.mixer import MixerForward
 from laconic.activations.forwards.replacement import replacements_of
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
-from tests.activations.models import both_gradients, loss_of, make_ids, make_model, relative_error
-
-
-def everything(gradients: dict[str, Tensor]) -> Tensor:
-    return torch.cat([gradients[name].flatten() for name in sorted(gradients)])
+from tests.activations.models import both_gradients, everything, loss_of, make_ids, make_model, relative_error
 
 
 def test_every_family_computes_what_it_did_and_has_close_gradients(family: str) -> None:

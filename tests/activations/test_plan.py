@@ -31,6 +31,7 @@ from tests.activations.models import (
     are_equal,
     both_gradients,
     cache_name,
+    everything,
     gradients_of,
     loss_of,
     make_ids,
@@ -40,10 +41,6 @@ from tests.activations.models import (
 from tests.grid import grid
 
 NF4, INT8 = BlockFormat("nf4"), BlockFormat("int8", 32, torch.float32)
-
-
-def everything(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.cat([gradients[name].flatten() for name in sorted(gradients)])
 
 
 def test_every_choice_survives_json() -> None:

@@ -183,7 +183,7 @@ def check_views(chosen: list[tuple[int, str]]) -> None:
 @example([(0, "whole"), (0, "itself")])
 @example([(1, "whole"), (1, "itself")])
 @example([(2, "whole"), (2, "flat")])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def check_generated_views(chosen: list[tuple[int, str]]) -> None:
     check_views(chosen)
 

@@ -468,7 +468,7 @@ def test_an_empty_tensor_looks_like_another_and_one_without_memory_like_none() -
 
 @pytest.mark.parametrize("code", sorted(BITS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     data=st.sampled_from(sorted(DATA)),
     shape=st.lists(st.integers(1, 70), min_size=0, max_size=3),
@@ -500,7 +500,7 @@ def test_what_a_format_rounds_is_no_fault(
     ("dtype", "activation"),
     grid([torch.float32, torch.bfloat16, torch.float16], ["silu", "gelu_tanh", "quick_gelu"], strength=1),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     of_gate=st.sampled_from(sorted(DATA)),
     of_up=st.sampled_from(sorted(DATA)),

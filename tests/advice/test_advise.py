@@ -100,8 +100,23 @@ def test_bytes_and_gradients_of_rows_are_those_of_the_lines(
     assert all(row.peak_nbytes is not None and row.peak_nbytes > 0.5 * row.nbytes for row in advice.rows)
 
 
-def test_text_and_data_say_the_same(llama: tuple[nn.Module, dict[str, Tensor], Advice], tmp_path: Path) -> None:
-    advice = llama[2]
+class Odd(nn.Module):
+    """Keeps what only hooks can pack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight).tanh().exp().square().mean()
+
+
+@pytest.fixture(scope="module")
+def advice() -> Advice:
+    return laconic.advise(Odd(), torch.randn(512, 64), rounds=1)
+
+
+def test_text_and_data_say_the_same(advice: Advice, tmp_path: Path) -> None:
     data = json.loads(json.dumps(advice.to_dict()))
     text = str(advice)
     for row in data["rows"]:
@@ -155,16 +170,7 @@ def test_the_model_batch_and_random_states_are_as_before() -> None:
     assert "only models of transformers" in advice.left_out["checkpointing, packed inputs"]
 
 
-def test_what_only_hooks_can_pack_is_tried_with_hooks() -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(64, 64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x @ self.weight).tanh().exp().square().mean()
-
-    advice = laconic.advise(Odd(), torch.randn(512, 64), rounds=1)
+def test_what_only_hooks_can_pack_is_tried_with_hooks(advice: Advice) -> None:
     rows = by_name(advice)
     assert "4 bits" in advice.left_out
     assert rows["4 bits, combined"].nbytes < rows["exact"].nbytes / 2
@@ -358,8 +364,7 @@ def test_ranks_that_ask_for_advice_have_the_link_under_the_table(tmp_path: Path)
         assert word in picture  # in the comment beside a text's outlines
 
 
-def test_without_other_ranks_no_link_is_measured(llama: tuple[nn.Module, dict[str, Tensor], Advice]) -> None:
-    advice = llama[2]
+def test_without_other_ranks_no_link_is_measured(advice: Advice) -> None:
     assert advice.link is None
     assert advice.to_dict()["link"] is None
     assert "ranks" not in str(advice)

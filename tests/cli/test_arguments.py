@@ -204,7 +204,7 @@ ARGUMENTS = st.sampled_from(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(ARGUMENTS, max_size=5))
 def test_no_arguments_make_a_parser_fail_otherwise(args: list[str]) -> None:
     for command in ("zip", "plan", "infer", "completion", "run"):

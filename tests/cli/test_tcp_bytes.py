@@ -36,7 +36,7 @@ def receive(connection: socket.socket, nbytes: int) -> None:
 
 @linux
 @pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(sizes=st.lists(st.integers(1, 300_000), min_size=1, max_size=5))
 def test_bytes_sent_are_counted_once(family: socket.AddressFamily, address: str, sizes: list[int]) -> None:
     if family is socket.AF_INET6 and not os.path.exists("/proc/net/if_inet6"):

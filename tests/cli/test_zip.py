@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from laconic.cli import progress
 from laconic.cli.main import main
+from tests.formats.container.files import contents
 
 
 @pytest.fixture(autouse=True)
@@ -30,10 +31,6 @@ def folder(tmp_path: Path) -> Path:
     save_file({"a": torch.randn(5000).bfloat16(), "b": torch.arange(3)}, root / "model.safetensors")
     (root / "config.json").write_text("{}")
     return root
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def test_a_file_there_and_back(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

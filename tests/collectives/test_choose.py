@@ -228,7 +228,7 @@ def test_sums_of_many_ranks_do_not_depend_on_time_where_runs_must_repeat() -> No
         assert (MEASURED_SLOWER in {choice.reason for choice in found}) == depends, operation
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(num_ranks=st.integers(2, 4), seed=st.integers(0, 2**32), repeats=st.booleans())
 def test_ranks_always_agree_whatever_they_observe(num_ranks: int, seed: int, repeats: bool) -> None:
     """The same calls in the same order; other data and other, even absurd, times on each rank."""
@@ -254,7 +254,7 @@ def test_ranks_always_agree_whatever_they_observe(num_ranks: int, seed: int, rep
             own.observe(call, first, 2 * numel if sent else 0, sent, round(10 ** noise.uniform(0, 12)))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     numel=st.integers(1, 1 << 28),
     operation=st.sampled_from(["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "gather"]),
@@ -276,7 +276,7 @@ def test_what_is_always_raw_is_raw_at_every_call(
         tell(own, call, choice, 0, 0, number)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32))
 def test_calls_refused_in_advance_change_no_choice_and_no_note(seed: int) -> None:
     """A refusal is kept with the call and asked instead of `choose`: as if `choose` had been asked in each call."""

@@ -68,7 +68,7 @@ def test_damaged_header_of_a_blockwise_message_is_refused() -> None:
 
 
 @given(numel=st.integers(1, 700), seed=st.integers(0, 2**31), place=st.floats(0, 1, exclude_max=True))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_flipped_bit_of_a_checked_blockwise_message_is_refused(numel: int, seed: int, place: float) -> None:
     plain = BLOCKWISE[seed % len(BLOCKWISE)]
     codec = Blockwise(plain.format, checksum=True)

@@ -89,7 +89,7 @@ def least_by_brute_force(pricing: _Pricing, workers: Workers, load: Arrivals) ->
     return best
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(rates_of, loads, st.integers(1, 3), memories, memories)
 def test_it_is_brute_force(rates: InferenceRates, load: Arrivals, total: int, memory: int, of_experts: int) -> None:
     workers = Workers(total, memory, expert_memory_nbytes=rates.experts and of_experts)
@@ -105,7 +105,7 @@ def test_it_is_brute_force(rates: InferenceRates, load: Arrivals, total: int, me
         assert choice.best.seconds == pytest.approx(least, rel=1e-6)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(rates_of, loads, st.floats(1.0, 3.0), st.integers(1, 4))
 def test_more_requests_take_no_less_time_and_what_carries_more_carries_less(
     rates: InferenceRates, load: Arrivals, factor: float, total: int
@@ -120,7 +120,7 @@ def test_more_requests_take_no_less_time_and_what_carries_more_carries_less(
     assert choose_for_arrivals(SHAPE, rates, workers, load, SEARCH).best.seconds <= slower.seconds * (1 + 1e-6)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(rates_of, loads, st.integers(1, 4))
 def test_batches_are_littles_law_and_fit(rates: InferenceRates, load: Arrivals, total: int) -> None:
     memory = 12_000_000

@@ -110,7 +110,7 @@ def test_a_budget_nothing_can_meet_says_the_smallest() -> None:
     batch=st.sampled_from([Batch(1, 2048), Batch(3, 512)]),
     words=st.sampled_from([("16", "4", "recompute"), ("8", "5", "4"), ("8", "recompute"), ("16", "8", "4", "offload")]),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_the_smallest_budget_is_met_and_nothing_below_it(
     layers: int,
     other: set[int],

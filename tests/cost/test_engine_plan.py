@@ -52,7 +52,7 @@ plans = st.builds(
 demands = st.builds(Demand, st.integers(1, 300), st.integers(1, 40), st.integers(1, 30))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rates_of, demands, plans, st.integers(1, 3), st.integers(1, 3))
 def test_no_plan_in_reach_is_faster(
     rates: InferenceRates, demand: Demand, plan: InferencePlan, attention: int, experts: int

@@ -171,7 +171,7 @@ def test_impossible_workloads_are_refused(fields: dict[str, int]) -> None:
         Workload(**fields)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 12),
     st.integers(1, 4),

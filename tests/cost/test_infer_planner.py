@@ -99,7 +99,7 @@ def all_split_candidates(model: InferenceCostModel, workers: Workers, search: Se
     return found
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(rates_of, workloads, st.integers(2, 4), st.integers(1, 6), st.sampled_from([0, 128]), st.floats(0.3, 3))
 def test_it_is_brute_force(
     rates: InferenceRates, work: Workload, total: int, room: int, shared: int, of_experts: float
@@ -118,7 +118,7 @@ def test_it_is_brute_force(
     assert choice.best.tokens_per_second == pytest.approx(max(one.tokens_per_second for one in choice.candidates))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rates_of, workloads, st.integers(2, 4), st.integers(1, 6))
 def test_greedy_is_among_the_orders_and_never_makes_a_choice_worse(
     rates: InferenceRates, work: Workload, total: int, room: int
@@ -160,7 +160,7 @@ def _step(model: InferenceCostModel, split: Split) -> float:
     return _bytes_of(model, split, 2) - _bytes_of(model, split, 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rates_of, workloads, st.integers(1, 3), st.integers(1, 3), st.integers(1, 20), st.integers(1, 3), st.integers(1, 4),
     st.sampled_from(["ASAS", "AASS"]), st.sampled_from(["tokens", "experts"]), st.booleans(),
@@ -176,7 +176,7 @@ def test_the_rate_grows_with_the_batch(
     assert more >= few * (1 - 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rates_of, workloads, st.integers(1, 3), st.integers(1, 3), st.integers(1, 8), st.integers(1, 5), st.integers(1, 4)
 )
@@ -487,7 +487,7 @@ def test_tables_say_what_was_chosen_and_what_limits() -> None:
         assert words in " ".join(of_two.split())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rates_of, workloads, st.integers(1, 3), st.integers(1, 3), st.integers(1, 8), st.integers(0, 2), st.integers(0, 1)
 )

@@ -27,6 +27,7 @@ from laconic.formats import BlockFormat
 from laconic.train.launch.worker import leave
 from tests.collectives.simulated import made_up_rates
 from tests.distributed.processes import run_ranks
+from tests.formats.lossless_cases import bits
 from tests.patience import patient
 
 # 11.5 bits hold Gaussian bfloat16 in long messages and nothing else: the rest travels twice.
@@ -51,10 +52,6 @@ def same(a: Tensor, b: Tensor) -> bool:
     if a.dtype in FLOATS and a.isnan().any():
         return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(3), b.nan_to_num(3))
     return a.shape == b.shape and torch.equal(bits(a), bits(b))
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(-1).view(torch.uint8)
 
 
 def rank_order_sum(rows: Tensor, factor: float = 1.0) -> Tensor:

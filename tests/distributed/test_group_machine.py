@@ -430,7 +430,6 @@ def test_a_program_of_collectives_computes_what_it_computes_over_gloo(examples: 
         settings=settings(
             max_examples=examples,
             stateful_step_count=20,
-            deadline=None,
             derandomize=True,
             report_multiple_bugs=False,
             suppress_health_check=[HealthCheck.too_slow],

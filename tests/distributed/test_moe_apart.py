@@ -154,17 +154,14 @@ def pair_is_like_one_process() -> None:
 
 
 class Experts(nn.ModuleList):
-    """As a family of transformers might have it: each expert gets its rows, with dropout by torch's function."""
+    """As Switch might have it: each expert gets its rows, with dropout by torch's function."""
 
-    __module__ = "transformers.models.own"
-    in_turn = False
+    __module__ = "transformers.models.switch_transformers.own"
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(x)
         for number, expert in enumerate(self):
             tokens, choice = torch.where(chosen == number)
-            if self.in_turn:
-                x = x + out  # which makes rows depend on other experts
             out = out.index_add(0, tokens, expert(x[tokens]) * weights[tokens, choice, None])
         return out
 
@@ -174,6 +171,8 @@ class Foreign(Experts):
 
 
 class Expert(nn.Module):
+    __module__ = "transformers.models.switch_transformers.own"
+
     def __init__(self, drop: Any) -> None:
         super().__init__()
         self.up, self.down, self.drop = nn.Linear(16, 24), nn.Linear(24, 16, bias=False), drop
@@ -184,12 +183,17 @@ class Expert(nn.Module):
         return out
 
 
+class ForeignExpert(Expert):
+    """A user's own."""
+
+
 class Block(nn.Module):
-    def __init__(self, kind: type[nn.ModuleList] = Experts, drop: Any = None, number: int = 4) -> None:
+    def __init__(
+        self, kind: type[nn.ModuleList] = Experts, of: type[Expert] = Expert, drop: Any = None, number: int = 4
+    ) -> None:
         super().__init__()
         self.router = nn.Linear(16, number)
-        self.experts: Any = kind([Expert(drop or nn.Dropout(0.3)) for _ in range(number)])
-        self.experts.in_turn = False
+        self.experts: Any = kind([of(drop or nn.Dropout(0.3)) for _ in range(number)])
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x).softmax(-1).topk(2)
@@ -200,127 +204,6 @@ class Block(nn.Module):
 def own(**options: Any) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 16), Block(**options)).double()
-
-
-class CountingIdentity(nn.Identity):
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x
-
-
-class NotingExperts(nn.ModuleList):
-    """Notes what it does in attributes of every kind."""
-
-    __module__ = "transformers.models.own"
-
-    def __init__(self, experts: list[nn.Module]) -> None:
-        super().__init__(experts)
-        self.seen = CountingIdentity()
-        self.penalty, self.load, self.sizes = torch.zeros(()), torch.zeros(4), [0]
-        self.by_name: dict[str, Any] = {"calls": 0, "largest": []}
-        self.width = 3
-
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        self.penalty = self.penalty + weights.square().sum()
-        self.load += chosen.flatten().bincount(minlength=4)
-        self.sizes.append(len(x))
-        self.by_name["calls"] += 1
-        self.by_name["largest"].append(weights.amax().item())
-        self.drawn = torch.rand(()).item() + self.width + getattr(self, "further", 0)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate([*self][:4]):
-            tokens, choice = torch.where(chosen == number)
-            out = out.index_add(0, tokens, expert(self.seen(x[tokens])) * weights[tokens, choice, None])
-        return out
-
-
-def what_the_code_notes_is_noted_once() -> None:
-    reference, model = own(kind=NotingExperts), own(kind=NotingExperts)
-    parallelize(model, Grid(ep=2))
-    x = torch.randn(6, 16, dtype=torch.float64)
-    found = []
-    for each in (reference, model):
-        torch.manual_seed(1)
-        experts: Any = each.get_submodule("1.experts")
-        for _ in range(2):
-            each(x)
-            experts.further = 5
-        experts.sizes.append(-1)
-        experts.by_name["calls"] += 10
-        experts.drawn += 1
-        experts.penalty.backward()
-        grad = each.get_parameter("1.router.weight").grad
-        assert experts.load.sum() == 2 * 6 * 2
-        found.append((experts.by_name, experts.sizes, experts.drawn, experts.seen.calls, experts.load.tolist()))
-        found[-1] += (experts.penalty.item(), grad.tolist())
-    assert found[0][:5] == found[1][:5]
-    torch.testing.assert_close(torch.tensor(found[1][6]), torch.tensor(found[0][6]))
-    assert found[1][5] == pytest.approx(found[0][5])
-
-
-class Centered(Expert):
-    def forward(self, rows: Tensor) -> Tensor:
-        out = super().forward(rows)
-        return out - out.mean(0) if len(out) else out
-
-
-class Noisy(Expert):
-    def forward(self, rows: Tensor) -> Tensor:
-        out = super().forward(rows)
-        return out + 0.1 * torch.randn_like(out) if self.training else out
-
-
-class FrozenExperts(Experts):
-    """Experts without gradients, or without autocast, whatever is around the list."""
-
-    __module__ = "transformers.models.own"
-    mode: Any = torch.no_grad
-
-    def __iter__(self) -> Any:
-        return (self.within(expert) for expert in super().__iter__())
-
-    def within(self, expert: Any) -> Any:
-        def call(rows: Tensor) -> Any:
-            with self.mode():
-                return expert(rows)
-
-        return call
-
-
-def experts_in_another_mode_than_their_list_are_refused() -> None:
-    x = torch.randn(6, 16, dtype=torch.float64)
-    uncast = partial(torch.autocast, "cpu", enabled=False)
-    for mode, said in ((torch.no_grad, "gradients off and autocast to"), (uncast, "gradients on and autocast off")):
-        model: Any = own(kind=FrozenExperts).float()
-        parallelize(model, Grid(ep=2))
-        model[1].experts.mode = mode
-        with (
-            torch.autocast("cpu"),
-            pytest.raises(
-                ModelError, match=rf"called with {said}.* but FrozenExperts itself with gradients on and autocast to"
-            ),
-        ):
-            model(x.float())
-        with torch.no_grad():
-            model(x.float())
-
-
-def experts_that_mix_rows_are_refused() -> None:
-    x = torch.randn(6, 16, dtype=torch.float64)
-    for kind in (Centered, Noisy):
-        model: Any = own()
-        model[1].experts = Experts([kind(nn.Dropout(0.1)) for _ in range(4)]).double()
-        parallelize(model, Grid(ep=2))
-        if kind is Noisy:
-            model.eval()(x)
-        drawn = torch.get_rng_state()
-        with pytest.raises(
-            ModelError, match=rf"an expert \({kind.__name__}\) makes of a row depends on the rows beside"
-        ):
-            model.train()(x)
-        assert torch.equal(torch.get_rng_state(), drawn)
 
 
 def own_modules_are_like_one_process() -> None:
@@ -348,8 +231,9 @@ def own_modules_are_like_one_process() -> None:
     assert not any("ask" in vars(stub) for stub in experts)  # which held rows and their graph
     with pytest.raises(ModelError, match="a part of stacks over processes, so its up is not to be had alone; take the"):
         nn.init.zeros_(experts[0].up.weight)
-    assert not find_apart(plain := own(kind=Foreign))  # code that nobody has tried
-    assert unknown_experts(plain)
+    for options in ({"kind": Foreign}, {"of": ForeignExpert}):  # code that nobody has tried
+        assert not find_apart(plain := own(**options))
+        assert unknown_experts(plain)
     sharded = parallelize(own(), Grid(ep=1))
     sharded.fully_shard()
     sharded.model(x[: dist.get_rank()].double()).sum().backward()  # with other experts on each
@@ -375,22 +259,10 @@ def what_cannot_be_spread_is_refused() -> None:
     with pytest.raises(ModelError, match=r"experts\.0 has training False, other than the list, but over processes"):
         parallelize(model, grid)
     x = torch.randn(6, 16, dtype=torch.float64)
-    refused = {"gets other rows after others have answered": {}, "alpha_dropout": {"drop": nn.AlphaDropout(0.1)}}
-    for said, options in refused.items():
-        model = own(**options)
-        parallelize(model, grid)
-        model.get_submodule("1.experts").in_turn = not options
-        with pytest.raises(ModelError, match=said):
-            model(x)
-    for number in (1, 11):  # also where a later forward is the first of which rows depend on answers
-        model = own()
-        parallelize(model, grid)
-        experts = model.get_submodule("1.experts")
-        for _ in range(number):
-            model(x)
-        experts.in_turn = True
-        with pytest.raises(ModelError, match="gets other rows after others have answered"):
-            model(x)
+    model = own(drop=nn.AlphaDropout(0.1))
+    parallelize(model, grid)
+    with pytest.raises(ModelError, match="alpha_dropout"):
+        model(x)
     model = own()
     parallelize(model, grid, codec=Blockwise(BlockFormat("int8")))
     with pytest.raises(ConfigError, match="the dispatcher's codec rounds what travels; take a lossless codec"):
@@ -405,9 +277,6 @@ def test_a_pair_computes_what_one_process_does(tmp_path: Path) -> None:
         pair_is_like_one_process,
         own_modules_are_like_one_process,
         what_cannot_be_spread_is_refused,
-        what_the_code_notes_is_noted_once,
-        experts_that_mix_rows_are_refused,
-        experts_in_another_mode_than_their_list_are_refused,
         audits_find_the_experts_alone,
         partial(files_are_those_of_the_whole_model, tmp_path),
     ]

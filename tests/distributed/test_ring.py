@@ -24,6 +24,7 @@ from laconic.errors import CollectiveError, FormatError
 from laconic.train.launch.worker import leave
 from tests.collectives.simulated import made_up_rates
 from tests.distributed.processes import join_ranks, run_ranks, start_ranks, wait_until
+from tests.formats.lossless_cases import bits
 from tests.patience import patient
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,10 +38,6 @@ def ring_sum(rows: Tensor, last: int, factor: float) -> Tensor:
         exact = total.float() + rows[(last + hop) % world].float()
         total = exact.to(rows.dtype)
     return (exact * factor).to(rows.dtype)
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(-1).view(torch.uint8)
 
 
 def around(num_chunks: int) -> None:

@@ -213,7 +213,7 @@ def test_a_pickle_inside_a_shard_is_not_run(written: Path, tmp_path: Path) -> No
     assert marker.exists()
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damage_anywhere_gives_one_error_or_a_sound_index(data: st.DataObject, written: Path) -> None:
     original = (written / ".metadata").read_bytes()

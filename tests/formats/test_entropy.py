@@ -159,7 +159,7 @@ def test_zeros_are_left_out(dtype: torch.dtype) -> None:
     assert comes_back(bytes_of(rows), 4, True, with_reference=False) < 0.5 * 0.85 * 4 * (1 << 16)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=400), st.sampled_from([(1, False), (2, False), (2, True), (4, False), (4, True), (8, False)]))
 def test_any_bytes_come_back(data: bytes, kind: tuple[int, bool]) -> None:
     whole = data[: len(data) // kind[0] * kind[0]]
@@ -168,7 +168,7 @@ def test_any_bytes_come_back(data: bytes, kind: tuple[int, bool]) -> None:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from(list(KINDS)),
     st.integers(0, 3000),

@@ -67,7 +67,7 @@ def test_the_documentation_is_enough_to_decode(dtype: torch.dtype) -> None:
                 assert original == bytes(bits(x).tolist()), name
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     st.sampled_from(DTYPES),
     st.sampled_from(("window", "tiered")),

@@ -229,7 +229,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     bits=st.sampled_from((8, 12)),
     steps=st.lists(st.tuples(st.sampled_from(sorted(VIEWS)), st.sampled_from(sorted(WRITES))), min_size=1, max_size=4),

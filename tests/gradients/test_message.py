@@ -32,7 +32,7 @@ def test_worked_example() -> None:
     assert bytes(buffer[0].tolist()).hex(" ") == "00 00 00 40 00 00 00 3f 01 ff 7f 07 0f 00 00 00"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 5), st.integers(1, 1500), st.sampled_from([8, 12]))
 def test_what_is_written_is_read(num_rows: int, length: int, bits: int) -> None:
     flat = Parts(*(x if x is None else x[0] for x in shards_of(torch.randn(1, length), bits)))

@@ -328,7 +328,7 @@ def test_removed_hooks_leave_gradients_to_autograd() -> None:
     laconic.compress_gradients(model)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     numel=st.sampled_from((0, 1, 127, 128, 129)) | st.integers(0, 400),
     bits=st.sampled_from(BITS),

@@ -304,5 +304,5 @@ def _group(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.parametrize("examples", [10, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_any_order_of_calls_is_that_of_plain_gradients_or_refused(examples: int) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        Store, settings=settings(max_examples=examples, stateful_step_count=30, deadline=None, derandomize=True)
+        Store, settings=settings(max_examples=examples, stateful_step_count=30, derandomize=True)
     )

@@ -33,7 +33,7 @@ def remote(held: list[list[int]], plan: InferencePlan) -> tuple[RemoteExperts, l
     return RemoteExperts(links, [held], plan), links
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.integers(1, 12),
     st.integers(1, 3),

@@ -128,7 +128,7 @@ def without(original: Any) -> Callable[[bool], tuple[dict[str, Any], list[list[i
     return tokens
 
 
-@pytest.mark.parametrize("name", few(sorted(PROCESSED), 4, pytest.mark.ci))
+@pytest.mark.parametrize("name", few(sorted(PROCESSED), 2, pytest.mark.ci))
 def test_each_rule_is_honoured(original: Any, served: Any, without: Any, name: str) -> None:
     others, plain = without(name.startswith("min_"))
     may_change_nothing = name in ("remove_invalid_values", "renormalize_logits")

@@ -68,7 +68,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3", "gpt2"])
+@pytest.mark.parametrize("family", few(["llama", "gpt_oss", "deepseek_v3", "gpt2"], 2, pytest.mark.ci))
 def test_a_model_that_is_served_right_is_taken_in_one_line(
     models: Callable[..., Path], family: str, dtype: torch.dtype
 ) -> None:

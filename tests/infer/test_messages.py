@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from laconic.errors import FormatError
 from laconic.infer.messages import HEADER_LENGTH, Header, Rows, pack_rows, pack_sums, unpack_rows, unpack_sums
 from laconic.infer.payload import INT8, INT8_FORMAT, LOSSLESS, RAW, Coder, coder_of
+from tests.formats.lossless_cases import bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -23,11 +24,6 @@ def rows_of(num_rows: int, top_k: int, width: int, dtype: torch.dtype, place: tu
     )
 
 
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(-1).view(torch.uint8)
-
-
-@settings(deadline=None)
 @given(
     st.integers(0, 9),
     st.integers(1, 5),
@@ -57,7 +53,6 @@ def test_rows_and_sums_arrive_as_they_left(
     assert (answer.layer, answer.micro_batch, answer.slice) == place
 
 
-@settings(deadline=None)
 @given(st.integers(1, 9), st.integers(1, 300), st.floats(-30, 30))
 def test_int8_is_within_its_bound_and_rows_do_not_mix(num_rows: int, width: int, exponent: float) -> None:
     """The bound of payload.INT8_FORMAT; float32, whose own rounding is some 2**-24 of a value."""

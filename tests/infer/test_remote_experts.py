@@ -70,7 +70,7 @@ def run(experts: RemoteExperts, inputs: tuple[Tensor, Tensor, Tensor], num_rows:
         experts.end_forward()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.integers(0, 12),
     st.integers(0, 3),

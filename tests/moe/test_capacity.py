@@ -28,7 +28,7 @@ def routings(draw: st.DrawFn) -> Routing:
     return Routing(tokens, experts, torch.tensor(weights), len(choices), num_experts)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(routing=routings(), capacity=st.integers(0, 6), policy=st.sampled_from(["position", "probability"]))
 def test_an_expert_keeps_its_first_or_its_heaviest_entries(routing: Routing, capacity: int, policy: DropPolicy) -> None:
     everything = list(enumerate(entries(routing)))

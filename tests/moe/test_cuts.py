@@ -29,7 +29,7 @@ Row = tuple[int, int, int]
 """Expert, source, position among the source's rows."""
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     num_ranks=st.integers(1, 3),
     num_local=st.integers(1, 3),

@@ -69,7 +69,7 @@ def test_seconds_of_who_left_early_are_those_of_the_same_machine() -> None:
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=41, unique=True))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_bounds_are_around_the_median(ratios: list[float]) -> None:
     low, high = ratio_bounds(ratios)
     assert low <= sorted(ratios)[len(ratios) // 2] <= high
@@ -101,7 +101,7 @@ def test_choices_are_within_5_percent_of_the_fastest_in_95_of_100_layers(noise: 
 
 
 @given(st.integers(0, 2**32), st.integers(1, 6))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_true_fastest_is_chosen_or_open_or_tied(seed: int, number: int) -> None:
     generator = random.Random(seed)
     seconds = [0.1 * generator.uniform(1, 2) for _ in range(number)]

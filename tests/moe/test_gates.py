@@ -186,7 +186,7 @@ def test_soft_gate_mixes_all_tokens(slots: int) -> None:
     assert layer(x[:0]).shape == (0, DIM)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     kind=st.sampled_from([SoftmaxGate, GShardGate, SigmoidGate, SinkhornGate, CosineGate]),
     num_tokens=st.integers(0, 9),

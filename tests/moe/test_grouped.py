@@ -18,7 +18,7 @@ def truth(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
     return torch.cat(groups)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     counts=st.lists(st.sampled_from([0, 0, 1, 2, 5]), min_size=1, max_size=6),
     inner=st.sampled_from([1, 3, 8, 16]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -53,7 +53,6 @@ def or_masks(masks: Tensor, num_groups: int) -> Tensor:
     return masks.view(*masks.shape[:2], num_groups, -1).any(-1)
 
 
-@settings(deadline=None)
 @given(
     levels=st.sampled_from(LEVELS),
     num_tokens=st.integers(0, 6),
@@ -76,7 +75,6 @@ def test_every_assignment_arrives_once_with_its_row_at_every_depth(
         assert sorted(found) == [tuple(index) for index in masks.nonzero().tolist()]
 
 
-@settings(deadline=None)
 @given(levels=st.sampled_from(LEVELS), rate=st.sampled_from([0.0, 0.2, 0.5, 1.0]), seed=st.integers(0, 99))
 def test_rows_of_a_stage_are_the_sum_of_the_or_masks(levels: Levels, rate: float, seed: int) -> None:
     masks = random_masks(levels.num_ranks, 5, 2 * levels.num_ranks, rate, seed)

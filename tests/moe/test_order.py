@@ -30,7 +30,7 @@ def routings(draw: st.DrawFn) -> Routing:
     return Routing(tokens, experts, weights, num_tokens, num_experts, choices=k)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(routing=routings())
 def test_sorted_order_is_the_one_hot_matrices_gradients_included(routing: Routing) -> None:
     routing.check()
@@ -51,7 +51,7 @@ def test_sorted_order_is_the_one_hot_matrices_gradients_included(routing: Routin
     assert torch.equal(rows, x[routing.tokens[routing.experts.argsort(stable=True)]])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(routing=routings(), dtype=st.sampled_from([torch.bfloat16, torch.float32]))
 def test_knowing_k_changes_nothing_but_the_last_place(routing: Routing, dtype: torch.dtype) -> None:
     rows = torch.randn(len(routing), DIM).to(dtype)

@@ -77,7 +77,7 @@ COSTS = [
 
 
 @given(st.integers(0, 2**32), st.integers(0, 30), st.integers(1, 5), st.floats(0, 2))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_every_exchange_is_priced_as_if_it_were_made_and_the_best_is_taken(
     seed: int, num_tokens: int, top_k: int, skew: float
 ) -> None:
@@ -170,7 +170,7 @@ def test_swaps_repeated_shorten_what_the_cost_model_predicts() -> None:
 
 
 @given(st.integers(0, 2**32), st.integers(0, 40), st.integers(1, 3), st.integers(1, 30))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_sample_says_which_slots_and_of_how_many_tokens(seed: int, num_tokens: int, top_k: int, most: int) -> None:
     slots = routing(seed, num_tokens, 10, top_k)
     one = Routing.of_choices(slots, torch.ones(slots.shape), 10)
@@ -224,7 +224,7 @@ def test_placements_are_at_least_as_balanced_as_greedy_copies_packed(kind: str) 
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=4), st.integers(0, 4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_no_other_numbers_of_copies_leave_the_busiest_copy_less(loads: list[int], extra: int) -> None:
     copies = copies_of(loads, len(loads) + extra)
     assert sum(copies) == len(loads) + extra

@@ -236,7 +236,7 @@ def test_all_bits_are_the_references(kernels: Kernels, dtype: torch.dtype, bits:
 
 
 @each_native
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     length=st.sampled_from((0, 1, 127, 128, 129)) | st.integers(0, 700),
     bits=st.sampled_from((8, 12)),

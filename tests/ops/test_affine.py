@@ -86,7 +86,7 @@ def test_every_16_bit_number_beside_zero_stays_within_its_range(
 
 
 @pytest.mark.parametrize("scale_dtype", DTYPES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_both_neighbours_contain_the_value_and_the_mean_converges(
     scale_dtype: torch.dtype, data: st.DataObject

@@ -54,7 +54,7 @@ ANY_MASK = (
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(*ANY_MASK)
 def test_the_reference_is_a_bit_for_each_value(
     dtype: torch.dtype, numel: int, density: float, seed: int, pair: tuple[float, float]
@@ -80,7 +80,7 @@ def check(
 
 
 @each_kernel
-@settings(max_examples=num_examples(60), deadline=None)
+@settings(max_examples=num_examples(60))
 @given(*ANY_MASK)
 def test_all_bits_are_the_references(
     kernels: Kernels, dtype: torch.dtype, numel: int, density: float, seed: int, pair: tuple[float, float]

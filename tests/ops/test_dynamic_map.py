@@ -94,7 +94,7 @@ def test_blocks_that_are_not_ordinary(signed: bool) -> None:
     assert codes[4].tolist() == [255, zero_code(signed)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(0, 3),
     length=st.sampled_from([1, 2, 255, 256, 257, 600]),

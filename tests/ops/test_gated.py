@@ -107,7 +107,7 @@ def test_far_from_zero_the_activation_is_x_or_nothing(activation: str) -> None:
 
 
 @each_kernel
-@settings(max_examples=num_examples(40), deadline=None)
+@settings(max_examples=num_examples(40))
 @given(
     st.sampled_from(SYMMETRIC),
     st.sampled_from(BLOCK_SIZES),

@@ -42,7 +42,7 @@ def test_a_large_result_takes_few_page_faults() -> None:
     assert few < many / 4
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(LARGE_NBYTES - 9000, LARGE_NBYTES + 9000), st.integers(0, 20000))
 def test_what_is_cut_keeps_its_bytes_and_no_more(nbytes: int, more: int) -> None:
     x = empty([nbytes + more], torch.uint8)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from laconic.ops import native, reference
 from laconic.ops.lossless import DTYPE_NUMBERS, EXPONENT_DTYPES, Status, max_nbytes
+from tests.formats.lossless_cases import bits
 from tests.formats.structured import structured
 from tests.grid import slow_but
 from tests.ops.cases import threads
@@ -23,10 +24,6 @@ ISAS = native.supported_isas()
 GUARD = 64
 FEW_DTYPES = slow_but(DTYPE_NUMBERS, torch.bfloat16, torch.float32)
 """Which code an encoder takes depends on the width of a word, and on whether it has an exponent."""
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(-1).view(torch.uint8)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -56,7 +56,7 @@ def test_every_16_bit_pattern_times_many_others(dtype: torch.dtype) -> None:
         check(torch.full_like(b, number), b, "nf4", 16, BF16)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(CODES),
     st.sampled_from(BLOCK_SIZES),

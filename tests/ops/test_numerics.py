@@ -201,7 +201,7 @@ def test_every_16_bit_pattern_alone_in_a_block_comes_back(ops: Kernels, code: st
 
 
 @pytest.mark.parametrize(("code", "scale_dtype"), grid(SYMMETRIC, DTYPES, strength=1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_round_trip_error_stays_within_the_derived_bound(
     code: str, scale_dtype: torch.dtype, data: st.DataObject

@@ -87,7 +87,7 @@ def test_sum_that_overflows_becomes_nan_when_quantized_again() -> None:
     assert sum_requantize_blockwise(*parts)[1].isnan().all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 8), st.integers(0, 300), st.sampled_from([8, 12]), st.integers(0, 1000))
 def test_requantized_sum_is_the_quantized_sum(shards: int, length: int, bits: int, seed: int) -> None:
     x = torch.randn(shards, length, generator=torch.Generator().manual_seed(seed))

@@ -42,7 +42,7 @@ def test_entries_are_added_in_their_order_and_rounded_once() -> None:
 
 
 @each_kernel
-@settings(max_examples=num_examples(30), deadline=None)
+@settings(max_examples=num_examples(30))
 @given(
     st.sampled_from(DTYPES), st.integers(0, 9), st.integers(1, 9), st.integers(0, 30), st.integers(0, 70), st.booleans()
 )

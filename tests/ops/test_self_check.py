@@ -163,11 +163,12 @@ except KernelError as error:
 
 
 @pytest.mark.skipif(not native.supported_isas(), reason="the C++ kernels were not built")
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("switch", "shown"),
     [
         ("1", "refused"),
-        pytest.param("0", "used", marks=pytest.mark.ci),
+        ("0", "used"),
         pytest.param("yes", "LACONIC_CHECK_KERNELS is 'yes'", marks=pytest.mark.slow),
     ],
 )

@@ -267,7 +267,7 @@ def tiny(block: Tensor, generator: torch.Generator) -> Tensor:
 KINDS: list[Callable[[Tensor, torch.Generator], Tensor]] = [outlier, fading, sparse, wild, nothing, tiny]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=30),
     betas=st.sampled_from([(0.9, 0.999), (0.9, 0.95), (0.0, 0.99), (0.95, 0.9), (0.5, 0.0)]),
@@ -301,7 +301,7 @@ def test_no_step_is_larger_than_adams_largest(
             assert (change <= lr * 0.1 / 0.001**0.5 + lr * weight_decay * before.abs() + rounding).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     step=st.integers(1, 10**6),
     betas=st.tuples(st.floats(0, 0.999), st.floats(0.001, 0.9999)),
@@ -347,7 +347,7 @@ def test_moments_of_any_bytes_keep_to_the_bound(
     assert ((p.double() - before).abs() <= bound + 2.0**-23 * (before.abs() + bound)).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     betas=st.lists(st.tuples(st.floats(0, 0.999), st.floats(0.001, 0.9999)), min_size=1, max_size=12),
     growth=st.floats(0.05, 20),

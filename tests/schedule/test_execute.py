@@ -55,13 +55,13 @@ def _check(plan: StreamPlan, streams: dict[str, Stream]) -> None:
         assert all(one.end_seconds <= other.start_seconds for one, other in pairwise(ordered))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(plans())
 def test_every_plan_runs_in_its_order_on_threads(threads: dict[str, Stream], plan: StreamPlan) -> None:
     _check(plan, threads)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(plans())
 def test_every_plan_runs_in_one_thread_and_on_mixed_streams(threads: dict[str, Stream], plan: StreamPlan) -> None:
     inline = InlineStream()

@@ -69,14 +69,14 @@ def _simulated(*arguments: Any, **keywords: Any) -> float:
     return simulate(inference_plan(*arguments, **keywords)).makespan_seconds
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(workloads(), st.integers(1, 3))
 def test_the_fast_simulation_is_the_simulation(workload: tuple[Times, InferencePlan, int], steps: int) -> None:
     found = inference_seconds(*workload, num_steps=steps)
     assert found == pytest.approx(_simulated(*workload, num_steps=steps), rel=1e-12, abs=0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 3), st.integers(1, 2), _orders, st.booleans(), st.data())
 def test_the_layers_that_are_jumped_over_repeat(
     r1: int, r2: int, order: Order, first: bool, data: st.DataObject
@@ -182,7 +182,7 @@ def test_a_dense_layer_is_attention_and_its_feed_forward_block() -> None:
     assert not sparse.is_dense
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(workloads(3), st.integers(1, 4))
 def test_steps_of_decoding_follow_like_further_layers(
     workload: tuple[Times, InferencePlan, int], num_steps: int
@@ -193,7 +193,7 @@ def test_steps_of_decoding_follow_like_further_layers(
     assert inference_plan(times, plan, num_layers, num_steps) == repeated
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(workloads(3))
 def test_tasks_are_issued_after_what_they_wait_for(workload: tuple[Times, InferencePlan, int]) -> None:
     plan = inference_plan(*workload)
@@ -246,7 +246,7 @@ def test_charts_and_traces_show_a_plan() -> None:
     }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(*[_seconds] * 5, st.integers(1, 4), st.integers(1, 5), st.integers(1, 12), st.booleans())
 def test_the_closed_form_of_asas_is_exact(
     attention: float,
@@ -299,7 +299,7 @@ def test_the_published_form_counts_the_slices_twice(
     assert excess == pytest.approx((r2 - 1) * max(experts, link), abs=1e-9)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(*[st.integers(0, 5)] * 5, st.integers(1, 4), st.integers(1, 4), st.sampled_from(("ASAS", "AASS")), st.booleans())
 def test_every_further_layer_takes_the_seconds_of_the_steady_state(
     attention: int, shared: int, dispatch: int, experts: int, combine: int, r1: int, r2: int, order: Order, first: bool
@@ -327,7 +327,7 @@ def test_the_words_of_the_orders() -> None:
     assert order_word(late, InferencePlan(3, order="greedy"), 2) == "AAASSASASASS"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(workloads(4))
 def test_greedy_attention_never_waits_for_shared_experts_that_could_wait(
     workload: tuple[Times, InferencePlan, int],
@@ -354,7 +354,7 @@ def test_greedy_attention_never_waits_for_shared_experts_that_could_wait(
         free = spans[name].end_seconds
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(workloads(3))
 def test_a_plan_by_the_word_of_its_order_is_the_plan(workload: tuple[Times, InferencePlan, int]) -> None:
     times, plan, num_layers = workload

@@ -55,7 +55,7 @@ def _with_words(draw: st.DrawFn) -> tuple[Times, InferencePlan, int, str]:
     return times, plan, num_layers, word
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(_with_words())
 def test_a_word_takes_what_its_simulation_takes(workload: tuple[Times, InferencePlan, int, str]) -> None:
     times, plan, num_layers, word = workload
@@ -97,7 +97,7 @@ def test_the_search_finds_the_best_of_all_words(r1: int, num_layers: int) -> Non
             }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 5))
 def test_a_narrow_search_is_never_worse_than_the_named_orders(
     data: st.DataObject, r1: int, r2: int, num_layers: int
@@ -109,7 +109,7 @@ def test_a_narrow_search_is_never_worse_than_the_named_orders(
     assert lower_bound_seconds(times, plan, num_layers) * (1 - 1e-12) <= found <= min(known) * (1 + 1e-12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(*[_seconds] * 5, st.integers(1, 4), st.integers(1, 5), st.integers(1, 20))
 def test_asas_is_slower_than_no_order_by_more_than_the_shared_experts_of_all_but_one_micro_batch(
     attention: float,

@@ -82,7 +82,7 @@ def _check(parts: Sequence[BackwardPart], line: _Line, plan: GradientPlan) -> No
         assert sum(one.nbytes for one in plan.slices if one.slot == part.name) == pytest.approx(slot.nbytes)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(backwards(), _lines)
 def test_a_plan_is_what_it_says_and_takes_what_the_simulation_takes(parts: list[BackwardPart], line: _Line) -> None:
     plan = fill_slots(parts, line, _DEGREES)
@@ -92,7 +92,7 @@ def test_a_plan_is_what_it_says_and_takes_what_the_simulation_takes(parts: list[
     assert simulate(backward_plan(parts, plan)).makespan_seconds == pytest.approx(plan.seconds)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(backwards(max_parts=4), _lines)
 def test_no_split_into_halves_of_bytes_is_better(parts: list[BackwardPart], line: _Line) -> None:
     """All splits on a grid: none beats the plan, and one comes as near as the grid is fine."""
@@ -115,7 +115,6 @@ def test_no_split_into_halves_of_bytes_is_better(parts: list[BackwardPart], line
     assert best <= found + len(parts) * (line.alpha_seconds + line.seconds_per_byte / 2) + 1e-9
 
 
-@settings(deadline=None)
 @given(backwards(), _lines)
 def test_without_gradients_every_layer_has_its_own_best_degree(parts: list[BackwardPart], line: _Line) -> None:
     quiet = [replace(part, gradient_nbytes=0.0) for part in parts]

@@ -36,7 +36,7 @@ def _flat(a2a: float, ag: float, experts: float, rs: float) -> LayerTimes:
     return _layer(*(ChunkTime(float(seconds), 0.0) for seconds in (a2a, ag, experts, rs)))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(chunk_times, chunk_times, chunk_times, st.integers(1, 9), st.just(0.0) | _seconds)
 def test_the_closed_forms_are_exact_where_gather_is_scatter(
     a2a: ChunkTime, ag: ChunkTime, experts: ChunkTime, degree: int, gradient: float
@@ -72,7 +72,6 @@ def test_every_case_occurs_and_is_rarely_and_slightly_low_elsewhere() -> None:
     assert all(len(found) > 100 and sum(found) > 0.9 * len(found) for found in exact.values())
 
 
-@settings(deadline=None)
 @given(chunk_times, chunk_times, chunk_times, chunk_times, st.integers(1, 9), st.just(0.0) | _seconds)
 def test_no_plan_beats_its_busiest_stream_or_one_chunk_after_the_other(
     a2a: ChunkTime, ag: ChunkTime, experts: ChunkTime, rs: ChunkTime, degree: int, gradient: float
@@ -86,7 +85,6 @@ def test_no_plan_beats_its_busiest_stream_or_one_chunk_after_the_other(
     assert shared >= max(busy[0] + busy[1], busy[2]) * (1 - 1e-9)
 
 
-@settings(deadline=None)
 @given(chunk_times, chunk_times, chunk_times, chunk_times, st.just(0.0) | _seconds)
 def test_the_best_degree_is_the_best_of_all(
     a2a: ChunkTime, ag: ChunkTime, experts: ChunkTime, rs: ChunkTime, gradient: float
@@ -146,7 +144,7 @@ def test_what_is_no_layer_or_degree_is_refused() -> None:
         best_degree(uneven, degrees=())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(chunk_times, chunk_times, chunk_times, st.integers(1, 6), st.booleans())
 def test_what_comes_home_is_shared_chunk_by_chunk(
     a2a: ChunkTime, experts: ChunkTime, share: ChunkTime, degree: int, shared_link: bool

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from laconic.errors import ScheduleError
@@ -56,14 +56,12 @@ def _second_by_second(plan: StreamPlan) -> dict[str, tuple[int, int]]:
     return spans
 
 
-@settings(deadline=None)
 @given(plans())
 def test_the_simulation_is_that_of_a_ticking_clock(plan: StreamPlan) -> None:
     found = {name: (span.start_seconds, span.end_seconds) for name, span in simulate(plan).spans.items()}
     assert found == _second_by_second(plan)
 
 
-@settings(deadline=None)
 @given(plans())
 def test_the_critical_path_is_as_long_as_the_makespan(plan: StreamPlan) -> None:
     timeline = simulate(plan)
@@ -74,7 +72,6 @@ def test_the_critical_path_is_as_long_as_the_makespan(plan: StreamPlan) -> None:
         assert timeline.spans[before].end_seconds == timeline.spans[after].start_seconds
 
 
-@settings(deadline=None)
 @given(plans(), st.integers(0, 30), st.integers(0, 100))
 def test_slack_is_what_a_task_can_take_longer(plan: StreamPlan, longer: int, which: int) -> None:
     timeline = simulate(plan)
@@ -84,7 +81,6 @@ def test_slack_is_what_a_task_can_take_longer(plan: StreamPlan, longer: int, whi
     assert later == timeline.makespan_seconds + max(0, longer - slack)
 
 
-@settings(deadline=None)
 @given(plans())
 def test_busy_and_order_and_json_hold_for_every_plan(plan: StreamPlan) -> None:
     timeline = simulate(plan)
@@ -172,7 +168,6 @@ def test_the_example_of_the_module_holds() -> None:
 # --- other systems' closed forms, on the same simulator ---
 
 
-@settings(deadline=None)
 @given(st.floats(0.01, 1), st.floats(0.01, 1), st.integers(2, 9))
 def test_simultaneous_all_to_all_and_all_gather_take_what_parms_model_says(a: float, g: float, ranks: int) -> None:
     """Parm's SAA: (P - 1) max(a, g) + g, where step i of the gather sends what step i - 1 of the exchange brought."""
@@ -184,7 +179,6 @@ def test_simultaneous_all_to_all_and_all_gather_take_what_parms_model_says(a: fl
     assert simulate(StreamPlan(tuple(tasks))).makespan_seconds == pytest.approx((ranks - 1) * max(a, g) + g)
 
 
-@settings(deadline=None)
 @given(st.tuples(*[st.floats(0.01, 1)] * 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 6))
 def test_disaggregated_inference_takes_what_the_corrected_formula_says(
     seconds: tuple[float, float, float, float], r1: int, r2: int, layers: int

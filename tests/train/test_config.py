@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from laconic.errors import ConfigError
@@ -95,7 +95,6 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-@settings(deadline=None)
 @given(config=configs)
 def test_saved_config_loads_equal(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("config") / "config.toml"
@@ -408,7 +407,6 @@ def accepts(rule: dict[str, Any], value: Any) -> bool:
     return all(CHECKS[check](value, rule[check]) for check in checks)
 
 
-@settings(deadline=None)
 @given(config=configs)
 def test_the_schema_accepts_every_file_that_is_written(config: TrainConfig) -> None:
     assert accepts(SCHEMA, tomllib.loads(dump_config(config)))

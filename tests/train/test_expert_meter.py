@@ -82,7 +82,7 @@ def test_counts_are_those_of_the_routing(levels: tuple[int, ...]) -> None:
     st.integers(1, 3),
     st.integers(0, 1 << 30),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_rows_are_those_of_a_walk_stage_by_stage(sizes: tuple[tuple[int, ...], int], depth: int, seed: int) -> None:
     groups, most = sizes
     depth, size = min(depth, most), groups[-1]

@@ -52,7 +52,7 @@ def nested(name: str, value: Any) -> dict[str, Any]:
     return value
 
 
-@settings(deadline=None, max_examples=600)
+@settings(max_examples=600)
 @given(name=st.sampled_from(sorted(FIELDS)), value=hostile)
 @example(name="optimizer.weight_decay", value=math.inf)
 @example(name="seed", value=10**30)
@@ -87,7 +87,7 @@ def check_valid(config: TrainConfig) -> None:
             assert abs(value) < 2**63, field
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     name=st.sampled_from(sorted(set(FIELDS) - {"model.extra"})),
     value=strings | numbers.map(str),

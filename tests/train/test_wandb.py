@@ -65,6 +65,7 @@ def test_starts_within_one_second_do_not_write_over_each_other(tmp_path: Path, w
     assert len({each.id for each in found}) == 1
 
 
+@pytest.mark.ci
 def test_the_environment_names_project_and_run(
     tmp_path: Path, wandb_offline: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

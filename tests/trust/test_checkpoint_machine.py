@@ -299,7 +299,7 @@ def work(_: int, examples: int) -> None:
     logging.disable(logging.CRITICAL)
     sys.addaudithook(crashing)  # it stays: hence a process of its own
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        Directory, settings=settings(max_examples=examples, stateful_step_count=15, deadline=None, derandomize=True)
+        Directory, settings=settings(max_examples=examples, stateful_step_count=15, derandomize=True)
     )
 
 

@@ -30,7 +30,7 @@ def running(features: list[Tensor], scores: list[Tensor]) -> list[Tensor]:
     spread=st.sampled_from([0.0, 1e-3, 1.0, 30.0, 800.0, 1e5, 1e300]),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_running_average_is_the_softmax_over_all_levels(
     depth: int, batch: int, channels: int, size: tuple[int, int], spread: float, seed: int
 ) -> None:

@@ -130,7 +130,7 @@ def _stage(state: Any, is_one_text: bool) -> Stage:
         return _ReplaceInText(literal, state["content"])
     if is_one_text and kind == "Strip":
         return _StripText(state["content"], state["start"], state["stop"])
-    decode = _decode_function(state)
+    decode = _decode_by(json.dumps(state))
     if is_one_text:
         return _Whole(lambda pieces: decode(["".join(pieces)]))
     match kind:
@@ -149,13 +149,9 @@ def _stage(state: Any, is_one_text: bool) -> Stage:
     return _Whole(decode)
 
 
-def _decode_function(state: Any) -> Callable[[list[str]], str]:
-    """Return the `decode` of a stage alone, by the package itself."""
-    return _decode_by(json.dumps(state))
-
-
 @cache
 def _decode_by(state: str) -> Callable[[list[str]], str]:
+    """Return the `decode` of a stage alone, by the package itself."""
     from tokenizers import Tokenizer
 
     nothing = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor"))

@@ -6,9 +6,10 @@ HTML is one file that loads nothing else; a PNG needs matplotlib (`pip install '
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
+from itertools import cycle
 from pathlib import Path
 
 from laconic.errors import ScheduleError
@@ -169,12 +170,7 @@ def _fits(label: str, width: float) -> bool:
 
 
 def _colors(bars: list[_Bar]) -> dict[str, str]:
-    return dict(zip(dict.fromkeys(bar.kind for bar in bars), _cycle(), strict=False))
-
-
-def _cycle() -> Iterator[str]:
-    while True:
-        yield from _COLORS
+    return dict(zip(dict.fromkeys(bar.kind for bar in bars), cycle(_COLORS), strict=False))
 
 
 def _unit(seconds: float) -> tuple[str, float]:

@@ -138,7 +138,7 @@ CLAIM = st.fixed_dictionaries(
 
 
 @pytest.mark.usefixtures("little_memory")
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     claims=st.lists(CLAIM, min_size=1, max_size=3),
     chunk_nbytes=st.sampled_from([64, 4096, 1 << 22, 1 << 24, (1 << 24) + 64, 1 << 31, (1 << 32) - 64]),

@@ -214,7 +214,7 @@ class _SecondRun(_Run):
             return call.number
         for x, shape, place in zip(found, call.shapes, call.places, strict=True):
             # How many values a mask leaves is a decision, too.
-            if x.shape != shape and (place is None or x.dim() != len(shape) or not _chooses_its_shape(func)):
+            if x.shape != shape and (place is None or x.dim() != len(shape) or func not in _SHAPED):
                 self._refuse(func, call)
         return self._replaced(call, args, kwargs, result, found)
 
@@ -279,11 +279,8 @@ def _is_written(x: Tensor, args: Any, kwargs: Any) -> bool:
     return any(x is arg for arg in (*args[:1], *(out if isinstance(out, tuple | list) else (out,))))
 
 
-def _chooses_its_shape(function: Any) -> bool:
-    return function in _SHAPED
-
-
 _SHAPED = _functions("nonzero argwhere where unique unique_consecutive")
+"""Functions that choose the shape of their result."""
 
 
 def _dimension(function: Any, args: Any, kwargs: Any) -> int | None:

@@ -182,11 +182,15 @@ def _exactly(module: nn.Module) -> None:
 
 def _owners(forward: Callable[..., Any] | None) -> Iterator[Replacement]:
     """A replaced forward and those right below it."""
-    while isinstance(
-        owner := forward if isinstance(forward, Replacement) else getattr(forward, "__self__", None), Replacement
-    ):
+    while (owner := owner_of(forward)) is not None:
         yield owner
         forward = owner.replaced
+
+
+def owner_of(forward: Any) -> Replacement | None:
+    """The replacement that a forward is, or is a method of."""
+    owner = forward if isinstance(forward, Replacement) else getattr(forward, "__self__", None)
+    return owner if isinstance(owner, Replacement) else None
 
 
 def _unrestored(make: Callable[..., nn.Module], *args: Any) -> nn.Module:
@@ -211,9 +215,9 @@ def _restore(module: nn.Module, state: Any) -> None:
 
 def _bound_to(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """A replaced forward, and those below it, for `module`; the same if they are already."""
-    owner = forward if isinstance(forward, Replacement) else getattr(forward, "__self__", None)
+    owner = owner_of(forward)
     # One that is being unpickled has no state yet; it is of a deep copy, and so its module is this one.
-    if not isinstance(owner, Replacement) or owner.__dict__.get("module", module) is module:
+    if owner is None or owner.__dict__.get("module", module) is module:
         return forward
     twin = _blank(type(owner), owner._owner)
     twin.__dict__.update(owner.__dict__)
@@ -321,8 +325,8 @@ def replacements_of(module: nn.Module) -> Iterator[Replacement]:
     """The replaced forwards of a module, the outermost first, also below wrappers of hosts."""
     forward = forward_of(module)
     while forward is not None:
-        owner = forward if isinstance(forward, Replacement) else getattr(forward, "__self__", None)
-        if isinstance(owner, Replacement):
+        owner = owner_of(forward)
+        if owner is not None:
             if not isinstance(owner, ModelReplacement) or owner.enabled:
                 yield owner
             forward = owner.replaced

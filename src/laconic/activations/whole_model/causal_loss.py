@@ -207,7 +207,7 @@ class _StandIn:
         self.num_forwards = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        function = _RUNNING.functions.get(id(self))
+        function = _RUNNING.values.get(id(self))
         return (self.own() if function is None else function)(*args, **kwargs)
 
     def own(self) -> Any:
@@ -220,14 +220,14 @@ class _StandIn:
         return twin.loss_function
 
 
-class _Running(threading.local):
-    """What stands for a loss function in this thread, by the identity of its `_StandIn`."""
+class Running(threading.local):
+    """What the forwards that run in this thread set for others, by the identity of who asks for it."""
 
     def __init__(self) -> None:
-        self.functions: dict[int, Callable[..., Any]] = {}
+        self.values: dict[int, Any] = {}
 
 
-_RUNNING = _Running()
+_RUNNING = Running()
 _LOCK = threading.Lock()
 _ATTRIBUTE = "_loss_function"
 
@@ -241,15 +241,15 @@ def standing_in(module: nn.Module, function: Callable[..., Any]) -> Iterator[Non
         there = found if isinstance(found, _StandIn) and found.module is module else _StandIn(module)
         own[_ATTRIBUTE] = there
         there.num_forwards += 1
-    outer = _RUNNING.functions.get(id(there))
-    _RUNNING.functions[id(there)] = function
+    outer = _RUNNING.values.get(id(there))
+    _RUNNING.values[id(there)] = function
     try:
         yield
     finally:
         if outer is None:
-            del _RUNNING.functions[id(there)]
+            del _RUNNING.values[id(there)]
         else:
-            _RUNNING.functions[id(there)] = outer
+            _RUNNING.values[id(there)] = outer
         with _LOCK:
             there.num_forwards -= 1
             if not there.num_forwards and own.get(_ATTRIBUTE) is there:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -36,7 +35,7 @@ from laconic.activations.forwards.replacement import ModelReplacement
 from laconic.activations.keep.choice import Packing
 from laconic.activations.recognize.sites import Site
 from laconic.activations.recognize.trial import usual_numbers
-from laconic.activations.whole_model.causal_loss import loss_function_of, loss_functions, standing_in
+from laconic.activations.whole_model.causal_loss import Running, loss_function_of, loss_functions, standing_in
 from laconic.activations.whole_model.loss import LossSpec, VocabularyShard, check_range, divisor_of, tiled_loss
 from laconic.activations.whole_model.report import text_config
 from laconic.errors import DataError, ModelError
@@ -130,14 +129,8 @@ class _NoLogits(Tensor):
         return result
 
 
-class _Running(threading.local):
-    """Requests of the forwards that run in this thread, by the identity of their head's forward."""
-
-    def __init__(self) -> None:
-        self.requests: dict[int, _Request] = {}
-
-
-_RUNNING = _Running()
+_REQUESTS = Running()
+"""Of heads' forwards."""
 
 
 class HeadForward(LinearForward):
@@ -160,15 +153,15 @@ class HeadForward(LinearForward):
     @property
     def request(self) -> _Request | None:
         """What the forward that runs in this thread asks for; a graph of torch.compile does not know its thread."""
-        return self._request if torch.compiler.is_compiling() else _RUNNING.requests.get(id(self))
+        return self._request if torch.compiler.is_compiling() else _REQUESTS.values.get(id(self))
 
     @request.setter
     def request(self, request: _Request | None) -> None:
         self._request = request
         if request is None:
-            _RUNNING.requests.pop(id(self), None)
+            _REQUESTS.values.pop(id(self), None)
         else:
-            _RUNNING.requests[id(self)] = request
+            _REQUESTS.values[id(self)] = request
 
     def keeps(self, x: Tensor) -> bool:
         """Whether a loss is requested, or the linear layer has to save its input."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.activations.forwards.attention import attention_core_of
-from laconic.activations.forwards.replacement import ModelReplacement, Replacement, replacements_of
+from laconic.activations.forwards.replacement import ModelReplacement, owner_of, replacements_of
 from laconic.activations.host.modules import forward_of, store_forward
 from laconic.activations.whole_model.report import Call, Measurement, brief, measure, only_runs_exactly, unmeasurable
 from laconic.errors import ModelError
@@ -57,7 +56,7 @@ def _suspend(module: nn.Module) -> Callable[[], None]:
         del module.__dict__[name]
     stored = forward_of(module)
     below = stored
-    while (owner := _owner(below)) is not None:
+    while (owner := owner_of(below)) is not None:
         below = owner.replaced
     if below is not stored:
         undo.append(lambda: store_forward(module, stored))
@@ -77,11 +76,6 @@ def _suspend(module: nn.Module) -> Callable[[], None]:
 def _all(actions: list[Callable[[], None]]) -> None:
     for action in actions:
         action()
-
-
-def _owner(forward: Any) -> Replacement | None:
-    owner = forward if isinstance(forward, Replacement) else getattr(forward, "__self__", None)
-    return owner if isinstance(owner, Replacement) else None
 
 
 def measure_both(model: nn.Module, call: Call) -> tuple[Measurement | None, Measurement | None, str | None]:

@@ -123,7 +123,8 @@ class Sampler:
                 continue
             options = state.logit_processor_kwargs
             rules: LogitsRules | None = options["rules"]
-            if finite[number] and rules is None and _takes_greatest(options["sampling"]):
+            sampling: Sampling = options["sampling"]
+            if finite[number] and rules is None and sampling.is_greedy and sampling.logprobs is None:
                 token: ChosenToken | None = ChosenToken(tokens[number])
             else:
                 token = self._sample(state, rows[number], rules)
@@ -167,7 +168,3 @@ def position_of(state: Any) -> int:
     One that lost its place in the cache comes again with its tokens in the prompt.
     """
     return len(state.initial_tokens) - int(state.logit_processor_kwargs["prompt_tokens"]) + int(state.generated_len())
-
-
-def _takes_greatest(sampling: Sampling) -> bool:
-    return sampling.is_greedy and sampling.logprobs is None

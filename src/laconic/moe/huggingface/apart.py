@@ -1,9 +1,8 @@
 """Experts that are called apart: modules of their own, or stacks of one product, as those of Switch, NLLB and JetMoE.
 
-Those of transformers' own models are known by structure; other code might do in its second run what it did not in its
-first. A ModuleList or ModuleDict with a forward of its own calls modules of one kind, each with its rows. A module with
-a stack `weight` [E, N, M] alone is called with (rows [q, M] sorted by expert, the numbers of their rows), and returns
-[q, N].
+A list, of two families of transformers, calls modules of one kind, each with its rows. A module with a stack `weight`
+[E, N, M] alone, in any model of transformers, is called with (rows [q, M] sorted by expert, the numbers of their rows),
+and returns [q, N].
 
 In one process their own code runs. Over processes what each process holds of an expert's parameters is its part of a
 stack over all experts, [E, ...], a DTensor as those of fused experts are; `own_names` has the names before.
@@ -12,15 +11,14 @@ stack over all experts, [E, ...], a DTensor as those of fused experts are; `own_
 The code of a list of experts runs twice in each forward over processes. The first time every expert that it calls notes
 its rows and answers zeros. Then all rows travel to their experts at once, and the second time each answers what came
 back. So routing, capacities, weights and what is behind experts are the model's own code. Random numbers of the first
-run are drawn again in the second, and what the code has noted in attributes (counts, losses that it adds up, lists) is
-set back in between. Rows that depend on answers are refused, as are experts to which rows beside a row matter.
+run are drawn again in the second. That needs code that notes nothing in attributes, gives experts rows that depend on
+no other's answer and calls them under its own autocast, and experts that compute each row alone.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -33,7 +31,7 @@ from torch.func import functional_call
 from laconic.errors import ConfigError, ModelError
 from laconic.moe.dispatch.staged import experts_of
 from laconic.moe.experts.grouped_mm import grouped_mm
-from laconic.moe.huggingface.drawn_dropout import Dropping, GivenDropout, drawn, drops_in, num_columns, packed, unpacked
+from laconic.moe.huggingface.drawn_dropout import GivenDropout, drawn, drops_in, num_columns, packed, unpacked
 from laconic.moe.huggingface.experts import FusedExperts
 from laconic.moe.huggingface.layer import ExpertsLayer
 from laconic.moe.huggingface.sharding import as_sharded, shard
@@ -42,30 +40,25 @@ from laconic.moe.parallel.grid import Grid
 Exchange = Callable[[Tensor, Tensor], Tensor]
 """Returns the outputs of rows [q, M], given the numbers of their experts, int64 [q]."""
 
-NUM_CHECKED_FORWARDS, CHECK_INTERVAL = 10, 50
-"""On a GPU, where the host waits for it, the first forwards compare the rows of both runs, and then one in so many."""
-
-_ROW_WISE = set[tuple[object, ...]]()
-"""Kinds of experts that have been tried, see `ModulesApart._check_rows`."""
-_OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes of all modules."""
+_LISTS = ("transformers.models.switch_transformers.", "transformers.models.nllb_moe.")
+"""Packages of lists, and of experts in them, that do what [Note: asking twice] needs."""
+_STACKS = ("transformers.models.",)
+"""Packages of stacks, of which each is tried."""
 
 
 def find_apart(model: nn.Module) -> dict[str, list[str]]:
     """Find all experts that are called apart: by module name, the names of the experts in it, which a stack has not."""
     found = {}
     for name, module in model.named_modules():
-        if not type(module).__module__.startswith(_KNOWN):
-            continue
-        if _is_stack(module):
+        if _is_of(module, _STACKS) and _is_stack(module):
             found[name] = list[str]()
-        elif "expert" in type(module).__name__.lower() and (keys := _experts_in(module)):
+        elif _is_of(module, _LISTS) and (keys := _experts_in(module)):
             found[name] = keys
     return found
 
 
-_KNOWN = ("transformers.models.",)
-"""Packages whose lists and stacks of experts have been tried, family by family."""
+def _is_of(module: nn.Module, packages: tuple[str, ...]) -> bool:
+    return type(module).__module__.startswith(packages)
 
 
 def _is_stack(module: nn.Module) -> bool:
@@ -98,12 +91,14 @@ def _is_product(module: nn.Module, number: int) -> bool:
 
 def _experts_in(module: nn.Module) -> list[str]:
     """Return the names of modules of one kind that a list of modules calls itself; none if they differ."""
-    if not isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is nn.Module.forward:
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
         return []
     children = [*module._modules.values()]
     if None in children or len({*children}) < len(children) or module._parameters or module._buffers:
         return []
     found = {name: child for name, child in module.named_children() if [*child.parameters()]}
+    if not all(_is_of(child, _LISTS) for child in found.values()):
+        return []
     return [*found] if len(found) > 1 and len({_kind(child) for child in found.values()}) == 1 else []
 
 
@@ -286,7 +281,6 @@ class ModulesApart(ExpertsApart):
         )
         self._keys, self._inner, self._kept = keys, inner, [*kept]
         self.__dict__["_template"] = template
-        self._num_forwards, self._tried = 0, set[bool]()
         stubs = {key: _ExpertStub(number, template, [*inner]) for number, key in enumerate(keys)}
         self.__dict__["_behaviour"].__dict__["_modules"] = {
             key: stubs.get(key, child) for key, child in original._modules.items()
@@ -340,20 +334,10 @@ class ModulesApart(ExpertsApart):
         for e, (part, kept) in enumerate(zip(rows.split(sizes), unpacked(columns).split(sizes), strict=True)):
             with GivenDropout(kept) if columns.shape[1] else nullcontext():
                 outs.append(functional_call(template, {name: stack[e] for name, stack in stacks.items()}, (part,)))
-            if outs[-1].shape != part.shape:
-                raise ModelError(
-                    f"an expert makes {list(outs[-1].shape)} of rows {list(part.shape)}, but must keep their shape over"
-                    " processes; call parallelize without a mesh"
-                )
         return torch.cat(outs[1:] or outs)
 
     def asked(self, exchange: Exchange, *call: Any, **kwargs: Any) -> Tensor:
-        """See `ExpertsApart.asked`.
-
-        Raises:
-            ModelError: experts are called with something else than rows of the first tensor's width and dtype, or with
-                rows that depend on other experts.
-        """
+        """See `ExpertsApart.asked`."""
         like = _no_rows(*call, **kwargs)
         self.__dict__["width"], self.__dict__["rows_dtype"] = like.shape[1], like.dtype
         template, asks = self.__dict__["_template"], list[tuple[int, Tensor]]()
@@ -361,33 +345,16 @@ class ModulesApart(ExpertsApart):
             if [*part.parameters()] or [*part.children()]:  # the others are modules of this one
                 part.training = self.training
         drops = drops_in(template, like)
-        self._check_rows(like)
         num, kept = num_columns(drops, like.dtype), list[Tensor]()
 
-        modes = _modes(like)
-
         def note(number: int, rows: Tensor) -> Tensor:
-            if _modes(like) != modes:
-                raise ModelError(
-                    f"an expert is called with {_modes(like)}, but {type(self.__dict__['_behaviour']).__name__} itself"
-                    f" with {modes}, and over processes experts run by the latter; change it around the whole block, or"
-                    " call parallelize without a mesh"
-                )
-            if rows.dim() != 2 or rows.shape[1] != like.shape[1] or rows.dtype != like.dtype:
-                raise ModelError(
-                    f"an expert is called with {rows.dtype} {list(rows.shape)}, but over processes with rows"
-                    f" {like.dtype} [., {like.shape[1]}], as the first tensor that all are called with; call"
-                    " parallelize without a mesh"
-                )
             asks.append((number, rows))
             if num:
                 kept.append(drawn(drops, rows))
             return torch.zeros_like(rows)
 
         with torch.random.fork_rng([like.device] if like.is_cuda else [], device_type=like.device.type):
-            set_back = self._noted()
             self._run(note, *call, **kwargs)
-            set_back()
         sizes = [len(rows) for _, rows in asks]
         numbers = torch.tensor([number for number, _ in asks], dtype=torch.int64, device=like.device)
         rows = torch.cat([rows for _, rows in asks]) if asks else like
@@ -396,79 +363,15 @@ class ModulesApart(ExpertsApart):
             rows = torch.cat((rows, columns), 1)
         numbers = numbers.repeat_interleave(torch.tensor(sizes, dtype=torch.int64, device=like.device))
         out = exchange(rows, numbers)
-        answers = iter([*zip(asks, out.split(sizes), strict=True)])
-        self._num_forwards = number = self._num_forwards + 1
-        compares = not like.is_cuda or number <= NUM_CHECKED_FORWARDS or number % CHECK_INTERVAL == 0
+        answers = iter(out.split(sizes))
 
-        def answer(number: int, rows: Tensor) -> Tensor:
-            (asked, before), found = next(answers, ((-1, like), like))
-            if asked != number or before.shape != rows.shape or (compares and not _same(before, rows)):
-                raise ModelError(
-                    f"expert {number} gets other rows after others have answered, but over processes all rows travel at"
-                    " once; call parallelize without a mesh"
-                )
+        def answer(_: int, rows: Tensor) -> Tensor:
             if num:
                 drawn(drops, rows)
-            return found
+            return next(answers)
 
         result = self._run(answer, *call, **kwargs)
         return result if asks else result + out.sum().to(result.dtype)  # for backward, which the others wait for
-
-    def _noted(self) -> Callable[[], None]:
-        """Return what sets attributes of the code that calls experts back to what they are now."""
-        parts = [
-            self.__dict__["_behaviour"],
-            *(part for key in self._kept for part in self.get_submodule(key).modules()),
-        ]
-        own = [{key for key in vars(part) if key not in _OF_MODULES} for part in parts]
-        backs = [{key: _set_back(vars(part)[key]) for key in keys} for part, keys in zip(parts, own, strict=True)]
-
-        def set_back() -> None:
-            for part, kept in zip(parts, backs, strict=True):
-                attributes = vars(part)
-                for key in [key for key in attributes if key not in kept and key not in _OF_MODULES]:
-                    del attributes[key]
-                attributes.update({key: back() for key, back in kept.items()})
-
-        return set_back
-
-    def _check_rows(self, like: Tensor) -> None:
-        """Refuse experts to which rows beside a row matter, by one with random parameters, which all processes try.
-
-        Raises:
-            ModelError: what an expert makes of a row depends on rows beside it, or on random numbers.
-        """
-        template = self.__dict__["_template"]
-        if template.training in self._tried:
-            return
-        self._tried.add(template.training)
-        if (kind := (like.shape[1], like.device, template.training, *_kind(template))) in _ROW_WISE:
-            return
-        generator = torch.Generator(like.device).manual_seed(0)
-
-        def some(*shape: int) -> Tensor:
-            made = torch.randn(shape, generator=generator, dtype=torch.float32, device=like.device)
-            return made / max(1, shape[-1]) ** 0.5
-
-        values, rows = {name: some(*p.shape) for name, p in template.named_parameters()}, some(3, like.shape[1])
-        try:
-            with (
-                torch.no_grad(),
-                torch.autocast(like.device.type, enabled=False),
-                torch.random.fork_rng([like.device] if like.is_cuda else [], device_type=like.device.type),
-                Dropping(lambda x, _: x),
-            ):
-                each = torch.cat([functional_call(template, values, (row,)) for row in rows.split(1)])
-                far = (functional_call(template, values, (rows,)) - each).abs().amax()
-        except Exception:  # foreign code may raise anything, and does so in the forward as well
-            return
-        if far > 3e-3 * each.abs().amax():
-            raise ModelError(
-                f"what an expert ({type(template).__name__}) makes of a row depends on the rows beside it, or on random"
-                " numbers other than dropout's, but over processes it gets rows of all of them at once; call"
-                " parallelize without a mesh"
-            )
-        _ROW_WISE.add(kind)
 
     def _run(self, ask: Callable[[int, Tensor], Tensor], *call: Any, **kwargs: Any) -> Any:
         """Run the original's code with experts that answer by `ask`."""
@@ -535,42 +438,6 @@ class ApartLayer(ExpertsLayer):
         return super().forward(rows, numbers[:, None], rows.new_ones(len(rows), 1))
 
 
-def _set_back(held: Any) -> Callable[[], Any]:
-    """Return what gives a value as it is now: containers and tensors as well, which may be changed in place."""
-    if isinstance(held, Tensor):
-        was, version = held.clone(), None if held.is_inference() else held._version
-
-        def tensor() -> Tensor:
-            if version is not None and held._version == version:
-                return held
-            return was if held.requires_grad else held.copy_(was)
-
-        return tensor
-    if type(held) not in (dict, defaultdict, Counter, list, set, deque):
-        return lambda: held
-    items = [*held.items()] if isinstance(held, dict) else [(one, one) for one in held]
-    backs = [(key, _set_back(value)) for key, value in items]
-
-    def container() -> Any:
-        held.clear()
-        if isinstance(held, dict):
-            held.update((key, back()) for key, back in backs)
-        else:
-            (held.update if isinstance(held, set) else held.extend)(back() for _, back in backs)
-        return held
-
-    return container
-
-
-def _modes(like: Tensor) -> str:
-    """Return what the code around a call decides of its numbers."""
-    kind = like.device.type
-    casts = torch.is_autocast_enabled(kind)
-    return f"gradients {'on' if torch.is_grad_enabled() else 'off'} and autocast" + (
-        f" to {torch.get_autocast_dtype(kind)}" if casts else " off"
-    )
-
-
 def _no_rows(*call: Any, **kwargs: Any) -> Tensor:
     """Return [0, M] of the first tensor [..., M] of a call that is floating."""
     first = next(one for one in (*call, *kwargs.values()) if isinstance(one, Tensor) and one.is_floating_point())
@@ -584,9 +451,3 @@ def _stacked(parameters: list[nn.Parameter], grid: Grid) -> nn.Parameter:
     local = torch.stack(held) if held else first.detach().new_empty(0, *first.shape)
     whole = torch.empty(len(parameters), *first.shape, dtype=first.dtype, device="meta")
     return as_sharded(local, grid.expert_mesh["ep"], [Shard(0)], whole, first)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    with torch._C.DisableTorchFunction():  # the second run of a region that runs again does not compare
-        one, other = one.detach(), other.detach()
-        return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())

@@ -22,10 +22,10 @@ from laconic.moe.parallel.grid import Grid
 
 
 class ExpertMean:
-    """Divides gradients by N_DP, or another divisor, after adding them over the N_EDP replicas."""
+    """Divides gradients by N_DP after adding them over the N_EDP replicas."""
 
-    def __init__(self, grid: Grid, divisor: float | None = None) -> None:
-        self._divisor = grid.layout.dp if divisor is None else divisor
+    def __init__(self, grid: Grid) -> None:
+        self._divisor = grid.layout.dp
         self._replicas = grid.edp if grid.layout.edp > 1 else None
 
     def call(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from laconic.collectives.policy.microbench import Ranks
 from laconic.cost.moe.shape import LayerShape
@@ -75,7 +75,7 @@ def benchmark_candidates(
         budget_seconds, tolerance: see `compare`.
     """
     x = x.detach().requires_grad_()
-    wanted = [x, *_trainable(layer)]
+    wanted = [x, *(p for p in layer.parameters() if p.requires_grad)]
     if routing is not None:
         weights = routing.weights.detach().clone().requires_grad_()
         routing, wanted = replace(routing, weights=weights), [*wanted, weights]
@@ -151,10 +151,6 @@ def _clock(ranks: Ranks, run: Callable[[], T]) -> tuple[float, T]:
 def _gradients(wanted: Iterable[Tensor], out: Tensor | None) -> None:
     if out is not None and out.requires_grad:
         torch.autograd.grad(out, [*wanted], torch.ones_like(out), allow_unused=True)
-
-
-def _trainable(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module.parameters() if p.requires_grad]
 
 
 @contextmanager
