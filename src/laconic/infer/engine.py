@@ -18,7 +18,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, get_args
@@ -79,7 +79,7 @@ class Engine:
             OMP_NUM_THREADS.
         start_timeout_seconds: for all workers to load their weights and meet.
         device: "cpu", or "cuda": the workers of a machine take its CUDA devices in turn, and rows travel through host
-            memory unless `link` is "group". Automatic plans and traces know CPUs alone and are refused with it.
+            memory unless `link` is "group".
         expert_device: of expert workers, "cpu" or "cuda"; None is `device`, which is that of attention workers then.
         payload: how hidden states and sums travel between workers: "raw", "lossless" (the same tokens), "int8" (other
             tokens: values are rounded, see laconic.infer.payload), or "auto": raw or lossless for each message, by
@@ -147,7 +147,7 @@ class Engine:
         check_expert_format(expert_format)
         self._link = link
         _check_link(link, payload, device, expert_device or device)
-        _check_known(devices, link, plan, trace)
+        _check_known(link, plan, trace)
         CacheLimits(cache_tokens, batch_tokens)
         of_experts = {
             "expert_format": expert_format,
@@ -159,7 +159,9 @@ class Engine:
         }
         self._pid = os.getpid()
         directory, limits = Path(model_dir), EngineLimits(cache_tokens, batch_tokens)
-        serving = plan_serving(directory, attention, experts, plan, rates, limits, dtype, trace is not None, of_experts)
+        serving = plan_serving(
+            directory, attention, experts, plan, rates, limits, dtype, trace is not None, of_experts, device
+        )
         self.split, self.plan, self.choice, self.notes = serving.split, serving.plan, serving.choice, serving.notes
         self._loads_path = None if expert_loads is None else Path(expert_loads)
         check_expert_placement(self._loads_path, redundant_experts)
@@ -221,7 +223,6 @@ class Engine:
         self.notes += tuple(str(note) for note in first["notes"])
         planned = None if self.choice is None else self.choice.step_seconds
         self._recorder = RunRecorder(self._workers, self.split, self.plan, planned, lambda: self.error)
-        self._devices = devices
         self.recording = None if trace is None else Recording(self._recorder)
         if self.recording is not None:
             self._recorder.start(self.recording)
@@ -346,10 +347,9 @@ class Engine:
             recording.trace.save("run.json")
 
         Entering the block raises ConfigError if another recording of the engine is on, if its models are whole and
-        there is nothing to trace, or if they are on CUDA devices or linked by a group, and CollectiveError if a worker
-        has been lost.
+        there is nothing to trace, or if they are linked by a group, and CollectiveError if a worker has been lost.
         """
-        _check_known(self._devices, self._link, None, "a file")
+        _check_known(self._link, None, "a file")
         return Recording(self._recorder)
 
     def close(self) -> None:
@@ -451,30 +451,23 @@ def _check_defaults(defaults: AnswerDefaults) -> AnswerDefaults:
     return defaults
 
 
-def _check_known(
-    devices: Mapping[str, str],
-    link: str,
-    plan: InferencePlan | AutoPlan | str | None,
-    trace: str | os.PathLike[str] | None,
-) -> None:
-    """Refuse what knows the times of CPUs and of TCP alone.
+def _check_known(link: str, plan: InferencePlan | AutoPlan | str | None, trace: str | os.PathLike[str] | None) -> None:
+    """Refuse what knows the times of TCP alone.
 
     Raises:
-        ConfigError: a CUDA device or another link with an automatic plan or a trace.
+        ConfigError: another link with an automatic plan or a trace.
     """
-    why = "but it would time when work is given to the device, not when it runs; use torch's profiler, or {}='cpu'"
-    other = [(f"{name} = {each!r}", "CPUs", why.format(name)) for name, each in devices.items() if each != "cpu"]
-    if link != "tcp":
-        why = "over which nothing notes when an answer comes; leave link out"
-        other.append((f"link = {link!r}", "link = 'tcp'", why))
-    for given, known, why in other:
-        if plan is not None and not isinstance(plan, InferencePlan):
-            raise ConfigError(
-                f"plan is automatic with {given}, but rates are those of {known} (laconic profile --infer); give an"
-                " InferencePlan"
-            )
-        if trace is not None:
-            raise ConfigError(f"trace is asked for with {given}, {why}")
+    if link == "tcp":
+        return
+    if plan is not None and not isinstance(plan, InferencePlan):
+        raise ConfigError(
+            f"plan is automatic with link = {link!r}, but rates are those of link = 'tcp' (laconic profile --infer);"
+            " give an InferencePlan"
+        )
+    if trace is not None:
+        raise ConfigError(
+            f"trace is asked for with link = {link!r}, over which nothing notes when an answer comes; leave link out"
+        )
 
 
 def _check_link(link: str, payload: str, *devices: str) -> None:

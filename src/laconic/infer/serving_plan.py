@@ -11,6 +11,7 @@ from pathlib import Path
 from laconic.cost.infer.engine_plan import EngineChoice, EngineLimits
 from laconic.errors import ConfigError
 from laconic.infer.auto_plan import AutoPlan
+from laconic.infer.device import DeviceKind
 from laconic.infer.split import Split
 from laconic.infer.transformers_seam import find_experts, num_positions, read_config
 from laconic.moe.huggingface.blocks import unknown_experts
@@ -63,6 +64,7 @@ def plan_serving(
     dtype: str,
     traced: bool,
     of_experts: Mapping[str, object],
+    device: DeviceKind = "cpu",
 ) -> ServingPlan:
     """Return what an engine with these arguments runs; see Engine.
 
@@ -73,6 +75,7 @@ def plan_serving(
         limits: of each micro-batch.
         traced: whether the run is to be traced, for which it needs expert workers.
         of_experts: arguments of the engine that only expert workers use, by name.
+        device: of the engine.
 
     Raises:
         ConfigError, ModelError, PlanError: see Engine.
@@ -107,8 +110,19 @@ def plan_serving(
     if automatic is not None and split.experts:
         may_unsplit = experts is None and not traced and not asked.keys() - {"payload"}
         expert_format = str(asked.get("expert_format", "exact"))
+        if (other := asked.get("expert_device", device)) != device:
+            raise ConfigError(
+                f"plan is automatic with device = {device!r} and expert_device = {other!r}, but rates are those of"
+                " workers on devices of one kind; give an InferencePlan, or leave expert_device out"
+            )
         choice = automatic.choose(
-            model_dir, split, limits, dtype=dtype, may_unsplit=may_unsplit, expert_format=expert_format
+            model_dir,
+            split,
+            limits,
+            dtype=dtype,
+            may_unsplit=may_unsplit,
+            expert_format=expert_format,
+            device=device,
         )
         notes += (f"plan auto: {choice}",)
         logging.getLogger("laconic").info("plan auto: %s", choice)

@@ -296,7 +296,7 @@ def _serve_requests(
                 reported = last
                 events.write("progress", stalled_seconds=worker.stalled_seconds)
 
-    recorder = Recorder()
+    recorder = Recorder(device)
     worker = AttentionWorker(settings, dtype, device, meet, finished, tell_tokens, recorder, broken)
     events.write("ready", nbytes=worker.nbytes, notes=worker.notes, eos_token_ids=worker.eos_token_ids)
     ready.set()
