@@ -406,7 +406,11 @@ class Engine:
 
     def _add(self, prompt: Sequence[int], sampling: Sampling, listener: TokenListener | None) -> Generation:
         request = self._take(prompt, sampling, listener)
-        self._workers.send(request.rank, request.command)
+        try:
+            self._workers.send(request.rank, request.command)
+        except BaseException:  # Ctrl-C: nobody holds it, and a worker that never got it would seem to hang
+            request.generation.cancel()
+            raise
         return request.generation
 
     def _take(self, prompt: Sequence[int], sampling: Sampling, listener: TokenListener | None) -> TakenRequest:

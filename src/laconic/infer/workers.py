@@ -232,9 +232,10 @@ class WorkerSet:
 
     def _tell(self, rank: int, *commands: dict[str, Any]) -> None:
         stream = self._processes[rank].commands
+        lines = "".join(f"{json.dumps(command)}\n" for command in commands)
         with self._writing[rank]:
             try:
-                stream.write("".join(f"{json.dumps(command)}\n" for command in commands))
+                stream.write(lines)
                 stream.flush()
             except (OSError, ValueError):
                 return  # it has ended, and its reader says so
