@@ -166,11 +166,13 @@ def test_what_cannot_be_traced_is_refused(model: Path, tmp_path: Path) -> None:
     ],
 )
 def test_every_worker_has_its_streams(
-    model: Path, tmp_path: Path, attention: int, experts: int, plan: InferencePlan
+    model: Path, tmp_path: Path, attention: int, experts: int, plan: InferencePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [[5, 9, 2], [17], [4, 4, 4, 4]]
     file = tmp_path / "run.json"
-    with Engine(model, attention=attention, experts=experts, plan=plan, threads=1, trace=file) as engine:
+    monkeypatch.chdir(tmp_path)
+    with Engine(model, attention=attention, experts=experts, plan=plan, threads=1, trace="run.json") as engine:
+        monkeypatch.chdir(model)  # relative paths are those of the start
         assert engine.generate(prompts, NEW_TOKENS) == generated(model, prompts)
     assert engine.recording is not None
     run = engine.recording.trace

@@ -47,6 +47,8 @@ from laconic.schedule.inference import InferencePlan
 from laconic.shared_secret import read_secret
 
 _LOADS_SECONDS = 10.0
+_LONGEST_SECONDS = 1e9
+"""30 years; not for ever, which neither locks nor torch's groups take for a time."""
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -140,7 +142,17 @@ class Engine:
         link: LinkKind = "tcp",
     ) -> None:
         check_transformers()
-        _check_arguments(dtype, threads, answer_timeout_seconds, payload, launcher, max_restarts)
+        _check_integers(
+            attention=attention,
+            experts=experts,
+            cache_tokens=cache_tokens,
+            batch_tokens=batch_tokens,
+            threads=threads,
+            max_restarts=max_restarts,
+            redundant_experts=redundant_experts,
+        )
+        _check_seconds(answer_timeout_seconds=answer_timeout_seconds, start_timeout_seconds=start_timeout_seconds)
+        _check_arguments(dtype, threads, payload, launcher, max_restarts)
         devices = {"device": device} | ({} if expert_device is None else {"expert_device": expert_device})
         for name, each in devices.items():
             check_device(each, name)
@@ -169,10 +181,12 @@ class Engine:
         if self._loads_path is not None:
             held, note = place_experts(self.split, serving.num_experts, self._loads_path, redundant_experts)
             self.notes += (note,)
+            self._loads_path = self._loads_path.absolute()
         self._trace_path = None if trace is None else Path(trace)
         if self._trace_path is not None:
             check_traceable(self.split)
             check_trace_file(self._trace_path)
+            self._trace_path = self._trace_path.absolute()  # of now, wherever the program goes until it is written
         check_weights(directory)
         generation = read_generation_config(directory, read_config(directory))
         self.notes += check_generation_config(generation, directory)
@@ -502,10 +516,31 @@ def _check_link(link: str, payload: str, *devices: str) -> None:
         )
 
 
+def _check_integers(**given: int | None) -> None:
+    """Check the kinds of numbers, which workers are told as JSON.
+
+    Raises:
+        ConfigError: one is no integer of Python's.
+    """
+    for name, value in given.items():
+        if value is not None and type(value) is not int:
+            raise ConfigError(f"{name} is {value!r}, but it must be an int; convert it with int()")
+
+
+def _check_seconds(**given: float) -> None:
+    """Check times to wait.
+
+    Raises:
+        ConfigError: one is no number, not above 0, or longer than threads can wait.
+    """
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _LONGEST_SECONDS:
+            raise ConfigError(f"{name} is {value!r}, but it must be a number above 0 and at most {_LONGEST_SECONDS:g}")
+
+
 def _check_arguments(
     dtype: str,
     threads: int | None,
-    answer_timeout_seconds: float,
     payload: PayloadCoding,
     launcher: Launcher,
     max_restarts: int,
@@ -519,8 +554,6 @@ def _check_arguments(
         raise ConfigError(f"dtype is {dtype!r}, but it must be one of {', '.join(_DTYPES)}")
     if threads is not None and threads < 1:
         raise ConfigError(f"threads is {threads}, but it must be at least 1; leave it out to divide the cores")
-    if not answer_timeout_seconds > 0:
-        raise ConfigError(f"answer_timeout_seconds is {answer_timeout_seconds}, but it must be above 0")
     check_payload(payload)
     if launcher not in get_args(Launcher):
         raise ConfigError(f"launcher is {launcher!r}, but it must be one of {', '.join(get_args(Launcher))}")
