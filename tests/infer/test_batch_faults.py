@@ -153,6 +153,29 @@ def test_a_small_cache_and_cut_prompts_survive_a_failing_request(path: Path) -> 
     held.worker.close()
 
 
+def test_who_lost_its_place_in_the_cache_goes_on_when_the_others_are_cancelled(path: Path) -> None:
+    """Three pages: both begin in one, only one gets the third, and nobody finishes who could let the other in."""
+    held, prompts = Held(path, cache_tokens=48), {"one": list(range(10)), "other": list(range(20, 30))}
+    cancelled: list[str] = []
+
+    def cancel_who_runs_alone(arguments: dict[str, Any]) -> None:
+        batch = held.manager.batch_processor.inputs_and_outputs.requests_in_batch
+        if len(batch) == 1 and len(held.tokens) == 2 and not cancelled:
+            cancelled.append(batch[0].state.request_id)
+            held.worker.cancel(cancelled[0])
+
+    held.fault = cancel_who_runs_alone
+    try:
+        with held.manager.pause():
+            for name, prompt in prompts.items():
+                held.worker.add(name, prompt, Sampling(max_new_tokens=22))
+        wait_until(lambda: len(held.ended) == 1)
+        (left,) = prompts.keys() - set(cancelled)
+        assert held.ended[left].tokens == generated(path, [prompts[left]], 22)[0] == held.tokens[left]
+    finally:
+        held.worker.close()
+
+
 def test_one_that_is_tried_alone_can_be_cancelled(held: Held, path: Path) -> None:
     def fault(arguments: dict[str, Any]) -> None:
         if len(arguments["cu_seq_lens_q"]) > 2:

@@ -1,4 +1,4 @@
-"""A loop of requests that outlives a batch that raises."""
+"""A loop of requests that outlives a batch that raises, and requests that are cancelled."""
 
 from __future__ import annotations
 
@@ -100,6 +100,10 @@ class FaultyBatches:
     def _schedule(self, scheduler: Any, schedule: Callable[..., Any], *budgets: int) -> Any:
         """Choose a batch; while there are suspects, from the first of them alone."""
         active, waiting = scheduler.active_requests, scheduler.waiting_requests
+        if not active:
+            # The cache was too small for all. Who lost their place wait for one that runs to finish, and the manager
+            # takes none for finished that was cancelled or has failed.
+            scheduler.block_new_requests = False
         while self._suspects and self._suspects[0] not in active and self._suspects[0] not in waiting:
             self._suspects.popleft()  # it was cancelled
         if not self._suspects:
