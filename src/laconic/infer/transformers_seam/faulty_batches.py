@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from laconic.errors import CollectiveError, ConfigError
@@ -108,17 +108,27 @@ class FaultyBatches:
             self._suspects.popleft()  # it was cancelled
         if not self._suspects:
             return schedule(*budgets)
-        name = self._suspects[0]
-        order, blocked = scheduler.waiting_requests_order, scheduler.block_new_requests
-        scheduler.active_requests = {key: state for key, state in active.items() if key == name}
-        scheduler.waiting_requests = {key: state for key, state in waiting.items() if key == name}
-        scheduler.waiting_requests_order = deque(scheduler.waiting_requests)
-        scheduler.block_new_requests = False
-        try:
-            return schedule(*budgets)
-        finally:
-            active.update(scheduler.active_requests)
-            if name not in scheduler.waiting_requests and waiting.pop(name, None) is not None:
+        found = _schedule_some(scheduler, schedule, {self._suspects[0]}, budgets)
+        if found[0] is None and (others := active.keys() - set(self._suspects)):
+            # They hold what it lacks of the cache, and give it back when they finish.
+            found = _schedule_some(scheduler, schedule, others, budgets)
+        return found
+
+
+def _schedule_some(scheduler: Any, schedule: Callable[..., Any], names: Set[str], budgets: Sequence[int]) -> Any:
+    """Choose a batch from some requests alone."""
+    active, waiting = scheduler.active_requests, scheduler.waiting_requests
+    order, blocked = scheduler.waiting_requests_order, scheduler.block_new_requests
+    scheduler.active_requests = {key: state for key, state in active.items() if key in names}
+    scheduler.waiting_requests = {key: state for key, state in waiting.items() if key in names}
+    scheduler.waiting_requests_order = deque(scheduler.waiting_requests)
+    scheduler.block_new_requests = False
+    try:
+        return schedule(*budgets)
+    finally:
+        active.update(scheduler.active_requests)
+        for name in names - scheduler.waiting_requests.keys():
+            if waiting.pop(name, None) is not None:
                 order.remove(name)
-            scheduler.active_requests, scheduler.waiting_requests = active, waiting
-            scheduler.waiting_requests_order, scheduler.block_new_requests = order, blocked
+        scheduler.active_requests, scheduler.waiting_requests = active, waiting
+        scheduler.waiting_requests_order, scheduler.block_new_requests = order, blocked
