@@ -7,6 +7,7 @@ import os
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
@@ -92,6 +93,17 @@ def test_streams_do_one_task_at_a_time_in_the_order_of_the_plan(run: RunTrace) -
     attention = [task.name for task in run.measured.plan.tasks if task.stream == "attention"]
     for one, other in zip(attention[::2], attention[1::2], strict=True):  # ASAS
         assert (one.split()[0], other) == ("attention", one.replace("attention", "shared"))
+
+
+def test_workers_may_be_asked_on_several_threads_at_once(engine: Engine, run: RunTrace) -> None:
+    loads = engine.expert_loads()
+    with ThreadPoolExecutor(3) as threads:
+        found = [threads.submit(engine.expert_loads) for _ in range(60)]
+        for _ in range(5):
+            with engine.trace() as recording:
+                pass
+            assert recording.trace.summary.num_steps == 0
+    assert all(each.result() == loads for each in found)
 
 
 def test_the_simulated_run_is_no_later_anywhere(run: RunTrace) -> None:
