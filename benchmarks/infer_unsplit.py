@@ -1,21 +1,23 @@
 """The engine without expert workers against transformers' own continuous batching, which it runs on, and `generate`.
 
 Same weights, threads, cache and requests; greedy; all answers must be equal. The engine adds a process, pipes and a
-sampler. `generate` takes a batch padded on the left, and ends with its longest answer.
+sampler. `generate` takes a batch padded on the left, and ends with its longest answer. Forwards alone, of the same
+requests in transformers' manager, say how far ahead of it an engine can be that runs the model as it is.
 """
 
 from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.kit.timing import Case, Timing, seconds_of
+from benchmarks.kit.timing import Case, Timing, seconds_of, wall_clock
 from benchmarks.registry import Options, Table, benchmark
 from laconic.infer import Engine
 from laconic.infer.bench.demo_model import save_demo_model
@@ -58,11 +60,12 @@ def infer_unsplit(options: Options) -> list[Table]:
             f" tokens, float32, {options.thread_text}",
             [
                 *("model", "engine, experts=0", "generate, a batch"),
-                *("engine over generate", "lowest to highest of the rounds"),
+                *("engine over generate", "lowest to highest of the rounds", "forwards alone over generate"),
             ],
             beside_generate,
             "Tokens that were asked for, per second. The batch is padded on the left and runs until its longest answer "
-            "has ended.",
+            "has ended. Forwards alone: those of transformers' manager with the same requests, without its scheduler, "
+            "batches and choice of tokens; no engine that runs this model's forward is further ahead.",
         ),
     ]
 
@@ -90,14 +93,15 @@ def _both(size: dict[str, int], options: Options) -> Iterator[tuple[Engine, _Pee
 def _row(name: str, size: dict[str, int], count: int, new_tokens: int, options: Options) -> list[str]:
     prompts = _prompts(size, count, random.Random(0))
     with _both(size, options) as (engine, peer):
-        expected = peer.managed(prompts, new_tokens)
+        each = [new_tokens] * count
+        expected = peer.managed(prompts, each)
         assert engine.generate(prompts, new_tokens) == expected, "the engine's tokens differ"
         assert _streamed(engine, prompts, new_tokens) == expected, "the streams' tokens differ"
         assert peer.batch(prompts, new_tokens) == expected
         cases: dict[str, Case] = {
             "engine": lambda: engine.generate(prompts, new_tokens),
             "streams": lambda: _streamed(engine, prompts, new_tokens),
-            "manager": lambda: peer.managed(prompts, new_tokens),
+            "manager": lambda: peer.managed(prompts, each),
             "generate_batch": lambda: peer.batch(prompts, new_tokens),
         }
         seconds = seconds_of(cases, options.rounds, rotate=True)
@@ -115,15 +119,21 @@ def _generate_row(name: str, size: dict[str, int], count: int, longest: int, opt
     prompts = _prompts(size, count, generator)
     lengths = [generator.randint(1, longest) for _ in prompts]
     with _both(size, options) as (engine, peer):
-        cases = {
+        cases: dict[str, Case] = {
             "engine": lambda: _asked(engine, prompts, lengths),
             "batch": lambda: peer.padded(prompts, lengths),
+            "forwards": lambda: peer.managed(prompts, lengths),
         }
-        ours, theirs = (answer() for answer in cases.values())
-        assert ours == theirs, "the engine's tokens differ from those of generate"
-        seconds = seconds_of(cases, options.rounds, rotate=True)
-    rates = [_rate(sum(lengths), seconds[case]) for case in cases]
-    return [name, *rates, *_gain(seconds["batch"], seconds["engine"])]
+        ours, theirs, managed = (answer() for answer in cases.values())
+        assert ours == theirs == managed, "the engine's tokens differ from those of generate"
+
+        def clock(case: Case) -> Callable[[], float]:
+            return peer.forward_clock(case) if case is cases["forwards"] else wall_clock(case)
+
+        seconds = seconds_of(cases, options.rounds, rotate=True, clock=clock)
+    rates = [_rate(sum(lengths), seconds[case]) for case in ("engine", "batch")]
+    bound = seconds["batch"].over(seconds["forwards"])
+    return [name, *rates, *_gain(seconds["batch"], seconds["engine"]), f"{bound:.3f}"]
 
 
 def _gain(theirs: Timing, ours: Timing) -> tuple[str, str]:
@@ -175,8 +185,12 @@ class _Peer:
         )
         self._manager.start()
 
-    def managed(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-        names = self._manager.add_requests(prompts, max_new_tokens=new_tokens)
+    def managed(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+        """Answers of these lengths by the manager that stays."""
+        names = [
+            self._manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1)
+            for prompt, length in zip(prompts, lengths, strict=True)
+        ]
         found: dict[str, list[int]] = {}
         while len(found) < len(prompts):
             result = self._manager.get_result(timeout=1)
@@ -204,6 +218,23 @@ class _Peer:
             ids, attention_mask=mask, max_new_tokens=max(lengths), do_sample=False, pad_token_id=0
         )
         return [row[:length].tolist() for row, length in zip(made[:, width:], lengths, strict=True)]
+
+    def forward_clock(self, case: Case) -> Callable[[], float]:
+        """Seconds of the model's forwards, for `seconds_of`."""
+        taken, forward = [0.0], self._model.forward
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = forward(*args, **kwargs)
+            taken[0] += time.perf_counter() - started
+            return result
+
+        self._model.forward = timed
+        try:
+            case()
+        finally:
+            del self._model.forward
+        return lambda: taken[0]
 
     def stop(self) -> None:
         self._manager.stop(block=True, timeout=5.0)

@@ -1,10 +1,11 @@
-"""What a user types for this installation, for messages: what to install again, and how to call the command."""
+"""This installation: what a user types to install it again and to call the command, and how it starts processes."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -41,3 +42,21 @@ def command() -> str:
     if not own.exists() or (found is not None and Path(found).samefile(own)):
         return "laconic"
     return shlex.quote(str(own))
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module of this installation in a process of its own.
+
+    `python -m` alone looks for modules in the current folder first. A user's queue.py or random.py there would be taken
+    for Python's, in a process whose parent, such as the command `laconic`, does not look there.
+    """
+    return [sys.executable, *safe_path(), "-m", module, *arguments]
+
+
+def safe_path() -> list[str]:
+    """Return the flags with which another process looks for modules in the current folder only if this one does."""
+    try:
+        here = os.path.realpath(os.getcwd())
+    except OSError:  # it has been removed
+        return ["-P"]
+    return [] if any(os.path.realpath(path or here) == here for path in sys.path) else ["-P"]

@@ -11,6 +11,8 @@ import pytest
 from laconic.cli.infer_profile import fit_products
 from laconic.cli.main import main
 from laconic.cost.infer import InferenceRates
+from laconic.errors import ConfigError
+from laconic.infer.auto_plan import check_measured
 from tests.cost.infer_models import RATES, SLOW_WORKER
 from tests.distributed.processes import environment, finish, start
 
@@ -273,5 +275,8 @@ def test_two_local_processes_are_measured(tmp_path: Path, capsys: pytest.Capture
     for end in (rates.exchange.attention, rates.exchange.experts):
         assert 1e-6 < end.seconds(1 << 16) < 1e-1
     assert not rates.grouped
+    check_measured(rates, file, "cpu")
+    with pytest.raises(ConfigError, match="were measured on 'cpu'"):
+        check_measured(rates, file, "cuda")
     assert main([*MODEL, *SMALL, "--rates", str(file)]) == 0
     assert "plan: " in capsys.readouterr().out

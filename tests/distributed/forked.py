@@ -188,6 +188,7 @@ class _Program:
         namespace = None
         if tuple(command[:3]) == ("ip", "netns", "exec"):
             namespace, command = command[3], command[4:]
+        command = [command[0], *command[2:]] if tuple(command[1:2]) == ("-P",) else command
         if tuple(command[:2]) != (sys.executable, "-m"):
             return None
         return cls(namespace, command[2], tuple(command[3:]))

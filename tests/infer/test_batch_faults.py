@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
@@ -21,6 +24,7 @@ from laconic.infer.server import ByteTokenizer, ServerSettings, create_app
 from laconic.infer.settings import WorkerSettings
 from laconic.infer.split import Split
 from laconic.infer.transformers_seam import Finished
+from laconic.infer.transformers_seam.faulty_batches import FaultyBatches
 from laconic.schedule.inference import InferencePlan
 from tests.distributed.processes import wait_until
 from tests.infer.failing_worker import FLAG, POISON
@@ -151,6 +155,54 @@ def test_a_small_cache_and_cut_prompts_survive_a_failing_request(path: Path) -> 
     assert found.pop("bad") == "out of memory"
     assert found == good(path)
     held.worker.close()
+
+
+def test_who_lost_its_place_in_the_cache_goes_on_when_the_others_are_cancelled(path: Path) -> None:
+    """Three pages: both begin in one, only one gets the third, and nobody finishes who could let the other in."""
+    held, prompts = Held(path, cache_tokens=48), {"one": list(range(10)), "other": list(range(20, 30))}
+    cancelled: list[str] = []
+
+    def cancel_who_runs_alone(arguments: dict[str, Any]) -> None:
+        batch = held.manager.batch_processor.inputs_and_outputs.requests_in_batch
+        if len(batch) == 1 and len(held.tokens) == 2 and not cancelled:
+            cancelled.append(batch[0].state.request_id)
+            held.worker.cancel(cancelled[0])
+
+    held.fault = cancel_who_runs_alone
+    try:
+        with held.manager.pause():
+            for name, prompt in prompts.items():
+                held.worker.add(name, prompt, Sampling(max_new_tokens=22))
+        wait_until(lambda: len(held.ended) == 1)
+        (left,) = prompts.keys() - set(cancelled)
+        assert held.ended[left].tokens == generated(path, [prompts[left]], 22)[0] == held.tokens[left]
+    finally:
+        held.worker.close()
+
+
+def test_who_is_tried_alone_waits_for_those_that_hold_the_cache() -> None:
+    manager = SimpleNamespace(_generation_loop_body=None, _generation_step=None)
+    faults = FaultyBatches(manager, lambda *failed: None, lambda error: None)
+    scheduler = SimpleNamespace(
+        active_requests={"holds": "its state"},
+        waiting_requests={"suspect": "its state"},
+        waiting_requests_order=deque(["suspect"]),
+        block_new_requests=True,
+    )
+
+    def schedule(*budgets: int) -> tuple[list[str] | None, bool, int, int]:
+        if scheduler.waiting_requests:  # there is no room for one more
+            return None, False, 0, 0
+        return list(scheduler.active_requests), False, 1, 1
+
+    scheduler.schedule_batch = schedule
+    faults.watch(SimpleNamespace(scheduler=scheduler, inputs_and_outputs=SimpleNamespace(requests_in_batch=[])))
+    faults._suspects.append("suspect")
+    before = deepcopy({name: value for name, value in vars(scheduler).items() if name != "schedule_batch"})
+    assert scheduler.schedule_batch(8, 8)[0] == ["holds"]
+    assert {name: vars(scheduler)[name] for name in before} == before
+    scheduler.active_requests.clear()  # then the manager makes room, or says that it cannot
+    assert scheduler.schedule_batch(8, 8)[0] is None
 
 
 def test_one_that_is_tried_alone_can_be_cancelled(held: Held, path: Path) -> None:

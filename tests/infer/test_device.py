@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,22 +13,29 @@ import torch
 from torch import Tensor
 
 from benchmarks.kit.local_link import LocalLink
+from laconic.cost.comm.rates import Line
+from laconic.cost.infer.engine_plan import EngineLimits
+from laconic.cost.infer.rates import LinkPair
 from laconic.errors import ConfigError, ModelError
 from laconic.infer import AutoPlan, Engine
 from laconic.infer.attention_worker import put_remote_experts
 from laconic.infer.coded_experts import keep_experts
 from laconic.infer.device import take_device
+from laconic.infer.exchange_costs import copy_seconds
 from laconic.infer.expert_share import ExpertShare
 from laconic.infer.messages import Rows
 from laconic.infer.remote_experts import RemoteExperts, RemoteLayer
+from laconic.infer.serving_plan import plan_serving
 from laconic.infer.settings import WorkerSettings
 from laconic.infer.split import Split
 from laconic.infer.transformers_seam import load_attention_model, load_experts
 from laconic.schedule.inference import InferencePlan
+from tests.cost.infer_models import RATES
 from tests.grid import slow_but
 from tests.infer.models import NEW_TOKENS, PROMPTS, expected, make
-from tests.streams.cuda import CUDA, cuda
+from tests.streams.cuda import CUDA, counted_waits, cuda
 
+MEASURED = "measure_infer, 2026-11-30 06:00 UTC, 2 ranks, {}, float32"
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
 
@@ -111,6 +119,8 @@ def test_each_kind_of_worker_is_told_its_device(tmp_path: Path, monkeypatch: pyt
         ({"device": "cuda", "expert_device": "cpu"}, ["cuda", "cpu", "cpu"]),
         ({"expert_device": "cuda"}, ["cpu", "cuda", "cuda"]),
         ({"device": "cuda"}, ["cuda"] * 3),
+        ({"device": "cuda", "trace": tmp_path / "run.json"}, ["cuda"] * 3),
+        ({"expert_device": "cuda", "trace": tmp_path / "run.json"}, ["cpu", "cuda", "cuda"]),
     ):
         told.clear()
         with pytest.raises(Stop):
@@ -138,18 +148,65 @@ def test_workers_of_a_machine_take_its_devices_in_turn(monkeypatch: pytest.Monke
     [
         ({"device": "tpu"}, "device is 'tpu', but it must be one of cpu, cuda"),
         ({"device": "cuda:1"}, "CUDA_VISIBLE_DEVICES"),
-        ({"device": "cuda", "plan": "auto"}, "rates are those of CPUs"),
-        ({"device": "cuda", "plan": AutoPlan()}, "rates are those of CPUs"),
-        ({"device": "cuda", "trace": "run.json"}, "trace is asked for with device = 'cuda'"),
+        (
+            {"device": "cuda", "expert_device": "cpu", "plan": "auto"},
+            "rates are those of attention workers alone; give expert_rates",
+        ),
         ({"expert_device": "meta"}, "expert_device is 'meta', but it must be one of cpu, cuda"),
-        ({"expert_device": "cuda", "plan": "auto"}, "plan is automatic with expert_device = 'cuda'"),
-        ({"expert_device": "cuda", "trace": "run.json"}, "trace is asked for with expert_device = 'cuda'"),
+        ({"expert_device": "cuda", "plan": AutoPlan()}, "device = 'cpu' and expert_device = 'cuda'"),
         ({"expert_device": "cpu", "experts": 0}, "expert_device is 'cpu' with experts = 0"),
     ],
 )
 def test_what_is_not_known_of_a_device_is_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Engine(make("qwen2_moe", tmp_path), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("source", "device", "message"),
+    [
+        (
+            MEASURED.format("cpu"),
+            "cuda",
+            "were measured on 'cpu'; give .* on machines with CUDA devices",
+        ),
+        (MEASURED.format("cuda"), "cpu", "were measured on 'cuda'; give .* on machines without CUDA devices"),
+        ("made up", "cuda", "do not say on what they were measured"),
+    ],
+)
+def test_an_automatic_plan_refuses_rates_of_another_kind_of_device(
+    tmp_path: Path, source: str, device: Any, message: str
+) -> None:
+    replace(RATES, source=source).save(tmp_path / "rates.json")
+    with pytest.raises(ConfigError, match=message):
+        Engine(make("qwen2_moe", tmp_path), plan="auto", rates=tmp_path / "rates.json", device=device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_automatic_plan_is_chosen_by_the_rates_of_the_device(tmp_path: Path, device: Any) -> None:
+    slow = LinkPair(Line(0.1, 1e-6), Line(0.1, 1e-6))
+    replace(RATES, source=MEASURED.format(device), link=slow).save(tmp_path / "rates.json")
+    path, limits = make("qwen2_moe", tmp_path), EngineLimits(4096, 256)
+    found = plan_serving(path, 1, None, "auto", tmp_path / "rates.json", limits, "auto", False, {}, device)
+    # Nobody has counted whether a whole model fits into a CUDA device.
+    assert found.split == (Split(2, 0) if device == "cpu" else Split(1, 1))
+    assert found.choice is not None
+    assert "x of as many workers with the whole model" in found.notes[0] or device == "cpu"
+
+
+def test_copies_of_messages_are_timed_until_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert copy_seconds([1, 8], 16, torch.float32, torch.device("cpu")) == [0.0, 0.0]
+    idle: list[bool] = []
+    with cuda() as device, counted_waits(device):
+
+        def clock() -> float:
+            idle.append(device.is_known(device.defaults[0].tail))
+            return float(len(idle))
+
+        monkeypatch.setattr("laconic.infer.exchange_costs.time.perf_counter", clock)
+        found = copy_seconds([1, 8], 16, torch.float32, CUDA)
+    assert all(idle)
+    assert found == [1 / 32, 1 / 32]
 
 
 @pytest.mark.slow

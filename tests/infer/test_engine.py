@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -15,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from laconic.cli.engine_flags import add_engine_flags, serve_if_not_first
@@ -112,8 +115,15 @@ def test_bad_arguments_are_refused_before_a_process_starts(model: Path, tmp_path
         Engine(model, threads=0)
     with pytest.raises(ConfigError, match=r"^attention is 0"):
         Engine(model, attention=0)
-    with pytest.raises(ConfigError, match=r"^answer_timeout_seconds is 0"):
-        Engine(model, answer_timeout_seconds=0)
+    for name, value in itertools.product(
+        ("answer_timeout_seconds", "start_timeout_seconds"), (0, math.nan, math.inf, "1", True)
+    ):
+        with pytest.raises(ConfigError, match=rf"^{name} is {value!r}, but it must be a number above 0 and at most 1e"):
+            Engine(model, **{name: value})
+    numbers = ("attention", "experts", "cache_tokens", "batch_tokens", "threads", "max_restarts", "redundant_experts")
+    for name, value in itertools.product(numbers, (1.0, True, "1", np.int64(1))):
+        with pytest.raises(ConfigError, match=rf"^{name} is {re.escape(repr(value))}, but it must be an int"):
+            Engine(model, **{name: value})
     with pytest.raises(ConfigError, match="at most 6 expert workers"):
         Engine(model, experts=7)
     with pytest.raises(ConfigError, match=r"^payload is 'int4'.* auto, raw, lossless, int8"):

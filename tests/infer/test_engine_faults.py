@@ -278,3 +278,18 @@ def test_a_forked_process_does_not_keep_the_workers(engine: Engine) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_request_that_was_not_sent_is_not_in_flight(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker would be taken for one that hangs."""
+
+    def interrupted(rank: int, *commands: dict[str, Any]) -> None:
+        if commands[0]["do"] == "request":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._workers, "send", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.submit([1, 2])
+    assert engine.free_cache_tokens == engine.cache_tokens
+    assert engine.generate([[3]], 2) == [[3, 3]]

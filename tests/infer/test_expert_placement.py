@@ -136,10 +136,14 @@ def test_impossible_arguments_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_an_engine_with_copies_says_the_same_tokens(family: str, tmp_path: Path) -> None:
+def test_an_engine_with_copies_says_the_same_tokens(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, loads = make(family, tmp_path / "model"), tmp_path / "loads.json"
     prompts, options = [[3, 1, 4, 1, 5], [9, 2, 6]], {"dtype": "float32", "expert_loads": loads}
-    with Engine(path, experts=2, **options) as engine:
+    monkeypatch.chdir(tmp_path)
+    with Engine(path, experts=2, **options | {"expert_loads": "loads.json"}) as engine:
+        monkeypatch.chdir(path)  # relative paths are those of the start
         wanted = engine.generate(prompts, max_new_tokens=6)
         measured = engine.expert_loads()
     assert json.loads(loads.read_text())["loads"] == measured

@@ -7,6 +7,7 @@ import os
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
@@ -94,6 +95,17 @@ def test_streams_do_one_task_at_a_time_in_the_order_of_the_plan(run: RunTrace) -
         assert (one.split()[0], other) == ("attention", one.replace("attention", "shared"))
 
 
+def test_workers_may_be_asked_on_several_threads_at_once(engine: Engine, run: RunTrace) -> None:
+    loads = engine.expert_loads()
+    with ThreadPoolExecutor(3) as threads:
+        found = [threads.submit(engine.expert_loads) for _ in range(60)]
+        for _ in range(5):
+            with engine.trace() as recording:
+                pass
+            assert recording.trace.summary.num_steps == 0
+    assert all(each.result() == loads for each in found)
+
+
 def test_the_simulated_run_is_no_later_anywhere(run: RunTrace) -> None:
     assert run.simulated.plan is run.measured.plan
     for name, span in run.simulated.spans.items():
@@ -166,11 +178,13 @@ def test_what_cannot_be_traced_is_refused(model: Path, tmp_path: Path) -> None:
     ],
 )
 def test_every_worker_has_its_streams(
-    model: Path, tmp_path: Path, attention: int, experts: int, plan: InferencePlan
+    model: Path, tmp_path: Path, attention: int, experts: int, plan: InferencePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [[5, 9, 2], [17], [4, 4, 4, 4]]
     file = tmp_path / "run.json"
-    with Engine(model, attention=attention, experts=experts, plan=plan, threads=1, trace=file) as engine:
+    monkeypatch.chdir(tmp_path)
+    with Engine(model, attention=attention, experts=experts, plan=plan, threads=1, trace="run.json") as engine:
+        monkeypatch.chdir(model)  # relative paths are those of the start
         assert engine.generate(prompts, NEW_TOKENS) == generated(model, prompts)
     assert engine.recording is not None
     run = engine.recording.trace

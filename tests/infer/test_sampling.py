@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
@@ -205,3 +206,16 @@ def test_options_go_there_and_back(sampling: Sampling) -> None:
 def test_unknown_options_are_named() -> None:
     with pytest.raises(ConfigError, match=r"^top_q, typo: no such option of sampling; there are temperature, "):
         Sampling.from_options({"top_q": 1, "typo": 2, "seed": 3})
+
+
+@pytest.mark.parametrize("value", [np.float32(1.2), torch.tensor(1.2), {1.2}, object()])
+def test_values_of_rules_that_cannot_travel_are_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"rules has repetition_penalty = .*, but values are made of Python's own"):
+        Sampling(rules={"repetition_penalty": value})
+
+
+def test_a_list_that_holds_itself_is_no_rule() -> None:
+    endless: list[object] = []
+    endless.append(endless)
+    with pytest.raises(ConfigError, match="rules has bad_words_ids = "):
+        Sampling(rules={"bad_words_ids": endless})

@@ -51,7 +51,11 @@ class _Event:
         self._device.wait(self._nodes or [])
 
     def elapsed_time(self, end: _Event) -> float:
-        return 0.0
+        """A millisecond for each node that the program has issued between, on any stream."""
+        if not (self._nodes and end._nodes and self._device.is_known([*self._nodes, *end._nodes])):
+            raise RuntimeError("device not ready")  # as CUDA does, where the host has not waited for both
+        first, last = (self._device._nodes.index(event._nodes[0]) for event in (self, end))
+        return float(last - first)
 
 
 class _Stream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from laconic.infer.expert_share import ExpertShare
 from laconic.infer.group_link import GroupConnection, GroupExpertLink, LinkGroups
 from laconic.infer.messages import Rows, pack_sums, unpack_rows
 from laconic.infer.payload import Coder
+from laconic.infer.recorder import Recorder, now_ns
 from laconic.infer.remote_experts import RemoteExperts
 from laconic.infer.split import Split
 from laconic.moe.huggingface.experts import FusedExperts
@@ -41,8 +43,11 @@ class Link:
     def receive(self, rows: Rows) -> Tensor:
         return self._answers.pop(id(rows))
 
+    def arrived_ns(self, rows: Rows) -> int:
+        return now_ns()
 
-def remote(device: torch.device) -> RemoteExperts:
+
+def remote(device: torch.device, recorder: Recorder | None = None, shared_first: bool = False) -> RemoteExperts:
     split = Split(1, NUM_WORKERS)
     ranges = [split.expert_range(worker, NUM_EXPERTS) for worker in range(NUM_WORKERS)]
     links: list[Any] = []
@@ -52,18 +57,18 @@ def remote(device: torch.device) -> RemoteExperts:
             for name, p in ORIGINAL.named_parameters()
         }
         links.append(Link(ExpertShare([FusedExperts(ORIGINAL, part)])))
-    return RemoteExperts(links, [ranges], InferencePlan(num_slices=2))
+    return RemoteExperts(links, [ranges], InferencePlan(num_slices=2, shared_first=shared_first), recorder)
 
 
-def layers(experts: RemoteExperts, device: torch.device) -> Tensor:
-    """Hidden states behind three layers with a residual."""
+def layers(experts: RemoteExperts, device: torch.device, shared: Callable[[], None] | None = None) -> Tensor:
+    """Hidden states behind three layers with a residual, each a pass of its own."""
     torch.manual_seed(0)
     hidden = torch.randn(6, WIDTH).to(device)
     for _ in range(3):
         weights, index = torch.rand(6, NUM_EXPERTS).topk(2)
         experts.begin_forward(5)
         try:
-            hidden = hidden + experts.run(0, hidden * 0.5, index.to(device), weights.to(device))
+            hidden = hidden + experts.run(0, hidden * 0.5, index.to(device), weights.to(device), shared)
         finally:
             experts.end_forward()
     return hidden
@@ -90,6 +95,41 @@ def test_rows_go_to_expert_workers_and_back_on_one_stream(waits: bool) -> None:
     else:
         with pytest.raises(RaceError):
             device.check(40)
+
+
+@pytest.mark.parametrize("shared_first", [False, True])
+def test_a_recording_has_the_times_of_the_device_and_no_host_waits_for_them(shared_first: bool) -> None:
+    waits = []
+    with cuda() as device:
+        x = torch.ones(3, device=CUDA)
+        for recorder in (Recorder(), Recorder(CUDA)):
+            experts = remote(CUDA, recorder, shared_first)
+            torch.cuda.synchronize()
+            recorder.start()
+            with counted_waits(device) as waited:
+                layers(experts, CUDA, lambda: x.mul_(2).sub_(1).mul_(3))
+            waits.append(len(waited))
+            log = recorder.stop()
+    assert waits[0] == waits[1] > 0  # those for the rows
+    assert (len(log.passes), log.num_dropped) == (3, 0)
+    for passed in log.passes:
+        (layer,) = passed.layers
+        assert layer.shared_end_ns - layer.shared_start_ns == 4_000_000  # three operations, and an event behind them
+        assert layer.attention_end_ns == (layer.shared_start_ns if shared_first else layer.messages[0].posted_ns)
+        assert layer.turn_ns < layer.attention_end_ns
+        assert layer.shared_end_ns < passed.turn_ns < passed.end_ns
+
+
+def test_a_pass_that_failed_before_the_host_had_waited_for_it_counts_as_dropped() -> None:
+    with cuda():
+        recorder = Recorder(CUDA)
+        experts = remote(CUDA, recorder)
+        recorder.start()
+        layers(experts, CUDA)
+        experts.begin_forward(5)
+        experts.end_forward()
+        log = recorder.stop()
+    assert (len(log.passes), log.num_dropped) == (3, 1)
 
 
 # --- over a group ---

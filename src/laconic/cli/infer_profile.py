@@ -17,7 +17,7 @@ from laconic.collectives.policy.microbench import Ranks
 from laconic.cost.comm.rates import Line, fit_line
 from laconic.cost.infer.rates import ExchangeCosts, InferenceRates, LinkPair
 from laconic.cost.moe.shape import LayerShape
-from laconic.infer.exchange_costs import measure_attention_end, measure_experts_end
+from laconic.infer.exchange_costs import copy_seconds, measure_attention_end, measure_experts_end
 
 _ROWS, _QUICK_ROWS = (1, 4, 16, 64, 256), (1, 16, 64)
 _LENGTHS, _QUICK_LENGTHS = (128, 256, 512, 1024), (32, 64)
@@ -34,6 +34,10 @@ def measure_infer(
 ) -> InferenceRates:
     """Measure rates on all ranks of the world at once; all call it together and get the same.
 
+    On CUDA devices every measured interval ends when the device has: products and attention run there; messages travel
+    as the engine's do, from and to host memory over the links between hosts, and copies to and from the device are part
+    of what a message takes at both ends.
+
     Args:
         shape: sizes of the products: model_dim x hidden_dim and back.
         dtype: of weights and activations.
@@ -46,7 +50,8 @@ def measure_infer(
     gemm, read = fit_products(products, dtype.itemsize)
     attention = _attention(ranks, dtype, _QUICK_LENGTHS if quick else _LENGTHS)
     sizes = _QUICK_SIZES if quick else _SIZES
-    send = measure_link(ranks, ranks.group, sizes, ("send",), _LONGEST_SECONDS).operations["send"]
+    hosts = Ranks(ranks.group, torch.device("cpu"))
+    send = measure_link(hosts, hosts.group, sizes, ("send",), _LONGEST_SECONDS).operations["send"]
     source = (
         f"measure_infer, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}, {ranks.world} ranks, {device.type}, "
     )
@@ -72,6 +77,8 @@ def _exchange(ranks: Ranks, shape: LayerShape, dtype: torch.dtype, num_rows: Seq
     if rank < 2:
         measure = measure_experts_end if rank else measure_attention_end
         mine = measure(store, num_rows, shape.model_dim, dtype)
+        copies = copy_seconds(num_rows, shape.model_dim, dtype, ranks.device)
+        mine = [(size, seconds + copied) for (size, seconds), copied in zip(mine, copies, strict=True)]
     store.set_timeout(timeout)  # which connecting has set
     sizes = [rows * shape.model_dim * dtype.itemsize for rows in num_rows]
     values = [round(seconds * 1e9) for _, seconds in mine] or [0] * len(sizes)

@@ -21,6 +21,7 @@ from laconic.cost.comm.rates import WireRates, default_path
 from laconic.cost.infer.rates import InferenceRates, default_infer_path
 from laconic.cost.moe.rates import MoERates, default_moe_path
 from laconic.errors import ConfigError
+from laconic.installation import module_command
 from laconic.interrupts import interrupts_wait
 
 if TYPE_CHECKING:
@@ -147,8 +148,7 @@ def start_processes(command: str, num_processes: int, args: Sequence[str]) -> in
             for rank in range(num_processes):
                 variables = os.environ | fixed | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 with interrupts_wait():
-                    line = [sys.executable, "-m", "laconic", command, *args]
-                    processes.append(subprocess.Popen(line, env=variables))
+                    processes.append(subprocess.Popen(module_command("laconic", command, *args), env=variables))
             codes = [process.wait() for process in processes]
         except BaseException:
             with interrupts_wait():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,10 +11,13 @@ from laconic.cost.infer import InferenceRates, default_infer_path
 from laconic.cost.infer import Split as PlannedSplit
 from laconic.cost.infer.engine_plan import Demand, EngineChoice, EngineLimits, Fixed, choose_for_engine
 from laconic.errors import ConfigError
+from laconic.infer.device import DeviceKind
 from laconic.infer.split import Split
 from laconic.infer.transformers_seam import planned_shape
 from laconic.schedule.inference import InferencePlan, Order, Slicing
 
+_MEASURED = re.compile(r"\Ameasure_infer, [^,]*, \d+ ranks, (\w+), ")
+"""How the source of rates begins that `laconic profile --infer` has measured; with the kind of device."""
 _ITEM_NBYTES = {"auto": None, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -85,6 +89,8 @@ class AutoPlan:
         dtype: str = "auto",
         may_unsplit: bool = True,
         expert_format: str = "exact",
+        device: DeviceKind = "cpu",
+        expert_device: DeviceKind = "cpu",
     ) -> EngineChoice:
         """Choose for a model and workers.
 
@@ -93,29 +99,59 @@ class AutoPlan:
             split: the workers.
             limits: of the engine.
             dtype: of the engine.
-            may_unsplit: whether all workers may run the whole model instead.
+            may_unsplit: whether all workers may run the whole model instead. On CUDA devices, whose memory is not
+                counted here, they do not.
             expert_format: of the engine.
+            device, expert_device: of attention workers and of expert workers.
 
         Raises:
-            ConfigError: there are no rates.
+            ConfigError: there are no rates, or they are those of another kind of device; or devices are of two kinds
+                without `expert_rates`.
             PlanError: the model's sizes cannot be counted, or a request does not fit into cache or positions.
             ScheduleError: fixed fields contradict each other.
         """
+        if expert_device != device and self.expert_rates is None:
+            raise ConfigError(
+                f"plan is automatic with device = {device!r} and expert_device = {expert_device!r}, but rates are those"
+                " of attention workers alone; give expert_rates, an InferencePlan, or leave expert_device out"
+            )
         path = Path(self.rates) if self.rates is not None else default_infer_path()
         if self.rates is None and not path.exists():
             raise ConfigError(
                 f"plan is 'auto', but {path} does not exist; measure with laconic profile --infer, or give rates"
             )
-        fixed = self.fixed
+        fixed, rates = self.fixed, InferenceRates.load(path)
+        check_measured(rates, path, device)
+        if self.expert_rates is not None:
+            expert_path = Path(self.expert_rates)
+            of_experts = InferenceRates.load(expert_path)
+            check_measured(of_experts, expert_path, expert_device, "expert_device")
+            rates = rates.with_experts(of_experts)
         shape = replace(planned_shape(model_dir, _ITEM_NBYTES[dtype]), expert_format=expert_format)
         most = limits.cache_tokens if shape.positions is None else min(limits.cache_tokens, shape.positions)
         return choose_for_engine(
             shape,
-            InferenceRates.load(path, None if self.expert_rates is None else Path(self.expert_rates)),
+            rates,
             PlannedSplit(split.attention, split.experts),
             self.demand(most),
             limits,
             fixed=fixed,
-            may_unsplit=may_unsplit,
-            memory_nbytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            may_unsplit=may_unsplit and device == "cpu",
+            memory_nbytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if device == "cpu" else None,
         )
+
+
+def check_measured(rates: InferenceRates, path: Path, device: DeviceKind, name: str = "device") -> None:
+    """Check that rates are those of a kind of device, the engine's argument `name`; what is not measured is of CPUs.
+
+    Raises:
+        ConfigError: they were measured on another kind, or do not say that it was CUDA.
+    """
+    found = _MEASURED.match(rates.source)
+    if (found[1] if found else "cpu") == device:
+        return
+    said = f"were measured on {found[1]!r}" if found else "do not say on what they were measured"
+    raise ConfigError(
+        f"plan is automatic with {name} = {device!r}, but the rates in {str(path)!r} {said}; give those of laconic"
+        f" profile --infer on machines {'with' if device == 'cuda' else 'without'} CUDA devices, or an InferencePlan"
+    )

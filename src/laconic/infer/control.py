@@ -30,6 +30,7 @@ from laconic.errors import CollectiveError, ConfigError, first_line
 from laconic.infer.connections import Admission, keep_alive
 from laconic.infer.settings import WorkerSettings
 from laconic.infer.split import Split
+from laconic.installation import safe_path
 from laconic.json_text import parse_json
 from laconic.shared_secret import admit, enter, seal, unseal
 from laconic.train.distributed.world import RankInfo, read_environment
@@ -68,7 +69,7 @@ class LocalWorker:
         if interface is not None:
             environment.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._process = subprocess.Popen(
-            [sys.executable, *self.program, settings.to_json()],
+            [sys.executable, *safe_path(), *self.program, settings.to_json()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

@@ -18,7 +18,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, get_args
@@ -47,6 +47,8 @@ from laconic.schedule.inference import InferencePlan
 from laconic.shared_secret import read_secret
 
 _LOADS_SECONDS = 10.0
+_LONGEST_SECONDS = 1e9
+"""30 years; not for ever, which neither locks nor torch's groups take for a time."""
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -79,7 +81,7 @@ class Engine:
             OMP_NUM_THREADS.
         start_timeout_seconds: for all workers to load their weights and meet.
         device: "cpu", or "cuda": the workers of a machine take its CUDA devices in turn, and rows travel through host
-            memory unless `link` is "group". Automatic plans and traces know CPUs alone and are refused with it.
+            memory unless `link` is "group".
         expert_device: of expert workers, "cpu" or "cuda"; None is `device`, which is that of attention workers then.
         payload: how hidden states and sums travel between workers: "raw", "lossless" (the same tokens), "int8" (other
             tokens: values are rounded, see laconic.infer.payload), or "auto": raw or lossless for each message, by
@@ -140,14 +142,24 @@ class Engine:
         link: LinkKind = "tcp",
     ) -> None:
         check_transformers()
-        _check_arguments(dtype, threads, answer_timeout_seconds, payload, launcher, max_restarts)
+        _check_integers(
+            attention=attention,
+            experts=experts,
+            cache_tokens=cache_tokens,
+            batch_tokens=batch_tokens,
+            threads=threads,
+            max_restarts=max_restarts,
+            redundant_experts=redundant_experts,
+        )
+        _check_seconds(answer_timeout_seconds=answer_timeout_seconds, start_timeout_seconds=start_timeout_seconds)
+        _check_arguments(dtype, threads, payload, launcher, max_restarts)
         devices = {"device": device} | ({} if expert_device is None else {"expert_device": expert_device})
         for name, each in devices.items():
             check_device(each, name)
         check_expert_format(expert_format)
         self._link = link
         _check_link(link, payload, device, expert_device or device)
-        _check_known(devices, link, plan, trace)
+        _check_known(link, plan, trace)
         CacheLimits(cache_tokens, batch_tokens)
         of_experts = {
             "expert_format": expert_format,
@@ -159,7 +171,9 @@ class Engine:
         }
         self._pid = os.getpid()
         directory, limits = Path(model_dir), EngineLimits(cache_tokens, batch_tokens)
-        serving = plan_serving(directory, attention, experts, plan, rates, limits, dtype, trace is not None, of_experts)
+        serving = plan_serving(
+            directory, attention, experts, plan, rates, limits, dtype, trace is not None, of_experts, device
+        )
         self.split, self.plan, self.choice, self.notes = serving.split, serving.plan, serving.choice, serving.notes
         self._loads_path = None if expert_loads is None else Path(expert_loads)
         check_expert_placement(self._loads_path, redundant_experts)
@@ -167,10 +181,12 @@ class Engine:
         if self._loads_path is not None:
             held, note = place_experts(self.split, serving.num_experts, self._loads_path, redundant_experts)
             self.notes += (note,)
+            self._loads_path = self._loads_path.absolute()
         self._trace_path = None if trace is None else Path(trace)
         if self._trace_path is not None:
             check_traceable(self.split)
             check_trace_file(self._trace_path)
+            self._trace_path = self._trace_path.absolute()  # of now, wherever the program goes until it is written
         check_weights(directory)
         generation = read_generation_config(directory, read_config(directory))
         self.notes += check_generation_config(generation, directory)
@@ -221,7 +237,6 @@ class Engine:
         self.notes += tuple(str(note) for note in first["notes"])
         planned = None if self.choice is None else self.choice.step_seconds
         self._recorder = RunRecorder(self._workers, self.split, self.plan, planned, lambda: self.error)
-        self._devices = devices
         self.recording = None if trace is None else Recording(self._recorder)
         if self.recording is not None:
             self._recorder.start(self.recording)
@@ -346,10 +361,9 @@ class Engine:
             recording.trace.save("run.json")
 
         Entering the block raises ConfigError if another recording of the engine is on, if its models are whole and
-        there is nothing to trace, or if they are on CUDA devices or linked by a group, and CollectiveError if a worker
-        has been lost.
+        there is nothing to trace, or if they are linked by a group, and CollectiveError if a worker has been lost.
         """
-        _check_known(self._devices, self._link, None, "a file")
+        _check_known(self._link, None, "a file")
         return Recording(self._recorder)
 
     def close(self) -> None:
@@ -406,7 +420,11 @@ class Engine:
 
     def _add(self, prompt: Sequence[int], sampling: Sampling, listener: TokenListener | None) -> Generation:
         request = self._take(prompt, sampling, listener)
-        self._workers.send(request.rank, request.command)
+        try:
+            self._workers.send(request.rank, request.command)
+        except BaseException:  # Ctrl-C: nobody holds it, and a worker that never got it would seem to hang
+            request.generation.cancel()
+            raise
         return request.generation
 
     def _take(self, prompt: Sequence[int], sampling: Sampling, listener: TokenListener | None) -> TakenRequest:
@@ -451,30 +469,23 @@ def _check_defaults(defaults: AnswerDefaults) -> AnswerDefaults:
     return defaults
 
 
-def _check_known(
-    devices: Mapping[str, str],
-    link: str,
-    plan: InferencePlan | AutoPlan | str | None,
-    trace: str | os.PathLike[str] | None,
-) -> None:
-    """Refuse what knows the times of CPUs and of TCP alone.
+def _check_known(link: str, plan: InferencePlan | AutoPlan | str | None, trace: str | os.PathLike[str] | None) -> None:
+    """Refuse what knows the times of TCP alone.
 
     Raises:
-        ConfigError: a CUDA device or another link with an automatic plan or a trace.
+        ConfigError: another link with an automatic plan or a trace.
     """
-    why = "but it would time when work is given to the device, not when it runs; use torch's profiler, or {}='cpu'"
-    other = [(f"{name} = {each!r}", "CPUs", why.format(name)) for name, each in devices.items() if each != "cpu"]
-    if link != "tcp":
-        why = "over which nothing notes when an answer comes; leave link out"
-        other.append((f"link = {link!r}", "link = 'tcp'", why))
-    for given, known, why in other:
-        if plan is not None and not isinstance(plan, InferencePlan):
-            raise ConfigError(
-                f"plan is automatic with {given}, but rates are those of {known} (laconic profile --infer); give an"
-                " InferencePlan (laconic infer plan finds one)"
-            )
-        if trace is not None:
-            raise ConfigError(f"trace is asked for with {given}, {why}")
+    if link == "tcp":
+        return
+    if plan is not None and not isinstance(plan, InferencePlan):
+        raise ConfigError(
+            f"plan is automatic with link = {link!r}, but rates are those of link = 'tcp' (laconic profile --infer);"
+            " give an InferencePlan (laconic infer plan finds one)"
+        )
+    if trace is not None:
+        raise ConfigError(
+            f"trace is asked for with link = {link!r}, over which nothing notes when an answer comes; leave link out"
+        )
 
 
 def _check_link(link: str, payload: str, *devices: str) -> None:
@@ -505,10 +516,31 @@ def _check_link(link: str, payload: str, *devices: str) -> None:
         )
 
 
+def _check_integers(**given: int | None) -> None:
+    """Check the kinds of numbers, which workers are told as JSON.
+
+    Raises:
+        ConfigError: one is no integer of Python's.
+    """
+    for name, value in given.items():
+        if value is not None and type(value) is not int:
+            raise ConfigError(f"{name} is {value!r}, but it must be an int; convert it with int()")
+
+
+def _check_seconds(**given: float) -> None:
+    """Check times to wait.
+
+    Raises:
+        ConfigError: one is no number, not above 0, or longer than threads can wait.
+    """
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _LONGEST_SECONDS:
+            raise ConfigError(f"{name} is {value!r}, but it must be a number above 0 and at most {_LONGEST_SECONDS:g}")
+
+
 def _check_arguments(
     dtype: str,
     threads: int | None,
-    answer_timeout_seconds: float,
     payload: PayloadCoding,
     launcher: Launcher,
     max_restarts: int,
@@ -522,8 +554,6 @@ def _check_arguments(
         raise ConfigError(f"dtype is {dtype!r}, but it must be one of {', '.join(_DTYPES)}")
     if threads is not None and threads < 1:
         raise ConfigError(f"threads is {threads}, but it must be at least 1; leave it out to divide the cores")
-    if not answer_timeout_seconds > 0:
-        raise ConfigError(f"answer_timeout_seconds is {answer_timeout_seconds}, but it must be above 0")
     check_payload(payload)
     if launcher not in get_args(Launcher):
         raise ConfigError(f"launcher is {launcher!r}, but it must be one of {', '.join(get_args(Launcher))}")

@@ -1,7 +1,8 @@
 """Measures what a message and its answer take from the processors of an attention and of an expert worker.
 
 Both ends run what the engine runs: `TcpExpertLink` and `serve`, with their threads. Processor time of the whole process
-counts packing, system calls, copies, receiving threads and wake-ups, and not the time of the link.
+counts packing, system calls, copies, receiving threads and wake-ups, and not the time of the link. Where a CUDA device
+computes, both ends also copy rows and sums from or to it, and the host waits for that.
 """
 
 from __future__ import annotations
@@ -84,6 +85,34 @@ def measure_experts_end(
     for rows, (first, following) in zip(_batches(num_rows), pairwise(times), strict=True):
         found[rows].append(following - first)
     return _per_exchange(found, width, dtype)
+
+
+def copy_seconds(num_rows: Sequence[int], width: int, dtype: torch.dtype, device: torch.device) -> list[float]:
+    """Measure how long the host waits for the copies of a message and its answer at one end; 0 on a CPU.
+
+    An attention worker copies rows from the device and sums to it, an expert worker the other way round.
+
+    Args:
+        num_rows, width, dtype: as in `measure_attention_end`.
+        device: that computes.
+
+    Returns:
+        Seconds by size.
+    """
+    if device.type == "cpu":
+        return [0.0] * len(num_rows)
+    found: dict[int, list[float]] = {rows: [] for rows in num_rows}
+    for rows in _batches(num_rows):
+        message = _message(0, 0, rows, width, dtype)
+        there = [x.to(device) for x in (message.hidden, message.experts, message.weights)]
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        for _ in range(_EXCHANGES):
+            back = [x.to("cpu") for x in there]
+            back[0].to(device)
+        torch.cuda.synchronize(device)
+        found[rows].append(time.perf_counter() - started)
+    return [median(taken[1:]) / _EXCHANGES for taken in found.values()]
 
 
 def _batches(num_rows: Sequence[int]) -> list[int]:

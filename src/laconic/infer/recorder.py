@@ -2,15 +2,22 @@
 
 Nothing is written unless the engine has asked for it; then a layer costs a few readings of the clock. All processes of
 one machine read the same clock. `machine` tells machines apart; see laconic.infer.run_trace for several.
+
+A CUDA device computes after the host has gone on. What an attention worker computes there is timed by events, which are
+read when the recording ends; no host waits for one before.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from laconic.train.step_timeline import machine
+
+if TYPE_CHECKING:
+    import torch
 
 now_ns = time.monotonic_ns
 
@@ -81,6 +88,8 @@ class PassLog:
 class AnswerLog:
     """One message as its expert worker sees it.
 
+    The host's clock is right for a CUDA device, too: it is idle when it gets the rows, and the host waits for the sums.
+
     Attributes:
         peer: rank of the attention worker.
         number: as in MessageLog; both ends of a link count, and messages do not overtake each other.
@@ -113,14 +122,15 @@ class WorkerLog:
     num_dropped: int = 0
     num_entries: int = 0
 
-    def add_pass(self, entry: PassLog) -> None:
-        """Keep a pass, if there is room."""
+    def add_pass(self, entry: PassLog) -> bool:
+        """Keep a pass, if there is room; returns whether there was."""
         size = sum(1 + len(layer.messages) for layer in entry.layers)
         if self.num_entries + size > _MOST_ENTRIES:
             self.num_dropped += 1
-        else:
-            self.num_entries += size
-            self.passes.append(entry)
+            return False
+        self.num_entries += size
+        self.passes.append(entry)
+        return True
 
     def add_answer(self, entry: AnswerLog) -> None:
         """Keep an answer, if there is room."""
@@ -147,11 +157,86 @@ class WorkerLog:
         return cls(data["clock"], passes, answers, data["num_dropped"], data["num_entries"])
 
 
-class Recorder:
-    """Hands out the log of the recording that is on."""
+class PassClock:
+    """The clock of one pass: the machine's, for what the host itself computes or waits for."""
+
+    def now(self) -> int:
+        """Return the time at which the pass is here."""
+        return now_ns()
+
+    def meet(self) -> None:
+        """Take note that the host has waited for all that the pass has computed."""
+
+    def settle(self, passed: PassLog) -> bool:
+        """Put in the times that were not known when the pass was here; False if they cannot be known."""
+        return True
+
+
+class DeviceClock(PassClock):
+    """The clock of a pass that a CUDA device computes, on the current stream.
+
+    `now` records an event and returns the host's time, which stands for the device's until `settle`. Events are counted
+    from the last place before them where the host had waited for the stream anyway, at which both clocks were read: so
+    neither clocks that drift apart nor the rounding of long times matter.
+    """
 
     def __init__(self) -> None:
-        """Start without a recording."""
+        """Start without events."""
+        self._events: dict[int, tuple[torch.cuda.Event, int]] = {}
+        """By the host's time; with the number of places before where both clocks were read."""
+        self._met: list[tuple[torch.cuda.Event, int]] = []
+
+    def now(self) -> int:
+        """See PassClock."""
+        event, here = _recorded(), now_ns()
+        self._events[here] = event, len(self._met)
+        return here
+
+    def meet(self) -> None:
+        """See PassClock."""
+        self._met.append((_recorded(), now_ns()))
+
+    def settle(self, passed: PassLog) -> bool:
+        """See PassClock; waits for the events."""
+        if not self._met:
+            return False
+        entries: list[tuple[PassLog | LayerLog, tuple[str, ...]]] = [(passed, ("turn_ns", "end_ns"))]
+        of_layers = ("turn_ns", "attention_end_ns", "shared_start_ns", "shared_end_ns")
+        entries += [(layer, of_layers) for layer in passed.layers]
+        for entry, names in entries:
+            for name in names:
+                if (found := self._events.get(getattr(entry, name))) is not None:
+                    setattr(entry, name, self._ns(*found))
+        return True
+
+    def _ns(self, event: torch.cuda.Event, met_before: int) -> int:
+        met, at_ns = self._met[max(0, met_before - 1)]
+        event.synchronize()
+        if met_before:
+            return at_ns + round(1e6 * met.elapsed_time(event))
+        met.synchronize()
+        return at_ns - round(1e6 * event.elapsed_time(met))
+
+
+def _recorded() -> torch.cuda.Event:
+    import torch
+
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class Recorder:
+    """Hands out the log of the recording that is on.
+
+    Args:
+        device: on which the worker computes; None is the CPU.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._of_pass = DeviceClock if device is not None and device.type == "cuda" else PassClock
+        self._clocks: list[tuple[PassLog, PassClock]] = []
+        self._lock = threading.Lock()
         self.log: WorkerLog | None = None
         """Of the recording that is on; None while none is."""
 
@@ -159,7 +244,24 @@ class Recorder:
         """Begin a recording, with an empty log."""
         self.log = WorkerLog(machine())
 
+    def clock(self) -> PassClock:
+        """Return a clock for one pass."""
+        return self._of_pass()
+
+    def add_pass(self, log: WorkerLog, entry: PassLog, clock: PassClock) -> None:
+        """Keep a pass that began with `log`, if that recording is still on and has room."""
+        with self._lock:
+            if log is self.log and log.add_pass(entry):
+                self._clocks.append((entry, clock))
+
     def stop(self) -> WorkerLog:
         """End the recording and return its log. What is being computed is not in it."""
-        log, self.log = self.log, None
-        return log if log is not None else WorkerLog(machine())
+        with self._lock:
+            log, self.log = self.log, None
+            clocks, self._clocks = self._clocks, []
+        if log is None:
+            return WorkerLog(machine())
+        if unknown := [entry for entry, clock in clocks if not clock.settle(entry)]:
+            log.passes = [entry for entry in log.passes if not any(entry is each for each in unknown)]
+            log.num_dropped += len(unknown)
+        return log

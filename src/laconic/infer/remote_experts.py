@@ -19,7 +19,7 @@ from laconic.errors import CollectiveError
 from laconic.infer.compute_turns import ComputeTurns
 from laconic.infer.links import ExpertLink
 from laconic.infer.messages import Rows
-from laconic.infer.recorder import LayerLog, MessageLog, PassLog, Recorder, WorkerLog, now_ns
+from laconic.infer.recorder import LayerLog, MessageLog, PassClock, PassLog, Recorder, WorkerLog, now_ns
 from laconic.schedule.inference import InferencePlan
 from laconic.schedule.slices import slice_ranges
 
@@ -81,28 +81,28 @@ class RemoteExperts:
         self._local.is_plain = num_rows is None
         if num_rows is None:
             self._turns.take()
-            self._local.has_turn, self._local.passed, self._local.log = True, None, None
+            self._local.has_turn, self._local.passed = True, None
             return
         if not hasattr(self._local, "micro_batch"):
             self._local.micro_batch = next(self._numbers)
         self._turns.take()
         self._local.num_rows = num_rows
         self._local.has_turn = True
-        self._local.log = self._recorder.log
+        self._local.log, self._local.clock = self._recorder.log, self._recorder.clock()
         self._local.passed = None
         if self._local.log is not None:
-            self._local.passed = PassLog(self._local.micro_batch, num_rows, now_ns())
+            self._local.passed = PassLog(self._local.micro_batch, num_rows, self._local.clock.now())
 
     def end_forward(self) -> None:
         """Give the turn away, if the calling thread has it."""
         if self._local.__dict__.pop("has_turn", False):
             passed: PassLog | None = self._local.passed
             if passed is not None:
-                passed.end_ns = now_ns()
+                passed.end_ns = self._local.clock.now()
             self._turns.give()
-            log: WorkerLog | None = self._local.log
-            if passed is not None and log is not None and log is self._recorder.log:
-                log.add_pass(passed)
+            if passed is not None:
+                log: WorkerLog = self._local.log
+                self._recorder.add_pass(log, passed, self._local.clock)
 
     def run(
         self, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor, shared: Callable[[], None] | None = None
@@ -123,15 +123,17 @@ class RemoteExperts:
         """
         if self._local.is_plain:
             return self._ask_each(layer, hidden, experts, weights, shared)
-        plan = self._plan
+        plan, clock = self._plan, self._local.clock
         passed: PassLog | None = self._local.passed
         log = None if passed is None else LayerLog(passed.turn_ns)
         if shared is not None and plan.shared_first:
-            _run_shared(shared, log)
+            _run_shared(shared, log, clock)
             shared = None
         real = min(len(hidden), self._local.num_rows)
         # What is where messages leave already is not copied.
         here, choices, shares = (x[:real].to(self._device) for x in (hidden, experts, weights))
+        if log is not None:
+            clock.meet()
         sent: list[tuple[ExpertLink, Rows, Tensor]] = []
         try:
             self._send(layer, here, choices, shares, log, sent)
@@ -139,7 +141,7 @@ class RemoteExperts:
                 if plan.order != "ASAS":
                     self._turns.give()
                     self._turns.take("shared")
-                _run_shared(shared, log)
+                _run_shared(shared, log, clock)
         except BaseException:
             # The forward is tried again, and must not take these answers for its own.
             for link, rows, _ in sent:
@@ -158,7 +160,7 @@ class RemoteExperts:
         if self._sends_all:
             answers = _receive(sent)
         if passed is not None and log is not None:
-            passed.turn_ns = now_ns()
+            passed.turn_ns = clock.now()
             passed.layers.append(log)
             for (link, rows, _), message in zip(sent, log.messages, strict=True):
                 message.arrived_ns = link.arrived_ns(rows)
@@ -300,14 +302,14 @@ def _receive(sent: Sequence[tuple[ExpertLink, Rows, Tensor]]) -> list[Tensor]:
     return answers
 
 
-def _run_shared(shared: Callable[[], None], log: LayerLog | None) -> None:
+def _run_shared(shared: Callable[[], None], log: LayerLog | None, clock: PassClock) -> None:
     if log is None:
         shared()
         return
-    log.shared_start_ns = now_ns()
+    log.shared_start_ns = clock.now()
     log.attention_end_ns = log.attention_end_ns or log.shared_start_ns
     shared()
-    log.shared_end_ns = now_ns()
+    log.shared_end_ns = clock.now()
 
 
 class RemoteLayer(nn.Module):

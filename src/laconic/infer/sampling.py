@@ -7,6 +7,7 @@ order of calls. So a request with a seed gives the same tokens in any batch whos
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import struct
 from collections.abc import Callable, Mapping
@@ -85,6 +86,14 @@ class Sampling:
         if isinstance(bias := self.rules.get("sequence_bias"), dict):
             pairs = [[list(tokens), value] for tokens, value in bias.items()]
             object.__setattr__(self, "rules", {**self.rules, "sequence_bias": pairs})
+        for name, value in self.rules.items():
+            try:
+                json.dumps(value)  # as they travel to workers
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"rules has {name} = {value!r}, but values are made of Python's own numbers, booleans, strings,"
+                    f" lists and dicts ({error}); give those"
+                ) from None
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._check_integer(name, 0, 2**63 - 1)

@@ -7,10 +7,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from laconic.cost.infer.engine_plan import EngineChoice, EngineLimits
 from laconic.errors import ConfigError
 from laconic.infer.auto_plan import AutoPlan
+from laconic.infer.device import DeviceKind
 from laconic.infer.split import Split
 from laconic.infer.transformers_seam import find_experts, num_positions, read_config
 from laconic.moe.huggingface.blocks import unknown_experts
@@ -63,6 +65,7 @@ def plan_serving(
     dtype: str,
     traced: bool,
     of_experts: Mapping[str, object],
+    device: DeviceKind = "cpu",
 ) -> ServingPlan:
     """Return what an engine with these arguments runs; see Engine.
 
@@ -73,6 +76,7 @@ def plan_serving(
         limits: of each micro-batch.
         traced: whether the run is to be traced, for which it needs expert workers.
         of_experts: arguments of the engine that only expert workers use, by name.
+        device: of the engine.
 
     Raises:
         ConfigError, ModelError, PlanError: see Engine.
@@ -108,7 +112,14 @@ def plan_serving(
         may_unsplit = experts is None and not traced and not asked.keys() - {"payload"}
         expert_format = str(asked.get("expert_format", "exact"))
         choice = automatic.choose(
-            model_dir, split, limits, dtype=dtype, may_unsplit=may_unsplit, expert_format=expert_format
+            model_dir,
+            split,
+            limits,
+            dtype=dtype,
+            may_unsplit=may_unsplit,
+            expert_format=expert_format,
+            device=device,
+            expert_device=cast(DeviceKind, asked.get("expert_device", device)),
         )
         notes += (f"plan auto: {choice}",)
         logging.getLogger("laconic").info("plan auto: %s", choice)

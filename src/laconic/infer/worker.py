@@ -5,8 +5,9 @@ its standard output, one JSON object a line; what libraries print goes to standa
 A rank of torchrun does the same over a connection (laconic.infer.control).
 
     commands: {"do": "request", "name", "prompt", "sampling", "stream"}, {"do": "cancel", "name"}, {"do": "stop"},
-              {"do": "record", "on"} for workers of both roles, answered by {"is": "recorded"} with a WorkerLog,
-              {"do": "loads"} for attention workers, answered by {"is": "loads", "loads"}: rows by layer and expert
+              {"do": "record", "ask", "on"} for workers of both roles, answered by {"is": "recorded"} with a WorkerLog,
+              {"do": "loads", "ask"} for attention workers, answered by {"is": "loads", "loads"}: rows by layer and
+              expert; both with "ask", the number of the question
     events: {"is": "ready", ...}, {"is": "failed", "error", "refused"},
             {"is": "tokens", "tokens"}: one of each forward, a list of [name, token, logprob, top, prompt] (see
             ChosenToken.to_fields) of the requests with "stream",
@@ -223,7 +224,7 @@ def _record(recorder: Recorder, command: dict[str, Any], events: _Events) -> Non
     log = recorder.stop()
     if command["on"]:
         recorder.start()
-    events.write("recorded", log=log.to_dict())
+    events.write("recorded", ask=command["ask"], log=log.to_dict())
 
 
 def _serve_requests(
@@ -296,7 +297,7 @@ def _serve_requests(
                 reported = last
                 events.write("progress", stalled_seconds=worker.stalled_seconds)
 
-    recorder = Recorder()
+    recorder = Recorder(device)
     worker = AttentionWorker(settings, dtype, device, meet, finished, tell_tokens, recorder, broken)
     events.write("ready", nbytes=worker.nbytes, notes=worker.notes, eos_token_ids=worker.eos_token_ids)
     ready.set()
@@ -313,7 +314,7 @@ def _serve_requests(
         elif command["do"] == "record":
             _record(recorder, command, events)
         elif command["do"] == "loads":
-            events.write("loads", loads=worker.expert_loads)
+            events.write("loads", ask=command["ask"], loads=worker.expert_loads)
         else:
             break
     worker.close()

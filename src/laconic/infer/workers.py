@@ -11,6 +11,7 @@ since nothing may overtake what was held back. One more lock per worker keeps th
 
 from __future__ import annotations
 
+import itertools
 import json
 import queue
 import threading
@@ -99,7 +100,8 @@ class WorkerSet:
         self._closing = False
         self._restarting: threading.Thread | None = None
         self._held_back: list[tuple[int, list[dict[str, Any]]]] | None = None
-        self._answers: queue.SimpleQueue[tuple[int, dict[str, Any]] | None] = queue.SimpleQueue()
+        self._asks = itertools.count()
+        self._asked: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}  # by the number of the question
         self._past_traffic = (LinkTraffic(), LinkTraffic())
         self._traffic: dict[int, tuple[LinkTraffic, LinkTraffic]] = {}
         self.running = False
@@ -142,16 +144,18 @@ class WorkerSet:
         self._tell(rank, *commands)
 
     def ask(self, rank: int, command: dict[str, Any], timeout_seconds: float) -> dict[str, Any] | None:
-        """Tell a worker something that it answers; returns the answer, or None without one."""
-        self._answers = queue.SimpleQueue()
-        if not self.running:
-            return None
-        self._tell(rank, command)
+        """Tell a worker something that it answers; returns the answer, or None without one. On any thread."""
+        number, answer = next(self._asks), queue.SimpleQueue[dict[str, Any] | None]()
+        self._asked[number] = answer
         try:
-            answer = self._answers.get(timeout=timeout_seconds)
+            if not self.running:
+                return None
+            self._tell(rank, command | {"ask": number})
+            return answer.get(timeout=timeout_seconds)
         except queue.Empty:
             return None
-        return answer[1] if answer is not None and answer[0] == rank else None
+        finally:
+            del self._asked[number]
 
     def close(self) -> None:
         """End all; who is in flight fails. Does nothing the second time."""
@@ -232,9 +236,10 @@ class WorkerSet:
 
     def _tell(self, rank: int, *commands: dict[str, Any]) -> None:
         stream = self._processes[rank].commands
+        lines = "".join(f"{json.dumps(command)}\n" for command in commands)
         with self._writing[rank]:
             try:
-                stream.write("".join(f"{json.dumps(command)}\n" for command in commands))
+                stream.write(lines)
                 stream.flush()
             except (OSError, ValueError):
                 return  # it has ended, and its reader says so
@@ -278,7 +283,8 @@ class WorkerSet:
                 self._traffic[rank] = (a2e, e2a)
             self._finish(event)
         elif event["is"] in ("recorded", "loads"):
-            self._answers.put((rank, event))
+            if (asked := self._asked.get(event["ask"])) is not None:
+                asked.put(event)
         elif event["is"] == "failed":
             kind = ModelError if event["refused"] else CollectiveError
             return kind(f"{self.name(rank)}: {event['error']}")
@@ -319,7 +325,8 @@ class WorkerSet:
         for process in self._processes:
             process.kill()
             self._ready_count.release()
-        self._answers.put(None)
+        for asked in list(self._asked.values()):
+            asked.put(None)
         fail_all(failed, error)
         if restarts:
             self._restarting = threading.Thread(target=self._restart, name="laconic-restart", daemon=True)

@@ -1,10 +1,10 @@
-"""A loop of requests that outlives a batch that raises."""
+"""A loop of requests that outlives a batch that raises, and requests that are cancelled."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from laconic.errors import CollectiveError, ConfigError
@@ -100,21 +100,35 @@ class FaultyBatches:
     def _schedule(self, scheduler: Any, schedule: Callable[..., Any], *budgets: int) -> Any:
         """Choose a batch; while there are suspects, from the first of them alone."""
         active, waiting = scheduler.active_requests, scheduler.waiting_requests
+        if not active:
+            # The cache was too small for all. Who lost their place wait for one that runs to finish, and the manager
+            # takes none for finished that was cancelled or has failed.
+            scheduler.block_new_requests = False
         while self._suspects and self._suspects[0] not in active and self._suspects[0] not in waiting:
             self._suspects.popleft()  # it was cancelled
         if not self._suspects:
             return schedule(*budgets)
-        name = self._suspects[0]
-        order, blocked = scheduler.waiting_requests_order, scheduler.block_new_requests
-        scheduler.active_requests = {key: state for key, state in active.items() if key == name}
-        scheduler.waiting_requests = {key: state for key, state in waiting.items() if key == name}
-        scheduler.waiting_requests_order = deque(scheduler.waiting_requests)
-        scheduler.block_new_requests = False
-        try:
-            return schedule(*budgets)
-        finally:
-            active.update(scheduler.active_requests)
-            if name not in scheduler.waiting_requests and waiting.pop(name, None) is not None:
+        found = _schedule_some(scheduler, schedule, {self._suspects[0]}, budgets)
+        if found[0] is None and (others := active.keys() - set(self._suspects)):
+            # They hold what it lacks of the cache, and give it back when they finish.
+            found = _schedule_some(scheduler, schedule, others, budgets)
+        return found
+
+
+def _schedule_some(scheduler: Any, schedule: Callable[..., Any], names: Set[str], budgets: Sequence[int]) -> Any:
+    """Choose a batch from some requests alone."""
+    active, waiting = scheduler.active_requests, scheduler.waiting_requests
+    order, blocked = scheduler.waiting_requests_order, scheduler.block_new_requests
+    scheduler.active_requests = {key: state for key, state in active.items() if key in names}
+    scheduler.waiting_requests = {key: state for key, state in waiting.items() if key in names}
+    scheduler.waiting_requests_order = deque(scheduler.waiting_requests)
+    scheduler.block_new_requests = False
+    try:
+        return schedule(*budgets)
+    finally:
+        active.update(scheduler.active_requests)
+        for name in names - scheduler.waiting_requests.keys():
+            if waiting.pop(name, None) is not None:
                 order.remove(name)
-            scheduler.active_requests, scheduler.waiting_requests = active, waiting
-            scheduler.waiting_requests_order, scheduler.block_new_requests = order, blocked
+        scheduler.active_requests, scheduler.waiting_requests = active, waiting
+        scheduler.waiting_requests_order, scheduler.block_new_requests = order, blocked

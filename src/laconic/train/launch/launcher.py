@@ -155,7 +155,7 @@ def _attempt(config: TrainConfig, folder: Path, requests: _StopRequests) -> int 
     try:
         # A quarter of the time after which the others give up on it, and lose what they know about it.
         with local_rendezvous(folder), workers.kill_stopped(config.rank_timeout_seconds / 4):
-            elastic_launch(launch_config, sys.executable)("-m", WORKER, str(folder))
+            elastic_launch(launch_config, sys.executable)(*installation.safe_path(), "-m", WORKER, str(folder))
     except ChildFailedError as error:
         if requests.codes and was_asked_for(error.failures):
             if EXIT_INTERRUPTED not in {failure.exitcode for failure in error.failures.values()}:
