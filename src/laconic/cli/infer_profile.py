@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain, combinations, cycle
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -27,10 +28,11 @@ _MESSAGE_ROWS, _QUICK_MESSAGE_ROWS = (1, 8, 32, 128, 512), (1, 64)
 _WEIGHTS_NBYTES, _QUICK_WEIGHTS_NBYTES = 1 << 28, 1 << 22
 """Weights that take turns, so that caches hold none of them: each call reads its own from memory."""
 _LONGEST_SECONDS = 0.2
+_REPEATS = 9
 
 
 def measure_infer(
-    shape: LayerShape, *, dtype: torch.dtype, device: torch.device, quick: bool = False
+    shape: LayerShape, *, dtype: torch.dtype, device: torch.device, quick: bool = False, beside_host: bool = False
 ) -> InferenceRates:
     """Measure rates on all ranks of the world at once; all call it together and get the same.
 
@@ -39,25 +41,34 @@ def measure_infer(
         dtype: of weights and activations.
         device: this process's.
         quick: few sizes, for a smoke test.
+        beside_host: the world is two ranks over gloo, the first on a CUDA device and the second on the CPU. The device
+            alone is measured, and the link between both.
     """
     assert dist.group.WORLD is not None
-    ranks = Ranks(dist.group.WORLD, device)
-    products = _products(ranks, shape, dtype, quick)
+    ranks = Ranks(dist.group.WORLD, device, torch.device("cpu") if beside_host else None)
+    kind = "cuda" if beside_host else device.type
+    is_measured = device.type == kind
+    products = _products(ranks, shape, dtype, quick, is_measured)
     gemm, read = fit_products(products, dtype.itemsize)
-    attention = _attention(ranks, dtype, _QUICK_LENGTHS if quick else _LENGTHS)
+    attention = _attention(ranks, dtype, _QUICK_LENGTHS if quick else _LENGTHS, is_measured)
     sizes = _QUICK_SIZES if quick else _SIZES
-    send = measure_link(ranks, ranks.group, sizes, ("send",), _LONGEST_SECONDS).operations["send"]
-    source = (
-        f"measure_infer, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}, {ranks.world} ranks, {device.type}, "
-    )
+    if beside_host:
+        link = LinkPair(*(_device_line(ranks, sizes, is_home=is_home) for is_home in (False, True)))
+    else:
+        send = measure_link(ranks, ranks.group, sizes, ("send",), _LONGEST_SECONDS).operations["send"]
+        link = LinkPair(send, send)
+    source = f"measure_infer, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}, {ranks.world} ranks, {kind}, "
     source += str(dtype).removeprefix("torch.")
+    if beside_host:
+        source += ": products, attention and reading on the CUDA device; link from it to a process of the CPU and back,"
+        source += " copies of the device with it; exchange between processes of the CPU, with tensors of the host"
     # On CPUs a product of groups is a loop over them.
     return InferenceRates(
         gemm,
         attention,
-        LinkPair(send, send),
+        link,
         read,
-        grouped=device.type == "cuda",
+        grouped=kind == "cuda",
         exchange=_exchange(ranks, shape, dtype, _QUICK_MESSAGE_ROWS if quick else _MESSAGE_ROWS),
         source=ranks.texts(source)[0],
     )
@@ -77,6 +88,41 @@ def _exchange(ranks: Ranks, shape: LayerShape, dtype: torch.dtype, num_rows: Seq
     values = [round(seconds * 1e9) for _, seconds in mine] or [0] * len(sizes)
     ends = ranks.exchange(values)[:2]
     return ExchangeCosts(*(fit_line(zip(sizes, (v * 1e-9 for v in end), strict=True)) for end in ends))
+
+
+def _device_line(ranks: Ranks, sizes: Sequence[int], *, is_home: bool) -> Line:
+    """Line of rows from the device of the first rank to the second one, a process of the CPU, or of sums home.
+
+    As in RemoteExperts, values, choices and weights leave the device in a copy each, and a copy brings the sums home.
+    """
+    is_first = ranks.group.rank() == 0
+    points = []
+    for size in sizes:
+        values = torch.zeros(size, dtype=torch.uint8, device=ranks.device)
+        parts = [values, *(torch.zeros(1, device=ranks.device) for _ in range(2))]
+        case = partial(_sums_home if is_home else _rows_out, parts, is_first, ranks.group)
+        (first,) = ranks.seconds(case, 1)
+        points.append((size, median(ranks.seconds(case, _REPEATS))))
+        if 4 * first > _LONGEST_SECONDS:
+            break
+    return fit_line(points)
+
+
+def _rows_out(parts: Sequence[Tensor], is_first: bool, group: dist.ProcessGroup) -> None:
+    if is_first:
+        here = [part.to("cpu") for part in parts]
+        group.send(here[:1], 1, 0).wait()
+    else:
+        group.recv([torch.empty_like(parts[0])], 0, 0).wait()
+
+
+def _sums_home(parts: Sequence[Tensor], is_first: bool, group: dist.ProcessGroup) -> None:
+    if is_first:
+        sums = torch.empty(parts[0].shape, dtype=torch.uint8, device="cpu")
+        group.recv([sums], 1, 0).wait()
+        sums.to(parts[0].device)
+    else:
+        group.send([parts[0]], 0, 0).wait()
 
 
 def fit_products(points: Sequence[tuple[int, int, float]], item_nbytes: int) -> tuple[Line, float]:
@@ -109,17 +155,19 @@ def fit_products(points: Sequence[tuple[int, int, float]], item_nbytes: int) -> 
     return Line(alpha, beta, float((matrix @ best - 1).abs().max())), gamma
 
 
-def _products(ranks: Ranks, shape: LayerShape, dtype: torch.dtype, quick: bool) -> list[tuple[int, int, float]]:
+def _products(
+    ranks: Ranks, shape: LayerShape, dtype: torch.dtype, quick: bool, is_measured: bool
+) -> list[tuple[int, int, float]]:
     """Rows, weights and seconds of products of the layer's size and of a quarter of it."""
     found = []
     for k, n in ((shape.model_dim, shape.hidden_dim), (shape.hidden_dim, max(1, shape.model_dim // 4))):
         wanted = _QUICK_WEIGHTS_NBYTES if quick else _WEIGHTS_NBYTES
-        count = max(2, wanted // (k * n * dtype.itemsize))
+        count = max(2, wanted // (k * n * dtype.itemsize)) if is_measured else 0
         weights = [torch.full((n, k), 0.01, dtype=dtype, device=ranks.device) for _ in range(count)]
         for rows in _QUICK_ROWS if quick else _ROWS:
             x = torch.ones(rows, k, dtype=dtype, device=ranks.device)
-            turn = cycle(weights)
-            found.append((rows, k * n, ranks.seconds_alone(partial(_product, x, turn))))
+            case = partial(_product, x, cycle(weights)) if is_measured else None
+            found.append((rows, k * n, ranks.seconds_alone(case)))
     return found
 
 
@@ -127,11 +175,12 @@ def _product(x: Tensor, weights: Iterator[Tensor]) -> Tensor:
     return torch.nn.functional.linear(x, next(weights))
 
 
-def _attention(ranks: Ranks, dtype: torch.dtype, lengths: Sequence[int]) -> Line:
+def _attention(ranks: Ranks, dtype: torch.dtype, lengths: Sequence[int], is_measured: bool) -> Line:
     """Line of causal attention, by heads * pairs * (d_k + d_v) without masked pairs."""
     points = []
     for length in lengths:
         q = torch.ones(1, _HEADS, length, _HEAD_DIM, dtype=dtype, device=ranks.device)
         case = partial(torch.nn.functional.scaled_dot_product_attention, q, q, q, is_causal=True)
-        points.append((_HEADS * length * length / 2 * 2 * _HEAD_DIM, ranks.seconds_alone(case)))
+        seconds = ranks.seconds_alone(case if is_measured else None)
+        points.append((_HEADS * length * length / 2 * 2 * _HEAD_DIM, seconds))
     return fit_line(points)
