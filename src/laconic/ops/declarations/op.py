@@ -108,12 +108,7 @@ def is_direct(*tensors: Tensor | None) -> bool:
     for x in tensors:
         if x is not None and (type(x) is not Tensor or not x.is_cpu or x.is_neg()):
             return False
-    return (
-        not _num_dispatch_modes()
-        and not _num_function_modes()
-        and _transforms() is None
-        and not _profiler_enabled()
-    )
+    return not _num_dispatch_modes() and not _num_function_modes() and _transforms() is None and not _profiler_enabled()
 
 
 _num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
