@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from laconic.cli.infer_profile import fit_products
 from laconic.cli.main import main
@@ -14,7 +16,8 @@ from laconic.cost.infer import InferenceRates
 from laconic.errors import ConfigError
 from laconic.infer.auto_plan import check_measured
 from tests.cost.infer_models import RATES, SLOW_WORKER
-from tests.distributed.processes import environment, finish, start
+from tests.distributed.processes import environment, finish, free_port, rank_environment, run_ranks, start
+from tests.streams.cuda import cuda
 
 MODEL = ["infer", "plan", "qwen3-235b-a22b"]
 SMALL = ["--workers", "16", "--memory", "80GB", "--prompt", "1024", "--output", "64", "--requests", "64"]
@@ -280,3 +283,45 @@ def test_two_local_processes_are_measured(tmp_path: Path, capsys: pytest.Capture
         check_measured(rates, file, "cuda")
     assert main([*MODEL, *SMALL, "--rates", str(file)]) == 0
     assert "plan: " in capsys.readouterr().out
+
+
+PROFILE = ["profile", "--infer", "--quick", "--model-dim", "64", "--hidden-dim", "128", "--dtype", "float32"]
+
+
+def _profile_beside_host(rank: int, port: int, file: Path) -> None:
+    os.environ |= rank_environment(rank, 2, port)
+    with cuda() as device:
+        assert main([*PROFILE, "--infer-out", str(file)]) == 0
+    issued = {node.name for node in device._nodes}
+    of_device = {"aten.mm.default", "aten._scaled_dot_product_flash_attention_for_cpu.default", "aten.copy_.default"}
+    assert issued & of_device == (set() if rank else of_device)
+
+
+@pytest.mark.slow
+def test_one_device_is_measured_beside_a_process_of_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu, host = tmp_path / "gpu.json", tmp_path / "host.json"
+    run_ranks(_profile_beside_host, (free_port(), gpu), 2)
+    rates = InferenceRates.load(gpu)
+    assert rates.grouped
+    assert "attention and reading on the CUDA device, exchange with a process of the CPU" in rates.source
+    check_measured(rates, gpu, "cuda")
+    assert min(way.seconds(1 << 12) for way in (rates.link.dispatch, rates.link.combine)) > 0
+    replace(rates, grouped=False).save(host)
+    memory = ["--attention-workers", "1", "--expert-memory", "512GB"]
+    assert main([*MODEL, *SMALL, *memory, "--rates", str(gpu), "--expert-rates", str(host)]) == 0
+    assert "bottleneck: " in capsys.readouterr().out
+
+
+def test_one_device_takes_two_processes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert main([*PROFILE, "--nproc", "3"]) == 2
+    assert "nproc is 3, but this machine has one CUDA device, which --infer measures" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() != 1, reason="needs one CUDA device")
+def test_a_gpu_is_measured_beside_its_host(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    ending = finish(start(["-m", "laconic", *PROFILE, "--infer-out", str(file)], environment()))
+    assert ending.code == 0, ending.err
+    assert "exchange with a process of the CPU" in InferenceRates.load(file).source

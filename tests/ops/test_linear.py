@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
+from unittest import mock
 
 import pytest
 import torch
@@ -149,3 +151,17 @@ def test_two_bits_are_refused() -> None:
     codes, scales = quantize_blockwise(torch.randn(4, 64), code="uint2")
     with pytest.raises(FormatError, match="products read codes of 4 bits or more"):
         linear_blockwise(torch.zeros(1, 64), codes, scales, code="uint2")
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="Triton is not interpreted here")
+def test_triton_takes_more_rows_than_a_grid_has_in_its_second_dimension() -> None:
+    # CUDA has 65535 there.
+    from laconic.ops.triton import linear
+
+    x, codes, scales = rows_and_matrix(3, 17, 64, "int8", 64, torch.float32, torch.bfloat16)
+    grids: list[tuple[int, ...]] = []
+    with mock.patch.object(linear, "_linear_blockwise_kernel", defaultdict(lambda: lambda *_, **__: None)) as kernel:
+        linear.linear_blockwise(x[:1].expand(70_000, 64), codes, scales, "int8", 64)
+        grids += kernel
+    assert all(number < 1 << 16 for grid in grids for number in grid[1:])
+    assert [math.prod(grid) for grid in grids] == [70_000 * 2]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
+import laconic.ops
 from laconic.errors import FormatError
 from laconic.ops import dequantize_blockwise, multiply_quantize_blockwise, quantize_blockwise, reference
 from laconic.ops.declarations import DIRECT, OPS
@@ -106,3 +109,37 @@ def test_dynamo_does_not_look_into_what_computes_an_op(name: str) -> None:
     torch._dynamo.eval_frame.skip_code(left_to_python.__code__)
     torch.compile(left_to_python, backend=backend)()
     assert not compiled
+
+
+class Watched(torch.Tensor):
+    """Has memory, unlike most subclasses, so that an op which reads past it gives a result."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func} of Watched")
+
+
+BLOCKWISE = [name for name, op in OPS.items() if op.family in ("blockwise", "gated", "linear")]
+
+
+def tensors_of(name: str) -> tuple[dict[str, Any], list[str]]:
+    """An op's arguments by name, and which of them are tensors."""
+    op = OPS[name]
+    names = [argument.name for argument in getattr(torch.ops.laconic, name).default._schema.arguments]
+    choices = next((each for each in op.examples if len(each) > 4 and each[-1] is True), op.examples[-1])
+    arguments = dict(zip(names, op.example(*choices), strict=False))
+    return arguments, [key for key, value in arguments.items() if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", BLOCKWISE)
+def test_no_argument_is_read_past_its_subclass_or_its_negation(name: str) -> None:
+    public = getattr(laconic.ops, name)
+    arguments, tensors = tensors_of(name)
+    for key in tensors:
+        value = arguments[key]
+        with pytest.raises((NotImplementedError, TypeError), match="Watched"):
+            public(**arguments | {key: value.as_subclass(Watched)})
+        if value.is_floating_point():
+            found, wanted = (public(**arguments | {key: x}) for x in (torch._neg_view(value), -value))
+            for one, other in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
+                assert same_bits(one, other), key

@@ -27,10 +27,11 @@ _MESSAGE_ROWS, _QUICK_MESSAGE_ROWS = (1, 8, 32, 128, 512), (1, 64)
 _WEIGHTS_NBYTES, _QUICK_WEIGHTS_NBYTES = 1 << 28, 1 << 22
 """Weights that take turns, so that caches hold none of them: each call reads its own from memory."""
 _LONGEST_SECONDS = 0.2
+_REPEATS = 9
 
 
 def measure_infer(
-    shape: LayerShape, *, dtype: torch.dtype, device: torch.device, quick: bool = False
+    shape: LayerShape, *, dtype: torch.dtype, device: torch.device, quick: bool = False, beside_host: bool = False
 ) -> InferenceRates:
     """Measure rates on all ranks of the world at once; all call it together and get the same.
 
@@ -43,26 +44,30 @@ def measure_infer(
         dtype: of weights and activations.
         device: this process's.
         quick: few sizes, for a smoke test.
+        beside_host: the world is two ranks over gloo, the first on a CUDA device and the second on the CPU. The device
+            alone is measured, and messages between both.
     """
     assert dist.group.WORLD is not None
-    ranks = Ranks(dist.group.WORLD, device)
-    products = _products(ranks, shape, dtype, quick)
+    ranks = Ranks(dist.group.WORLD, device, torch.device("cpu") if beside_host else None)
+    kind = "cuda" if beside_host else device.type
+    is_measured = device.type == kind
+    products = _products(ranks, shape, dtype, quick, is_measured)
     gemm, read = fit_products(products, dtype.itemsize)
-    attention = _attention(ranks, dtype, _QUICK_LENGTHS if quick else _LENGTHS)
+    attention = _attention(ranks, dtype, _QUICK_LENGTHS if quick else _LENGTHS, is_measured)
     sizes = _QUICK_SIZES if quick else _SIZES
     hosts = Ranks(ranks.group, torch.device("cpu"))
     send = measure_link(hosts, hosts.group, sizes, ("send",), _LONGEST_SECONDS).operations["send"]
-    source = (
-        f"measure_infer, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}, {ranks.world} ranks, {device.type}, "
-    )
+    source = f"measure_infer, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}, {ranks.world} ranks, {kind}, "
     source += str(dtype).removeprefix("torch.")
+    if beside_host:
+        source += ": products, attention and reading on the CUDA device, exchange with a process of the CPU"
     # On CPUs a product of groups is a loop over them.
     return InferenceRates(
         gemm,
         attention,
         LinkPair(send, send),
         read,
-        grouped=device.type == "cuda",
+        grouped=kind == "cuda",
         exchange=_exchange(ranks, shape, dtype, _QUICK_MESSAGE_ROWS if quick else _MESSAGE_ROWS),
         source=ranks.texts(source)[0],
     )
@@ -116,17 +121,19 @@ def fit_products(points: Sequence[tuple[int, int, float]], item_nbytes: int) -> 
     return Line(alpha, beta, float((matrix @ best - 1).abs().max())), gamma
 
 
-def _products(ranks: Ranks, shape: LayerShape, dtype: torch.dtype, quick: bool) -> list[tuple[int, int, float]]:
+def _products(
+    ranks: Ranks, shape: LayerShape, dtype: torch.dtype, quick: bool, is_measured: bool
+) -> list[tuple[int, int, float]]:
     """Rows, weights and seconds of products of the layer's size and of a quarter of it."""
     found = []
     for k, n in ((shape.model_dim, shape.hidden_dim), (shape.hidden_dim, max(1, shape.model_dim // 4))):
         wanted = _QUICK_WEIGHTS_NBYTES if quick else _WEIGHTS_NBYTES
-        count = max(2, wanted // (k * n * dtype.itemsize))
+        count = max(2, wanted // (k * n * dtype.itemsize)) if is_measured else 0
         weights = [torch.full((n, k), 0.01, dtype=dtype, device=ranks.device) for _ in range(count)]
         for rows in _QUICK_ROWS if quick else _ROWS:
             x = torch.ones(rows, k, dtype=dtype, device=ranks.device)
-            turn = cycle(weights)
-            found.append((rows, k * n, ranks.seconds_alone(partial(_product, x, turn))))
+            case = partial(_product, x, cycle(weights)) if is_measured else None
+            found.append((rows, k * n, ranks.seconds_alone(case)))
     return found
 
 
@@ -134,11 +141,12 @@ def _product(x: Tensor, weights: Iterator[Tensor]) -> Tensor:
     return torch.nn.functional.linear(x, next(weights))
 
 
-def _attention(ranks: Ranks, dtype: torch.dtype, lengths: Sequence[int]) -> Line:
+def _attention(ranks: Ranks, dtype: torch.dtype, lengths: Sequence[int], is_measured: bool) -> Line:
     """Line of causal attention, by heads * pairs * (d_k + d_v) without masked pairs."""
     points = []
     for length in lengths:
         q = torch.ones(1, _HEADS, length, _HEAD_DIM, dtype=dtype, device=ranks.device)
         case = partial(torch.nn.functional.scaled_dot_product_attention, q, q, q, is_causal=True)
-        points.append((_HEADS * length * length / 2 * 2 * _HEAD_DIM, ranks.seconds_alone(case)))
+        seconds = ranks.seconds_alone(case if is_measured else None)
+        points.append((_HEADS * length * length / 2 * 2 * _HEAD_DIM, seconds))
     return fit_line(points)

@@ -40,12 +40,15 @@ def run(args: Sequence[str]) -> int:
 
     info = read_environment(os.environ)
     if info is None:
+        if options.infer:
+            _is_beside_host(options.nproc, options.nproc, "nproc")
         return start_processes("profile", options.nproc, args)
     if info.world_size < 2:
         raise ConfigError("WORLD_SIZE is 1, but links need two processes; start more with torchrun, or use --nproc")
-    world = join_world(info, timeout_seconds=120.0)
+    beside_host = options.infer and _is_beside_host(info.world_size, info.local_world_size, "WORLD_SIZE")
+    world = join_world(info, timeout_seconds=120.0, on_cpu=beside_host)
     if options.infer:
-        return _measure_infer(world, Path(options.infer_out), options)
+        return _measure_infer(world, Path(options.infer_out), options, beside_host)
     if options.moe:
         return _measure_moe(world, Path(options.moe_out), options)
     return _measure(world, Path(options.out), options)
@@ -93,16 +96,35 @@ def _measure_moe(world: World, path: Path, options: argparse.Namespace) -> int:
     )
 
 
-def _measure_infer(world: World, path: Path, options: argparse.Namespace) -> int:
+def _is_beside_host(world_size: int, local_world_size: int, name: str) -> bool:
+    """Return whether one of two processes measures this machine's only CUDA device, and the other one is the host's.
+
+    Raises:
+        ConfigError: there is one CUDA device for several processes, and more than two in all.
+    """
+    import torch
+
+    if local_world_size == 1 or torch.cuda.device_count() != 1:
+        return False
+    if world_size > 2:
+        raise ConfigError(
+            f"{name} is {world_size}, but this machine has one CUDA device, which --infer measures in one process"
+            " beside one of the CPU; start 2 processes, or one on each of several such machines"
+        )
+    return True
+
+
+def _measure_infer(world: World, path: Path, options: argparse.Namespace, beside_host: bool) -> int:
     import torch
 
     from laconic.cli.infer_profile import measure_infer
     from laconic.cost.infer.choice_text import infer_rates_text
 
     shape, dtype = layer_shape(options), getattr(torch, options.dtype)
+    device = torch.device("cuda", 0) if beside_host and world.is_main else world.device
     what = f"measuring products of {shape.model_dim} x {shape.hidden_dim} and links"
     with json_only(options.json), _shown(world, what):
-        rates = measure_infer(shape, dtype=dtype, device=world.device, quick=options.quick)
+        rates = measure_infer(shape, dtype=dtype, device=device, quick=options.quick, beside_host=beside_host)
     return _finish(world, rates, infer_rates_text(rates), path, "laconic infer plan", options.json)
 
 

@@ -39,15 +39,19 @@ _BRIEF_EXTRA = Line(5e-4, 0.0)
 class Ranks:
     """The ranks of a group, as far as measuring needs them."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, exchange_device: torch.device | None = None
+    ) -> None:
+        """Take a group, this rank's device, and where tensors are that the group exchanges, if elsewhere."""
         self.group = group
         self.device = device
         self.world = group.size()
+        self._exchange_device = exchange_device or device
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """What every rank passed, in rank order; equal lengths."""
-        mine = torch.tensor(list(values), dtype=torch.int64, device=self.device)
-        gathered = torch.empty(self.world, len(values), dtype=torch.int64, device=self.device)
+        mine = torch.tensor(list(values), dtype=torch.int64, device=self._exchange_device)
+        gathered = torch.empty(self.world, len(values), dtype=torch.int64, device=self._exchange_device)
         torch_compat.all_gather(gathered, mine, self.group).wait()
         found: list[list[int]] = gathered.tolist()
         return found
@@ -60,16 +64,16 @@ class Ranks:
             return [""] * self.world
         mine = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else 0
-        gathered = torch.empty(self.world, longest, dtype=torch.uint8, device=self.device)
-        torch_compat.all_gather(gathered, mine.to(self.device), self.group).wait()
+        gathered = torch.empty(self.world, longest, dtype=torch.uint8, device=self._exchange_device)
+        torch_compat.all_gather(gathered, mine.to(self._exchange_device), self.group).wait()
         return [row.cpu().numpy().tobytes().rstrip(b"\0").decode() for row in gathered]
 
     def seconds(self, case: Callable[[], object], repeats: int) -> list[float]:
         """The slowest rank's seconds of each repeat; a first one is not counted. The same numbers on every rank."""
         return [seconds for (seconds,) in self.in_turn([case], repeats)]
 
-    def seconds_alone(self, case: Callable[[], object]) -> float:
-        """Time a function without communication while all ranks run it.
+    def seconds_alone(self, case: Callable[[], object] | None) -> float:
+        """Time a function without communication while all ranks run it, or wait for the others with None.
 
         Runs are timed one by one without asking the others between them: coding 16 KB takes a few microseconds, and
         waking up for an answer takes longer.
@@ -77,10 +81,11 @@ class Ranks:
         Returns:
             The slowest rank's median in seconds. The same number on every rank.
         """
-        case()
+        if case is not None:
+            case()
         self.exchange([0])
-        taken: list[float] = []
-        while len(taken) < 3 or sum(taken) < _CODING_SECONDS:
+        taken: list[float] = [0.0] * 3 if case is None else []
+        while case is not None and (len(taken) < 3 or sum(taken) < _CODING_SECONDS):
             taken.append(self._own_seconds(case))
         return max(nanoseconds for (nanoseconds,) in self.exchange([round(median(taken) * 1e9)])) * 1e-9
 

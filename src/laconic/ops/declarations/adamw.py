@@ -325,7 +325,7 @@ def adamw8bit_multi_(
 def _by_lists(*arguments: Any) -> None:
     """adamw8bit_ as adamw8bit_multi_ of lists of one."""
     lists = [[] if tensor is None else [tensor] for tensor in arguments[:9]]
-    run = DIRECT["adamw8bit_multi_"] if is_direct(arguments[0]) else _adamw8bit_multi_
+    run = DIRECT["adamw8bit_multi_"] if is_direct(*arguments[:10]) else _adamw8bit_multi_
     try:
         run(*lists, *arguments[9:])
     except FormatError as error:

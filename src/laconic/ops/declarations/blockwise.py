@@ -191,7 +191,7 @@ def quantize_blockwise(
     """
     if seed is not None and not -(1 << 63) <= seed < 1 << 63:
         raise FormatError(f"seed is {seed}, but it must be None or fit in 64 bits, signed")
-    run = DIRECT["quantize_blockwise"] if is_direct(x) else _quantize_blockwise
+    run = DIRECT["quantize_blockwise"] if is_direct(x, center) else _quantize_blockwise
     codes, scales = run(x, code, block_size, scale_dtype, seed, center)
     return codes, scales
 
@@ -226,8 +226,7 @@ def multiply_quantize_blockwise(
     Raises:
         FormatError: an argument is outside of these values.
     """
-    direct = is_direct(b) and type(a) is Tensor and a.is_cpu and not a.is_neg()
-    run = DIRECT["multiply_quantize_blockwise"] if direct else _multiply_quantize_blockwise
+    run = DIRECT["multiply_quantize_blockwise"] if is_direct(a, b) else _multiply_quantize_blockwise
     product, codes, scales = run(a, b, code, block_size, scale_dtype)
     return product, codes, scales
 
@@ -309,6 +308,6 @@ def dequantize_blockwise(
     """
     if after is not None and torch.compiler.is_compiling():
         return _dequantize_blockwise_after(codes, scales, code, block_size, length, dtype, after, center)
-    run = DIRECT["dequantize_blockwise"] if is_direct(codes) else _dequantize_blockwise
+    run = DIRECT["dequantize_blockwise"] if is_direct(codes, scales, center) else _dequantize_blockwise
     values: Tensor = run(codes, scales, code, block_size, length, dtype, center)
     return values

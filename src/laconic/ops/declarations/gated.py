@@ -147,8 +147,9 @@ def gated_product_blockwise(
         return _gated_product_blockwise_after(
             gate_codes, gate_scales, up_codes, up_scales, code, block_size, length, dtype, activation, after
         )
-    run = DIRECT["gated_product_blockwise"] if is_direct(gate_codes) else _gated_product_blockwise
-    product: Tensor = run(gate_codes, gate_scales, up_codes, up_scales, code, block_size, length, dtype, activation)
+    tensors = gate_codes, gate_scales, up_codes, up_scales
+    run = DIRECT["gated_product_blockwise"] if is_direct(*tensors) else _gated_product_blockwise
+    product: Tensor = run(*tensors, code, block_size, length, dtype, activation)
     return product
 
 
@@ -190,6 +191,7 @@ def gated_backward_blockwise(
     Raises:
         FormatError: an argument is outside of these values.
     """
-    run = DIRECT["gated_backward_blockwise"] if is_direct(grad) else _gated_backward_blockwise
-    grad_gate, grad_up = run(grad, gate_codes, gate_scales, up_codes, up_scales, code, block_size, activation)
+    tensors = grad, gate_codes, gate_scales, up_codes, up_scales
+    run = DIRECT["gated_backward_blockwise"] if is_direct(*tensors) else _gated_backward_blockwise
+    grad_gate, grad_up = run(*tensors, code, block_size, activation)
     return grad_gate, grad_up

@@ -71,6 +71,6 @@ def linear_blockwise(x: Tensor, codes: Tensor, scales: Tensor, *, code: str = "n
     Raises:
         FormatError: an argument is outside of these values.
     """
-    run = DIRECT["linear_blockwise"] if is_direct(x) else _linear_blockwise
+    run = DIRECT["linear_blockwise"] if is_direct(x, codes, scales) else _linear_blockwise
     out: Tensor = run(x, codes, scales, code, block_size)
     return out

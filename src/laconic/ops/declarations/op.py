@@ -97,21 +97,18 @@ def implement(op: str, function: Callable[..., Any], key: str) -> None:
     _LIBRARY.impl(op, function, key)
 
 
-def is_direct(x: Tensor) -> bool:
-    """Whether an op on `x` goes past torch's dispatcher, which takes longer than the kernel of a small tensor.
+def is_direct(*tensors: Tensor | None) -> bool:
+    """Whether an op on all of these goes past torch's dispatcher, which takes longer than the kernel of small tensors.
 
-    So it does in eager mode, for plain tensors on the CPU, as long as no mode, transform or profiler watches ops.
+    So it does in eager mode, for plain tensors on the CPU, as long as no mode, transform or profiler watches ops. A
+    kernel reads memory, which is not a subclass's value (a DTensor's, a FakeTensor's), nor that of a negated view.
     """
-    return (
-        type(x) is Tensor
-        and x.is_cpu
-        and not torch.compiler.is_compiling()
-        and not _num_dispatch_modes()
-        and not _num_function_modes()
-        and _transforms() is None
-        and not _profiler_enabled()
-        and not x.is_neg()
-    )
+    if torch.compiler.is_compiling():
+        return False
+    for x in tensors:
+        if x is not None and (type(x) is not Tensor or not x.is_cpu or x.is_neg()):
+            return False
+    return not _num_dispatch_modes() and not _num_function_modes() and _transforms() is None and not _profiler_enabled()
 
 
 _num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack

@@ -36,9 +36,10 @@ def _linear_blockwise_kernel(
     x_ptr, length, codes_ptr, codes_per_row, scales_ptr, scales_per_row, table_ptr, num_outputs, out_ptr,
     BITS: tl.constexpr, TYPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, OUTPUTS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    # 1. Which row, which outputs.
-    row = tl.program_id(1).to(tl.int64)
-    output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    # 1. Which row, which outputs. CUDA has 2**31 - 1 programs in the first dimension of a grid, 65535 in the others.
+    programs_per_row = tl.cdiv(num_outputs, OUTPUTS)
+    row = (tl.program_id(0) // programs_per_row).to(tl.int64)
+    output = (tl.program_id(0) % programs_per_row).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = output < num_outputs
     codes_ptr += output[:, None] * codes_per_row
     scales_ptr += output[:, None] * scales_per_row
@@ -75,7 +76,7 @@ def linear_blockwise(x: Tensor, codes: Tensor, scales: Tensor, code: str, block_
     out = x.new_empty(shape)
     if out.numel():
         with _on_device(x):
-            _linear_blockwise_kernel[(-(-len(codes) // _OUTPUTS), math.prod(shape[:-1]))](
+            _linear_blockwise_kernel[(math.prod(shape[:-1]) * -(-len(codes) // _OUTPUTS),)](
                 _bits(x), x.shape[-1], codes, codes.shape[-1],
                 _bits(scales) if scales.dtype == torch.bfloat16 else scales, scales.shape[-1],
                 codebook_tensor(code, x.device), len(codes), _bits(out),

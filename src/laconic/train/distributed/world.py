@@ -148,19 +148,19 @@ class World:
             dist.destroy_process_group()
 
 
-def join_world(info: RankInfo | None, timeout_seconds: float) -> World:
+def join_world(info: RankInfo | None, timeout_seconds: float, on_cpu: bool = False) -> World:
     """Find this process's device and, with more than one process, join the process group.
 
     NCCL carries CUDA tensors and gloo CPU tensors. A collective that waits longer than `timeout_seconds` fails. CPU
     threads are divided between the processes of a machine unless OMP_NUM_THREADS says otherwise; a single process
-    keeps the number it has.
+    keeps the number it has. With `on_cpu`, CUDA devices are left alone.
 
     Raises:
         ConfigError: the machine has too few GPUs, the master port is taken, or not all processes join in time.
     """
     info = info or RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1)
     device = torch.device("cpu")
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and not on_cpu:
         num_devices = torch.cuda.device_count()
         if info.local_rank >= num_devices:
             raise ConfigError(
