@@ -27,7 +27,6 @@ _MESSAGE_ROWS, _QUICK_MESSAGE_ROWS = (1, 8, 32, 128, 512), (1, 64)
 _WEIGHTS_NBYTES, _QUICK_WEIGHTS_NBYTES = 1 << 28, 1 << 22
 """Weights that take turns, so that caches hold none of them: each call reads its own from memory."""
 _LONGEST_SECONDS = 0.2
-_REPEATS = 9
 
 
 def measure_infer(
