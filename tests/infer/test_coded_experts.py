@@ -89,6 +89,14 @@ def test_values_that_have_no_code_are_refused(models: Any) -> None:
         CodedExperts(layer, BlockFormat("int8"), "layers.0.experts")
 
 
+def test_matrices_of_zeros_are_held_in_codes_too(models: Any) -> None:
+    layer = layer_of(models("mixtral"), torch.float32)
+    with torch.no_grad():
+        layer.down_proj.zero_()
+        layer.gate_up_proj.zero_()
+    assert ExpertShare([keep_experts("int8", "experts", layer)]).rounding == 0.0
+
+
 def test_a_layer_is_gone_before_the_next_is_read(models: Any) -> None:
     exact: list[weakref.ref[torch.Tensor]] = []
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2MoeForCausalLM
 
 from laconic.errors import ModelError
+from laconic.infer import Engine
 from laconic.infer.expert_share import ExpertShare
 from laconic.infer.transformers_seam import load_attention_model, load_experts
 from laconic.schedule.slices import slice_ranges
@@ -174,3 +175,12 @@ def test_what_transformers_warns_of_while_it_loads_is_heard(
     monkeypatch.setattr(logger, "handlers", [caplog.handler])
     load_attention_model(path, None, lambda layer, _: torch.nn.Identity())
     assert {record.message for record in caplog.records} == {"an odd checkpoint"}
+
+
+@pytest.mark.parametrize("arguments", [{"experts": 0}, {"experts": 1}, {"experts": 1, "expert_format": "int8"}])
+def test_a_checkpoint_in_float64_is_refused_before_a_worker_starts(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    path = make("mixtral", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"dtype": "float64"}))
+    with pytest.raises(ModelError, match=r"weights in .* are torch.float64, but they must be float32, .* as dtype"):
+        Engine(path, **arguments)

@@ -30,8 +30,10 @@ class ExpertShare:
     def rounding(self) -> float | None:
         """By how much codes have moved the values of all matrices, root mean square over theirs; None without codes."""
         squares = [layer.squares for layer in self._layers if isinstance(layer, CodedExperts)]
-        exact, moved = (sum(each) for each in zip(*squares, strict=True)) if squares else (0.0, 0.0)
-        return (moved / exact) ** 0.5 if exact else None
+        if not squares:
+            return None
+        exact, moved = (sum(each) for each in zip(*squares, strict=True))
+        return (moved / exact) ** 0.5 if exact else 0.0
 
     @torch.no_grad()
     def run(self, rows: Rows) -> Tensor:

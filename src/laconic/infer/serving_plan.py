@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import cast
 
 from laconic.cost.infer.engine_plan import EngineChoice, EngineLimits
-from laconic.errors import ConfigError
+from laconic.errors import ConfigError, ModelError
 from laconic.infer.auto_plan import AutoPlan
 from laconic.infer.device import DeviceKind
+from laconic.infer.payload import DTYPES
 from laconic.infer.split import Split
 from laconic.infer.transformers_seam import find_experts, num_positions, read_config
 from laconic.moe.huggingface.blocks import unknown_experts
+from laconic.ops.declarations.op import names
 from laconic.schedule.inference import InferencePlan, Order
 
 _OF_SLICES = ("num_slices", "slicing", "order", "shared_first")
@@ -90,6 +92,11 @@ def plan_serving(
             f"{said} with experts = 0, but only expert workers use {it}; give at least one, or leave {it} out"
         )
     config = read_config(model_dir)
+    if dtype == "auto" and config.dtype not in (None, *DTYPES):
+        raise ModelError(
+            f"dtype is 'auto', and the weights in {str(model_dir)!r} are {config.dtype}, but they must be"
+            f" {names(DTYPES)} to be served; give one of these as dtype"
+        )
     split = serving_split(model_dir, attention, experts)
     model, blocks = find_experts(config)
     if not split.experts:
