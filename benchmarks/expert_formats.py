@@ -45,7 +45,7 @@ def _seconds(options: Options) -> Table:
     dtype = torch.bfloat16
     layer = _random_layer(width, hidden, num_experts, dtype)
     held = {name: keep_experts(name, "experts", layer) for name in EXPERT_FORMATS}
-    rows_of_each = (1, 4, 64)
+    rows_of_each = (1, 2, 4, 64)
     times: dict[int, dict[str, Any]] = {}
     for rows in rows_of_each:
         x, counts = torch.randn(rows * num_experts, width).to(dtype), torch.full((num_experts,), rows)

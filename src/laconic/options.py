@@ -51,8 +51,8 @@ EXPERT_FORMATS: tuple[str, ...] = get_args(ExpertFormat)
 """In which expert workers of inference hold matrices: as they are, or rounded to the nearest code."""
 EXPERT_BLOCK_SIZE = 64
 """Values of these matrices that share a bfloat16 scale."""
-EXPERT_ROWS_FROM_CODES = 8
-"""As many rows are multiplied from codes; for more it is faster to decode (`benchmarks.run expert-formats`)."""
+EXPERT_ROWS_FROM_CODES = 3
+"""As many rows of an expert are multiplied from codes; for more, decoding first takes no longer on an EPYC."""
 
 Attention = Literal["exact", "recompute", Code]
 ATTENTIONS: tuple[str, ...] = get_args(Attention)

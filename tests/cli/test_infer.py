@@ -278,9 +278,9 @@ def test_two_local_processes_are_measured(tmp_path: Path, capsys: pytest.Capture
     for end in (rates.exchange.attention, rates.exchange.experts):
         assert 1e-6 < end.seconds(1 << 16) < 1e-1
     assert not rates.grouped
-    check_measured(rates, file, "cpu")
+    check_measured(rates.source, file, "cpu")
     with pytest.raises(ConfigError, match="were measured on 'cpu'"):
-        check_measured(rates, file, "cuda")
+        check_measured(rates.source, file, "cuda")
     assert main([*MODEL, *SMALL, "--rates", str(file)]) == 0
     assert "plan: " in capsys.readouterr().out
 
@@ -293,7 +293,7 @@ def _profile_beside_host(rank: int, port: int, file: Path) -> None:
     with cuda() as device:
         assert main([*PROFILE, "--infer-out", str(file)]) == 0
     issued = {node.name for node in device._nodes}
-    of_device = {"aten.mm.default", "aten._scaled_dot_product_flash_attention_for_cpu.default", "aten.copy_.default"}
+    of_device = {"aten.mm.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"}
     assert issued & of_device == (set() if rank else of_device)
 
 
@@ -303,8 +303,12 @@ def test_one_device_is_measured_beside_a_process_of_the_cpu(tmp_path: Path, caps
     run_ranks(_profile_beside_host, (free_port(), gpu), 2)
     rates = InferenceRates.load(gpu)
     assert rates.grouped
-    assert "attention and reading on the CUDA device, exchange with a process of the CPU" in rates.source
-    check_measured(rates, gpu, "cuda")
+    assert "attention and reading on the CUDA device, messages with a process of the CPU" in rates.source
+    check_measured(rates.source, gpu, "cuda")
+    with pytest.raises(
+        ConfigError, match=r"expert_device = 'cuda', but the rates in .* have messages with a process of"
+    ):
+        check_measured(rates.source, gpu, "cuda", "expert_device")
     assert min(way.seconds(1 << 12) for way in (rates.link.dispatch, rates.link.combine)) > 0
     replace(rates, grouped=False).save(host)
     memory = ["--attention-workers", "1", "--expert-memory", "512GB"]
@@ -324,4 +328,4 @@ def test_a_gpu_is_measured_beside_its_host(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
     ending = finish(start(["-m", "laconic", *PROFILE, "--infer-out", str(file)], environment()))
     assert ending.code == 0, ending.err
-    assert "exchange with a process of the CPU" in InferenceRates.load(file).source
+    assert "messages with a process of the CPU" in InferenceRates.load(file).source

@@ -82,7 +82,7 @@ def test_explain_and_infer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     RATES.save(tmp_path / "infer.json")
     model = ["plan", "qwen3-235b-a22b", "--workers", "16", "--memory", "80GB", "--requests", "64", "--output", "64"]
     found = document("infer", [*model, "--rates", str(tmp_path / "infer.json")], capsys)
-    assert set(found["decode"]) == {"best", "candidates", "split", "memory"}
+    assert set(found["decode"]) == {"best", "busy", "candidates", "split", "memory"}
 
 
 def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

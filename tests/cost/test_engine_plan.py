@@ -117,7 +117,7 @@ def test_expert_workers_of_another_kind_are_kept_and_compared_with_attention_wor
     """Whole models run on two of three workers: those of attention. One model is what their memory has to hold."""
     demand, split = Demand(100, 20, 8), Split(2, 1)
     rates = replace(RATES, experts=SLOW_WORKER)
-    found = choose_for_engine(SHAPE, rates, split, demand, LIMITS)
+    found = choose_for_engine(SHAPE, rates, split, demand, LIMITS, memory_nbytes=10**15)
     assert (found.split, found.num_workers) == (split, 2)
     whole = engine_seconds(SHAPE, RATES, Split(2, 0), demand, LIMITS, InferencePlan())
     assert found.unsplit_seconds == whole

@@ -148,12 +148,7 @@ def test_workers_of_a_machine_take_its_devices_in_turn(monkeypatch: pytest.Monke
     [
         ({"device": "tpu"}, "device is 'tpu', but it must be one of cpu, cuda"),
         ({"device": "cuda:1"}, "CUDA_VISIBLE_DEVICES"),
-        (
-            {"device": "cuda", "expert_device": "cpu", "plan": "auto"},
-            "rates are those of attention workers alone; give expert_rates",
-        ),
         ({"expert_device": "meta"}, "expert_device is 'meta', but it must be one of cpu, cuda"),
-        ({"expert_device": "cuda", "plan": AutoPlan()}, "device = 'cpu' and expert_device = 'cuda'"),
         ({"expert_device": "cpu", "experts": 0}, "expert_device is 'cpu' with experts = 0"),
     ],
 )
@@ -180,6 +175,29 @@ def test_an_automatic_plan_refuses_rates_of_another_kind_of_device(
     replace(RATES, source=source).save(tmp_path / "rates.json")
     with pytest.raises(ConfigError, match=message):
         Engine(make("qwen2_moe", tmp_path), plan="auto", rates=tmp_path / "rates.json", device=device)
+
+
+def test_rates_of_both_kinds_of_devices_are_needed_where_there_are_two(tmp_path: Path) -> None:
+    gpu, host = (replace(RATES, source=MEASURED.format(device)) for device in ("cuda", "cpu"))
+    host = replace(host, gemm=Line(1e-3, 1e-9))
+    gpu.save(tmp_path / "gpu.json")
+    host.save(tmp_path / "host.json")
+    gpu.with_experts(host).save(tmp_path / "both.json")
+    path, limits = make("qwen2_moe", tmp_path), EngineLimits(4096, 256)
+
+    def planned(plan: AutoPlan, device: Any, expert_device: Any) -> str:
+        asked = {"expert_device": expert_device}
+        return plan_serving(path, 1, None, plan, None, limits, "auto", False, asked, device).notes[0]
+
+    for plan in (
+        AutoPlan(tmp_path / "gpu.json", expert_rates=tmp_path / "host.json"),
+        AutoPlan(tmp_path / "both.json"),
+    ):
+        assert "give experts = 0 if it fits, which was not counted" in planned(plan, "cuda", "cpu")
+        with pytest.raises(ConfigError, match=r"expert_device = 'cuda', but the rates in .* were measured on 'cpu'"):
+            planned(plan, "cuda", "cuda")
+    with pytest.raises(ConfigError, match=r"device = 'cuda' and expert_device = 'cpu', but .* attention workers alone"):
+        planned(AutoPlan(tmp_path / "gpu.json"), "cuda", "cpu")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

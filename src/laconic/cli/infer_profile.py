@@ -17,6 +17,7 @@ from laconic.collectives.policy.microbench import Ranks
 from laconic.cost.comm.rates import Line, fit_line
 from laconic.cost.infer.rates import ExchangeCosts, InferenceRates, LinkPair
 from laconic.cost.moe.shape import LayerShape
+from laconic.infer.auto_plan import BESIDE_HOST
 from laconic.infer.exchange_costs import copy_seconds, measure_attention_end, measure_experts_end
 
 _ROWS, _QUICK_ROWS = (1, 4, 16, 64, 256), (1, 16, 64)
@@ -35,8 +36,8 @@ def measure_infer(
     """Measure rates on all ranks of the world at once; all call it together and get the same.
 
     On CUDA devices every measured interval ends when the device has: products and attention run there; messages travel
-    as the engine's do, from and to host memory over the links between hosts, and copies to and from the device are part
-    of what a message takes at both ends.
+    as the engine's do, from and to host memory over the links between hosts, and copies to and from an expert worker's
+    device are part of what a message takes there. Those of an attention worker, one each way a layer, are not measured.
 
     Args:
         shape: sizes of the products: model_dim x hidden_dim and back.
@@ -59,7 +60,7 @@ def measure_infer(
     source = f"measure_infer, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}, {ranks.world} ranks, {kind}, "
     source += str(dtype).removeprefix("torch.")
     if beside_host:
-        source += ": products, attention and reading on the CUDA device, exchange with a process of the CPU"
+        source += f": products, attention and reading on the CUDA device, {BESIDE_HOST}"
     # On CPUs a product of groups is a loop over them.
     return InferenceRates(
         gemm,
@@ -81,6 +82,7 @@ def _exchange(ranks: Ranks, shape: LayerShape, dtype: torch.dtype, num_rows: Seq
     if rank < 2:
         measure = measure_experts_end if rank else measure_attention_end
         mine = measure(store, num_rows, shape.model_dim, dtype)
+    if rank == 1:
         copies = copy_seconds(num_rows, shape.model_dim, dtype, ranks.device)
         mine = [(size, seconds + copied) for (size, seconds), copied in zip(mine, copies, strict=True)]
     store.set_timeout(timeout)  # which connecting has set

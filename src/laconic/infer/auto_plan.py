@@ -10,6 +10,7 @@ from pathlib import Path
 from laconic.cost.infer import InferenceRates, default_infer_path
 from laconic.cost.infer import Split as PlannedSplit
 from laconic.cost.infer.engine_plan import Demand, EngineChoice, EngineLimits, Fixed, choose_for_engine
+from laconic.cost.infer.rates import OF_EXPERTS
 from laconic.errors import ConfigError
 from laconic.infer.device import DeviceKind
 from laconic.infer.split import Split
@@ -18,6 +19,8 @@ from laconic.schedule.inference import InferencePlan, Order, Slicing
 
 _MEASURED = re.compile(r"\Ameasure_infer, [^,]*, \d+ ranks, (\w+), ")
 """How the source of rates begins that `laconic profile --infer` has measured; with the kind of device."""
+BESIDE_HOST = "messages with a process of the CPU"
+"""What that source says where expert workers' messages are those of a CPU, though the rest is a CUDA device's."""
 _ITEM_NBYTES = {"auto": None, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -110,23 +113,27 @@ class AutoPlan:
             PlanError: the model's sizes cannot be counted, or a request does not fit into cache or positions.
             ScheduleError: fixed fields contradict each other.
         """
-        if expert_device != device and self.expert_rates is None:
-            raise ConfigError(
-                f"plan is automatic with device = {device!r} and expert_device = {expert_device!r}, but rates are those"
-                " of attention workers alone; give expert_rates, an InferencePlan, or leave expert_device out"
-            )
         path = Path(self.rates) if self.rates is not None else default_infer_path()
         if self.rates is None and not path.exists():
             raise ConfigError(
                 f"plan is 'auto', but {path} does not exist; measure with laconic profile --infer, or give rates"
             )
         fixed, rates = self.fixed, InferenceRates.load(path)
-        check_measured(rates, path, device)
+        of_attention, _, of_experts = rates.source.partition(OF_EXPERTS)
+        check_measured(of_attention, path, device)
         if self.expert_rates is not None:
-            expert_path = Path(self.expert_rates)
-            of_experts = InferenceRates.load(expert_path)
-            check_measured(of_experts, expert_path, expert_device, "expert_device")
-            rates = rates.with_experts(of_experts)
+            path = Path(self.expert_rates)
+            measured = InferenceRates.load(path)
+            rates, of_experts = rates.with_experts(measured), measured.source
+        elif rates.experts is None:
+            of_experts = of_attention
+            if expert_device != device:
+                raise ConfigError(
+                    f"plan is automatic with device = {device!r} and expert_device = {expert_device!r}, but the rates"
+                    f" in {str(path)!r} are those of attention workers alone; give expert_rates, an InferencePlan, or"
+                    " leave expert_device out"
+                )
+        check_measured(of_experts, path, expert_device, "expert_device")
         shape = replace(planned_shape(model_dir, _ITEM_NBYTES[dtype]), expert_format=expert_format)
         most = limits.cache_tokens if shape.positions is None else min(limits.cache_tokens, shape.positions)
         return choose_for_engine(
@@ -141,16 +148,24 @@ class AutoPlan:
         )
 
 
-def check_measured(rates: InferenceRates, path: Path, device: DeviceKind, name: str = "device") -> None:
-    """Check that rates are those of a kind of device, the engine's argument `name`; what is not measured is of CPUs.
+def check_measured(source: str, path: Path, device: DeviceKind, name: str = "device") -> None:
+    """Check that rates are those of a kind of device; what laconic has not measured may be of CPUs.
+
+    Args:
+        source: of the rates.
+        path: of their file.
+        device: of the workers, the engine's argument `name`.
 
     Raises:
-        ConfigError: they were measured on another kind, or do not say that it was CUDA.
+        ConfigError: they were measured on another kind, do not say that it was CUDA, or have no messages of expert
+            workers on CUDA.
     """
-    found = _MEASURED.match(rates.source)
-    if (found[1] if found else "cpu") == device:
-        return
+    found = _MEASURED.match(source)
     said = f"were measured on {found[1]!r}" if found else "do not say on what they were measured"
+    if (found[1] if found else "cpu") == device:
+        if name == "device" or device == "cpu" or BESIDE_HOST not in source:
+            return
+        said = f"have {BESIDE_HOST}"
     raise ConfigError(
         f"plan is automatic with {name} = {device!r}, but the rates in {str(path)!r} {said}; give those of laconic"
         f" profile --infer on machines {'with' if device == 'cuda' else 'without'} CUDA devices, or an InferencePlan"

@@ -41,6 +41,8 @@ def keep_experts(expert_format: str, name: str, layer: FusedExperts) -> Experts:
 class CodedExperts(Experts):
     """FusedExperts with codes in the place of matrices: outputs are those of the decoded matrices.
 
+    In 16 bits they differ by roundings: decoded matrices are rounded to the dtype, a few rows are multiplied in fp32.
+
     Buffers are `<name>_codes` uint8 [E, outputs, codes] and `<name>_scales` bfloat16 [E, outputs, blocks] of each
     matrix, whatever layout the original has, and its biases.
 

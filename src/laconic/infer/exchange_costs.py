@@ -2,7 +2,7 @@
 
 Both ends run what the engine runs: `TcpExpertLink` and `serve`, with their threads. Processor time of the whole process
 counts packing, system calls, copies, receiving threads and wake-ups, and not the time of the link. Where a CUDA device
-computes, both ends also copy rows and sums from or to it, and the host waits for that.
+computes, an expert worker also copies the rows of each message to it and sums from it, and its host waits for that.
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ def measure_experts_end(
 
 
 def copy_seconds(num_rows: Sequence[int], width: int, dtype: torch.dtype, device: torch.device) -> list[float]:
-    """Measure how long the host waits for the copies of a message and its answer at one end; 0 on a CPU.
-
-    An attention worker copies rows from the device and sums to it, an expert worker the other way round.
+    """Measure how long an expert worker's host waits for the copies of a message and its answer; 0 on a CPU.
 
     Args:
         num_rows, width, dtype: as in `measure_attention_end`.
@@ -104,12 +102,12 @@ def copy_seconds(num_rows: Sequence[int], width: int, dtype: torch.dtype, device
     found: dict[int, list[float]] = {rows: [] for rows in num_rows}
     for rows in _batches(num_rows):
         message = _message(0, 0, rows, width, dtype)
-        there = [x.to(device) for x in (message.hidden, message.experts, message.weights)]
+        here = message.hidden, message.experts, message.weights
         torch.cuda.synchronize(device)
         started = time.perf_counter()
         for _ in range(_EXCHANGES):
-            back = [x.to("cpu") for x in there]
-            back[0].to(device)
+            there = [x.to(device) for x in here]
+            there[0].to("cpu")
         torch.cuda.synchronize(device)
         found[rows].append(time.perf_counter() - started)
     return [median(taken[1:]) / _EXCHANGES for taken in found.values()]

@@ -166,6 +166,7 @@ class WorkerSet:
             self.running = False
         closed = CollectiveError("the engine is closed")
         fail_all(self._requests.refuse(closed), closed)
+        self._answer_nobody()
         if self._restarting is not None:
             while self._restarting.is_alive():
                 for process in self._processes:
@@ -325,12 +326,16 @@ class WorkerSet:
         for process in self._processes:
             process.kill()
             self._ready_count.release()
-        for asked in list(self._asked.values()):
-            asked.put(None)
+        self._answer_nobody()
         fail_all(failed, error)
         if restarts:
             self._restarting = threading.Thread(target=self._restart, name="laconic-restart", daemon=True)
             self._restarting.start()
+
+    def _answer_nobody(self) -> None:
+        """Tell who waits for an answer of workers that there is none."""
+        for asked in list(self._asked.values()):
+            asked.put(None)
 
     def _restart(self) -> None:
         """Start all workers again, as often as is wanted, and hand them the requests that have come meanwhile."""

@@ -118,6 +118,7 @@ class EngineChoice:
         unsplit_seconds: predicted where workers run the whole model; None if that does not fit.
         demand: that was asked for.
         num_workers: that would run the whole model: all, or those of attention where the others are of another kind.
+        is_memory_counted: whether the whole model is known to fit.
         busy: for which part of a pass of decoding each kind of worker, and the links, have work; empty without a split.
     """
 
@@ -128,6 +129,7 @@ class EngineChoice:
     unsplit_seconds: float | None
     demand: Demand
     num_workers: int
+    is_memory_counted: bool = True
     busy: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     @property
@@ -156,6 +158,8 @@ class EngineChoice:
         if self.num_workers != self.split.attention:
             return f"{chosen}, {ratio} as many workers with the whole model"
         faster = ", which is faster: give experts = 0" if self.unsplit_seconds < self.seconds * (1 - _TIE) else ""
+        if faster and not self.is_memory_counted:
+            faster += " if it fits, which was not counted"
         return f"{chosen}, {ratio} the attention workers alone with the whole model{faster}"
 
 
@@ -181,7 +185,7 @@ def choose_for_engine(
         fixed: fields that are not chosen.
         may_unsplit: whether all workers may run the whole model instead; never with fixed fields, which mean a split,
             nor with expert workers of another kind, which would be left over.
-        memory_nbytes: of all that run whole models together, which must fit. None: they do.
+        memory_nbytes: of all that run whole models together, which must fit. None: it is not counted.
         search: limits of the search.
 
     Raises:
@@ -216,7 +220,8 @@ def choose_for_engine(
     decode = InferenceCostModel(shape, rates, batches.decode)
     cut = _cut(decode, batches.decode_batch, split, cut)
     busy = busy_shares(decode, priced(decode, "findep", split, batches.decode_batch, cut))
-    return EngineChoice(split, plan, least, step, whole, demand, unsplit.attention, busy)
+    counted = memory_nbytes is not None
+    return EngineChoice(split, plan, least, step, whole, demand, unsplit.attention, counted, busy)
 
 
 @dataclass(frozen=True)

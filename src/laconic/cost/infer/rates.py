@@ -25,6 +25,8 @@ from laconic.cost.hardware.rates_file import (
 from laconic.errors import ConfigError
 
 _FORMAT, _VERSION = "laconic inference rates", 2
+OF_EXPERTS = "; expert workers: "
+"""Between the sources of attention workers' and of expert workers' rates."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class InferenceRates:
                     f"the rates of {of} workers have `experts` already, but two files are put together only as laconic"
                     " profile --infer writes them; leave the expert workers' file out, or measure again"
                 )
-        return replace(self, experts=measured.of_experts, source=f"{self.source}; expert workers: {measured.source}")
+        return replace(self, experts=measured.of_experts, source=f"{self.source}{OF_EXPERTS}{measured.source}")
 
     def link_of(self, attention: int, experts: int) -> LinkPair:
         """Return the links of a split."""

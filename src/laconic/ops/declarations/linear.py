@@ -55,7 +55,7 @@ def linear_blockwise(x: Tensor, codes: Tensor, scales: Tensor, *, code: str = "n
     """x @ matrix.T of what `quantize_blockwise` made of a matrix, which is not written to memory.
 
     It is for a few rows, whose product takes as long as reading the matrix: codes of 4 bits are a quarter of bfloat16's
-    bytes. Products are made in fp32 on vector units, so from some ten rows on it is faster to dequantize the matrix.
+    bytes. Products are made in fp32 on vector units, so from a few rows on it is faster to dequantize the matrix.
     The result is not differentiable: it never requires grad.
 
     Args:
