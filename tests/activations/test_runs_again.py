@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import laconic
-from laconic.activations import ActivationPlan
+from laconic.activations import ActivationPlan, SavedTensorTracker
 from laconic.errors import ModelError
 from tests.activations.models import loss_of, make_ids, make_model
 
@@ -251,3 +251,97 @@ def test_the_second_run_reads_attributes_as_they_were_in_forward(
                 return
         found.append(torch.cat([torch.zeros(1) if p.grad is None else p.grad.flatten() for p in each.parameters()]))
     assert (found[1] - found[0]).norm() < 0.02 * found[0].norm()
+
+
+_MASKS = [torch.rand(12, 12, generator=torch.Generator().manual_seed(seed)) > 0.7 for seed in range(2)]
+
+
+class _OneLayer(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layer])
+
+    @property
+    def attention(self) -> Any:
+        return getattr(self.layers[0], "inner", self.layers[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers[0](x)
+        return out
+
+
+def _count(module: Any, args: Any, out: Tensor) -> None:
+    module.amax.copy_(out.detach().abs().max())
+
+
+@pytest.mark.parametrize("statistic", [False, True])
+@pytest.mark.parametrize("order", ["AAB", "-A", "A-", "AB"])
+@pytest.mark.parametrize(("layer", "plan"), [(_SpelledOut, None), (_Around, None), (_SpelledOut, "layers")])
+def test_masks_of_several_forwards_and_statistics_written_in_place_leave_gradients_right(
+    layer: type[nn.Module], plan: str | None, order: str, statistic: bool
+) -> None:
+    torch.manual_seed(0)
+    model = _OneLayer(layer())
+    if statistic:
+        model.attention.amax = torch.zeros(1)
+        model.attention.register_forward_hook(_count)
+    twin, x, found = copy.deepcopy(model), torch.randn(2, 12, 64), []
+    if plan is None:
+        laconic.compress_activations(twin, bits=8)
+    else:
+        laconic.compress_activations(twin, plan=ActivationPlan({}, {"layers.0": None}))
+    for each in (model, twin):
+        for _ in range(2):
+            each.zero_grad()
+            losses = []
+            for which in order:
+                each.attention.mask = None if which == "-" else _MASKS["AB".index(which)]
+                losses.append(each(x).square().sum())
+            torch.stack(losses).sum().backward()
+        found.append(torch.cat([p.grad.flatten() for p in each.parameters() if p.grad is not None]))
+    assert (found[1] - found[0]).norm() < 0.02 * found[0].norm()
+
+
+def test_a_large_mask_that_is_changed_in_place_is_refused_by_name() -> None:
+    model = _OneLayer(_Around())
+    laconic.compress_activations(model, bits=8)
+    model.attention.mask = torch.zeros(2, 4, 12, 12, dtype=torch.bool).repeat(4, 1, 1, 1)
+    out = model(torch.randn(8, 12, 64))
+    model.attention.mask.fill_(True)
+    with pytest.raises(ModelError, match=r"inner runs again in backward, but _Inner.mask \[8, 4, 12, 12\] was changed"):
+        out.sum().backward()
+
+
+def test_a_tracker_counts_the_mask_that_is_kept_for_the_second_run() -> None:
+    model = _OneLayer(_Around())
+    laconic.compress_activations(model, bits=8)
+    seen = []
+    for mask in (None, torch.zeros(2, 4, 12, 12, dtype=torch.bool)):
+        model.attention.mask = mask
+        with SavedTensorTracker(model) as tracker:
+            out = model(torch.randn(2, 12, 64))
+        seen.append(tracker.nbytes)
+        out.sum().backward()
+    assert seen[1] - seen[0] >= 2 * 4 * 12 * 12
+
+
+class _Merged(_SpelledOut):
+    """Ends in a weight that an adapter has merged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.merged: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.merged is not None
+        return F.linear(super().forward(x), self.merged)
+
+
+def test_a_hook_on_a_merged_weight_sees_the_gradient_of_the_step_alone() -> None:
+    model, seen = _OneLayer(_Merged()), list[Tensor]()
+    laconic.compress_activations(model, bits=8)
+    merged = torch.tanh(torch.randn(64, 64, requires_grad=True))
+    merged.register_hook(seen.append)
+    model.attention.merged = merged
+    model(torch.randn(2, 12, 64, requires_grad=True)).square().sum().backward()
+    assert len(seen) == 1
