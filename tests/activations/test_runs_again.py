@@ -129,10 +129,11 @@ def test_functional_call_has_the_gradient_of_its_parameters_or_is_refused(plan: 
 class _SpelledOut(nn.Module):
     """Attention that finds in attributes what outer code has put there for this forward."""
 
+    mask: Tensor | None = None
+
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(64, 64) for _ in range(3))
-        self.mask: Tensor | None = None
         self.bias: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -147,9 +148,10 @@ class _SpelledOut(nn.Module):
 class _Inner(nn.Module):
     """The same where query, key and value come from outside."""
 
+    mask: Tensor | None = None
+
     def __init__(self) -> None:
         super().__init__()
-        self.mask: Tensor | None = None
         self.bias: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -275,7 +277,7 @@ def _count(module: Any, args: Any, out: Tensor) -> None:
 
 
 @pytest.mark.parametrize("statistic", [False, True])
-@pytest.mark.parametrize("order", ["AAB", "-A", "A-", "AB"])
+@pytest.mark.parametrize("order", ["AAB", "-A", ".A", "A-", "AB"])
 @pytest.mark.parametrize(("layer", "plan"), [(_SpelledOut, None), (_Around, None), (_SpelledOut, "layers")])
 def test_masks_of_several_forwards_and_statistics_written_in_place_leave_gradients_right(
     layer: type[nn.Module], plan: str | None, order: str, statistic: bool
@@ -295,7 +297,9 @@ def test_masks_of_several_forwards_and_statistics_written_in_place_leave_gradien
             each.zero_grad()
             losses = []
             for which in order:
-                each.attention.mask = None if which == "-" else _MASKS["AB".index(which)]
+                each.attention.mask = {"A": _MASKS[0], "B": _MASKS[1]}.get(which)
+                if which == ".":
+                    del each.attention.mask  # that of its class is left
                 losses.append(each(x).square().sum())
             torch.stack(losses).sum().backward()
         found.append(torch.cat([p.grad.flatten() for p in each.parameters() if p.grad is not None]))
@@ -334,7 +338,8 @@ class _Merged(_SpelledOut):
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.merged is not None
-        return F.linear(super().forward(x), self.merged)
+        scores = self.q(x) @ self.k(x).transpose(-2, -1) / 8
+        return F.linear(torch.softmax(scores, -1) @ self.v(x), self.merged)
 
 
 def test_a_hook_on_a_merged_weight_sees_the_gradient_of_the_step_alone() -> None:

@@ -115,7 +115,7 @@ class Attributes:
     def __init__(self, parts: Sequence[nn.Module], name: str, *, numbers: bool = False) -> None:
         self._parts, self._name = parts, name
         self._kinds = (Tensor, bool, int, float, str) if numbers else Tensor
-        self._pack, self._unpack = hooks_around() or (None, None)
+        self._hooks = hooks_around()
         self._plain: dict[Place, Any] = {}
         self._tensors: dict[Place, tuple[Any, bool, Callable[[], Tensor | None] | None, int | None]] = {}
         self._names: list[Collection[str]] | None = None
@@ -154,16 +154,16 @@ class Attributes:
 
     def _held(self, x: Tensor) -> Any:
         x = x.detach() if x.requires_grad else x  # with the node that made it, the graph would hold itself
-        return x if self._pack is None else self._pack(x)
+        return x if self._hooks is None else self._hooks[0](x)
 
     @contextmanager
     def _again(self) -> Iterator[None]:
         given = dict(self._plain)
         for place, (held, requires_grad, original, version) in self._tensors.items():
-            x: Tensor = held if self._unpack is None else self._unpack(held)
+            x: Tensor = held if self._hooks is None else self._hooks[1](held)
             if original is None:
                 x = _copy(x)  # backward may run again, with retain_graph
-            elif version != _version(x if self._unpack is None else original(), version):
+            elif version != _version(x if self._hooks is None else original(), version):
                 number, name = place
                 what = f"{type(self._parts[number]).__name__}.{name} {list(x.shape)} was changed in place"
                 raise _changed(self._name, what)
