@@ -306,13 +306,19 @@ def test_masks_of_several_forwards_and_statistics_written_in_place_leave_gradien
     assert (found[1] - found[0]).norm() < 0.02 * found[0].norm()
 
 
-def test_a_large_mask_that_is_changed_in_place_is_refused_by_name() -> None:
-    model = _OneLayer(_Around())
-    laconic.compress_activations(model, bits=8)
-    model.attention.mask = torch.zeros(2, 4, 12, 12, dtype=torch.bool).repeat(4, 1, 1, 1)
-    out = model(torch.randn(8, 12, 64))
+@pytest.mark.parametrize(("layer", "plan"), [(_SpelledOut, None), (_Around, None), (_SpelledOut, "layers")])
+def test_a_large_mask_that_is_changed_in_place_is_refused_by_name(layer: type[nn.Module], plan: str | None) -> None:
+    model = _OneLayer(layer())
+    if plan is None:
+        laconic.compress_activations(model, bits=8)
+    else:
+        laconic.compress_activations(model, plan=ActivationPlan({}, {"layers.0": None}))
+    model.attention.mask = torch.zeros((64, 12, 12) if layer is _SpelledOut else (64, 4, 12, 12), dtype=torch.bool)
+    out = model(torch.randn(64, 12, 64))
     model.attention.mask.fill_(True)
-    with pytest.raises(ModelError, match=r"inner runs again in backward, but _Inner.mask \[8, 4, 12, 12\] was changed"):
+    with pytest.raises(
+        ModelError, match=r"runs again in backward, but \w+\.mask was changed in place since its forward"
+    ):
         out.sum().backward()
 
 

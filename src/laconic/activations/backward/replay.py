@@ -137,10 +137,9 @@ class Attributes:
             for name, value in part.__dict__.items()
             if (value is None or isinstance(value, self._kinds)) and name != "training"
         }
-        before = [part.__dict__.keys() for part in self._parts]
-        names = [set(keys) for keys in before]
+        names = [set(part.__dict__) for part in self._parts]
         yield
-        self._names = [was | keys for was, keys in zip(names, before, strict=True)]
+        self._names = [was.union(part.__dict__) for was, part in zip(names, self._parts, strict=True)]
         for place, (value, version, copy) in found.items():
             number, name = place
             now = self._parts[number].__dict__.get(name)
@@ -160,13 +159,13 @@ class Attributes:
     def _again(self) -> Iterator[None]:
         given = dict(self._plain)
         for place, (held, requires_grad, original, version) in self._tensors.items():
+            # First, as hooks around that find a change do not know whose it is.
+            if original is not None and version != _version(held if self._hooks is None else original(), version):
+                number, name = place
+                raise _changed(self._name, f"{type(self._parts[number]).__name__}.{name} was changed in place")
             x: Tensor = held if self._hooks is None else self._hooks[1](held)
             if original is None:
-                x = _copy(x)  # backward may run again, with retain_graph
-            elif version != _version(x if self._hooks is None else original(), version):
-                number, name = place
-                what = f"{type(self._parts[number]).__name__}.{name} {list(x.shape)} was changed in place"
-                raise _changed(self._name, what)
+                x = x.detach().clone()  # backward may run again, with retain_graph
             given[place] = x.detach().requires_grad_() if requires_grad else x
         assert self._names is not None
         before: dict[Place, Any] = {}
