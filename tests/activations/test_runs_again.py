@@ -248,7 +248,7 @@ def test_the_second_run_reads_attributes_as_they_were_in_forward(
             try:
                 sum(losses).backward()  # type: ignore[union-attr]
             except RuntimeError as error:
-                assert "inplace" in str(error)  # noqa: PT017
+                assert re.search("in ?place", str(error))  # noqa: PT017
                 assert (each, after) == (twin, "written over")
                 return
         found.append(torch.cat([torch.zeros(1) if p.grad is None else p.grad.flatten() for p in each.parameters()]))
@@ -316,9 +316,7 @@ def test_a_large_mask_that_is_changed_in_place_is_refused_by_name(layer: type[nn
     model.attention.mask = torch.zeros((64, 12, 12) if layer is _SpelledOut else (64, 4, 12, 12), dtype=torch.bool)
     out = model(torch.randn(64, 12, 64))
     model.attention.mask.fill_(True)
-    with pytest.raises(
-        ModelError, match=r"runs again in backward, but \w+\.mask was changed in place since its forward"
-    ):
+    with pytest.raises(ModelError, match=r"runs again in backward, but \w+\.mask was changed in place"):
         out.sum().backward()
 
 
@@ -340,10 +338,9 @@ class _Merged(_SpelledOut):
 
     def __init__(self) -> None:
         super().__init__()
-        self.merged: Tensor | None = None
+        self.base, self.merged = nn.Parameter(torch.randn(64, 64)), torch.zeros(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        assert self.merged is not None
         scores = self.q(x) @ self.k(x).transpose(-2, -1) / 8
         return F.linear(torch.softmax(scores, -1) @ self.v(x), self.merged)
 
@@ -351,7 +348,7 @@ class _Merged(_SpelledOut):
 def test_a_hook_on_a_merged_weight_sees_the_gradient_of_the_step_alone() -> None:
     model, seen = _OneLayer(_Merged()), list[Tensor]()
     laconic.compress_activations(model, bits=8)
-    merged = torch.tanh(torch.randn(64, 64, requires_grad=True))
+    merged = torch.tanh(model.attention.base)
     merged.register_hook(seen.append)
     model.attention.merged = merged
     model(torch.randn(2, 12, 64, requires_grad=True)).square().sum().backward()
