@@ -10,12 +10,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._mode_utils import no_dispatch
 
 from laconic.activations.backward.decisions import Decisions
 from laconic.activations.host.cuda_graph import is_captured, without_draws
 from laconic.activations.host.modules import modules_of
 from laconic.activations.host.patched import RunningCode
 from laconic.activations.host.traceable import untraced
+from laconic.activations.keep.packer import hooks_around
 from laconic.activations.keep.witnesses import check_unchanged, glance
 from laconic.errors import ModelError
 from laconic.formats.shards import is_deepspeeds
@@ -95,18 +97,119 @@ Place = tuple[int, str]
 """The number of a module and the name of one of its attributes."""
 
 
-def tensors_in_attributes(parts: Sequence[nn.Module]) -> dict[Place, Tensor]:
-    """What outer code, or a run before, has put into plain attributes: masks, weights that an adapter has merged."""
-    return {
-        (number, name): value
-        for number, part in enumerate(parts)
-        for name, value in part.__dict__.items()
-        if isinstance(value, Tensor) and value.layout is torch.strided
-    }
+class Attributes:
+    """What code that runs twice finds in plain attributes of modules: its second run finds what its first run found.
+
+    Outer code writes masks, merged weights or None there for each forward, and statistics in place at any time. So
+    small tensors are kept as copies; large ones are not, and may not be changed in place. A large tensor that the first
+    run itself has written to, or put another one in the place of (its probabilities), is found as it is by then.
+
+    Made where hooks on saved tensors are those around the code: what is kept is given to them.
+
+    Args:
+        parts: the modules.
+        name: of the code, for errors.
+        numbers: keep numbers and strings, too.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], name: str, *, numbers: bool = False) -> None:
+        self._parts, self._name = parts, name
+        self._kinds = (Tensor, bool, int, float, str) if numbers else Tensor
+        self._hooks = hooks_around()
+        self._plain: dict[Place, Any] = {}
+        self._tensors: dict[Place, tuple[Any, bool, Callable[[], Tensor | None] | None, int | None]] = {}
+        self._names: list[Collection[str]] | None = None
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """While the block runs for the first time, note what it finds; after that, have it find the same.
+
+        Raises:
+            ModelError: a large tensor was changed in place.
+        """
+        if self._names is not None:
+            with self._again():
+                yield
+            return
+        found = {
+            (number, name): (value, _version(value), _copy(value))
+            for number, part in enumerate(self._parts)
+            for name, value in part.__dict__.items()
+            if (value is None or isinstance(value, self._kinds)) and name != "training"
+        }
+        names = [set(part.__dict__) for part in self._parts]
+        yield
+        self._names = [was.union(part.__dict__) for was, part in zip(names, self._parts, strict=True)]
+        for place, (value, version, copy) in found.items():
+            number, name = place
+            now = self._parts[number].__dict__.get(name)
+            if not isinstance(value, Tensor):
+                if now is value:
+                    self._plain[place] = value
+            elif copy is not None:
+                self._tensors[place] = self._held(copy), value.requires_grad, None, None
+            elif now is None or (now is value and version == _version(value)):
+                self._tensors[place] = self._held(value), value.requires_grad, weakref.ref(value), version
+
+    def _held(self, x: Tensor) -> Any:
+        x = x.detach() if x.requires_grad else x  # with the node that made it, the graph would hold itself
+        return x if self._hooks is None else self._hooks[0](x)
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        given = dict(self._plain)
+        for place, (held, requires_grad, original, version) in self._tensors.items():
+            # First, as hooks around that find a change do not know whose it is.
+            if original is not None and version != _version(held if self._hooks is None else original(), version):
+                number, name = place
+                raise _changed(self._name, f"{type(self._parts[number]).__name__}.{name} was changed in place")
+            x: Tensor = held if self._hooks is None else self._hooks[1](held)
+            if original is None:
+                x = x.detach().clone()  # backward may run again, with retain_graph
+            given[place] = x.detach().requires_grad_() if requires_grad else x
+        assert self._names is not None
+        before: dict[Place, Any] = {}
+        for number, (part, names) in enumerate(zip(self._parts, self._names, strict=True)):
+            for name in [name for name, x in part.__dict__.items() if isinstance(x, Tensor) and name not in names]:
+                before[number, name] = part.__dict__.pop(name)
+        absent = {place: _ABSENT for place in before}
+        for (number, name), value in given.items():
+            before[number, name] = self._parts[number].__dict__.get(name, _ABSENT)
+            self._parts[number].__dict__[name] = value
+        try:
+            yield
+        finally:
+            for (number, name), value in before.items():
+                own = self._parts[number].__dict__
+                # What the run itself has put there stays, as hosts expect of a layer's.
+                if own.get(name, _ABSENT) is (given | absent)[number, name]:
+                    own.pop(name, None)
+                    if value is not _ABSENT:
+                        own[name] = value
+
+
+_ABSENT = object()
+
+SMALL_NUMEL = 1 << 12
+"""Values of a tensor in an attribute that is copied for a second run: more than statistics have, less than masks."""
+
+
+def _copy(x: Any) -> Any:
+    """The values of a small tensor; None of anything else."""
+    if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided or x.numel() > SMALL_NUMEL:
+        return None
+    if x.numel() and not x.untyped_storage().nbytes():  # memory that FSDP has given back for a while
+        return None
+    with no_dispatch():  # of FakeTensorMode, which takes no real tensor
+        return x.detach().clone()
+
+
+def _version(x: Any, otherwise: int | None = None) -> int | None:
+    return x._version if isinstance(x, Tensor) and not x.is_inference() else otherwise
 
 
 class ReadState:
-    """What code that runs twice reads of modules: tensors, plain attributes and modes.
+    """What code that runs twice reads of modules: parameters, buffers, numbers in attributes and modes.
 
     Code that autograd does not save tensors of reads them again in its second run, where they have to be what the first
     run read. What the first run itself changes, such as running statistics and counts, may be anything later.
@@ -114,11 +217,10 @@ class ReadState:
     Args:
         parts: the modules.
         name: of the code, for errors.
-        given: tensors in attributes that the second run is given: (number of the part, name).
     """
 
-    def __init__(self, parts: Sequence[nn.Module], name: str, given: Collection[Place] = ()) -> None:
-        self._parts, self._name, self._given = parts, name, given
+    def __init__(self, parts: Sequence[nn.Module], name: str) -> None:
+        self._parts, self._name = parts, name
         self._read: dict[Place, tuple[Any, ...]] | None = None
         self._modes: list[bool] = []
 
@@ -145,14 +247,10 @@ class ReadState:
             yield
 
     def _now(self) -> dict[Place, tuple[Any, ...]]:
-        found: dict[Place, tuple[Any, ...]] = {
-            place: (glance(x), None, None)
-            for place, x in tensors_in_attributes(self._parts).items()
-            if place not in self._given
-        }
+        found: dict[Place, tuple[Any, ...]] = {}
         for number, part in enumerate(self._parts):
             for name, value in part.__dict__.items():
-                if (value is None or isinstance(value, int | float | str)) and name != "training":
+                if isinstance(value, int | float | str) and name != "training":
                     found[number, name] = (value,)
             for name, x in part._parameters.items():
                 if x is not None and not is_deepspeeds(x):  # which gathers and partitions in between
@@ -168,29 +266,29 @@ class ReadState:
             part = self._parts[number]
             if len(before) == 1:
                 now = part.__dict__.get(name)
-                if isinstance(now, Tensor) if before[0] is None else (now,) != before:  # in a tuple a NaN equals itself
-                    raise self._error(f"{type(part).__name__}.{name} changed")
+                if isinstance(now, Tensor) or (now,) != before:  # in a tuple, in which a NaN equals itself
+                    raise _changed(self._name, f"{type(part).__name__}.{name} changed")
                 continue
-            x = part.__dict__.get(name, part._parameters.get(name, part._buffers.get(name)))
+            x = part._parameters.get(name, part._buffers.get(name))
             if x is None:
-                raise self._error(f"{type(part).__name__}.{name} was taken away")
+                raise _changed(self._name, f"{type(part).__name__}.{name} was taken away")
             values, same_object, version = before
-            if name in part.__dict__:
-                check_unchanged((values,), (x,), f"the attribute {type(part).__name__}.{name}")
-            else:
-                check_unchanged((values,), (x,))
+            check_unchanged((values,), (x,))
             if same_object is not None and same_object() is x and version is not None and x._version != version:
-                raise self._error(f"{type(part).__name__}.{name} {list(x.shape)} was changed in place")
+                raise _changed(self._name, f"{type(part).__name__}.{name} {list(x.shape)} was changed in place")
 
-    def _error(self, what: str) -> ModelError:
-        return ModelError(
-            f"{self._name} runs again in backward, but {what} since its forward, so the gradient would be wrong; call "
-            "backward before the change, or leave this out of what runs again in the plan"
-        )
+
+def _changed(name: str, what: str) -> ModelError:
+    return ModelError(
+        f"{name} runs again in backward, but {what} since its forward, so the gradient would be wrong; call backward "
+        "before the change, or leave this out of what runs again in the plan"
+    )
 
 
 def _is_same(read: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
     """Whether the first run has left alone what it read; a look at a CUDA device's values would wait for it."""
+    if len(read) != len(after):  # a number where a parameter was
+        return False
     if len(read) == 1:
         return read == after
     values, now = read[0], after[0]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from laconic.activations.backward.replay import Forgetting, Replay, attributes_kept, swapped_parameters
+from laconic.activations.backward.replay import Attributes, Forgetting, Replay, attributes_kept, swapped_parameters
 from laconic.activations.host.storages import laid_out, overlaps
 from laconic.activations.host.traceable import untraced
 from laconic.activations.keep.kept import Kept, Memo, take_all
@@ -277,7 +277,6 @@ class SecondRun(Forgetting):
         "_glances",
         "_held",
         "_kept",
-        "_masks",
         "_memos",
         "_module",
         "_name",
@@ -308,25 +307,19 @@ class SecondRun(Forgetting):
         self._saved: list[int] = []
         self._values: list[Tensor | None] = []
         self._output: Tensor | None = None
-        self._attributes: dict[str, Any] = {}
-        self._masks = Held((), None)
+        self._attributes = Attributes((module,), name, numbers=True)
 
     def first(self, *inputs: Tensor) -> Any:
         """The value of the code, differentiable."""
         outer = hooks_around()
         for memo in self._memos:
             memo.announce()
-        attributes = self._module.__dict__
-        read = [(name, x) for name, x in attributes.items() if x is None or isinstance(x, _PLAIN)]
-        _push(self._note, self._give)
-        try:
-            value, state = self._replay.run(partial(self._function, *inputs))
-        finally:
-            _pop()
-        # Not what the run itself writes, such as its probabilities.
-        self._attributes = {name: x for name, x in read if attributes.get(name) is x and name != "training"}
-        tensors = [x for x in self._attributes.values() if isinstance(x, Tensor) and not x.is_inference()]
-        self._masks = Held(tuple(tensors), None)
+        with self._attributes.run():
+            _push(self._note, self._give)
+            try:
+                value, state = self._replay.run(partial(self._function, *inputs))
+            finally:
+                _pop()
         codes = [x for kept in self._kept for x in kept.tensors]
         self._kept = ()  # hooks around may hold the codes elsewhere
         others = [x.detach() for x in inputs[len(self._memos) :]]
@@ -359,15 +352,13 @@ class SecondRun(Forgetting):
 
     def _run(self) -> None:
         check_unchanged(self._glances, self._parameters.tensors())
-        self._masks.tensors()
         saved = iter(self._held.tensors())
         codes = tuple(islice(saved, sum(self._counts)))
         others = tuple(islice(saved, len(self._strides) - len(self._memos)))
         state = tuple(saved)
         collecting = _Collecting()
         again, parameters = self._replay.again(state), swapped_parameters(self._module, self._own)
-        with again, parameters, attributes_kept((self._module,)), torch.enable_grad():
-            self._module.__dict__.update(self._attributes)
+        with again, parameters, attributes_kept((self._module,)), self._attributes.run(), torch.enable_grad():
             inputs = self._rebuilt(codes, others)
             _push(collecting.collect, collecting.give)
             try:
@@ -389,10 +380,6 @@ class SecondRun(Forgetting):
                 (x if stride is None else laid_out(x, stride)).detach().requires_grad_(requires_grad)
                 for x, stride, requires_grad in zip((*values, *others), self._strides, self._requires_grad, strict=True)
             ]
-
-
-_PLAIN = (bool, int, float, str, Tensor)
-"""Types of attributes that code reads as values."""
 
 
 def _kind(x: Tensor) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import CodeType, FrameType
@@ -27,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from laconic.activations.backward.decisions import Decisions, Habit
 from laconic.activations.backward.derivatives import innermost_transform, is_transformed, may_hook
-from laconic.activations.backward.replay import Place, ReadState, forgets
+from laconic.activations.backward.replay import Attributes, ReadState, forgets
 from laconic.activations.backward.saving import Held, is_no_nest
 from laconic.activations.forwards.replacement import Replacement
 from laconic.activations.host.audited import AUDITED
@@ -144,7 +144,6 @@ def run_again(
     kwargs: dict[str, Any],
     parts: Sequence[nn.Module] = (),
     name: str = "",
-    given: Collection[Place] = (),
 ) -> Any:
     """`function(*args, **kwargs)`, run again in backward; autograd saves every tensor in the arguments.
 
@@ -157,7 +156,6 @@ def run_again(
         kwargs: its arguments by name, likewise.
         parts: modules whose code it runs.
         name: of the code, for errors.
-        given: tensors in attributes of the parts that are among the arguments, too.
 
     Raises:
         ModelError: a CUDA graph is captured, and the function draws on the device; in backward, torch's attention
@@ -171,14 +169,15 @@ def run_again(
     filled_from = [(place, numbers[id(leaves[place])]) for place in places]
     rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-    code, state = RunningCode(parts), ReadState(parts, name, given)
+    code, state = RunningCode(parts), ReadState(parts, name)
+    attributes = Attributes(parts, name)
 
     def run(*tensors: Tensor) -> Any:
         filled = list(rest)
         for place, number in filled_from:
             filled[place] = tensors[number]
         args, kwargs = tree_unflatten(filled, spec)
-        with code.again(), state.run():
+        with code.again(), state.run(), attributes.run():
             return function(*args, **kwargs)
 
     if not any(is_captured(x.device) for x in tensors):

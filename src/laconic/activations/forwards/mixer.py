@@ -19,7 +19,6 @@ import inspect
 import logging
 import random
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -30,7 +29,7 @@ from torch.nn.modules import module as module_of_torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from laconic.activations.backward.decisions import Decisions, Habit
-from laconic.activations.backward.replay import Place, Replay, attributes_kept, forgetting, tensors_in_attributes
+from laconic.activations.backward.replay import Replay, attributes_kept, forgetting
 from laconic.activations.forwards.base import SiteForward
 from laconic.activations.forwards.checkpoint import is_cache, is_empty, packed_inputs, run_again, without_caches
 from laconic.activations.host.modules import modules_of
@@ -61,7 +60,6 @@ class MixerForward(SiteForward):
         self.repeats: bool | None = None  # not known before the first training call
         self.is_sensitive = False
         self.habit = Habit(site.name)
-        self._left: dict[Place, Callable[[], Tensor | None]] = {}  # in attributes, by the call before
 
     @property
     def input_format(self) -> BlockFormat | None:
@@ -92,32 +90,19 @@ class MixerForward(SiteForward):
         decisions = self.habit.decisions(self.module.training, args, kwargs)
         caches = {name: leaf for name, leaf in (*enumerate(args), *kwargs.items()) if is_cache(leaf)}
         args, kwargs = without_caches(args, kwargs)  # which the graph would hold, with all keys and values
-        parts = modules_of(self.module)
-        given = {
-            place: x for place, x in tensors_in_attributes(parts).items() if self._left.get(place, _none)() is not x
-        }
         with packed_inputs(
             self.inputs(args, kwargs), self.input_format, decisions, with_data=self.packs_data
         ) as region:
-            run = region(self._writing_once(caches, tuple(given)))
-            results = run_again(run, ([*given.values()], *args), kwargs, parts, self.site.name, given)
-        self._left = {place: weakref.ref(x) for place, x in tensors_in_attributes(parts).items()}
-        return results
+            return run_again(region(self._writing_once(caches)), args, kwargs, modules_of(self.module), self.site.name)
 
-    def _writing_once(self, caches: dict[Any, Any], places: tuple[Place, ...]) -> Callable[..., Any]:
-        """The module's own forward, whose first call alone has the caches and writes to attributes for good.
-
-        Its first argument is what attributes hold that somebody has written to since the call before.
-        """
+    def _writing_once(self, caches: dict[Any, Any]) -> Callable[..., Any]:
+        """The module's own forward, whose first call alone has the caches and writes to attributes for good."""
         has_run = False
 
-        def run(given: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal has_run
             if has_run:
-                parts = modules_of(self.module)
-                with attributes_kept(parts):
-                    for (number, name), x in zip(places, given, strict=True):
-                        parts[number].__dict__[name] = x
+                with attributes_kept(modules_of(self.module)):
                     return self.run_module(*args, **kwargs)
             has_run = True
             args = tuple(caches.pop(place, arg) for place, arg in enumerate(args))
@@ -125,9 +110,6 @@ class MixerForward(SiteForward):
             return self.run_module(*args, **kwargs)
 
         return run
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_left": {}}
 
     packs_data = False
     """Whether an input that requires no grad is packed, too."""
@@ -254,7 +236,9 @@ class MixerForward(SiteForward):
 def _no_hooks_on_gradients(module: nn.Module) -> Iterator[None]:
     """While the block runs, hooks of a module, its parts and its parameters see no gradient: it is one of a trial."""
     parts = modules_of(module)
-    owners: tuple[Any, ...] = (*parts, *(x for part in parts for x in part._parameters.values() if x is not None))
+    tensors = (x for part in parts for x in (*part._parameters.values(), *vars(part).values()))
+    # Those in attributes are weights that an adapter has merged, for example.
+    owners: tuple[Any, ...] = (*parts, *{id(x): x for x in tensors if isinstance(x, Tensor)}.values())
     found = [owner._backward_hooks for owner in owners]
     found += [part._backward_pre_hooks for part in parts]
     found += [module_of_torch._global_backward_hooks, module_of_torch._global_backward_pre_hooks]
@@ -264,10 +248,6 @@ def _no_hooks_on_gradients(module: nn.Module) -> Iterator[None]:
                 stack.callback(hooks.update, dict(hooks))
                 hooks.clear()
         yield
-
-
-def _none() -> None:
-    """What a reference to nothing gives."""
 
 
 def _same(a: Any, b: Any) -> bool:
