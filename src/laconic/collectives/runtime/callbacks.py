@@ -54,9 +54,10 @@ class _Threads:
         if has_idle:
             self._tasks.put(task)
         else:
-            threading.Thread(target=self._work, args=(task,), name="laconic-callbacks", daemon=True).start()
+            threading.Thread(target=self._work, args=([task],), name="laconic-callbacks", daemon=True).start()
 
-    def _work(self, task: Callable[[], object]) -> None:
+    def _work(self, first: list[Callable[[], object]]) -> None:
+        task = first.pop()  # the thread keeps its arguments
         while True:
             try:
                 task()
