@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -153,10 +154,13 @@ def pair_is_like_one_process() -> None:
             assert_like_one_process(family, Grid(ep=ep), shard=True)
 
 
+SWITCH_MODULE = "transformers.models.switch_transformers.modeling_switch_transformers"
+
+
 class Experts(nn.ModuleList):
     """As Switch might have it: each expert gets its rows, with dropout by torch's function."""
 
-    __module__ = "transformers.models.switch_transformers.own"
+    __module__, __qualname__ = SWITCH_MODULE, "SwitchTransformersExperts"
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(x)
@@ -170,8 +174,31 @@ class Foreign(Experts):
     """A user's own."""
 
 
+class OtherOfTheFamily(Experts):
+    """A class that another version of transformers may have."""
+
+    __module__, __qualname__ = SWITCH_MODULE, "SwitchTransformersSharedExperts"
+
+
+class Changing(Experts):
+    """Leaves out an expert in every second run."""
+
+    __module__, __qualname__ = SWITCH_MODULE, "SwitchTransformersExperts"
+
+    def __init__(self, experts: list[nn.Module], left_out: int) -> None:
+        super().__init__(experts)
+        self.left_out, self.runs = left_out, 0
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        self.runs += 1
+        for number, expert in enumerate(self):
+            if self.runs % 2 or number != self.left_out:
+                expert(x)
+        return x
+
+
 class Expert(nn.Module):
-    __module__ = "transformers.models.switch_transformers.own"
+    __module__, __qualname__ = SWITCH_MODULE, "SwitchTransformersDenseActDense"
 
     def __init__(self, drop: Any) -> None:
         super().__init__()
@@ -189,7 +216,7 @@ class ForeignExpert(Expert):
 
 class Block(nn.Module):
     def __init__(
-        self, kind: type[nn.ModuleList] = Experts, of: type[Expert] = Expert, drop: Any = None, number: int = 4
+        self, kind: Callable[..., nn.ModuleList] = Experts, of: type[Expert] = Expert, drop: Any = None, number: int = 4
     ) -> None:
         super().__init__()
         self.router = nn.Linear(16, number)
@@ -231,9 +258,13 @@ def own_modules_are_like_one_process() -> None:
     assert not any("ask" in vars(stub) for stub in experts)  # which held rows and their graph
     with pytest.raises(ModelError, match="a part of stacks over processes, so its up is not to be had alone; take the"):
         nn.init.zeros_(experts[0].up.weight)
-    for options in ({"kind": Foreign}, {"of": ForeignExpert}):  # code that nobody has tried
+    for options in ({"kind": Foreign}, {"kind": OtherOfTheFamily}, {"of": ForeignExpert}):  # code that nobody has tried
         assert not find_apart(plain := own(**options))
         assert unknown_experts(plain)
+    for left_out in (0, 3):
+        changing = parallelize(own(kind=partial(Changing, left_out=left_out)), Grid(ep=dist.get_world_size()))
+        with pytest.raises(ModelError, match="calls its experts otherwise once they have answered"):
+            changing.model(x.double())
     sharded = parallelize(own(), Grid(ep=1))
     sharded.fully_shard()
     sharded.model(x[: dist.get_rank()].double()).sum().backward()  # with other experts on each

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.collectives import Lossless, ProcessGroupOptions, Raw, all_reduce
-from laconic.errors import CollectiveError
+from laconic.errors import CollectiveError, CollectiveTimeoutError
 from laconic.train.launch.worker import leave
 from tests.distributed import over_backend
 from tests.distributed.over_backend import assert_same, join, values
@@ -289,6 +291,83 @@ def callbacks_of_what_was_waited_for(rank: int, folder: str) -> None:
 def test_callbacks_have_run_where_their_work_or_a_barrier_was_waited_for(tmp_path: Path) -> None:
     """As over gloo: programs divide a sum in a callback, wait for the work, and use the quotient."""
     run_ranks(callbacks_of_what_was_waited_for, (str(tmp_path),), 2)
+
+
+def late_callbacks() -> None:
+    """A wait with a timeout ends with it while a callback goes on, and the next wait has the callback behind it."""
+    for name, begin in starts().items():
+        _, work = begin()
+        goes_on, seen = threading.Event(), list[bool]()
+        work.get_future().then(lambda _, go=goes_on: go.wait(patient(30))).then(
+            lambda done, seen=seen: seen.append(done.value())
+        )
+        began = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError, match=r"callback of .*not done within 0:00:00\.2\d*; it goes on"):
+            work.wait(timedelta(seconds=0.2))
+        assert time.monotonic() - began < patient(10), name
+        assert not work.is_completed()
+        goes_on.set()
+        assert work.wait(timedelta(seconds=patient(30)))
+        assert seen == [True], name
+
+
+def long_chain(x: Tensor) -> None:
+    work = dist.all_reduce(x.clone(), async_op=True)
+    assert work is not None
+    future, seen = work.get_future(), list[int]()
+    for number in range(2000):
+        future = future.then(lambda _, number=number: seen.append(number))
+    del future  # callbacks belong to the work, whoever holds their futures
+    work.wait()
+    assert seen == [*range(2000)]
+    assert work.is_completed()
+
+
+class Value:
+    """What a callback returns."""
+
+
+def values_that_are_let_go(x: Tensor) -> None:
+    """A future that is kept holds nothing of the callbacks that it was given, before and after it was waited for."""
+    work = dist.all_reduce(x.clone(), async_op=True)
+    assert work is not None
+    future, made = work.get_future(), list[ref[Value]]()
+
+    def make(_: object) -> Value:
+        value = Value()
+        made.append(ref(value))
+        return value
+
+    for _ in range(5):
+        future.then(make)
+    work.wait()
+    for _ in range(5):
+        future.then(make).wait()
+        work.get_future().then(make)
+    assert len(made) == 15
+    until = time.monotonic() + patient(10)  # the thread that ran a callback lets go of it a moment later
+    while any(one() for one in made) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert [one() for one in made] == [None] * 15
+
+
+def late_long_and_let_go(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    for name, options in (("coded", CODED), ("raw", ProcessGroupOptions(Raw(), min_nbytes=1))):
+        join("laconic", rank, 2, folder, name, pg_options=options)
+        late_callbacks()
+        for x in (values(torch.float32), values(torch.float32).long()):
+            long_chain(x)
+            gc.disable()
+            values_that_are_let_go(x)
+            gc.enable()
+        dist.destroy_process_group()
+    leave(0)
+
+
+@pytest.mark.ci
+def test_callbacks_may_be_late_many_and_give_back_much(tmp_path: Path) -> None:
+    run_ranks(late_long_and_let_go, (str(tmp_path),), 2)
 
 
 def begun(number: int, group: dist.ProcessGroup | None = None) -> tuple[list[Tensor], list[dist.Work]]:

@@ -173,7 +173,7 @@ def _settings_of(line: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) and "function" in found else {"function": "a message of another call"}
 
 
-Exchange = Callable[[int, Tensor, int], dist.Work]
+StartTransfer = Callable[[int, Tensor, int], dist.Work]
 """Starts sending a tensor to a group rank, or receiving from one, with a tag."""
 
 
@@ -195,7 +195,7 @@ class Handshake:
         group: dist.ProcessGroup,
         peers: Peers,
         announcement: Announcement,
-        receive: Exchange,
+        receive: StartTransfer,
     ) -> None:
         self._me, self._front = group.rank(), announcement.pack()
         longest = _LINE_NBYTES + Splits.nbytes(group.size()) + _MAX_NOTE_NBYTES + MAX_INSIDE_NBYTES
@@ -210,7 +210,7 @@ class Handshake:
             buffer = torch.empty(longest, dtype=torch.uint8, device="cpu")
             self._received[peer] = buffer, receive(peer, buffer, _TAG + tag_in)
 
-    def announce(self, send: Exchange, peer: int, message: Tensor | None = None) -> None:
+    def announce(self, send: StartTransfer, peer: int, message: Tensor | None = None) -> None:
         """Start sending the settings to a peer, with a message inside."""
         self._unannounced.remove(peer)
         front = torch.frombuffer(bytearray(self._front), dtype=torch.uint8)
@@ -221,7 +221,7 @@ class Handshake:
         """Group ranks of the peers that do not have the settings yet, but for those."""
         return [peer for peer in self._unannounced if peer not in but]
 
-    def read(self, send: Exchange, wait: Callable[[Iterable[tuple[int, dist.Work]]], None]) -> dict[int, bytes]:
+    def read(self, send: StartTransfer, wait: Callable[[Iterable[tuple[int, dist.Work]]], None]) -> dict[int, bytes]:
         """Wait for what all ranks announce, this one included, by group rank, as long as this rank's announcement."""
         for peer in self.unannounced():
             self.announce(send, peer)

@@ -167,15 +167,21 @@ def _call(**roles: tuple[str, ...]) -> Callable[[Callable[..., dist.Work]], Call
 
     def decorate(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
         name = _NAMES.get(method.__name__, method.__name__)
-        position, dense = list(inspect.signature(method).parameters).index("opts"), on_dense(**roles)(method)
+        position = list(inspect.signature(method).parameters).index("opts")
+
+        @on_dense(**roles)
+        @functools.wraps(method)
+        def dense(*args: Any, **kwargs: Any) -> dist.Work:
+            work = method(*args, **kwargs)
+            if type(work) is not _BACKEND_WORK:
+                return work
+            opts = args[position] if position < len(args) else kwargs.get("opts")
+            group: ProcessGroupLaconic = args[0]
+            return group._handle(work, opts, name)
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> dist.Work:
             work = dense(*args, **kwargs)
-            if type(work) is _BACKEND_WORK:
-                opts = args[position] if position < len(args) else kwargs.get("opts")
-                group: ProcessGroupLaconic = args[0]
-                return group._handle(work, opts, name)
             return work.kept_in(args[0]._unfinished) if isinstance(work, AfterWork) else work
 
         return _coalescing(averages_of_integers(call) if name in _REDUCTIONS else call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -24,6 +25,19 @@ _NO_TIMEOUT = timedelta()
 
 _GOES_ON = "Operation timed out"
 """What torch says where the time to wait is over, and not that of the operation."""
+
+
+def _deadline_of(timeout: timedelta) -> float | None:
+    return time.monotonic() + timeout.total_seconds() if timeout > _NO_TIMEOUT else None
+
+
+def _left_until(deadline: float) -> timedelta:
+    """The time that is left, and 1 ms if none is: 0 would be no timeout."""
+    return timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+
+
+def _late_callback(name: str, timeout: timedelta) -> CollectiveTimeoutError:
+    return CollectiveTimeoutError(f"a callback of the future of {name} was not done within {timeout}; it goes on")
 
 
 class Ordered:
@@ -63,16 +77,18 @@ class RawWork(CallsBack, dist.Work):
         """Wait for the backend.
 
         Raises:
-            CollectiveTimeoutError: it was not done within `timeout`, if that is positive; it goes on.
+            CollectiveTimeoutError: it, or a callback of its future, was not done within `timeout`, if that is positive.
             CollectiveError: the backend gave up.
         """
+        deadline = _deadline_of(timeout)
         try:
             self._work.wait(timeout)
         except RuntimeError as error:
             if timeout > _NO_TIMEOUT and _GOES_ON in str(error):
                 raise CollectiveTimeoutError(f"{self._name} was not done within {timeout}; it goes on") from error
             raise broken_off(self._name, self._group, error) from error
-        self._settle()
+        if not self._settle(deadline):
+            raise _late_callback(self._name, timeout)
         return True
 
     def is_completed(self) -> bool:
@@ -233,17 +249,21 @@ class WorkGroup(CallsBack, TensorsWork):
         self._works, self._queue = list(works), queue
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Wait for all works, then raise the first of their errors if there is one."""
+        """Wait for all works, within `timeout` as a whole, then raise the first of their errors if there is one."""
+        deadline, name = _deadline_of(timeout), f"a call of {len(self._works)} parts"
         # All of them, so that nothing writes into tensors after the caller got an error.
         errors: list[Exception] = []
         for work in self._works:
             try:
-                work.wait(timeout)
+                work.wait(timeout if deadline is None else _left_until(deadline))
             except Exception as error:
                 errors.append(error)
+        if errors and deadline is not None and isinstance(errors[0], CollectiveTimeoutError):
+            raise CollectiveTimeoutError(f"{name} was not done within {timeout}; it goes on") from errors[0]
         if errors:
             raise errors[0]
-        self._settle()
+        if not self._settle(deadline):
+            raise _late_callback(name, timeout)
         return True
 
     def is_completed(self) -> bool:

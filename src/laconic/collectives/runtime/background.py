@@ -144,13 +144,15 @@ class BackgroundWork(TensorsWork):
         """Wait for the collective, or raise its error.
 
         Raises:
-            CollectiveTimeoutError: it was not done within `timeout`, if that is positive; it goes on.
+            CollectiveTimeoutError: it, or a callback of its future, was not done within `timeout`, if that is positive.
         """
         if timeout > _NO_TIMEOUT:
             deadline = time.monotonic() + timeout.total_seconds()
             while not self._work.is_completed():
                 if time.monotonic() > deadline:
-                    raise CollectiveTimeoutError(f"a collective was not done within {timeout}; it goes on")
+                    raise CollectiveTimeoutError(
+                        f"a collective, or a callback of its future, was not done within {timeout}; it goes on"
+                    )
                 time.sleep(0.001)
         self._work.wait()
         return True

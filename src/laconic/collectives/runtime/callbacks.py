@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -53,9 +54,10 @@ class _Threads:
         if has_idle:
             self._tasks.put(task)
         else:
-            threading.Thread(target=self._work, args=(task,), name="laconic-callbacks", daemon=True).start()
+            threading.Thread(target=self._work, args=([task],), name="laconic-callbacks", daemon=True).start()
 
-    def _work(self, task: Callable[[], object]) -> None:
+    def _work(self, first: list[Callable[[], object]]) -> None:
+        task = first.pop()  # the thread keeps its arguments
         while True:
             try:
                 task()
@@ -152,6 +154,51 @@ def queue_of(group: dist.ProcessGroup) -> CallbackQueue:
         return _queues.setdefault(group, {}).setdefault(depth(), CallbackQueue(depth()))
 
 
+class _Family:
+    """Futures of one work, and all that follow them, as long as they are not done: values of done ones are let go."""
+
+    def __init__(self) -> None:
+        self.is_waited_for = False
+        self._undone: set[CallbackFuture[Any]] = set()
+
+    def add(self, future: CallbackFuture[Any]) -> None:
+        """Add a future, which `remove`s itself once it is done."""
+        self._undone.add(future)
+        if future.done():
+            self.remove(future)
+
+    def remove(self, future: CallbackFuture[Any]) -> None:
+        """Let go of a future that is done."""
+        self._undone.discard(future)
+
+    def settle(self, deadline: float | None = None) -> bool:
+        """Wait until all futures are done, and from now on for each that is added; return False at the deadline.
+
+        In a callback those of its queue, and of queues that wait for that one, are left out: it would wait for itself.
+
+        Args:
+            deadline: of `time.monotonic`.
+        """
+        self.is_waited_for = True
+        while undone := self._awaited():
+            if deadline is None:
+                for future in undone:
+                    with suppress(Exception):
+                        future.wait()
+            elif time.monotonic() > deadline:
+                return False
+            else:
+                time.sleep(0.001)
+        return True
+
+    def is_settled(self) -> bool:
+        """Whether `settle` would return at once."""
+        return not self._awaited()
+
+    def _awaited(self) -> list[CallbackFuture[Any]]:
+        return [future for future in [*self._undone] if here.depth <= future.queue.depth and not future.done()]
+
+
 class CallbackFuture(torch.futures.Future[T]):
     """torch's future of `result`; callbacks given to `then` run in `queue`.
 
@@ -160,13 +207,16 @@ class CallbackFuture(torch.futures.Future[T]):
         queue: runs the callbacks.
         here: complete in the thread that sets `result`, which must tolerate that callbacks of C++ and of torch's own
             futures, such as that of `collect_all`, block it.
+        family: that of the future that this one follows.
     """
 
-    def __init__(self, result: Future[T], queue: CallbackQueue, here: bool = False) -> None:
+    def __init__(
+        self, result: Future[T], queue: CallbackQueue, here: bool = False, family: _Family | None = None
+    ) -> None:
         super().__init__()
-        self._queue = queue
-        self._followers: list[CallbackFuture[Any]] = []
-        self._is_waited_for = False
+        self.queue = queue
+        self._family = family or _Family()
+        self._family.add(self)
         if here or result.done():
             result.add_done_callback(self._complete)
         else:
@@ -175,12 +225,16 @@ class CallbackFuture(torch.futures.Future[T]):
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
         """Add a callback as torch does; it may wait, and sees the caller's grad mode, inference mode and autocast."""
         result: Future[S] = Future()
-        self._queue.add(partial(_call, as_here(callback, grad=None), self, result))
-        follower = CallbackFuture(result, self._queue)
-        self._followers.append(follower)
-        if self._is_waited_for:
-            follower.settle()
+        self.queue.add(partial(_call, as_here(callback, grad=None), self, result))
+        follower = CallbackFuture(result, self.queue, family=self._family)
+        if self._family.is_waited_for:
+            self._family.settle()
         return follower
+
+    def join(self, family: _Family) -> None:
+        """Change to the family of a work, before this future has followers."""
+        self._family = family
+        family.add(self)
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
         """Add a callback as torch does: an exception that it raises is logged."""
@@ -202,30 +256,13 @@ class CallbackFuture(torch.futures.Future[T]):
         self._set_unwrap_func(raise_error)
         self.set_result(_Failed.of(result))  # type: ignore[arg-type]
 
-    def settle(self) -> None:
-        """Wait until this future is done and its callbacks have run, and from now on for each that it is given.
-
-        Not in a callback of the same queue, or of one that is waited for there: it would wait for itself.
-        """
-        if here.depth <= self._queue.depth:
-            self._is_waited_for = True
-            with suppress(Exception):
-                self.wait()
-            for follower in [*self._followers]:
-                follower.settle()
-
-    def is_settled(self) -> bool:
-        """Whether `settle` would return at once."""
-        return here.depth > self._queue.depth or (
-            self.done() and all(follower.is_settled() for follower in [*self._followers])
-        )
-
     def _complete(self, done: Future[T]) -> None:
         error = done.exception()
         if error is None:
             self.set_result(done.result())
         else:
             self.set_exception(error)
+        self._family.remove(self)
 
 
 class CallsBack:
@@ -235,25 +272,24 @@ class CallsBack:
     anybody who waits goes on.
     """
 
-    _given: tuple[CallbackFuture[Any], ...] = ()
+    _family: _Family | None = None
     _is_waited_for = False
 
-    def _give(self, future: torch.futures.Future[T]) -> torch.futures.Future[T]:
+    def _give(self, future: CallbackFuture[T]) -> CallbackFuture[T]:
         """Return `future`, whose callbacks belong to this work."""
-        if isinstance(future, CallbackFuture):
-            self._given = (*self._given, future)
-            if self._is_waited_for:
-                future.settle()
+        family: _Family = self.__dict__.setdefault("_family", _Family())
+        future.join(family)
+        if self._is_waited_for:
+            family.settle()
         return future
 
-    def _settle(self) -> None:
-        """Wait for the callbacks, at the end of a `wait` that succeeds."""
+    def _settle(self, deadline: float | None = None) -> bool:
+        """Wait for the callbacks, at the end of a `wait` that succeeds; return False at the deadline."""
         self._is_waited_for = True
-        for future in self._given:
-            future.settle()
+        return self._family is None or self._family.settle(deadline)
 
     def _is_settled(self) -> bool:
-        return all([future.is_settled() for future in self._given])
+        return self._family is None or self._family.is_settled()
 
 
 def follow(

@@ -37,28 +37,32 @@ from laconic.moe.huggingface.layer import ExpertsLayer
 from laconic.moe.huggingface.sharding import as_sharded, shard
 from laconic.moe.parallel.grid import Grid
 
-Exchange = Callable[[Tensor, Tensor], Tensor]
+ExchangeRows = Callable[[Tensor, Tensor], Tensor]
 """Returns the outputs of rows [q, M], given the numbers of their experts, int64 [q]."""
 
-_LISTS = ("transformers.models.switch_transformers.", "transformers.models.nllb_moe.")
-"""Packages of lists, and of experts in them, that do what [Note: asking twice] needs."""
-_STACKS = ("transformers.models.",)
-"""Packages of stacks, of which each is tried."""
+_SWITCH = "transformers.models.switch_transformers.modeling_switch_transformers.SwitchTransformers"
+_NLLB = "transformers.models.nllb_moe.modeling_nllb_moe.NllbMoe"
+_LISTS = (f"{_SWITCH}Experts", f"{_NLLB}Experts")
+"""Classes of lists that do what [Note: asking twice] needs."""
+_IN_LISTS = (f"{_SWITCH}DenseActDense", f"{_NLLB}DenseActDense")
+"""Classes of the experts in them."""
+_STACKS = "transformers.models."
+"""Package of stacks, of which each is tried."""
 
 
 def find_apart(model: nn.Module) -> dict[str, list[str]]:
     """Find all experts that are called apart: by module name, the names of the experts in it, which a stack has not."""
     found = {}
     for name, module in model.named_modules():
-        if _is_of(module, _STACKS) and _is_stack(module):
+        if type(module).__module__.startswith(_STACKS) and _is_stack(module):
             found[name] = list[str]()
-        elif _is_of(module, _LISTS) and (keys := _experts_in(module)):
+        elif _class_of(module) in _LISTS and (keys := _experts_in(module)):
             found[name] = keys
     return found
 
 
-def _is_of(module: nn.Module, packages: tuple[str, ...]) -> bool:
-    return type(module).__module__.startswith(packages)
+def _class_of(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _is_stack(module: nn.Module) -> bool:
@@ -97,7 +101,7 @@ def _experts_in(module: nn.Module) -> list[str]:
     if None in children or len({*children}) < len(children) or module._parameters or module._buffers:
         return []
     found = {name: child for name, child in module.named_children() if [*child.parameters()]}
-    if not all(_is_of(child, _LISTS) for child in found.values()):
+    if not all(_class_of(child) in _IN_LISTS for child in found.values()):
         return []
     return [*found] if len(found) > 1 and len({_kind(child) for child in found.values()}) == 1 else []
 
@@ -208,7 +212,7 @@ class ExpertsApart(FusedExperts):
         """Return outputs [q, N] of rows [q, M] sorted by local expert."""
         raise NotImplementedError
 
-    def asked(self, exchange: Exchange, *call: Any, **kwargs: Any) -> Tensor:
+    def asked(self, exchange: ExchangeRows, *call: Any, **kwargs: Any) -> Tensor:
         """Return what the original would, with outputs of experts from `exchange`, which is called once."""
         raise NotImplementedError
 
@@ -241,7 +245,7 @@ class StackApart(ExpertsApart):
             return super().forward(*call, **kwargs)
         return self.compute(*self._rows_and_counts(*call, **kwargs))
 
-    def asked(self, exchange: Exchange, *call: Any, **kwargs: Any) -> Tensor:
+    def asked(self, exchange: ExchangeRows, *call: Any, **kwargs: Any) -> Tensor:
         """See `ExpertsApart.asked`."""
         rows, counts = self._rows_and_counts(*call, **kwargs)
         return exchange(rows, torch.arange(len(counts), device=rows.device).repeat_interleave(counts))
@@ -336,8 +340,12 @@ class ModulesApart(ExpertsApart):
                 outs.append(functional_call(template, {name: stack[e] for name, stack in stacks.items()}, (part,)))
         return torch.cat(outs[1:] or outs)
 
-    def asked(self, exchange: Exchange, *call: Any, **kwargs: Any) -> Tensor:
-        """See `ExpertsApart.asked`."""
+    def asked(self, exchange: ExchangeRows, *call: Any, **kwargs: Any) -> Tensor:
+        """See `ExpertsApart.asked`.
+
+        Raises:
+            ModelError: the second run calls other experts than the first, or with other numbers of rows.
+        """
         like = _no_rows(*call, **kwargs)
         self.__dict__["width"], self.__dict__["rows_dtype"] = like.shape[1], like.dtype
         template, asks = self.__dict__["_template"], list[tuple[int, Tensor]]()
@@ -363,15 +371,27 @@ class ModulesApart(ExpertsApart):
             rows = torch.cat((rows, columns), 1)
         numbers = numbers.repeat_interleave(torch.tensor(sizes, dtype=torch.int64, device=like.device))
         out = exchange(rows, numbers)
-        answers = iter(out.split(sizes))
+        called, answers = list[tuple[int, int]](), iter(out.split(sizes))
+        expected = [(number, len(rows)) for number, rows in asks]
 
-        def answer(_: int, rows: Tensor) -> Tensor:
+        def answer(number: int, rows: Tensor) -> Tensor:
+            called.append((number, len(rows)))
+            if called[-1:] != expected[len(called) - 1 : len(called)]:
+                raise self._differs()
             if num:
                 drawn(drops, rows)
             return next(answers)
 
         result = self._run(answer, *call, **kwargs)
+        if len(called) < len(expected):
+            raise self._differs()
         return result if asks else result + out.sum().to(result.dtype)  # for backward, which the others wait for
+
+    def _differs(self) -> ModelError:
+        return ModelError(
+            f"{type(self.__dict__['_behaviour']).__name__} calls its experts otherwise once they have answered, but"
+            " over processes the rows of all experts travel at once; call parallelize without a mesh"
+        )
 
     def _run(self, ask: Callable[[int, Tensor], Tensor], *call: Any, **kwargs: Any) -> Any:
         """Run the original's code with experts that answer by `ask`."""
