@@ -294,12 +294,20 @@ def test_what_is_wrong_is_refused_before_a_process_starts(
         Engine(copied, experts=0, threads=1)
 
 
-@pytest.mark.parametrize("fields", [{"dtype": "int8"}, {"head_dim": 0}])
-def test_a_config_of_which_there_is_no_model_is_refused(tmp_path: Path, path: Path, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dtype": "int8"}, r"are torch\.int8, but they must be float32, bfloat16, float16"),
+        ({"head_dim": 0}, r"transformers makes no .* model of the config\.json"),
+    ],
+)
+def test_a_config_of_which_there_is_no_model_is_refused(
+    tmp_path: Path, path: Path, fields: dict[str, Any], message: str
+) -> None:
     copied = Path(shutil.copytree(path, tmp_path / "copied"))
     settings = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps(settings | fields))
-    with pytest.raises(ModelError, match=r"transformers makes no .* model of the config.json"):
+    with pytest.raises(ModelError, match=message):
         Engine(copied, experts=0, threads=1)
 
 
