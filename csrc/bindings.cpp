@@ -280,9 +280,9 @@ void gated_blockwise(size_t isa, int64_t num_threads, const std::array<uintptr_t
 }
 
 void linear_blockwise(size_t isa, int64_t num_threads, uintptr_t x, int64_t num_rows,
-                      int64_t length, uintptr_t codes, uintptr_t scales, int scale_type, int64_t block_size,
-                      int bits, uintptr_t codebook, int64_t num_outputs, uintptr_t out,
-                      int out_type) {
+                      int64_t length, uintptr_t codes, uintptr_t scales, int scale_type,
+                      int64_t block_size, int bits, uintptr_t codebook, int64_t num_outputs,
+                      uintptr_t out, int out_type) {
   const laconic::Linear task{pointer<const float>(x),
                              num_rows,
                              length,

@@ -445,6 +445,19 @@ inline void dequantize_padded(const Codebook* codebook, const uint8_t* codes, Sc
   }
 }
 
+// A block of any size and scaling, and nothing behind it.
+template <class S, class T, int kBits>
+inline void dequantize_any(const Codebook* codebook, const uint8_t* codes, Scaling scaling,
+                           int64_t size, T* values) {
+  if (__builtin_expect(scaling.is_finite() && size % S::kGroup == 0, 1)) {
+    dequantize_block<S, T, kBits>(codebook, codes, scaling, size, values);
+  } else {
+    T padded[kMaxBlock];
+    dequantize_padded<S, T, kBits>(codebook, codes, scaling, size, padded);
+    std::memcpy(static_cast<void*>(values), padded, size * sizeof(T));
+  }
+}
+
 template <class S, class T, int kBits>
 void dequantize_range(const Dequantize& d, int64_t first, int64_t last) {
   const int64_t codes_per_row = ceil_div(d.length * kBits, 8);
@@ -455,22 +468,13 @@ void dequantize_range(const Dequantize& d, int64_t first, int64_t last) {
     Scaling scaling = load_scale(d.scales, d.scale_type, kBits == 2 ? 2 * b : b);
     if (kBits == 2) scaling.minimum = load_scale(d.scales, d.scale_type, 2 * b + 1);
     const int64_t size = walk.size();
-    const bool whole = scaling.is_finite() && size % S::kGroup == 0;
     if (d.center != nullptr) {
       float products[kMaxBlock];
-      if (whole) {
-        dequantize_block<S, float, kBits>(d.codebook, codes, scaling, size, products);
-      } else {
-        dequantize_padded<S, float, kBits>(d.codebook, codes, scaling, size, products);
-      }
+      dequantize_any<S, float, kBits>(d.codebook, codes, scaling, size, products);
       const float* center = d.center + walk.column;
       for (int64_t i = 0; i < size; ++i) values[i] = narrow<T>(products[i] + center[i]);
-    } else if (__builtin_expect(whole, 1)) {
-      dequantize_block<S, T, kBits>(d.codebook, codes, scaling, size, values);
     } else {
-      T padded[kMaxBlock];
-      dequantize_padded<S, T, kBits>(d.codebook, codes, scaling, size, padded);
-      std::memcpy(static_cast<void*>(values), padded, size * sizeof(T));
+      dequantize_any<S, T, kBits>(d.codebook, codes, scaling, size, values);
     }
   }
 }

@@ -75,13 +75,7 @@ inline void dequantize_row(const Linear& task, int64_t output, float* weights) {
     const uint8_t* its_codes = codes + column * kBits / 8;
     const Scaling scaling(load_scale(task.scales, task.scale_type, block));
     prefetch(its_codes, size * kBits / 8);
-    if (__builtin_expect(scaling.is_finite() && size % S::kGroup == 0, 1)) {
-      dequantize_block<S, float, kBits>(task.codebook, its_codes, scaling, size, weights + column);
-    } else {
-      float padded[kMaxBlock];
-      dequantize_padded<S, float, kBits>(task.codebook, its_codes, scaling, size, padded);
-      std::memcpy(weights + column, padded, size * sizeof(float));
-    }
+    dequantize_any<S, float, kBits>(task.codebook, its_codes, scaling, size, weights + column);
   }
 }
 
