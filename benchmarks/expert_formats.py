@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,24 +19,27 @@ from torch import Tensor, nn
 
 from benchmarks.kit.timing import processor_clock, seconds_of
 from benchmarks.registry import Options, Table, benchmark
-from laconic.formats.blockwise import BlockFormat
+from laconic.formats.blockwise import BlockFormat, BlockTensor
 from laconic.infer.bench.demo_model import save_demo_model
 from laconic.infer.coded_experts import keep_experts
 from laconic.infer.expert_share import ExpertShare
 from laconic.infer.load_check import difference
 from laconic.moe.huggingface.blocks import find_blocks
 from laconic.moe.huggingface.experts import FusedExperts
-from laconic.options import EXPERT_BLOCK_SIZE, EXPERT_FORMATS
+from laconic.ops import linear_blockwise
+from laconic.options import EXPERT_BLOCK_SIZE, EXPERT_FORMATS, EXPERT_ROWS_FROM_CODES
 
 _PAGES = Path(__file__).parent.parent / "docs"
+_FEW_ROWS = (1, 2, 3, 4, 6, 8)
 _TOKENS = 128
 _BATCH = 8
 
 
 @benchmark("expert-formats")
 def expert_formats(options: Options) -> Iterator[Table]:
-    """Experts in every format: bytes, seconds by rows, and the logits of a small trained mixture."""
+    """Experts in every format: bytes, seconds by rows and by path, and the logits of a small trained mixture."""
     yield _seconds(options)
+    yield _paths(options)
     yield _logits(options)
 
 
@@ -69,6 +72,37 @@ def _seconds(options: Options) -> Table:
         " one expert with as many rows."
     )
     return Table("Bytes and seconds of experts", header, table, note)
+
+
+def _paths(options: Options) -> Table:
+    """One product by both paths, from which EXPERT_ROWS_FROM_CODES comes."""
+    outputs, inputs, num_matrices = (64, 64, 2) if options.small else (1536, 2048, 32)
+    header, table = ["format"], []
+    header += [f"{rows} rows" for rows in _FEW_ROWS]
+    for name in EXPERT_FORMATS[1:]:
+        format = BlockFormat(name, EXPERT_BLOCK_SIZE)
+        packed = [format.quantize(torch.randn(outputs, inputs).bfloat16()) for _ in range(num_matrices)]
+
+        def from_codes(x: Tensor, packed: Sequence[BlockTensor] = packed, format: BlockFormat = format) -> None:
+            for each in packed:
+                linear_blockwise(x, each.codes, each.scales, code=format.code, block_size=format.block_size)
+
+        def decoded_first(x: Tensor, packed: Sequence[BlockTensor] = packed) -> None:
+            for each in packed:
+                x @ each.dequantize().T
+
+        cells = []
+        for rows in _FEW_ROWS:
+            x = torch.randn(rows, inputs).bfloat16()
+            cases = {path.__name__: partial(path, x) for path in (from_codes, decoded_first)}
+            times = seconds_of(cases, options.rounds, clock=processor_clock)
+            cells.append(f"{times['from_codes'].over(times['decoded_first']):.2f}")
+        table.append([name, *cells])
+    note = (
+        f"A matrix [{outputs}, {inputs}] in bfloat16, {options.thread_text}, {num_matrices} of them in turn. Up to"
+        f" {EXPERT_ROWS_FROM_CODES} rows of an expert are multiplied from codes."
+    )
+    return Table("Time of a product from codes, of one that decodes first", header, table, note)
 
 
 def _random_layer(width: int, hidden: int, num_experts: int, dtype: torch.dtype) -> FusedExperts:

@@ -40,11 +40,11 @@ def adamw4bit() -> Change:
     return optimizer(lambda model, lr: laconic.optim.AdamW4bit(model.parameters(), lr=lr, weight_decay=0.0))
 
 
-def adamw4bit_in_backward() -> Change:
-    """The same, with updates in backward."""
+def in_backward(optimizer_class: Callable[..., Any]) -> Change:
+    """An optimizer of laconic that updates each weight in backward."""
 
     def make(model: Any, lr: float) -> torch.optim.Optimizer:
-        made = laconic.optim.AdamW4bit(model.parameters(), lr=lr, weight_decay=0.0)
+        made = optimizer_class(model.parameters(), lr=lr, weight_decay=0.0)
         made.update_in_backward()
         return made
 
@@ -96,6 +96,9 @@ def contenders() -> list[Contender]:
         Contender("laconic, AdamW8bit", [adamw8bit()]),
         Contender("laconic, AdamW8bit, gradients in 8 bits", [adamw8bit(), coded_gradients(8)], own_weights=True),
         Contender("laconic, AdamW8bit, gradients in 12 bits", [adamw8bit(), coded_gradients(12)], own_weights=True),
+        Contender("laconic, AdamW8bit, updates in backward", [in_backward(laconic.AdamW8bit)], own_weights=True),
+        Contender("laconic, AdamW4bit", [adamw4bit()]),
+        Contender("laconic, AdamW4bit, updates in backward", [in_backward(laconic.optim.AdamW4bit)], own_weights=True),
         Contender("bitsandbytes, AdamW8bit", [peer_adamw("bitsandbytes.optim", "AdamW8bit")], package="bitsandbytes"),
         Contender("torchao, AdamW8bit", [peer_adamw("torchao.optim", "AdamW8bit")], package="torchao"),
         Contender("torchao, AdamW4bit", [peer_adamw("torchao.optim", "AdamW4bit")], package="torchao"),

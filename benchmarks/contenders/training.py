@@ -207,7 +207,8 @@ def _measure_memory(training: Training, row: Measured, ids: Tensor) -> None:
     loss.backward()
     del loss
     if training.gradients is None:
-        row.gradient_nbytes = sum(p.grad.nbytes for p in training.model.parameters() if p.grad is not None)
+        # An update in backward leaves a subclass without values.
+        row.gradient_nbytes = sum(p.grad.nbytes for p in training.model.parameters() if type(p.grad) is Tensor)
     else:
         row.gradient_nbytes = row.lasting_gradient_nbytes = training.gradients.nbytes
     training.optimizer.zero_grad()
