@@ -108,7 +108,7 @@ def _row(operation: str, nbytes: int, groups: dict[str, Any], smoke: bool) -> di
             entries = (audit.snapshot() - before).entries
     num_calls = max(1, min(50, int(_SECONDS_PER_BLOCK / once)))
     rounds = max(_MIN_ROUNDS, min(_MAX_ROUNDS, int(_SECONDS_PER_ROW / (len(cases) * once * num_calls))))
-    seconds = seconds_of(cases, 2 if smoke else rounds, warm_up_rounds=0, rotate=True, clock=_block(num_calls))
+    seconds = seconds_of(cases, 2 if smoke else rounds, warm_up_rounds=0, shuffle=True, clock=_block(num_calls))
     return {
         "operation": operation,
         "nbytes": nbytes,

@@ -157,7 +157,7 @@ def _rows(name: str, options: Options) -> list[list[str]]:
         sizes = [f"{before / 1e3:.0f}", f"{after / 1e3:.0f}", f"{before / after:.2f}x"]
         found[title] = [bits_are, f"{whole:.4f}", f"{worst:.3f}", *sizes]
     steps = {title: partial(step_of, model, arguments) for title, model in models.items()}
-    seconds = seconds_of(steps, options.rounds, warm_up_rounds=UNUSUAL_ROUNDS, rotate=True)
+    seconds = seconds_of(steps, options.rounds, warm_up_rounds=UNUSUAL_ROUNDS, shuffle=True)
     return [[name, title, *cells, f"{seconds[title].over(seconds['exact']):.2f}"] for title, cells in found.items()]
 
 

@@ -99,8 +99,8 @@ def _paths(options: Options) -> Table:
             cells.append(f"{times['from_codes'].over(times['decoded_first']):.2f}")
         table.append([name, *cells])
     note = (
-        f"A matrix [{outputs}, {inputs}] in bfloat16, {options.thread_text}, {num_matrices} of them in turn. Up to"
-        f" {EXPERT_ROWS_FROM_CODES} rows of an expert are multiplied from codes."
+        f"A matrix [{outputs}, {inputs}] in bfloat16, {options.thread_text}, {num_matrices} of them in turn."
+        f" As many rows of an expert are multiplied from codes: {EXPERT_ROWS_FROM_CODES}."
     )
     return Table("Time of a product from codes, of one that decodes first", header, table, note)
 

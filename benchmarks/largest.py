@@ -58,6 +58,14 @@ _MAPPED_NBYTES = 65536
 _SMOKE_NBYTES = 700_000_000
 
 LACONIC_8, LACONIC_4 = "laconic, AdamW8bit", "laconic, AdamW4bit"
+IN_BACKWARD = "laconic, AdamW4bit, updates in backward"
+_PLANNED: dict[str, dict[str, Any]] = {
+    EXACT: {},
+    LACONIC_8: {"optimizer": "adamw8bit", "loss": "chunked", "gradient_bits": 8},
+    LACONIC_4: {"optimizer": "adamw4bit", "loss": "chunked", "gradient_bits": 8},
+    IN_BACKWARD: {"optimizer": "adamw4bit", "loss": "chunked", "update_in_backward": True},
+}
+"""What the planner knows of rows."""
 _SMOKE = (EXACT, LACONIC_4)
 
 
@@ -87,7 +95,7 @@ def contenders() -> list[Contender]:
         stacked("torch, Adafactor"),
         Contender(LACONIC_8, [*ours, adamw8bit()]),
         Contender(LACONIC_4, [*ours, adamw4bit()]),
-        Contender("laconic, AdamW4bit, updates in backward", [activations, in_backward(laconic.optim.AdamW4bit)]),
+        Contender(IN_BACKWARD, [activations, in_backward(laconic.optim.AdamW4bit)]),
         Contender("laconic, AdamW4bit, recompute of layers", [checkpointed(), *ours, adamw4bit()]),
     ]  # fmt: skip
 
@@ -177,14 +185,9 @@ def _largest(
 
 def _predicted(name: str, hidden_size: int, memory_nbytes: int) -> int | None:
     """The layers that the planner expects, where it knows the training."""
-    how = {"precision": "bf16-pure", "device": "cpu"}
-    if name != EXACT:
-        if name not in (LACONIC_8, LACONIC_4):
-            return None
-        how |= {"optimizer": "adamw8bit" if name == LACONIC_8 else "adamw4bit", "loss": "chunked"}
-        settings = Settings(**how, gradient_bits=8)
-    else:
-        settings = Settings(**how)
+    if name not in _PLANNED:
+        return None
+    settings = Settings(precision="bf16-pure", device="cpu", **_PLANNED[name])
     config = sized_config(ModelConfig(**_sizes(hidden_size, 2), tie_word_embeddings=False), VOCAB, TOKENS)
     config.architectures = ["LlamaForCausalLM"]
     job = traced_job(config, Batch(1, TOKENS), Layout(), settings)

@@ -58,7 +58,7 @@ def _table(family: str, hidden: int, layers: int, length: int, options: Options)
     for step in steps.values():
         step()
     peak = {name: peak_nbytes(step) for name, step in steps.items()}
-    seconds = seconds_of(steps, options.rounds, warm_up_rounds=UNUSUAL_ROUNDS, rotate=True)
+    seconds = seconds_of(steps, options.rounds, warm_up_rounds=UNUSUAL_ROUNDS, shuffle=True)
     first = seconds["exact"]
     parameters = sum(parameter.numel() for parameter in exact.parameters())
     return Table.of(

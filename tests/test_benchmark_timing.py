@@ -60,7 +60,7 @@ def test_warm_ups_and_preparations_come_before_each_time() -> None:
     assert calls == ["run", "run", "a", "run"] * 2
 
 
-def test_rounds_begin_with_another_case_when_asked() -> None:
+def test_rounds_have_orders_of_their_own_when_asked() -> None:
     calls: list[int] = []
 
     def case(number: int) -> Callable[[], float]:
@@ -71,8 +71,12 @@ def test_rounds_begin_with_another_case_when_asked() -> None:
         return run
 
     cases = {f"{number}": case(number) for number in range(3)}
-    seconds_of(cases, 3, warm_up_rounds=0, rotate=True, clock=clock)
-    assert calls == [0, 1, 2, 1, 2, 0, 2, 0, 1]
+    seconds_of(cases, 20, warm_up_rounds=0, shuffle=True, clock=clock)
+    rounds = [tuple(calls[i : i + 3]) for i in range(0, 60, 3)]
+    assert all(sorted(order) == [0, 1, 2] for order in rounds)
+    assert len(set(rounds)) == 6  # every case follows every other
+    seconds_of(cases, 20, warm_up_rounds=0, shuffle=True, clock=clock)
+    assert calls[60:] == calls[:60]  # as on another rank
 
 
 def test_spread_is_the_distance_of_the_quartiles_over_the_median() -> None:

@@ -182,7 +182,7 @@ def measured(contenders: Sequence[Contender], base: nn.Module, ids: Tensor, roun
             shared = shared or training.optimizer
             training.optimizer = shared
         steps[contender.name] = lambda training=training: training.step(ids)
-    seconds = seconds_of(steps, rounds, warm_up_rounds=UNUSUAL_ROUNDS, rotate=True)
+    seconds = seconds_of(steps, rounds, warm_up_rounds=UNUSUAL_ROUNDS, shuffle=True)
     for name, timing in seconds.items():
         found[name].seconds = timing
     return list(found.values())

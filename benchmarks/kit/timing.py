@@ -6,6 +6,7 @@ times its cases in the same rounds and reports medians and ratios within the run
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -82,14 +83,13 @@ def in_rounds(
     warm_up_rounds: int = 1,
     warm_ups: int = 0,
     before: Callable[[str], object] | None = None,
-    rotate: bool = False,
+    shuffle: bool = False,
 ) -> dict[str, list[Any]]:
     """What `read` returned for each case in each round that counts; arguments as in `seconds_of`."""
     found: dict[str, list[Any]] = {name: [] for name in cases}
     names = list(cases)
     for number in range(-warm_up_rounds, rounds):
-        first = number % len(names) if rotate else 0
-        for name in [*names[first:], *names[:first]]:
+        for name in random.Random(number).sample(names, len(names)) if shuffle else names:
             for _ in range(warm_ups):
                 cases[name]()
             if before is not None:
@@ -112,7 +112,7 @@ def seconds_of(
     warm_up_rounds: int = 1,
     warm_ups: int = 0,
     before: Callable[[str], object] | None = None,
-    rotate: bool = False,
+    shuffle: bool = False,
     clock: Clock = wall_clock,
 ) -> dict[str, Timing]:
     """Median seconds of each case over `rounds` rounds that take every case in turn.
@@ -122,11 +122,11 @@ def seconds_of(
         warm_ups: how often a case runs before each time that counts, so that it finds warm caches; without, it pays
             for the caches that the case before it left.
         before: called with the name of a case before each of its times, and not timed.
-        rotate: every round begins with another case.
+        shuffle: every round has an order of its own, the same on all ranks: no case always follows the same one.
         clock: how one run is timed.
     """
     found = in_rounds(
-        cases, rounds, clock, warm_up_rounds=warm_up_rounds, warm_ups=warm_ups, before=before, rotate=rotate
+        cases, rounds, clock, warm_up_rounds=warm_up_rounds, warm_ups=warm_ups, before=before, shuffle=shuffle
     )
     timings = {name: Timing([read() for read in readings]) for name, readings in found.items()}
     note(timings, warm_up_rounds, warm_ups)

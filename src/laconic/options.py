@@ -51,8 +51,9 @@ EXPERT_FORMATS: tuple[str, ...] = get_args(ExpertFormat)
 """In which expert workers of inference hold matrices: as they are, or rounded to the nearest code."""
 EXPERT_BLOCK_SIZE = 64
 """Values of these matrices that share a bfloat16 scale."""
-EXPERT_ROWS_FROM_CODES = 3
-"""As many rows of an expert are multiplied from codes; for more, decoding first takes no longer on an EPYC."""
+EXPERT_ROWS_FROM_CODES = {"nf4": 3, "e2m1": 3, "int4": 3, "int5": 8, "int6": 8, "int8": 3}
+"""As many rows of an expert are multiplied from codes. For more, decoding first takes no longer on an EPYC; codes of 5
+and 6 bits, which lie across bytes, gain for more still (`benchmarks.run expert-formats`)."""
 
 Attention = Literal["exact", "recompute", Code]
 ATTENTIONS: tuple[str, ...] = get_args(Attention)

@@ -344,7 +344,7 @@ def test_an_expert_is_decoded_in_part_for_a_few_rows_and_once_for_many() -> None
     exact = shape.expert_parameters * shape.item_nbytes
     for rows in (1, 10_000):
         active = active_experts(shape.num_experts, share, rows)
-        decoded = {1: shape.top_k / EXPERT_ROWS_FROM_CODES, 10_000: active}[rows]
+        decoded = {1: shape.top_k / EXPERT_ROWS_FROM_CODES["int4"], 10_000: active}[rows]
         assert model.experts_seconds(rows, 1) == pytest.approx(active * shape.expert_nbytes + decoded * exact)
     seconds = [model.experts_seconds(rows, 1) for rows in range(200)]
     gains = [after - before for before, after in itertools.pairwise(seconds)]

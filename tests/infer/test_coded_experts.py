@@ -57,8 +57,8 @@ def test_outputs_are_those_of_the_decoded_matrices(models: Any, family: str, dty
         for parameter in layer.parameters():
             if parameter.dim() == 3:
                 parameter.copy_(rounded(parameter, code, family == "gpt_oss"))
-    few, more = EXPERT_ROWS_FROM_CODES, EXPERT_ROWS_FROM_CODES + 1
-    for counts in ([3, 0, 1, 2], [0, 0, 0, 0], [200, few, 0, more]):
+    few = EXPERT_ROWS_FROM_CODES[code]
+    for counts in ([3, 0, 1, 2], [0, 0, 0, 0], [200, few, 0, few + 1]):
         rows = torch.randn(sum(counts), 32, generator=torch.Generator().manual_seed(1)).to(dtype)
         with torch.no_grad():
             found, wanted = coded(rows, torch.tensor(counts)), layer(rows, torch.tensor(counts))

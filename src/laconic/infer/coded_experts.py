@@ -103,7 +103,7 @@ class CodedExperts(Experts):
     def _product(self, rows: Tensor, key: str, expert: int) -> Tensor:
         """Multiply rows by a matrix, and add its bias."""
         kind: Any = self.__dict__["_behaviour"]
-        if len(rows) <= EXPERT_ROWS_FROM_CODES:
+        if len(rows) <= EXPERT_ROWS_FROM_CODES[self.format.code]:
             codes, scales = self._packed(key, expert)
             out = linear_blockwise(rows, codes, scales, code=self.format.code, block_size=self.format.block_size)
         else:

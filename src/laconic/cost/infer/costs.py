@@ -188,7 +188,7 @@ class InferenceCostModel:
         if shape.expert_format != "exact":
             # What is decoded is written to a cache and read from there: taken for one read. Fewer rows are multiplied
             # from codes, each for its part of that time: so slices and smaller batches still do no less in all.
-            decoded = min(active, rows * load / EXPERT_ROWS_FROM_CODES)
+            decoded = min(active, rows * load / EXPERT_ROWS_FROM_CODES[shape.expert_format])
             read += decoded * shape.expert_parameters * shape.item_nbytes
         return calls * rates.gemm.alpha_seconds + arithmetic + read * rates.read_seconds_per_byte
 
