@@ -56,12 +56,7 @@ _USER_TIMEOUT_MILLISECONDS = 15_000
 
 
 class Connection:
-    """One end of a connection. Messages arrive whole and in the order in which they were sent.
-
-    Args:
-        connected: of type SOCK_STREAM, and this object's from now on.
-        name: of its threads.
-    """
+    """One end of a connection, a TCP socket that is its own from now on. Messages arrive whole and in their order."""
 
     def __init__(self, connected: socket.socket, name: str) -> None:
         self._socket = connected
@@ -73,24 +68,16 @@ class Connection:
         self._sender.start()
 
     def send(self, header: Header, body: Tensor | None = None) -> None:
-        """Send a message without waiting for it to leave.
+        """Send a message without waiting for it to leave; a connection that has broken is a ConnectionError.
 
-        Args:
-            header: whose `nbytes` are those of the body.
-            body: uint8 [header.nbytes], contiguous; not changed until the message has arrived.
-
-        Raises:
-            ConnectionError: the connection has broken.
+        The body, uint8 [header.nbytes] and contiguous, is not changed until the message has arrived.
         """
         if self._broken is not None:
             raise ConnectionError(self._broken)
         self._outbox.put((header, body))
 
     def receive(self) -> tuple[Header, Tensor]:
-        """Wait for a message.
-
-        Returns:
-            Its header and its body, uint8 [header.nbytes].
+        """Wait for a message; returns its header and its body, uint8 [header.nbytes].
 
         Raises:
             ConnectionError: the connection has broken, or the other end has closed it.
@@ -151,12 +138,8 @@ class Admission(Generic[T]):
     """Connections of those who take part, in the order in which they have said who they are.
 
     Each is heard in a thread of its own, so that a stranger who says nothing holds up nobody. There are few such
-    threads: a new connection that finds no room ends the one that has been heard for longest.
-
-    Args:
-        listening: closed by `close`.
-        hear: returns what the other end says, None for a stranger, whose connection is closed.
-        most: connections that are heard at once.
+    threads, `most`: a new connection that finds no room ends the one that has been heard for longest. `hear` returns
+    what the other end says, None for a stranger, whose connection is closed. `listening` is closed by `close`.
     """
 
     def __init__(
@@ -175,11 +158,7 @@ class Admission(Generic[T]):
         threading.Thread(target=self._accept_all, name="laconic-accept", daemon=True).start()
 
     def next(self, seconds: float | None = None) -> tuple[socket.socket, T]:
-        """Wait for the next one, `seconds` at most; the connection is the caller's.
-
-        Raises:
-            TimeoutError: nobody came.
-        """
+        """Wait for the next one, whose connection is the caller's; TimeoutError if nobody comes within `seconds`."""
         try:
             return self._heard.get(timeout=None if seconds is None else max(0.0, seconds))
         except queue.Empty:
@@ -230,15 +209,7 @@ def _hang_up(connected: socket.socket) -> None:
 
 
 def accept_attention(store: Store, number: int, attention: int) -> list[Connection]:
-    """Wait, as expert worker `number`, for all attention workers.
-
-    Args:
-        store: in which all workers meet.
-        number: of this expert worker.
-        attention: number of attention workers.
-
-    Returns:
-        A connection to each, in their order.
+    """Wait, as expert worker `number`, for all attention workers; returns a connection to each, in their order.
 
     Raises:
         ConfigError: this machine has no address at which it could listen, or its shared secret is not valid.
@@ -337,7 +308,6 @@ def keep_alive(connected: socket.socket, reads_at_once: bool) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
     return tensor.view(torch.uint8).numpy().data
 
 
@@ -361,7 +331,6 @@ def _purpose(number: int) -> str:
 
 
 def _read_hello(connected: socket.socket, token: str, number: int) -> int | None:
-    """Read who has connected; None if it is no worker of this engine."""
     if not admit(connected, token, _purpose(number), _HELLO_SECONDS):
         return None
     connected.settimeout(_HELLO_SECONDS)

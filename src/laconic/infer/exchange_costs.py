@@ -64,14 +64,7 @@ def measure_attention_end(
 def measure_experts_end(
     store: Store, num_rows: Sequence[int], width: int, dtype: torch.dtype
 ) -> list[tuple[int, float]]:
-    """Answer what `measure_attention_end` sends with the same rows.
-
-    Args:
-        store, num_rows, width, dtype: as there.
-
-    Returns:
-        By size, bytes of the values of a message, and processor seconds of an exchange at this end.
-    """
+    """Answer what `measure_attention_end` sends with the same rows; arguments and result are as there."""
     started: dict[int, float] = {}
 
     def run(rows: Rows) -> Tensor:
@@ -88,15 +81,7 @@ def measure_experts_end(
 
 
 def copy_seconds(num_rows: Sequence[int], width: int, dtype: torch.dtype, device: torch.device) -> list[float]:
-    """Measure how long an expert worker's host waits for the copies of a message and its answer; 0 on a CPU.
-
-    Args:
-        num_rows, width, dtype: as in `measure_attention_end`.
-        device: that computes.
-
-    Returns:
-        Seconds by size.
-    """
+    """By size, seconds that an expert worker's host waits for the copies of a message and its answer; 0 on a CPU."""
     if device.type == "cpu":
         return [0.0] * len(num_rows)
     found: dict[int, list[float]] = {rows: [] for rows in num_rows}

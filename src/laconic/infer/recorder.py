@@ -181,19 +181,16 @@ class DeviceClock(PassClock):
     """
 
     def __init__(self) -> None:
-        """Start without events."""
         self._events: dict[int, tuple[torch.cuda.Event, int]] = {}
         """By the host's time; with the number of places before where both clocks were read."""
         self._met: list[tuple[torch.cuda.Event, int]] = []
 
     def now(self) -> int:
-        """See PassClock."""
         event, here = _recorded(), now_ns()
         self._events[here] = event, len(self._met)
         return here
 
     def meet(self) -> None:
-        """See PassClock."""
         self._met.append((_recorded(), now_ns()))
 
     def settle(self, passed: PassLog) -> bool:

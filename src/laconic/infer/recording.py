@@ -55,8 +55,6 @@ class RunRecorder:
     """Records the workers of one engine, one recording at a time.
 
     Args:
-        workers: of the engine.
-        split, plan: of the engine.
         planned_seconds: of a step, as the planner predicted it; None without.
         why_not: what ended the engine, or None.
     """
@@ -100,11 +98,7 @@ class RunRecorder:
             raise
 
     def stop(self, recording: Recording) -> None:
-        """End a recording and give it its trace; does nothing if it is not on.
-
-        Raises:
-            CollectiveError: a worker was lost since it began.
-        """
+        """End a recording that is on and give it its trace; a worker lost since it began is a CollectiveError."""
         if self._current is not recording:
             return
         try:
@@ -133,11 +127,7 @@ class RunRecorder:
 
 
 def check_traceable(split: Split) -> None:
-    """Check that there is a plan whose tasks could be recorded.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Refuse to trace whole models, which have no plan whose tasks could be recorded."""
     if not split.experts:
         raise ConfigError(
             "trace needs expert workers, but this engine has none: whole models have no plan whose tasks could be"
@@ -146,11 +136,7 @@ def check_traceable(split: Split) -> None:
 
 
 def check_trace_file(path: Path) -> None:
-    """Check that a trace could be written to a file.
-
-    Raises:
-        ConfigError: it could not.
-    """
+    """Refuse a file into which no trace could be written."""
     if not path.parent.is_dir():
         raise ConfigError(f"trace is {str(path)!r}, but {str(path.parent)!r} is no directory; make it first")
     if path.is_dir():

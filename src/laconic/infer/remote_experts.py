@@ -73,10 +73,9 @@ class RemoteExperts:
     def begin_forward(self, num_rows: int | None) -> None:
         """Take the turn for a forward of the model by the calling thread.
 
-        Args:
-            num_rows: rows of the batch that are tokens; what follows is padding, which never travels. None is a plain
-                forward, outside of all micro-batches, with which those of the engine are compared: it asks for each
-                expert by itself, so that it shares neither slices nor sums with them.
+        Of the batch `num_rows` rows are tokens; what follows is padding, which never travels. None is a plain forward,
+        outside of all micro-batches, with which those of the engine are compared: it asks for each expert by itself, so
+        that it shares neither slices nor sums with them.
         """
         self._local.is_plain = num_rows is None
         if num_rows is None:
@@ -107,7 +106,7 @@ class RemoteExperts:
     def run(
         self, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor, shared: Callable[[], None] | None = None
     ) -> Tensor:
-        """Return the weighted sums of the experts' outputs, [n, M].
+        """Return the weighted sums of the experts' outputs, [n, M]; CollectiveError if an expert worker is lost.
 
         Sums of a row are added in the order of slices, and of workers within a slice, in float32; with one slice and
         one worker the bits are the worker's.
@@ -117,9 +116,6 @@ class RemoteExperts:
             hidden: [n, M], on any device, as the result is.
             experts, weights: [n, k] choices and their weights.
             shared: computes the layer's shared experts, between sending and waiting, or before under `shared_first`.
-
-        Raises:
-            CollectiveError: an expert worker is lost.
         """
         if self._local.is_plain:
             return self._ask_each(layer, hidden, experts, weights, shared)
@@ -285,8 +281,7 @@ class _Places:
 def _receive(sent: Sequence[tuple[ExpertLink, Rows, Tensor]]) -> list[Tensor]:
     """Receive the answers to all rows; an error is raised behind the last, since the forward is tried again.
 
-    Raises:
-        CollectiveError: an expert worker is lost; at once, since no forward follows.
+    A CollectiveError, of an expert worker that is lost, is raised at once: no forward follows.
     """
     answers: list[Tensor] = []
     failed: Exception | None = None
@@ -316,7 +311,6 @@ class RemoteLayer(nn.Module):
     """Stands where a block has its experts, without their weights."""
 
     def __init__(self, experts: RemoteExperts, layer: int) -> None:
-        """Take the experts of all layers and the number of this one."""
         super().__init__()
         self.__dict__["_experts"] = experts
         self.layer = layer

@@ -203,13 +203,7 @@ def sample(logits: Tensor, sampling: Sampling, position: int, scores: Tensor | N
 
 
 def report_token(logits: Tensor, token: int, count: int) -> ChosenToken:
-    """Return a token with its logprob and the `count` most probable ones.
-
-    Args:
-        logits: floating [vocabulary].
-        token: that stands where they were asked for.
-        count: of tokens to report besides.
-    """
+    """Return a token with its logprob and the `count` most probable ones, of logits, floating [vocabulary]."""
     logprobs = logits.double().log_softmax(0)
     top = tuple((each, float(logprobs[each])) for each in _most_probable(logits, count).tolist())
     return ChosenToken(token, float(logprobs[token]), top)

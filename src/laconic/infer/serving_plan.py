@@ -39,8 +39,6 @@ class ServingPlan:
     """What an engine will run.
 
     Attributes:
-        split: the workers.
-        plan: their plan.
         choice: what an automatic plan chose; None without.
         notes: what was chosen, and what differs from what was asked for.
         vocabulary: number of the model's tokens.
@@ -69,19 +67,14 @@ def plan_serving(
     of_experts: Mapping[str, object],
     device: DeviceKind = "cpu",
 ) -> ServingPlan:
-    """Return what an engine with these arguments runs; see Engine.
+    """Return what an engine with these arguments runs; see Engine, also for what it refuses.
 
     Args:
-        model_dir: of the engine.
+        model_dir, plan, rates, dtype, device: of the engine.
         attention, experts: workers that are asked for.
-        plan, rates, dtype: of the engine.
         limits: of each micro-batch.
         traced: whether the run is to be traced, for which it needs expert workers.
         of_experts: arguments of the engine that only expert workers use, by name.
-        device: of the engine.
-
-    Raises:
-        ConfigError, ModelError, PlanError: see Engine.
     """
     automatic = _automatic(plan, rates, experts)
     of_slices = {name: getattr(plan, name) for name in _OF_SLICES} if isinstance(plan, InferencePlan) else {}
@@ -166,7 +159,6 @@ def serving_split(model_dir: Path, attention: int, experts: int | None) -> Split
 def _automatic(
     plan: InferencePlan | AutoPlan | str | None, rates: str | os.PathLike[str] | None, experts: int | None
 ) -> AutoPlan | None:
-    """The automatic plan that is asked for; None if a plan is given."""
     if isinstance(plan, AutoPlan):
         if rates is not None:
             raise ConfigError(

@@ -64,7 +64,6 @@ class WorkerSet:
 
     Args:
         launcher: starts them.
-        split: of the engine.
         requests: that the workers serve; they end here.
         start_timeout_seconds: for all workers to be ready.
         progress_seconds: see Watch.
@@ -125,8 +124,7 @@ class WorkerSet:
     def start(self) -> dict[str, Any]:
         """Start all; returns what the first attention worker said when it was ready.
 
-        Raises:
-            LaconicError: what keeps one from starting; all have ended then.
+        A LaconicError says what keeps one from starting; all have ended then.
         """
         self._start_all()
         with self._lock:

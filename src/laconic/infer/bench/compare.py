@@ -48,7 +48,6 @@ class PlanResult:
     """What was measured of one plan.
 
     Attributes:
-        plan: that was measured.
         tokens_per_second: of each round, new tokens of all requests over the time from the first request to the last
             token.
         same_answers: requests of the first round whose tokens are those of the first plan.
@@ -63,13 +62,7 @@ class PlanResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that was measured.
-
-    Attributes:
-        results: of each plan.
-        swept: tokens per second of all candidates that were tried before, by name.
-        num_requests, num_prompt_tokens, num_new_tokens: of a round.
-    """
+    """Everything that was measured; `swept` has tokens per second of all candidates that were tried before, by name."""
 
     results: list[PlanResult]
     swept: dict[str, float]
@@ -99,16 +92,12 @@ def compare(
     Args:
         start: starts an engine for a plan.
         kinds: to compare.
-        prompts: tokens of the requests.
-        max_new_tokens: of each.
+        prompts, max_new_tokens: of the requests.
         micro_batches, slices: r1 and r2 that PPPipe and FinDEP may choose from.
         rates: arrivals per second; None takes half of the requests that the slowest plan finishes per second.
         rounds: that count; one before them does not.
         seed: of the arrivals, which are the same for all plans.
         say: hears of progress.
-
-    Raises:
-        LaconicError: an engine cannot be started, or fails.
     """
     swept: dict[str, float] = {}
     with contextlib.ExitStack() as stack:

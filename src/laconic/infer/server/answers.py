@@ -34,17 +34,7 @@ _BURST = 32  # tokens of a whole answer that are read together: nobody sees them
 
 
 class Answers:
-    """Answers requests for text.
-
-    Args:
-        engine: that makes the tokens.
-        tokenizer: of its model.
-        settings: of the server.
-        metrics: in which answers are counted.
-
-    Attributes:
-        max_tokens: of the longest prompt and its answer together.
-    """
+    """Answers requests for text; a prompt and its answer together have `max_tokens` at most."""
 
     def __init__(
         self, engine: TokenEngine, tokenizer: TextTokenizer, settings: ServerSettings, metrics: Metrics
@@ -83,16 +73,7 @@ class Answers:
         reply: Reply,
         grammar: str | None = None,
     ) -> Response:
-        """Answer a request.
-
-        Args:
-            request: of HTTP.
-            body: what it asks for.
-            field: of the body, from which the prompts are.
-            prompts: tokens of each.
-            max_new_tokens: of the longest answer.
-            reply: shapes of the answer.
-            grammar: that the answer follows, as `Sampling.grammar`.
+        """Answer a request of HTTP, whose prompts, tokens of each, are from `field` of the body.
 
         Raises:
             Refusal: the request does not fit, or its answer cannot be made.
@@ -202,14 +183,12 @@ class Answers:
             )
 
     def _handover_here(self) -> Handover:
-        """Return the handover of all requests to the loop that runs."""
         loop = asyncio.get_running_loop()
         if self._handover is None or self._handover.loop is not loop:
             self._handover = Handover(loop)
         return self._handover
 
     def _close(self, generation: Generation, arrival: float, client_gone: bool) -> None:
-        """End a request: cancel what still runs and count it."""
         generation.cancel()
         self._generations.discard(generation)
         if generation.too_slow:

@@ -18,8 +18,7 @@ CACHE_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 class Strict(BaseModel):
     """An object with no other fields than its own, of the types that are written there.
 
-    Attributes:
-        neutral: fields that are not served, with their values that ask for nothing.
+    `neutral` has fields that are not served, with their values that ask for nothing.
     """
 
     neutral: ClassVar[Neutral] = {}
@@ -156,11 +155,7 @@ class Tool(Strict):
 
 
 class NamedTool(Strict):
-    """The tool that the model must call.
-
-    Attributes:
-        name: of its function.
-    """
+    """The function that the model must call, by name."""
 
     name: str
 

@@ -23,12 +23,7 @@ class _JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """What an answer must be.
-
-    Attributes:
-        type: any text, any JSON object, or JSON by a schema.
-        json_schema: the schema, with json_schema.
-    """
+    """What an answer must be: any text, any JSON object, or JSON by a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _JsonSchema | None = None

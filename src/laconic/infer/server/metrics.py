@@ -38,8 +38,7 @@ class Metrics:
         answers: HTTP answers by path and status.
         tokens: "prompt" and "completion" tokens.
         cancelled: requests that ended early, by reason: "disconnect", "slow_client".
-        first_token_seconds: from a request's arrival to its first token.
-        request_seconds: from a request's arrival to its end.
+        first_token_seconds, request_seconds: from a request's arrival to its first token, and to its end.
     """
 
     def __init__(self) -> None:

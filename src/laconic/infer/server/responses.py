@@ -143,11 +143,7 @@ class ResponsesBody(Strict):
     request_id: str | None = None
 
     def to_chat(self) -> ChatBody:
-        """Return the same request as one of /v1/chat/completions.
-
-        Raises:
-            Refusal: a message breaks a rule (400).
-        """
+        """Return the same request as one of /v1/chat/completions; a message that breaks a rule is a Refusal (400)."""
         before = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         values: dict[str, Any] = {"model": self.model, "messages": [*before, *self.input]}
         values |= {"temperature": self.temperature, "top_p": self.top_p, "stream": self.stream}
@@ -161,12 +157,7 @@ class ResponsesBody(Strict):
 
 
 class ResponseReply(ChatReply):
-    """Answers of /v1/responses.
-
-    Args:
-        model, tokenizer, make_parser: of ChatReply.
-        body: that is answered.
-    """
+    """Answers of /v1/responses."""
 
     prefix = "resp"
     end = b""
@@ -237,7 +228,6 @@ class ResponseReply(ChatReply):
         return {"type": kind, "sequence_number": self._sequence - 1} | values
 
     def _begin_item(self, call: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-        """Begin a message, or a call."""
         item: dict[str, Any] = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "content": []}
         if call is not None:
             item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call["id"], "arguments": ""}

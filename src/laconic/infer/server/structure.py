@@ -21,13 +21,8 @@ _Asked = tuple[str, GrammarKind, Any]
 def grammar_of(body: RequestBody, engine: TokenEngine, format_field: str = "response_format") -> str | None:
     """Return the grammar that a request asks for, or None; compiling a large one takes a second.
 
-    Args:
-        body: of the request.
-        engine: that answers it.
-        format_field: what the client calls response_format.
-
-    Raises:
-        Refusal: it is no grammar, there are several, or no answer of the engine could end by one (400).
+    `format_field` is what the client calls response_format. It is a Refusal (400) if it is no grammar, there are
+    several, or no answer of the engine could end by one.
     """
     asked = [*_format(body, format_field), *_structured(body), *_guided(body), *_tools(body)]
     if not asked:

@@ -19,8 +19,7 @@ _T = TypeVar("_T")
 async def read_body(request: Request, settings: ServerSettings) -> bytes:
     """Return the body of a request.
 
-    Raises:
-        Refusal: it is not JSON by its header, or packed (415), too long (413), or does not come in time (408).
+    It is a Refusal if it is not JSON by its header, or packed (415), too long (413), or does not come in time (408).
     """
     max_bytes, seconds = settings.max_body_bytes, settings.max_body_seconds
     kind, *parameters = (each.strip().lower() for each in request.headers.get("content-type", "").split(";"))
@@ -52,12 +51,7 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
 
 
 class EventStream(Response):
-    """Sends events as they come, until there are no more or the client has gone.
-
-    Args:
-        events: to send.
-        close: called at the end, with whether the client has gone before.
-    """
+    """Sends events as they come, until there are no more or the client has gone, which `close` is told at the end."""
 
     media_type = "text/event-stream"
 
@@ -67,7 +61,6 @@ class EventStream(Response):
         self._events, self._close = events, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, as an ASGI application."""
         gone = False
         try:
             await unless_gone(receive, self._send(send))
@@ -84,11 +77,7 @@ class EventStream(Response):
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """Return what `work` returns, and cancel it if the client goes away before.
-
-    Raises:
-        ClientDisconnect: the client has gone.
-    """
+    """Return what `work` returns; if the client goes away before, cancel it and raise ClientDisconnect."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -49,14 +49,10 @@ def planned_shape(model: str | Path, item_nbytes: int | None = None) -> Inferenc
 
 
 def counted_shape(model_dir: Path, item_nbytes: int | None = None) -> InferenceShape:
-    """Count the sizes of the model in a directory; see the module.
+    """Count the sizes of the model in a directory, whose weights are not read; see the module.
 
     Layers that differ have the mean number of parameters, and of heads and experts the largest number. What runs
     beside attention and experts in a layer that has experts counts as shared experts.
-
-    Args:
-        model_dir: directory with a config.json; weights are not read.
-        item_nbytes: bytes of a value; None: those of the configuration's dtype.
 
     Raises:
         PlanError: the model has no experts that an expert worker could hold, or does not run without numbers.
@@ -146,8 +142,6 @@ def _run(model: Any, blocks: dict[str, Block], family: str) -> tuple[list[_Call]
 
 
 class _Counted:
-    """A model's parameters by what they belong to."""
-
     def __init__(
         self, model: Any, blocks: dict[str, Block], experts: dict[str, Any], calls: list[_Call], names: dict[int, str]
     ) -> None:

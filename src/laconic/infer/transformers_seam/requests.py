@@ -52,9 +52,6 @@ class Requests:
         on_ended: called, on another thread, with what ends the loop of requests, before any of them hears of it.
         grammar_tokenizer: returns that of the model, as `laconic.infer.grammars` has it; None if there are no grammars.
 
-    Attributes:
-        eos_token_ids: tokens that end every request.
-
     Raises:
         ModelError: transformers does not batch requests of such a model.
     """

@@ -65,7 +65,6 @@ class _Waiting:
 
     @staticmethod
     def of(parameter: nn.Parameter) -> _Waiting:
-        """Return the reduction of a parameter's gradient, one unit per element."""
         assert parameter.grad is not None
         if not parameter.grad.is_contiguous():
             parameter.grad = parameter.grad.contiguous()  # here, where both belong to the stream that frees them

@@ -165,7 +165,6 @@ class ExpertBalancer:
         return query_distance(seconds, DIRECTIONS * plan.before_seconds)
 
     def _move_seconds(self, number: int, pairs: Sequence[tuple[int, int]]) -> float:
-        """Predict the seconds of exchanging the experts in these pairs of slots."""
         dispatcher = self.mover.layers[number].dispatcher
         assert isinstance(dispatcher, HierarchicalDispatcher)
         nbytes, group_shape = self.mover.expert_nbytes(number), self._group_shape(dispatcher)

@@ -131,11 +131,7 @@ class Placement(nn.Module):
 
 
 def placement_of(layer: MoELayer, number: int) -> Placement:
-    """Return the placement of layer `number`; one without gets a Placement.
-
-    Raises:
-        ConfigError: it has a placement of another kind.
-    """
+    """Return the placement of layer `number`; one without gets a Placement, another kind is a ConfigError."""
     if layer.placement is None:
         layer.placement = Placement(layer.gate.num_experts, next(layer.experts.parameters()).device)
     if not isinstance(layer.placement, Placement):
