@@ -34,11 +34,7 @@ class ZipHookState:
 
 
 def check_join(model: ref[DistributedDataParallel] | None) -> None:
-    """Refuse `join(divide_by_initial_world_size=False)`: torch tells no hook how many ranks still have inputs.
-
-    Raises:
-        ConfigError: the model is in such a context.
-    """
+    """Refuse `join(divide_by_initial_world_size=False)`: torch tells no hook how many ranks still have inputs."""
     found = None if model is None else model()
     if found is not None and found._join_config.enable and not getattr(found, "_divide_by_initial_world_size", True):
         raise ConfigError(
