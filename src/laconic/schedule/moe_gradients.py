@@ -286,9 +286,6 @@ def backward_plan(parts: Sequence[BackwardPart], plan: GradientPlan, *, shared_l
     Names begin with the part's, as in `mlp 3 dispatch 0`; a dense part is one task of its name on `compute`; reductions
     are `<part> gradients`, and `gradients` at the end. The makespan is plan.seconds where dense parts and mixture
     layers alternate, and not more elsewhere.
-
-    Raises:
-        ScheduleError: the plan is for other parts.
     """
     if [part.name for part in parts] != [slot.part for slot in plan.slots]:
         raise ScheduleError("the gradient plan has slots of other parts; call fill_slots with these parts")

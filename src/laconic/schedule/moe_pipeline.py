@@ -79,8 +79,7 @@ class LayerTimes:
     def backward(self, experts_factor: float = 2.0) -> LayerTimes:
         """The times of the backward: the transposed steps in reverse, so gather and scatter keep their places.
 
-        Args:
-            experts_factor: how much longer the experts take; 2 for the gradients of input and weights (paper, 4.4).
+        Experts take 2 times as long for the gradients of input and weights (paper, 4.4).
         """
         return replace(self, dispatch=self.combine, combine=self.dispatch, experts=self.experts * experts_factor)
 
@@ -94,17 +93,7 @@ def pipeline_tasks(
     after: tuple[str, ...] = (),
     shared_link: bool = False,
 ) -> list[Task]:
-    """Make the tasks of `pipeline_plan`, to combine them with others.
-
-    Args:
-        times, degree, gradient_seconds: as in `pipeline_plan`.
-        prefix: of every name.
-        after: tasks that the first ones wait for.
-        shared_link: `inter` and `intra` are the same stream.
-
-    Raises:
-        ScheduleError: the degree is below 1.
-    """
+    """Make the tasks of `pipeline_plan`, names after `prefix`, to combine with others; the first wait for `after`."""
     if degree < 1:
         raise ScheduleError(f"degree is {degree!r}, but a layer is cut into at least one chunk")
     intra = INTER if shared_link else INTRA
