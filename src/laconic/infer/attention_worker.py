@@ -40,15 +40,10 @@ _RECHECK = "recheck"
 class AttentionWorker:
     """Serves requests with a model whose experts are elsewhere, or with a whole one if there are no expert workers.
 
-    Args:
-        settings, recorder: of this worker.
-        dtype: of the weights; None takes the checkpoint's.
-        device: on which the model computes; rows and sums travel from and to host memory, or over link = "group" the
-            device's.
-        meet: connects to the expert workers, once the model is loaded; returns links in their order.
-        on_finished: called, on any thread, for every request that ends; not for those that were cancelled.
-        on_tokens: called, on any thread, once per forward, with each request's name and the token it is given.
-        on_broken: called, on any thread, with why the engine here can serve nobody any more.
+    The model computes on `device`; rows and sums travel from and to host memory, or over link = "group" the device's.
+    `meet` connects to the expert workers once the model is loaded, and returns links in their order. The callbacks are
+    called on any thread: `on_finished` for every request that ends, unless it was cancelled, `on_tokens` once per
+    forward, with requests' names and tokens, `on_broken` with why the engine here can serve nobody any more.
     """
 
     def __init__(

@@ -151,14 +151,8 @@ class AutoPlan:
 def check_measured(source: str, path: Path, device: DeviceKind, name: str = "device") -> None:
     """Check that rates are those of a kind of device; what laconic has not measured may be of CPUs.
 
-    Args:
-        source: of the rates.
-        path: of their file.
-        device: of the workers, the engine's argument `name`.
-
-    Raises:
-        ConfigError: they were measured on another kind, do not say that it was CUDA, or have no messages of expert
-            workers on CUDA.
+    `device` of the workers is the engine's argument `name`. A ConfigError also if rates do not say that they are of
+    CUDA, or have no messages of expert workers on CUDA.
     """
     found = _MEASURED.match(source)
     said = f"were measured on {found[1]!r}" if found else "do not say on what they were measured"

@@ -77,12 +77,7 @@ class Connection:
         self._outbox.put((header, body))
 
     def receive(self) -> tuple[Header, Tensor]:
-        """Wait for a message; returns its header and its body, uint8 [header.nbytes].
-
-        Raises:
-            ConnectionError: the connection has broken, or the other end has closed it.
-            FormatError: what has come is no message.
-        """
+        """Wait for a message: its header and body, uint8 [header.nbytes]; a ConnectionError if the link is gone."""
         front = torch.empty(HEADER_LENGTH, dtype=torch.int64, device="cpu")
         self._receive_into(front)
         header = Header.from_tensor(front)
@@ -292,12 +287,9 @@ def own_address() -> str:
 
 
 def keep_alive(connected: socket.socket, reads_at_once: bool) -> None:
-    """Let a connection notice a machine that has gone, and send small messages at once.
+    """Let a TCP connection notice a machine that has gone, and send small messages at once.
 
-    Args:
-        connected: by TCP.
-        reads_at_once: whether the other end always reads. One that computes meanwhile, or stands still for a while, may
-            let megabytes wait.
+    An end that does not read at once, as it computes meanwhile or stands still, may let megabytes wait.
     """
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

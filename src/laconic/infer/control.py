@@ -290,16 +290,9 @@ class RankConnections:
 
 
 def connect_rank(timeout_seconds: float) -> tuple[WorkerSettings, IO[str], IO[str]]:
-    """Connect this rank of torchrun to the engine on rank 0.
+    """Connect this rank of torchrun to the engine on rank 0; return what it is to be, commands, and where events go.
 
-    Args:
-        timeout_seconds: for the engine to start.
-
-    Returns:
-        What this rank is to be, lines of commands, and where lines of events go.
-
-    Raises:
-        ConfigError: this is no rank above 0, or rank 0 cannot be reached.
+    A ConfigError if this is no rank above 0, or rank 0 cannot be reached within `timeout_seconds`.
     """
     info = read_environment(os.environ)
     if info is None or info.rank == 0:

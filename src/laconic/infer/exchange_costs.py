@@ -33,14 +33,8 @@ def measure_attention_end(
 ) -> list[tuple[int, float]]:
     """Send messages to the process that calls `measure_experts_end`, and receive their answers.
 
-    Args:
-        store: in which both processes meet; nobody else uses its keys.
-        num_rows: of the messages, one number for each size.
-        width: M, values of a row.
-        dtype: of the values.
-
-    Returns:
-        By size, bytes of the values of a message, and processor seconds of an exchange at this end.
+    Both meet in `store`, whose keys nobody else uses. Return, for each of `num_rows`, rows of a message of `width`
+    values, the bytes of its values, and processor seconds of an exchange at this end.
     """
     link = TcpExpertLink(connect_expert(store, 0, 0), "the other process")
     found: dict[int, list[float]] = {rows: [] for rows in num_rows}

@@ -175,12 +175,7 @@ class GroupConnection:
         self._farewell: tuple[Any, Tensor] | None = None
 
     def receive(self) -> tuple[Header, Tensor]:
-        """Wait for a header; the rows are there when it returns, or on a GPU behind `hand_over`.
-
-        Raises:
-            ConnectionError: the attention worker has ended.
-            FormatError: what has come is no message.
-        """
+        """Wait for a header, as `Connection` does; rows are there when it returns, or on a GPU behind `hand_over`."""
         front = _room()
         with _as_connection_error():
             self._groups.headers.recv([front], self._peer, _HEADER).wait(FOREVER)

@@ -119,12 +119,10 @@ class InFlight:
     def take(
         self, prompt: Sequence[int], sampling: Sampling, listener: TokenListener | None, cancel: Cancel
     ) -> TakenRequest:
-        """Take a request for the worker that has the fewest.
+        """Take a request for the worker that has the fewest; raises `refusal`, if there is one.
 
-        Raises:
-            ConfigError: it is empty, has or biases tokens that the model has not, or does not fit into the cache or the
-                model's positions.
-            LaconicError: `refusal`.
+        A ConfigError if it is empty, has or biases tokens that the model has not, or does not fit into cache or
+        positions.
         """
         tokens = _token_ids(prompt)
         needed = self._check(tokens, sampling)

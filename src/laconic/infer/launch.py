@@ -39,10 +39,8 @@ def torchrun_info(launcher: Launcher, split: Split) -> RankInfo | None:
 class WorkerLauncher:
     """Starts the workers of one engine, again if need be, and says where they meet.
 
-    Args:
-        settings: of the workers, by rank, without `store` and with the `threads` that were asked for.
-        info: of `torchrun_info`; a store of torchrun that cannot be reached is a ConfigError.
-        timeout_seconds: for ranks of torchrun to connect.
+    `settings` are by rank, without `store` and with the `threads` that were asked for; ranks of torchrun have
+    `timeout_seconds` to connect, and a store of torchrun that cannot be reached is a ConfigError.
     """
 
     def __init__(self, settings: Sequence[WorkerSettings], info: RankInfo | None, timeout_seconds: float) -> None:

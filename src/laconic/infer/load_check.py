@@ -58,17 +58,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the model's plain forward says.
+    """What the model's plain forward says: by trial logits, float32 [len(answer), vocabulary] on the CPU.
 
-    Attributes:
-        logits: of each trial, float32 [len(answer), vocabulary] on the CPU.
-        noise: how much the shortest sequence's last logits move, as `difference` counts, when transformers itself runs
-            its last token alone, on the cache of the others.
-        family: the model's type.
-        coarse: whether rows travel rounded to 8 bits.
-        expert_format: of the experts that were asked, here and by the engine: one rounding for both, so that the bound
-            stays that of exact ones.
-        seconds: that it took to ask.
+    `noise` is how much the shortest sequence's last logits move, as `difference` counts, when transformers itself runs
+    its last token alone, on the cache of the others. `coarse` says that rows travel rounded to 8 bits. `expert_format`
+    is that of the experts that were asked, here and by the engine, so that the bound stays that of exact ones.
     """
 
     trials: list[Trial]
@@ -180,13 +174,8 @@ def difference(found: Tensor, wanted: Tensor) -> list[float]:
 def try_engine(expected: Expected, requests: Sequence[Requests], on_trouble: Callable[[], None]) -> str:
     """Run the sequences through each micro-batch of an engine, and compare; returns a line for the user.
 
-    Args:
-        expected: of the same model.
-        requests: the micro-batches.
-        on_trouble: called before an error is raised; may raise another that explains it.
-
-    Raises:
-        ModelError: the engine cannot run the model, or its logits differ by more than rounding.
+    A ModelError if the engine cannot run the model, or its logits differ by more than rounding; `on_trouble` is called
+    before and may raise another that explains it.
     """
     start = time.monotonic()
     ended: queue.SimpleQueue[tuple[int, int, Finished]] = queue.SimpleQueue()

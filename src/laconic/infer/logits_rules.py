@@ -48,16 +48,10 @@ def make_rules(
     eos: list[int],
     grammar: GrammarMask | None = None,
 ) -> LogitsRules | None:
-    """Return the rules of a request; None if it has none.
+    """Return the rules of a request that `eos` tokens end; None if it has none. transformers may refuse a value.
 
-    Args:
-        model, generation: that generates, and its GenerationConfig.
-        sampling, prompt: of the request.
-        eos: tokens that end the request.
-        grammar: that the answer follows; its mask comes after all rules but the cuts and the watermark.
-
-    Raises:
-        Exception: transformers refuses a value.
+    `generation` is the model's GenerationConfig. The mask of `grammar` comes after all rules but the cuts and the
+    watermark.
     """
     from transformers import GenerationConfig
 

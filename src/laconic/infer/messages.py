@@ -31,15 +31,10 @@ _MAGIC = 0x4C41_4347
 
 @dataclass(frozen=True)
 class Header:
-    """What a message holds and where it belongs.
+    """What a message holds and where it belongs, in numbers from 0; the micro-batch's is that in its attention worker.
 
-    Attributes:
-        kind: ROWS, SUMS or STOP.
-        layer, micro_batch, slice: numbers from 0; the micro-batch's is that in its attention worker.
-        num_rows, width: m and M.
-        top_k: k, choices per row; 0 in SUMS.
-        dtype: of the rows.
-        coding, values_nbytes: of the values, see laconic.infer.payload.
+    `kind` is ROWS, SUMS or STOP, `num_rows` m, `width` M, `top_k` the choices per row, 0 in SUMS; `coding` and
+    `values_nbytes` are of the values, see laconic.infer.payload.
     """
 
     kind: int
@@ -94,13 +89,9 @@ class Header:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one slice of a micro-batch for one expert worker, in host memory.
+    """Rows [m, M] of one slice of a micro-batch for one expert worker, in host memory, with weights float32 [m, k].
 
-    Attributes:
-        layer, micro_batch, slice: see Header.
-        hidden: [m, M].
-        experts: int32 [m, k], numbers among the worker's experts of this layer; -1 where a choice is not for it.
-        weights: float32 [m, k].
+    `experts`, int32 [m, k], are numbers among the worker's experts of this layer; -1 where a choice is not for it.
     """
 
     layer: int

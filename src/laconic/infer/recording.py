@@ -52,11 +52,9 @@ class Recording:
 
 
 class RunRecorder:
-    """Records the workers of one engine, one recording at a time.
+    """Records the workers of one engine, one recording at a time, until `why_not` says what ended the engine.
 
-    Args:
-        planned_seconds: of a step, as the planner predicted it; None without.
-        why_not: what ended the engine, or None.
+    The planner predicted `planned_seconds` of a step, if there was one.
     """
 
     def __init__(
@@ -77,12 +75,7 @@ class RunRecorder:
         return recording is not None and self._current is recording
 
     def start(self, recording: Recording) -> None:
-        """Begin a recording.
-
-        Raises:
-            ConfigError: another is on, or there are no expert workers.
-            CollectiveError: a worker has been lost.
-        """
+        """Begin a recording; refused if another is on, or there are no expert workers, or one has been lost."""
         check_traceable(self._split)
         with self._lock:
             if self._current is not None:

@@ -28,17 +28,13 @@ _KEY_VALUES = 8
 
 
 class RemoteExperts:
-    """All layers of experts, on expert workers.
+    """All layers of experts, on expert workers, to which `links` are in their order.
 
-    Args:
-        links: to the expert workers, in their order.
-        held: for each layer, the experts of each worker, in the order in which it has them. One that several workers
-            hold is asked for at one of them, row by row.
-        plan: how a micro-batch is cut and in what order it computes. Its number of micro-batches is that of the threads
-            that call.
-        recorder: that is asked, at the begin of a pass, whether to record it; None records nothing.
-        device: from which rows leave and to which sums come. On a CUDA device no host looks at routes: all rows of a
-            slice go to every expert worker, with the choices that are there.
+    `held` has for each layer the experts of each worker, in the order in which it has them; one that several hold is
+    asked for at one of them, row by row. The plan's number of micro-batches is that of the threads that call. The
+    recorder is asked, at the begin of a pass, whether to record it. Rows leave from `device`, and sums come to it: on a
+    CUDA device no host looks at routes, and all rows of a slice go to every expert worker, with the choices that are
+    there.
     """
 
     def __init__(
@@ -109,13 +105,9 @@ class RemoteExperts:
         """Return the weighted sums of the experts' outputs, [n, M]; CollectiveError if an expert worker is lost.
 
         Sums of a row are added in the order of slices, and of workers within a slice, in float32; with one slice and
-        one worker the bits are the worker's.
-
-        Args:
-            layer: number of the layer, from 0.
-            hidden: [n, M], on any device, as the result is.
-            experts, weights: [n, k] choices and their weights.
-            shared: computes the layer's shared experts, between sending and waiting, or before under `shared_first`.
+        one worker the bits are the worker's. `hidden` [n, M] is on any device, as the result is; `experts` and
+        `weights` are choices [n, k]. `shared` computes the layer's shared experts, between sending and waiting, or
+        before under `shared_first`.
         """
         if self._local.is_plain:
             return self._ask_each(layer, hidden, experts, weights, shared)

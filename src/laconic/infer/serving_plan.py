@@ -36,14 +36,10 @@ _USUAL: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """What an engine will run.
+    """What an engine will run, and notes: what an automatic plan chose, and what differs from what was asked for.
 
-    Attributes:
-        choice: what an automatic plan chose; None without.
-        notes: what was chosen, and what differs from what was asked for.
-        vocabulary: number of the model's tokens.
-        positions: of the model; None if its configuration names no number.
-        num_experts: of each layer that has experts.
+    The model has `vocabulary` tokens, `positions`, None if its configuration names no number, and `num_experts` in each
+    layer that has any.
     """
 
     split: Split
@@ -69,12 +65,7 @@ def plan_serving(
 ) -> ServingPlan:
     """Return what an engine with these arguments runs; see Engine, also for what it refuses.
 
-    Args:
-        model_dir, plan, rates, dtype, device: of the engine.
-        attention, experts: workers that are asked for.
-        limits: of each micro-batch.
-        traced: whether the run is to be traced, for which it needs expert workers.
-        of_experts: arguments of the engine that only expert workers use, by name.
+    A run that is to be traced needs expert workers; `of_experts` are arguments that only expert workers use, by name.
     """
     automatic = _automatic(plan, rates, experts)
     of_slices = {name: getattr(plan, name) for name in _OF_SLICES} if isinstance(plan, InferencePlan) else {}

@@ -13,15 +13,10 @@ from laconic.schedule.inference import InferencePlan
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What a worker is told when it starts.
+    """What a worker is told when it starts; see Engine and Split.
 
-    Attributes:
-        rank: of this worker, see Split.
-        store: file in which the workers meet, or "tcp://HOST:PORT" of a TCPStore.
-        dtype: name of a torch dtype, or "auto" for the checkpoint's.
-        answer_timeout_seconds: for the answer of an expert worker.
-        threads: that torch computes with; None leaves torch's default.
-        held: for each layer, the experts of each expert worker; None: ranges, see Split.
+    Workers meet in `store`, a file or "tcp://HOST:PORT" of a TCPStore. `threads` None leaves torch's default. `held`
+    has for each layer the experts of each expert worker; None: ranges, see Split.
     """
 
     rank: int

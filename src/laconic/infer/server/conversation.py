@@ -135,13 +135,9 @@ class _Function(Strict):
 
 
 class Tool(Strict):
-    """A function that the model may call.
+    """A function that the model may call, by its name, a description and the JSON schema of its arguments.
 
-    Attributes:
-        type: there is one.
-        function: its name, a description for the model, and the JSON schema of its arguments.
-        defer_loading: show it to the model only once it has been searched for; not served.
-        cache_control: see CACHE_MARKS.
+    That it is shown only once it has been searched for, `defer_loading`, is not served; see CACHE_MARKS for the rest.
     """
 
     type: Literal["function"]

@@ -22,14 +22,9 @@ _Event = ChosenToken | LaconicError | None
 
 @dataclass(frozen=True)
 class Part:
-    """What one token adds to a choice.
+    """What one token adds to a choice: text, perhaps empty or that of earlier tokens, behind `offset` characters.
 
-    Attributes:
-        index: of the choice.
-        text: to append, perhaps empty; it may be the text of earlier tokens.
-        token: that was made, also one that ends the choice; None if none did.
-        offset: characters of the choice's text before the token.
-        finish_reason: of the choice, in its last part.
+    The token, which may end the choice, is None if none was made; the last part has the finish_reason.
     """
 
     index: int

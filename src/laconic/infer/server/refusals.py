@@ -8,14 +8,9 @@ from starlette.responses import JSONResponse
 
 
 class Refusal(Exception):
-    """A request that is answered with an error.
+    """A request that is answered with an error: the status of HTTP, and a message with field, value, rule and remedy.
 
-    Args:
-        status: of HTTP.
-        message: for the user: field, value, rule, remedy.
-        param: field of the request that is wrong, if one is.
-        code: word for programs, if there is one.
-        headers: further headers of the answer.
+    `param` is the field that is wrong, `code` a word for programs, if there are such.
     """
 
     def __init__(

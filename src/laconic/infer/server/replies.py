@@ -19,12 +19,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Reply(ABC):
-    """Shapes that all answers share.
-
-    Args:
-        model: its name.
-        tokenizer, with_logprobs: for logprobs, and whether to report them.
-        as_token_ids: name tokens in logprobs by their ids, which no two share, and not by their texts.
+    """Shapes that all answers share; as_token_ids names tokens in logprobs by ids, which no two share, not texts.
 
     Attributes:
         differs_in_text_alone: whether the chunk of a part that has nothing but text, amid a choice, differs from the

@@ -111,12 +111,8 @@ class _Text(Strict):
 class ResponsesBody(Strict):
     """Body of /v1/responses; see OpenAI's API reference. None is as if left out.
 
-    Attributes:
-        input: a text, or messages, function calls and their outputs, also those of an earlier answer's output.
-        instructions: a system message before them.
-        text: the format of the answer.
-        tools, tool_choice, parallel_tool_calls: as chats have them, in shapes without "function".
-        metadata, store and what follows: are given back, or accepted and not used; no answer is kept.
+    `input` may have messages, calls and their outputs, also those of an earlier answer; tools are as in chats, in
+    shapes without "function". What follows from metadata and store on is given back, or accepted and not used.
     """
 
     neutral: ClassVar[Neutral] = NEUTRAL_IN_RESPONSES

@@ -150,14 +150,8 @@ def load_attention_model(
 ) -> nn.Module:
     """Load a model for inference, with something else in the place of each layer's experts, whose weights are not read.
 
-    Args:
-        model_dir: directory of the model.
-        dtype: of the weights; None takes the checkpoint's.
-        replace: returns, for a layer's number and its experts (on the meta device), what stands there instead; None
-            loads the experts too.
-
-    Raises:
-        ModelError: weights are missing or cannot be read.
+    `replace` returns it, for the layer's number and its experts on the meta device; None loads the experts too. `dtype`
+    None is the checkpoint's. Weights that are missing or cannot be read are a ModelError.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -214,16 +208,10 @@ def load_experts(
 ) -> list[Experts]:
     """Load some of the experts of every layer, and nothing else, one layer after the other.
 
-    Args:
-        model_dir: directory of the model.
-        dtype: of the weights; None takes the checkpoint's.
-        share: returns which of a layer's experts are wanted, ascending, for their number; called once for each layer,
-            in their order.
-        keep: returns what is kept of a layer, for its name in the model and its experts, before the next is read; None
-            keeps it as it is.
-
-    Raises:
-        ModelError: weights are missing or cannot be read, or the experts compute something unknown.
+    `share` returns which of a layer's experts are wanted, ascending, for their number; it is called once for each
+    layer, in their order. `keep` returns what is kept of a layer, for its name and its experts, before the next is
+    read; None keeps it as it is. `dtype` None is the checkpoint's. A ModelError if weights are missing or cannot be
+    read, or the experts compute something unknown.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (

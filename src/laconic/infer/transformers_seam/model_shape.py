@@ -26,11 +26,9 @@ _NOTES = "laconic_notes"
 
 
 def planned_shape(model: str | Path, item_nbytes: int | None = None) -> InferenceShape:
-    """Return the sizes of a model that can be planned: of a name that the planner knows, or of any that is served.
+    """Return the sizes of a model that can be planned: one of `laconic.cost.infer.MODELS`, or any that is served.
 
-    Args:
-        model: a name of `laconic.cost.infer.MODELS`, a directory with a config.json, or that file.
-        item_nbytes: bytes of a value; None: those of the configuration's dtype.
+    That is named by its directory, or its config.json. `item_nbytes` None are those of the configuration's dtype.
 
     Raises:
         PlanError: it is neither, or the model has no experts that an expert worker could hold.
