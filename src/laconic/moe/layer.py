@@ -37,7 +37,6 @@ class Schedule(Protocol):
         Uses `layer.dispatcher` and `layer.compute`, and runs `layer.meanwhile`, if there is one, when rows have been
         sent (otherwise it is computed later). The result must not depend on the chunks, up to rounding.
         """
-        ...
 
 
 class MoELayer(nn.Module):
