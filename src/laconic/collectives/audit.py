@@ -190,14 +190,9 @@ def record(
 ) -> None:
     """Count one call; thread-safe.
 
-    Args:
-        operation, dtype: "all_gather", ..., and the tensor's, a torch.dtype or its name.
-        raw_nbytes: bytes that this process would have sent without a codec, by the bandwidth-optimal algorithm.
-        sent_nbytes: bytes it sent.
-        codec: "raw", "window", "tiered", or a codec's name.
-        reason: why that codec, in a few words without numbers: calls are counted by it.
-        seconds: time of encoding and decoding, 0 for raw.
-        saved_seconds: `choice.raw_seconds - choice.predicted_seconds`, if a choice was made.
+    `dtype` is the tensor's, or its name; `codec` "raw", "window", "tiered", or a codec's name. raw_nbytes are those
+    that this process would have sent without it, by the bandwidth-optimal algorithm. Calls are counted by `reason`,
+    which has no numbers. `seconds` are of encoding and decoding, saved_seconds what the cost model predicted to save.
     """
     key = (operation, str(dtype).removeprefix("torch."), codec)
     with _lock:

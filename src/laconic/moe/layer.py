@@ -277,11 +277,7 @@ def has_active_dropout(module: nn.Module) -> bool:
 
 
 def num_experts_of(experts: nn.Module) -> int:
-    """Return `experts.num_experts`, or for other modules the first dimension of the first parameter.
-
-    Raises:
-        RoutingError: the module has neither.
-    """
+    """Return `experts.num_experts`, or for other modules the first dimension of the first parameter, if any."""
     number = getattr(experts, "num_experts", None)
     if isinstance(number, int):
         return number

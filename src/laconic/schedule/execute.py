@@ -49,13 +49,9 @@ class Stream(Protocol):
 
 @dataclass(frozen=True)
 class Execution:
-    """A plan that was executed.
+    """A plan that was executed: by task the return value of its action, and its handle.
 
-    Attributes:
-        plan: the tasks.
-        results: the return value of each action, by task.
-        works: the handle of each task.
-        started: when execution began, by `time.perf_counter`.
+    `started` is when execution began, by `time.perf_counter`.
     """
 
     plan: StreamPlan

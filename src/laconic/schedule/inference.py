@@ -206,13 +206,8 @@ def _travel(block: BlockTimes, here: str, after: str) -> Iterator[Task]:
 class _State(NamedTuple):
     """Where a simulation is after a layer, in seconds after the last task of the attention stream; never below 0.
 
-    A stream that is free earlier than that cannot be used earlier either.
-
-    Attributes:
-        dispatch, experts, combine: when the streams are free.
-        arrivals: when the micro-batches may start their next attention.
-        pending: how many micro-batches' shared experts of this layer are not done.
-        pending_seconds: of each of them.
+    A stream that is free earlier than that cannot be used earlier either. `arrivals` are when the micro-batches may
+    start their next attention; `pending` of them have shared experts of this layer that are not done.
     """
 
     dispatch: float

@@ -34,12 +34,7 @@ DEGREES = range(1, 17)
 
 @dataclass(frozen=True)
 class ChunkTime:
-    """Seconds of one chunk when the work is cut into `degree` chunks: alpha_seconds + work_seconds / degree.
-
-    Attributes:
-        alpha_seconds: start-up, which every chunk pays.
-        work_seconds: what all of the work takes besides.
-    """
+    """Seconds of one chunk when the work is cut into `degree` chunks: alpha_seconds + work_seconds / degree."""
 
     alpha_seconds: float
     work_seconds: float
@@ -164,9 +159,6 @@ def best_degree(
 
     The paper minimizes its closed forms over real degrees by SLSQP; a scan over integers is as good, needs no solver
     and holds where gather and scatter take different times.
-
-    Raises:
-        ScheduleError: there are no degrees, or one is below 1.
     """
     tried = tuple(
         (d, pipeline_seconds(times, d, gradient_seconds, shared_link=shared_link)) for d in sorted(set(degrees))

@@ -320,11 +320,9 @@ class Exchange:
         Only coded calls are announced to the other ranks, and those before which rates have to be measured.
 
         Args:
-            chunk: the generator of one slice of `longest` elements, which fall into `num_parts` messages.
-            longest: elements of the longest message.
+            chunk: the generator of one slice of `longest` elements, those of the longest of its `num_parts` messages.
             raw: starts the backend's own collective; None: raw messages are chunks, too.
             asked: elements for which the cost model is asked; None: `longest`.
-            num_parts: messages per slice.
             is_end, nbytes: arguments of `sent_by_one`, or its result.
             split_sizes, settings: compared by the ranks.
             wire: the messages of the call, if it was announced.

@@ -89,12 +89,9 @@ def _line_of(settings: tuple[tuple[str, str | int], ...], types: tuple[type, ...
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a rank says of a call.
+    """What a rank says of a call: settings that all must have in common, splits of an uneven all-to-all, a note.
 
-    Args:
-        settings: what all ranks must have in common.
-        splits: those of an uneven all-to-all.
-        note: observations of this rank, as long on all ranks whose settings are the same.
+    The note is of observations, as long on all ranks whose settings are the same.
     """
 
     settings: Settings

@@ -28,16 +28,9 @@ _Arriving = tuple[Tensor, Tensor, int]
 
 
 class ZipStage(PipelineStage):
-    """A `PipelineStage` that sends in fewer bytes.
+    """A `PipelineStage` that sends in fewer bytes, over gloo, by a lossless codec without a fixed capacity.
 
     All stages of a pipeline have to be of this class, with any codec: a message names its coding in its header.
-
-    Args:
-        args, kwargs: those of `PipelineStage`.
-        codec: lossless, without a fixed capacity.
-
-    Raises:
-        ConfigError: the group's backend is not gloo, or the codec has a fixed capacity.
     """
 
     def __init__(self, *args: Any, codec: Codec, **kwargs: Any) -> None:

@@ -168,12 +168,9 @@ class _Family:
         self._undone.discard(future)
 
     def settle(self, deadline: float | None = None) -> bool:
-        """Wait until all futures are done, and from now on for each that is added; return False at the deadline.
+        """Wait until all futures are done, and from now on for each that is added; False at the monotonic `deadline`.
 
         In a callback those of its queue, and of queues that wait for that one, are left out: it would wait for itself.
-
-        Args:
-            deadline: of `time.monotonic`.
         """
         self.is_waited_for = True
         while undone := self._awaited():

@@ -39,10 +39,7 @@ class StagedDispatcher(ABC):
     def plan(self, routing: Routing, order: Order, num_slices: int = 1) -> ExchangePlan:
         """Agree on what this routing sends, with each expert's rows (or the tokens) cut into `num_slices`.
 
-        All ranks of the dispatcher's groups call it together.
-
-        Raises:
-            RoutingError: there are fewer experts than ranks.
+        All ranks of the dispatcher's groups call it together; fewer experts than ranks are a RoutingError.
         """
 
     def start(self, x: Tensor, routing: Routing, order: Order) -> StartedDispatch:

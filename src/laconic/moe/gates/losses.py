@@ -18,14 +18,12 @@ def load_balance_loss(probabilities: Tensor, counts: Tensor, group: dist.Process
     """Return E * sum over experts of (share of the assignments) * (mean probability); 0 without tokens.
 
     1 if all is even, E if all go to one expert. Switch Transformers (Fedus et al., 2022), equation 4, with shares over
-    all top-k assignments. (Hugging Face's `load_balancing_loss_func` is this times top-k.)
+    all top-k assignments. (Hugging Face's `load_balancing_loss_func` is this times top-k.) The gradient goes through
+    the mean of probabilities [n, E], whose rows sum to 1; counts are int64 [E].
 
-    Args:
-        probabilities: [n, E], rows summing to 1; the gradient goes through their mean.
-        counts: int64 [E], assignments to each expert.
-        group: where given, shares are those of all its ranks' tokens (the global-batch loss of Qiu et al., 2025,
-            section 3): a rank's own batch may then be uneven. The probabilities' mean stays this rank's; averaged over
-            ranks, as data parallelism averages gradients, it is that of all.
+    With a `group` shares are those of all its ranks' tokens (the global-batch loss of Qiu et al., 2025, section 3): a
+    rank's own batch may then be uneven. The probabilities' mean stays this rank's; averaged over ranks, as data
+    parallelism averages gradients, it is that of all.
     """
     if group is not None:
         counts = summed_counts(counts, group)

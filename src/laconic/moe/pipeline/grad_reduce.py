@@ -169,11 +169,7 @@ class DenseGradients:
         self._held += tensors
 
     def slot(self, part: str) -> Callable[[], object] | None:
-        """See `GradientSlots.slot`: reduces what is planned for this part and ready.
-
-        Raises:
-            ScheduleError: the plan has no such part.
-        """
+        """See `GradientSlots.slot`: reduces what is ready of this part's plan; a ScheduleError without such a part."""
         self._begin()
         batch = self._take(self._budget(part))
         if batch is None:
