@@ -204,11 +204,7 @@ def _hang_up(connected: socket.socket) -> None:
 
 
 def accept_attention(store: Store, number: int, attention: int) -> list[Connection]:
-    """Wait, as expert worker `number`, for all attention workers; returns a connection to each, in their order.
-
-    Raises:
-        ConfigError: this machine has no address at which it could listen, or its shared secret is not valid.
-    """
+    """Wait, as expert worker `number`, for all attention workers; returns a connection to each, in their order."""
     token = secrets.token_hex(_TOKEN_NBYTES)
     with _listen(own_address()) as listening:
         store.set(_key(number), seal(_key(number), json.dumps([*listening.getsockname()[:2], token])))
@@ -225,11 +221,7 @@ def accept_attention(store: Store, number: int, attention: int) -> list[Connecti
 
 
 def connect_expert(store: Store, number: int, rank: int) -> Connection:
-    """Connect, as attention worker `rank`, to expert worker `number`, once it is there.
-
-    Raises:
-        ConfigError: its address cannot be reached from here, or its shared secret is another one.
-    """
+    """Connect, as attention worker `rank`, to expert worker `number`, once it is there, or raise a ConfigError."""
     store.set_timeout(FOREVER)
     address, port, token = json.loads(unseal(_key(number), store.get(_key(number))))
     connected = None
@@ -253,13 +245,10 @@ def connect_expert(store: Store, number: int, rank: int) -> Connection:
 
 
 def own_address() -> str:
-    """Return the address of this machine by which other workers reach it.
+    """Return the address of this machine by which other workers reach it; a ConfigError if there is none.
 
     It is that of the interface GLOO_SOCKET_IFNAME, as for torch's groups; without one, that from which MASTER_ADDR is
     reached; without either, the loopback address.
-
-    Raises:
-        ConfigError: there is no such interface, or it has no address.
     """
     if name := os.environ.get("GLOO_SOCKET_IFNAME"):
         name = name.partition(",")[0]

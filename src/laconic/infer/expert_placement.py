@@ -35,10 +35,8 @@ def place_experts(
     """Return the experts of each worker, ascending, by layer, and a sentence for the user.
 
     None where experts stay in ranges: there are no expert workers, or no loads have been measured yet. `redundant`
-    counts copies in each layer, beside one of each expert.
-
-    Raises:
-        ConfigError: the file is no file of loads, or of another model, or there are more copies than workers for them.
+    counts copies in each layer, beside one of each expert. A ConfigError: the file holds no loads, or another model's,
+    or there are more copies than workers for them.
     """
     if split.experts == 0:
         return None, "every worker holds whole models, so loads of experts are neither measured nor used"

@@ -32,13 +32,10 @@ def _llguidance() -> Any:
 
 
 def make_grammar(kind: GrammarKind, value: Any) -> str:
-    """Return a grammar, as `Sampling.grammar` takes it.
+    """Return a grammar, as `Sampling.grammar` takes it; a ConfigError if there is none, or llguidance is missing.
 
     `value` is a JSON schema (an object, a truth value or its text), a regular expression for the whole answer, the
     texts that it may be, or a grammar in Lark's format.
-
-    Raises:
-        ConfigError: it is no such value, or llguidance is missing.
     """
     matcher = _llguidance().LLMatcher
     try:

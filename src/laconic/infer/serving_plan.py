@@ -131,12 +131,7 @@ def plan_serving(
 
 
 def serving_split(model_dir: Path, attention: int, experts: int | None) -> Split:
-    """Return the workers that will serve a model: a dense one has no expert workers, another one if `experts` is None.
-
-    Raises:
-        ConfigError: there are more expert workers than experts.
-        ModelError: the directory holds no model that can be served.
-    """
+    """Return the workers that will serve a model: a dense one has no expert workers, others one for None."""
     wanted = Split(attention, 1 if experts is None else experts)
     _, blocks = find_experts(read_config(model_dir))
     if not blocks:
