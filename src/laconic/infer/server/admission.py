@@ -40,9 +40,9 @@ class Admission:
             return
         if len(self._waiting) >= self._max_waiting:
             raise Refusal(
-                429,
                 f"{len(self._waiting)} requests wait for room already; ask again later",
                 code="overloaded",
+                status=429,
                 headers={"Retry-After": str(self._retry_after)},
             )
         waiting = _Waiting(tokens, start, asyncio.get_running_loop().create_future())

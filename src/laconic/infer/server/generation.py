@@ -163,9 +163,9 @@ class Generation:
                 yield parts
             self._num_reading = 0
             if isinstance(failure, TextError):
-                raise Refusal(500, str(failure), code="text_differs") from failure
+                raise Refusal(str(failure), code="text_differs", status=500) from failure
             if failure is not None:
-                raise Refusal(500, f"the engine failed: {failure}", code="engine_failed") from failure
+                raise Refusal(f"the engine failed: {failure}", code="engine_failed", status=500) from failure
 
     def deliver(self, index: int, event: _Event) -> None:
         """Take an event of a choice, on any thread."""

@@ -20,9 +20,9 @@ class RequireKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in ("/health", "/ready") and not self._has_key(scope):
             refusal = Refusal(
-                401,
                 "the API key is missing or wrong; send the header Authorization: Bearer KEY",
                 code="invalid_api_key",
+                status=401,
                 headers={"WWW-Authenticate": "Bearer"},
             )
             await refusal.response()(scope, receive, send)

@@ -15,10 +15,11 @@ class Refusal(Exception):
 
     def __init__(
         self,
-        status: int,
         message: str,
         param: str | None = None,
         code: str | None = None,
+        *,
+        status: int = 400,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
