@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from laconic.train.step_timeline import machine
 
@@ -113,23 +113,6 @@ class WorkerLog:
             self.num_dropped += 1
         else:
             self.answers.append(entry)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the log as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> WorkerLog:
-        """Read what `to_dict` returned."""
-        passes = []
-        for entry in data["passes"]:
-            layers = [
-                LayerLog(**layer | {"messages": [MessageLog(**message) for message in layer["messages"]]})
-                for layer in entry["layers"]
-            ]
-            passes.append(PassLog(**entry | {"layers": layers}))
-        answers = [AnswerLog(**entry) for entry in data["answers"]]
-        return cls(data["clock"], passes, answers, data["num_dropped"], data["num_entries"])
 
 
 class PassClock:

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from laconic.errors import CollectiveError, ConfigError, LaconicError
 from laconic.infer.recorder import WorkerLog
 from laconic.infer.run_trace import RunTrace
@@ -112,7 +114,7 @@ class RunRecorder:
                     f"{self._workers.name(rank)} did not answer within {_RECORD_SECONDS:.0f} s when it was asked for"
                     " its trace"
                 )
-            logs[rank] = WorkerLog.from_dict(answer["log"])
+            logs[rank] = TypeAdapter(WorkerLog).validate_python(answer["log"])
         return [logs[rank] for rank in sorted(logs)]
 
     def _lost(self, otherwise: str) -> LaconicError:

@@ -216,7 +216,7 @@ def _record(recorder: Recorder, command: dict[str, Any], events: _Events) -> Non
     log = recorder.stop()
     if command["on"]:
         recorder.start()
-    events.write("recorded", ask=command["ask"], log=log.to_dict())
+    events.write("recorded", ask=command["ask"], log=asdict(log))
 
 
 def _serve_requests(
