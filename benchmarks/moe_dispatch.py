@@ -168,7 +168,7 @@ class _Rank:
         x = torch.randn(self.num_tokens, _MODEL_DIM, generator=generator).bfloat16()
         timed = time_all(self.cases(x, routing), rounds)
         dispatcher = self.levels(2, Raw())
-        counts = gather_counts(dispatcher, routing)
+        counts = gather_counts(routing, dispatcher.levels, dispatcher.group)
         rows_of_ranks = counts.assignments.sum(axis=0)
         return {
             "timed": {name: vars(case) for name, case in timed.items()},

@@ -216,7 +216,7 @@ class Checks:
         for dispatcher in self.depths():
             levels = dispatcher.levels
             x, routing = self.routed(6, 0.4)
-            counts = gather_counts(dispatcher, routing)
+            counts = gather_counts(routing, levels, dispatcher.group)
             everything = [tokens_of(rank, 6, self.num_experts, 0.4, torch.float64)[1] for rank in range(self.world)]
             vectors = [
                 count_vector(one.tokens.numpy(), one.experts.numpy(), self.num_experts, levels) for one in everything

@@ -9,11 +9,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
 from laconic.cli.main import main
 from laconic.errors import CollectiveError, ConfigError
@@ -306,7 +307,7 @@ def test_steps_whose_answers_are_missing_are_dropped_and_counted() -> None:
 
 def test_logs_travel_as_json_and_stop_growing(monkeypatch: pytest.MonkeyPatch) -> None:
     for log in made_up():
-        assert WorkerLog.from_dict(json.loads(json.dumps(log.to_dict()))) == log
+        assert TypeAdapter(WorkerLog).validate_python(json.loads(json.dumps(asdict(log)))) == log
     monkeypatch.setattr("laconic.infer.recorder._MOST_ENTRIES", 5)
     full, answers = (deepcopy(log) for log in made_up())
     full.add_pass(full.passes[0])

@@ -57,7 +57,7 @@ def test_fields_are_read_or_refused_by_name(kind: Any, fields: dict[str, Any]) -
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=max(0, body.top_k or 0),
         seed=body.seed or 0,
-        max_new_tokens=body.longest_answer or 1,
+        max_new_tokens=body.longest_answer or body.min_tokens or 1,
         logprobs=body.num_logprobs,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         rules=body.rules,

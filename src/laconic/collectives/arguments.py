@@ -23,11 +23,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
 
 
 def find_groups(group: Group) -> tuple[int, Groups]:
-    """Resolve `group` to the number of ranks and the process groups.
-
-    Raises:
-        ConfigError: there is no process group, or this process is not in it.
-    """
+    """Resolve `group` to the number of ranks and the process groups; ConfigError if this process is in none."""
     check_member(group)
     if isinstance(group, TwoLevel):
         return group.node.size() * group.cluster.size(), (_carrier(group.node), _carrier(group.cluster))
@@ -49,22 +45,14 @@ def _carrier(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def flat_group(function: str, group: Group) -> dist.ProcessGroup | None:
-    """Return `group` unless it is a TwoLevel.
-
-    Raises:
-        ConfigError: it is, but `function` takes one level only.
-    """
+    """Return `group`, unless it is a TwoLevel, which `function` does not take."""
     if isinstance(group, TwoLevel):
         raise ConfigError(f"group is a TwoLevel, which {function} does not take; pass a process group")
     return group
 
 
 def find_group_rank(group: dist.ProcessGroup, rank: int, name: str) -> int:
-    """Translate the global rank `rank`, argument `name` of the call, to its rank within the group.
-
-    Raises:
-        ConfigError: the group does not contain it, or torch does not know the group.
-    """
+    """Translate the global rank, argument `name` of the call, to that within the group; ConfigError if it has none."""
     ranks = registered_ranks(group)
     if rank not in ranks:
         raise ConfigError(f"{name} is {rank}, but the group has the global ranks {[*ranks]}; pass one of them")
@@ -72,22 +60,13 @@ def find_group_rank(group: dist.ProcessGroup, rank: int, name: str) -> int:
 
 
 def check_group_rank(name: str, rank: int, size: int) -> None:
-    """Check that `rank` is a rank within a group of `size`; torch checks it in other groups than the default one.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Check that `rank` is a rank within a group of `size`; torch checks it in other groups than the default one."""
     if not 0 <= rank < size:
         raise ConfigError(f"{name} is {rank}, but the group has {size} ranks, 0 to {size - 1}; pass one of them")
 
 
 def check_tensors(**tensors: Tensor) -> None:
-    """Check that tensors, given by argument name, are contiguous and dense and share one dtype and one device.
-
-    Raises:
-        FormatError: one is no tensor, not contiguous, a conjugated or negated view, or has another dtype or device than
-            the first.
-    """
+    """Check that tensors, given by argument name, are contiguous and dense and share one dtype and one device."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise FormatError(
@@ -108,27 +87,13 @@ def check_tensors(**tensors: Tensor) -> None:
 
 
 def check_numel(name: str, x: Tensor, numel: int, rule: str) -> None:
-    """Check the number of elements of the argument `name`; `rule` explains the expected number in the error.
-
-    Raises:
-        FormatError: it is another one.
-    """
+    """Check the number of elements of the argument `name`; `rule` explains the expected number in the error."""
     if x.numel() != numel:
         raise FormatError(f"{name} has {x.numel()} elements, but it must have {numel}, {rule}")
 
 
 def check_end(name: str, x: Tensor | None, is_end: bool, end: str) -> None:
-    """Check that the argument `name` is a tensor on the root rank (`is_end`) and None on all others.
-
-    Args:
-        name: the argument's name, for the error.
-        x: the argument.
-        is_end: whether this rank is the root.
-        end: "src" or "dst" of the call, for the error.
-
-    Raises:
-        FormatError: the argument is a tensor on the wrong rank, or missing.
-    """
+    """Check that argument `name` is a tensor on the root rank (`is_end`), the call's `end`, and None on all others."""
     if (x is not None) != is_end:
         raise FormatError(
             f"{name} is {'None' if x is None else 'a tensor'}, but it must be a tensor on the rank {end} and None on"
@@ -137,11 +102,7 @@ def check_end(name: str, x: Tensor | None, is_end: bool, end: str) -> None:
 
 
 def find_splits(name: str, splits: Sequence[int] | None, x: Tensor, world: int) -> list[int]:
-    """Rows of `x` for each of `world` ranks: the given split sizes, or equal parts if None.
-
-    Raises:
-        FormatError: the sizes do not add up to the rows of `x`, or equal parts are not possible.
-    """
+    """Rows of `x` for each of `world` ranks: the given split sizes, or equal parts; FormatError if they do not fit."""
     num_rows = x.shape[0] if x.dim() else 1
     if splits is None:
         if num_rows % world:
@@ -161,11 +122,7 @@ def numels_of(splits: Sequence[int], x: Tensor) -> list[int]:
 
 
 def find_factor(op: str, x: Tensor, world: int) -> float:
-    """Factor of the fp32 sum over `world` ranks: 1 for "sum", 1 / world for "avg".
-
-    Raises:
-        FormatError: `op` is another one, or the dtype of `x` cannot be summed or averaged.
-    """
+    """Factor of the fp32 sum over `world` ranks: 1 for "sum", 1 / world for "avg"; others are a FormatError."""
     if op not in ("sum", "avg"):
         raise FormatError(
             f"op is {op!r}, but it must be 'sum' or 'avg': other results need no sum that could be shortened; use"
@@ -182,12 +139,10 @@ def find_factor(op: str, x: Tensor, world: int) -> float:
 
 
 def copy_if_overwritten(read: Tensor, written: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """What a call reads, or a copy of it if results are written over it before it was sent.
+    """What a call reads, or a copy of it if results are written over it before it was sent; both are contiguous.
 
-    Args:
-        read, written: contiguous.
-        group: in which this rank reads the part of `written`, or writes that of `read`, that is its own and no other
-            rank's; nothing is copied if the two lie so. None: there is no such part.
+    In a `group` this rank reads the part of `written`, or writes that of `read`, that is its own and no other rank's;
+    nothing is copied if the two lie so.
     """
     distance = read.data_ptr() - written.data_ptr()
     if abs(distance) >= (written if distance >= 0 else read).nbytes:  # one of the two: short calls wait for this

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count as counter
@@ -25,29 +24,42 @@ _MAX_REASONS = 32
 """Reasons counted separately per entry; it bounds the memory of a caller that writes numbers into reasons."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Entry:
     """Sums over all calls of one kind: operation, dtype and codec."""
 
     operation: str
     dtype: str
     codec: str
-    num_calls: int
-    raw_nbytes: int
+    num_calls: int = 0
+    raw_nbytes: int = 0
     """Bytes this process would have sent without a codec."""
-    sent_nbytes: int
+    sent_nbytes: int = 0
     """Bytes it sent, headers and exchanged sizes included."""
-    coding_seconds: float
+    coding_seconds: float = 0.0
     """Time of encoding and decoding; part of it may have been overlapped with the transfer."""
-    saved_seconds: float
+    saved_seconds: float = 0.0
     """Estimate: the cost model's prediction for raw minus its prediction for the codec taken. Not measured."""
-    reasons: Mapping[str, int]
+    reasons: dict[str, int] = field(default_factory=dict)
     """Reasons for this codec, and the number of calls for each."""
 
     @property
     def ratio(self) -> float:
         """Bytes raw over bytes sent; 1 if no byte was sent."""
         return self.raw_nbytes / self.sent_nbytes if self.sent_nbytes else 1.0
+
+    def add(
+        self, num_calls: int, raw_nbytes: int, sent_nbytes: int, coding: float, saved: float, reasons: Mapping[str, int]
+    ) -> None:
+        """Add calls of this kind, or take them away."""
+        self.num_calls += num_calls
+        self.raw_nbytes += raw_nbytes
+        self.sent_nbytes += sent_nbytes
+        self.coding_seconds += coding
+        self.saved_seconds += saved
+        for reason, count in reasons.items():
+            name = reason if reason in self.reasons or len(self.reasons) < _MAX_REASONS else "other reasons"
+            self.reasons[name] = self.reasons.get(name, 0) + count
 
 
 @dataclass(frozen=True)
@@ -139,18 +151,6 @@ _Key = tuple[str, str, str]
 
 
 @dataclass(slots=True)
-class _Sums:
-    """Mutable sums of one `Entry`, to which calls are added in place."""
-
-    num_calls: int = 0
-    raw_nbytes: int = 0
-    sent_nbytes: int = 0
-    coding_seconds: float = 0.0
-    saved_seconds: float = 0.0
-    reasons: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class _Tally:
     """Counter of calls that are equal in everything that is counted."""
 
@@ -173,7 +173,7 @@ _MAX_TALLIES = 4096
 """Bound on memory for programs whose sizes never repeat."""
 
 _lock = threading.Lock()
-_sums: defaultdict[_Key, _Sums] = defaultdict(_Sums)
+_sums: dict[_Key, Entry] = {}
 _tallies: dict[tuple[_Key, str, int], _Tally] = {}
 
 
@@ -190,34 +190,19 @@ def record(
 ) -> None:
     """Count one call; thread-safe.
 
-    Args:
-        operation: "all_gather", "reduce_scatter", ...
-        dtype: the tensor's; a torch.dtype or its name.
-        raw_nbytes: bytes that this process would have sent without a codec, by the bandwidth-optimal algorithm.
-        sent_nbytes: bytes it sent.
-        codec: "raw", "window", "tiered", or a codec's name.
-        reason: why that codec, in a few words without numbers: calls are counted by it.
-        seconds: time of encoding and decoding, 0 for raw.
-        saved_seconds: `choice.raw_seconds - choice.predicted_seconds`, if a choice was made.
+    `dtype` is the tensor's, or its name; `codec` "raw", "window", "tiered", or a codec's name. raw_nbytes are those
+    that this process would have sent without it, by the bandwidth-optimal algorithm. Calls are counted by `reason`,
+    which has no numbers. `seconds` are of encoding and decoding, saved_seconds what the cost model predicted to save.
     """
     key = (operation, str(dtype).removeprefix("torch."), codec)
     with _lock:
-        sums = _sums[key]
-        sums.num_calls += 1
-        sums.raw_nbytes += raw_nbytes
-        sums.sent_nbytes += sent_nbytes
-        sums.coding_seconds += seconds
-        sums.saved_seconds += saved_seconds
-        _count(sums.reasons, reason, 1)
+        _entry(key).add(1, raw_nbytes, sent_nbytes, seconds, saved_seconds, {reason: 1})
 
 
 def tally(operation: str, dtype: object, nbytes: int, reason: str) -> Iterator[int] | None:
     """A counter of calls that are left raw: each `next` of it, in any thread, counts one that sends `nbytes`.
 
-    The same arguments give the same counter.
-
-    Returns:
-        The counter, or None where there are too many of them: `record` such calls.
+    The same arguments give the same counter, or None where there are too many of them: `record` such calls.
     """
     key = (operation, str(dtype).removeprefix("torch."), RAW)
     with _lock:
@@ -233,7 +218,7 @@ def snapshot() -> Snapshot:
     """Copy all counts since the program began or `reset` was called."""
     with _lock:
         _take_tallies()
-        return Snapshot(_sorted(Entry(*key, **_values(sums)) for key, sums in _sums.items()))
+        return Snapshot(_sorted(_copy(entry) for entry in _sums.values()))
 
 
 def reset() -> None:
@@ -245,23 +230,17 @@ def reset() -> None:
 
 def _take_tallies() -> None:
     for one in _tallies.values():
-        num_calls = one.take()
-        if num_calls:
-            sums = _sums[one.key]
-            sums.num_calls += num_calls
-            sums.raw_nbytes += num_calls * one.nbytes
-            sums.sent_nbytes += num_calls * one.nbytes
-            _count(sums.reasons, one.reason, num_calls)
+        if num_calls := one.take():
+            nbytes = num_calls * one.nbytes
+            _entry(one.key).add(num_calls, nbytes, nbytes, 0.0, 0.0, {one.reason: num_calls})
 
 
-def _count(reasons: dict[str, int], reason: str, count: int) -> None:
-    name = reason if reason in reasons or len(reasons) < _MAX_REASONS else "other reasons"
-    reasons[name] = reasons.get(name, 0) + count
+def _entry(key: _Key) -> Entry:
+    return _sums.setdefault(key, Entry(*key))
 
 
-def _values(sums: _Sums) -> dict[str, Any]:
-    values = {name: getattr(sums, name) for name in _Sums.__slots__}
-    return values | {"reasons": dict(sums.reasons)}
+def _copy(entry: Entry) -> Entry:
+    return replace(entry, reasons=dict(entry.reasons))
 
 
 def _key(entry: Entry) -> _Key:
@@ -273,18 +252,11 @@ def _sorted(entries: Iterable[Entry]) -> tuple[Entry, ...]:
 
 
 def _plus(a: Entry, b: Entry, sign: int = 1) -> Entry:
-    reasons = dict(a.reasons)
-    for reason, count in b.reasons.items():
-        _count(reasons, reason, sign * count)
-    return replace(
-        a,
-        num_calls=a.num_calls + sign * b.num_calls,
-        raw_nbytes=a.raw_nbytes + sign * b.raw_nbytes,
-        sent_nbytes=a.sent_nbytes + sign * b.sent_nbytes,
-        coding_seconds=a.coding_seconds + sign * b.coding_seconds,
-        saved_seconds=a.saved_seconds + sign * b.saved_seconds,
-        reasons={reason: count for reason, count in reasons.items() if count},
-    )
+    both, counts = _copy(a), {reason: sign * count for reason, count in b.reasons.items()}
+    seconds = (sign * b.coding_seconds, sign * b.saved_seconds)
+    both.add(sign * b.num_calls, sign * b.raw_nbytes, sign * b.sent_nbytes, *seconds, counts)
+    both.reasons = {reason: count for reason, count in both.reasons.items() if count}
+    return both
 
 
 def _amounts(raw_nbytes: int, sent_nbytes: int, ratio: float, coding: float, saved: float) -> list[str]:

@@ -54,10 +54,7 @@ _MIN_REPEATS, _MAX_REPEATS = 3, 9
 def profile(device: torch.device, report: Callable[[str], None] = lambda text: None, quick: bool = False) -> WireRates:
     """Measure the cluster of the default process group; every rank gets the same rates.
 
-    Args:
-        device: whose tensors are sent; this process's GPU or the CPU.
-        report: called with the name of the next measurement.
-        quick: small sizes only, as a smoke test.
+    Tensors are sent from `device`; `quick` takes small sizes only, as a smoke test.
     """
     assert dist.group.WORLD is not None
     ranks = Ranks(dist.group.WORLD, device)
@@ -127,14 +124,8 @@ def measure_link(
 ) -> LinkRates:
     """Measure the rates of a group, with lines of the operations `names`.
 
-    All of `ranks` call this together, each with its own group; groups are of one size.
-
-    Args:
-        ranks: all ranks that measure at once.
-        group: this rank's group.
-        sizes: bytes that a process sends.
-        names: operations to measure.
-        longest_seconds: sizes that would take longer, if each were 4 times the one before, are left out.
+    All of `ranks` call this together, each with its own group; groups are of one size. Of `sizes`, bytes that a process
+    sends, those that would take longer than `longest_seconds`, if each were 4 times the one before, are left out.
     """
     lines = {
         name: _line(ranks, sizes, longest_seconds, partial(_case, name, group, ranks.device, Raw())) for name in names
@@ -161,7 +152,6 @@ def _line(
 
 
 def _around(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Callable[[], object], float]:
-    """Send one message to the next rank and receive one from the rank before."""
     sent = torch.zeros(size, dtype=torch.uint8, device=device)
     return partial(pass_around, torch.empty_like(sent), sent, group), size
 
@@ -169,17 +159,7 @@ def _around(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[
 def _case(
     operation: str, group: dist.ProcessGroup, device: torch.device, codec: Codec | None, size: int
 ) -> tuple[Callable[[], object], float]:
-    """An operation in which a process of `group` sends about `size` raw bytes.
-
-    Args:
-        operation: "all_gather", ...
-        group, device: where it runs.
-        codec: None for the backend's own operation.
-        size: raw bytes that a process sends, about.
-
-    Returns:
-        The call, and the raw bytes that a process sends in it.
-    """
+    """An operation that sends about `size` raw bytes of a process of `group`, and how many; by the backend for None."""
     world = group.size()
     per_byte = sent_nbytes(operation, 1.0, world)
     numel = -(-int(size / per_byte / _DTYPE.itemsize) // world) * world

@@ -79,11 +79,7 @@ class Codec(Protocol):
 
 
 def check_codec(codec: Codec | str) -> None:
-    """Refuse a name of a codec in place of one.
-
-    Raises:
-        ConfigError: `codec` is a string other than "auto".
-    """
+    """Refuse a name of a codec in place of one."""
     if isinstance(codec, str) and codec != "auto":
         raise ConfigError(f"codec is {codec!r}, but it must be 'auto' or a codec such as Lossless() or Raw()")
 
@@ -142,20 +138,12 @@ class Raw(_Whole):
         return bytes_of(x)
 
     def decode_into(self, message: Tensor, out: Tensor) -> None:
-        """Copy the bytes into `out`.
-
-        Raises:
-            FormatError: their number is not that of `out`.
-        """
+        """Copy the bytes into `out`, whose number they must have."""
         _check_nbytes("raw", message, out.nbytes)
         bytes_of(out).copy_(message)
 
     def decode_add(self, message: Tensor, total: Tensor, dtype: torch.dtype) -> None:
-        """Add the bytes, taken as `dtype`, to `total`.
-
-        Raises:
-            FormatError: their number is not that of `total` in `dtype`.
-        """
+        """Add the bytes, taken as `dtype`, to `total`, whose number they must have."""
         _check_nbytes("raw", message, total.numel() * dtype.itemsize)
         total.add_(message.view(dtype))
 
@@ -221,11 +209,7 @@ class Lossless:
         return message if self.capacity_bits is not None else self.cut(message)
 
     def cut(self, buffer: Tensor) -> Tensor:
-        """View the message that `buffer` begins with, by the length in its header; with a capacity it fills the buffer.
-
-        Raises:
-            FormatError: the length is impossible.
-        """
+        """View the message that `buffer` begins with, by the length in its header; a capacity fills the buffer."""
         if self.capacity_bits is not None:
             return buffer
         nbytes = int(buffer[_NBYTES_OFFSET : _NBYTES_OFFSET + 8].clone().view(torch.int64))
@@ -246,19 +230,11 @@ class Lossless:
         return Lossless("raw")
 
     def decode_into(self, message: Tensor, out: Tensor) -> None:
-        """Decode into `out`, bit for bit.
-
-        Raises:
-            FormatError: the message is damaged, or not one for `out`.
-        """
+        """Decode into `out`, bit for bit."""
         lossless.decode_into(message, out.view(_known(out.dtype)))
 
     def decode_add(self, message: Tensor, total: Tensor, dtype: torch.dtype) -> None:
-        """Decode and add to `total` in one pass.
-
-        Raises:
-            FormatError: the message is damaged, holds another dtype, or is not one for `total`.
-        """
+        """Decode and add to `total` in one pass."""
         lossless.decode_add(message, total, dtype)
 
     # --- without reading: what the host learns later ---
@@ -279,11 +255,7 @@ class Lossless:
 
     @staticmethod
     def status_fits(status: int) -> bool:
-        """Whether a message that was decoded held its values; if not, `fallback` takes its place.
-
-        Raises:
-            FormatError: the message is damaged, or not the one that was expected.
-        """
+        """Whether a decoded message held its values, else `fallback` takes its place; FormatError if it is damaged."""
         if status not in (Status.SOUND, Status.TOO_LONG):
             raise DamagedMessage(status)
         return status == Status.SOUND
@@ -364,11 +336,7 @@ class Blockwise(_Whole):
         return self.max_nbytes(numel, dtype)
 
     def encode(self, x: Tensor) -> Tensor:
-        """Quantize `x` and put the header in front.
-
-        Raises:
-            FormatError: the dtype is not float32, bfloat16 or float16.
-        """
+        """Quantize `x`, float32, bfloat16 or float16, and put the header in front."""
         message = torch.empty(self.max_nbytes(x.numel(), x.dtype), dtype=torch.uint8, device=x.device)
         header = torch.frombuffer(bytearray(self._header(x.numel(), x.dtype)), dtype=torch.uint8)
         message[: header.numel()] = header
@@ -381,19 +349,11 @@ class Blockwise(_Whole):
         return message
 
     def decode_into(self, message: Tensor, out: Tensor) -> None:
-        """Dequantize into `out`.
-
-        Raises:
-            FormatError: length, header or checksum are not those of a message for `out`.
-        """
+        """Dequantize into `out`; length, header and checksum must be those of a message for it."""
         out.copy_(self._values(message, out.numel(), out.dtype))
 
     def decode_add(self, message: Tensor, total: Tensor, dtype: torch.dtype) -> None:
-        """Dequantize to `dtype` and add to `total`.
-
-        Raises:
-            FormatError: length, header or checksum are not those of a message for `total` in `dtype`.
-        """
+        """Dequantize to `dtype` and add to `total`; length, header and checksum must be those of a message for it."""
         total.add_(self._values(message, total.numel(), dtype))
 
     def _values(self, message: Tensor, numel: int, dtype: torch.dtype) -> Tensor:

@@ -129,14 +129,7 @@ def unzip(
 ) -> Summary:
     """Restore what `zip_path` wrote, byte for byte, to `out` (default: `path` without .laconic).
 
-    Every checksum is compared; `out` appears whole or not at all.
-
-    Args:
-        path: a container, or a zipped directory.
-        out: what to write; must not exist.
-        base: the checkpoint that `path` was zipped against, if it was.
-        num_threads: chunks decoded at a time.
-        progress: called with numbers of bytes done.
+    Every checksum is compared; `out` appears whole or not at all. Arguments are those of `zip_path`.
 
     Raises:
         FormatError: anything is damaged or another base is given.
@@ -173,11 +166,7 @@ def unzip(
 def verify(path: Path, *, base: Path | None = None, num_threads: int = 1, progress: Progress | None = None) -> Summary:
     """Decode everything that `zip_path` wrote and compare every checksum, without writing anything.
 
-    Without the base of a checkpoint that needs one, the stored differences are verified instead.
-
-    Raises:
-        FormatError: anything is damaged or another base is given.
-        CheckpointError: something cannot be read.
+    Without the base of a checkpoint that needs one, the stored differences are verified instead. Errors as of `unzip`.
     """
     source = None if base is None else open_tensors(base)
     if not path.is_dir():
@@ -244,11 +233,7 @@ def _verify_file(zipped: ContainerFile, num_threads: int, progress: Progress | N
 
 
 def _walk(directory: Path) -> Iterator[tuple[str, Path]]:
-    """(relative name with slashes, path) of every file, in order.
-
-    Raises:
-        CheckpointError: an entry is neither a file nor a directory.
-    """
+    """(relative name with slashes, path) of every file, in order; CheckpointError if one is neither file nor folder."""
     try:
         for path in sorted(directory.iterdir()):
             if path.is_dir():

@@ -68,19 +68,10 @@ def difference_pays(data: Tensor, base: Tensor, element: Element, code: Code) ->
 
 
 def decode_chunk(message: Tensor, element: Element, out: Tensor, where: str) -> tuple[int, int] | None:
-    """Write the values that `message` holds to `out`, uint8 [n]. Nothing larger than `out` is allocated.
+    """Write the values in `message`, uint8 on the CPU, to `out`, uint8 [n] on any device; errors begin with `where`.
 
-    Args:
-        message: uint8 [any], on the CPU.
-        element: dtype of the tensor that the chunk belongs to.
-        out: uint8 [n], on any device; an entropy-coded message is decoded on the CPU.
-        where: the file and tensor, with which errors begin.
-
-    Returns:
-        The two numbers of the values' checksum where the message has them, else None.
-
-    Raises:
-        FormatError: the message is damaged or not one of n bytes of such elements.
+    Nothing larger than `out` is allocated; an entropy-coded message is decoded on the CPU. Return the two numbers of
+    the values' checksum where the message has them, else None.
     """
     if is_entropy_coded(message):
         here = out if out.is_cpu else torch.empty_like(out, device="cpu")

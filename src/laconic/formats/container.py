@@ -68,13 +68,7 @@ class Stored:
 class ContainerFile:
     """A zipped safetensors file. The constructor checks all that the tail claims; reading checks each message.
 
-    Args:
-        path: of the file.
-        base: source of the tensors to which differences are stored; can be set later.
-
-    Raises:
-        FormatError: the file is not a container or is damaged.
-        CheckpointError: the file cannot be read.
+    `base` is the source of the tensors to which differences are stored; it can be set later.
     """
 
     def __init__(self, path: Path, base: TensorSource | None = None) -> None:
@@ -136,11 +130,7 @@ class ContainerFile:
         return self.stored[name].checksum
 
     def require(self, name: str) -> None:
-        """Check that `base` has the tensor to which `name` is a difference.
-
-        Raises:
-            FormatError: there is no base, or its tensor is another one.
-        """
+        """Check that `base` has the tensor to which `name` is a difference."""
         if self.stored[name].base_checksum is not None:
             self._base_of(name)
 
@@ -333,20 +323,14 @@ def write_container(
     progress: Progress | None = None,
     name: str = "",
 ) -> tuple[int, str]:
-    """Write a container to the empty `file`.
+    """Write a container to the empty `file`; return its size in bytes and its digest.
 
     Args:
-        file: open for writing.
+        file: open for writing; messages of errors begin with `name`.
         header: the safetensors header, without its length.
         tensors: bytes of the header's tensors, uint8, in the order of the data; iterated lazily.
         code: lossless code; with "best" the file has version 2.
-        base: tensors that it has too, in the same dtype and shape, are stored as the difference where that is shorter.
-        num_threads: chunks encoded at a time.
-        progress: called with numbers of bytes done.
-        name: with which messages of errors begin.
-
-    Returns:
-        The file's size in bytes and its digest.
+        base, num_threads, progress: as of `zip_path`, for tensors of the same dtype and shape.
     """
     entries = _described(header, name)
     file.write(bytes(_HEAD_NBYTES))

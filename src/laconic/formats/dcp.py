@@ -51,11 +51,9 @@ _PLAIN_FILE = re.compile(r"[A-Za-z0-9._-]+")
 
 
 class DcpReader(FileSystemReader):
-    """torch's reader of a checkpoint directory whose index is read by `read_dcp_metadata`, once.
+    """torch's reader of a checkpoint directory whose index, checked by `read_dcp_metadata`, is read once.
 
-    Args:
-        path: the checkpoint directory.
-        files: names to which the index may refer; None allows any in the directory.
+    It may refer to `files` only; None allows any in the directory.
     """
 
     def __init__(self, path: str | Path, files: Collection[str] | None = None) -> None:
@@ -64,11 +62,7 @@ class DcpReader(FileSystemReader):
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checked index.
-
-        Raises:
-            CheckpointError: see `read_dcp_metadata`, or the index names a file outside of `files`.
-        """
+        """The checked index; CheckpointError also if it names a file outside of `files`."""
         if self._metadata is None:
             metadata = read_dcp_metadata(Path(self.path))
             for info in metadata.storage_data.values():
@@ -101,9 +95,8 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 def read_dcp_metadata(directory: Path) -> Metadata:
     """The index of the checkpoint in `directory`, without the saving planner's own notes.
 
-    Raises:
-        CheckpointError: `.metadata` cannot be read, asks for anything but the classes DCP writes (the message names
-            it), or has fields of other types or values than DCP writes, such as a file outside of `directory`.
+    A CheckpointError if it cannot be read, asks for anything but the classes DCP writes (the message names it), or has
+    fields of other types or values than DCP writes, such as a file outside of `directory`.
     """
     file = directory / ".metadata"
     try:

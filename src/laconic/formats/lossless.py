@@ -124,10 +124,7 @@ def decode(buffer: Tensor, expect: Tensor | Expect | None = None, *, out: Tensor
 def decode_into(buffer: Tensor, out: Tensor) -> None:
     """Decode one message into `out`: the message's dtype and number of elements, contiguous, any shape.
 
-    On CUDA the host waits once.
-
-    Raises:
-        FormatError: see `decode`; `out` is then undefined.
+    On CUDA the host waits once. After an error, as of `decode`, `out` is undefined.
     """
     check_has_bytes(out, "out")
     _check_bytes(buffer)
@@ -137,15 +134,8 @@ def decode_into(buffer: Tensor, out: Tensor) -> None:
 def decode_add(buffer: Tensor, total: Tensor, dtype: torch.dtype | None = None) -> None:
     """Decode one message and add its values to `total` in fp32, in one pass: total[i] = fp32(total[i] + fp32(value i)).
 
-    On CUDA the host waits once.
-
-    Args:
-        buffer: as in `decode`.
-        total: contiguous float32 with the message's number of elements, any shape.
-        dtype: the message's, if another one has to be refused.
-
-    Raises:
-        FormatError: see `decode`; `total` is then undefined.
+    On CUDA the host waits once. `total` is contiguous float32 with the message's number of elements, in any shape, and
+    undefined after an error. Another dtype than `dtype` is refused, if that is given.
     """
     check_has_bytes(total, "total")
     _check_bytes(buffer)
@@ -153,13 +143,9 @@ def decode_add(buffer: Tensor, total: Tensor, dtype: torch.dtype | None = None) 
 
 
 def read_header(buffer: Tensor) -> Header:
-    """The header of the message in uint8 [nbytes], after checking all of it but the payload.
+    """The header of the message in uint8 [nbytes], after checking all of it but the payload: lengths, and its checksum.
 
-    On CUDA the host waits twice: for the header, and for the lists behind it.
-
-    Raises:
-        FormatError: the buffer is not one whole message by its lengths, or the checksum of header and block lists
-            differs; the message names the field.
+    On CUDA the host waits twice: for the header, and for the lists behind it. The error names the field.
     """
     header = _parse(buffer)
     _check_front(buffer, header)
@@ -167,11 +153,7 @@ def read_header(buffer: Tensor) -> Header:
 
 
 def check_has_bytes(x: object, field: str = "x") -> None:
-    """Check that `x` is a tensor with bytes in memory.
-
-    Raises:
-        FormatError: it is none; the message names `field` and the remedy.
-    """
+    """Check that `x` is a tensor with bytes in memory; the FormatError names `field` and the remedy."""
     if not isinstance(x, Tensor):
         kind = f"{type(x).__module__}.{type(x).__name__}".removeprefix("builtins.")
         raise FormatError(f"{field} is a {kind}, but it must be a torch.Tensor; torch.as_tensor makes one of arrays")

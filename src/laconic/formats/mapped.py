@@ -33,11 +33,7 @@ class TensorSource(Protocol):
         """Name -> dtype, shape and place of a tensor."""
 
     def require(self, name: str) -> None:
-        """Check that everything is there that reading a tensor needs.
-
-        Raises:
-            FormatError: the base that the tensor is a difference to is missing or another one.
-        """
+        """Check that all is there that reading a tensor needs: the base that it is a difference to, and no other."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Bytes `start` to `stop` of a tensor, uint8 [stop - start]; read-only."""
@@ -47,11 +43,7 @@ class TensorSource(Protocol):
 
 
 def map_file(path: Path) -> Tensor:
-    """The bytes of a regular file, uint8 [size], fetched from the disk as they are touched. They must not be written.
-
-    Raises:
-        CheckpointError: the file is not there, not a regular file, or cannot be read.
-    """
+    """The bytes of a regular file, uint8 [size], fetched from the disk as they are touched, not to be written."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a FIFO would wait for its writer
         try:
@@ -73,12 +65,7 @@ def map_file(path: Path) -> Tensor:
 
 
 class SafetensorsFile:
-    """A plain safetensors file, its header checked.
-
-    Raises:
-        FormatError: the file is not a safetensors file.
-        CheckpointError: the file cannot be read.
-    """
+    """A plain safetensors file, its header checked."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -122,11 +109,7 @@ class SafetensorsFile:
 
 
 class TensorsInMemory:
-    """Tensors of a mapping as a source, for instance a state dict. They must not change meanwhile.
-
-    Raises:
-        FormatError: a value is not a tensor whose bytes lie in memory.
-    """
+    """Tensors of a mapping as a source, for instance a state dict. They must not change meanwhile."""
 
     name = "the tensors given"
 

@@ -87,26 +87,16 @@ class TensorEntry:
 
 
 def element(dtype: torch.dtype) -> str:
-    """The safetensors name of `dtype`.
-
-    Raises:
-        FormatError: safetensors has no such dtype.
-    """
+    """The safetensors name of `dtype`; FormatError if it has none."""
     if dtype not in _NAMES:
         raise FormatError(f"dtype is {dtype}, but a safetensors file has none like it; convert the tensor")
     return _NAMES[dtype]
 
 
 def parse_header(text: bytes, data_nbytes: int, where: str) -> tuple[list[TensorEntry], dict[str, str]]:
-    """Entries in the order of their bytes, and the metadata, of a header over `data_nbytes`.
+    """Entries in the order of their bytes, and the metadata, of a header, without its length, over `data_nbytes`.
 
-    Args:
-        text: the header, without its length.
-        data_nbytes: bytes behind the header.
-        where: the file, with which errors begin.
-
-    Raises:
-        FormatError: the text is no header or names a tensor twice, or the tensors do not fill the data exactly.
+    A FormatError, beginning with `where`: it is no header or names a tensor twice, or the tensors do not fill the data.
     """
     try:
         header = parse_json(text.decode("utf-8"))
@@ -133,11 +123,9 @@ def parse_header(text: bytes, data_nbytes: int, where: str) -> tuple[list[Tensor
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Tensor -> file, as the index of a checkpoint in several files says.
+    """Tensor -> file, as the index of a checkpoint in several files says; OSError if it cannot be read.
 
-    Raises:
-        ValueError: it is no index, or names what is not the name of a file beside it; the message follows its path.
-        OSError: it cannot be read.
+    ValueError if it is none, or names what is not the name of a file beside it; the message follows its path.
     """
     try:
         if path.stat().st_size > HEADER_LIMIT_NBYTES:

@@ -105,11 +105,7 @@ class TensorFiles:
         return {key: value for file in self.files for key, value in file.metadata.items()}
 
     def require(self, name: str) -> None:
-        """Check that everything is there that reading a tensor needs.
-
-        Raises:
-            FormatError: the base that the tensor is a difference to is missing or another one.
-        """
+        """Check that all is there that reading a tensor needs: the base that it is a difference to, and no other."""
         self._home[name].require(name)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -134,14 +130,9 @@ def is_zipped(path: Path) -> bool:
 
 
 def open_tensors(path: Path, base: TensorSource | None = None) -> TensorFiles:
-    """The tensors of a safetensors file, a zipped one, or a directory of such files.
+    """The tensors of a safetensors file, a zipped one, or a directory of such files, whose index says where each is.
 
-    In a directory, model.safetensors.index.json says which tensor is in which file, where there is one; otherwise a
-    tensor must not be in two files.
-
-    Raises:
-        FormatError: a file is damaged, or a tensor is in two files.
-        CheckpointError: a file cannot be read.
+    Without model.safetensors.index.json a tensor must not be in two files.
     """
     if not path.is_dir():
         file = _open_file(path, base)

@@ -15,13 +15,7 @@ from laconic.errors import TrainingError
 
 
 class Buckets:
-    """Parameters 0 .. n - 1, cut into buckets that are reduced one after the other.
-
-    Args:
-        nbytes: size of each parameter's gradient.
-        bucket_nbytes: size at which a bucket is full.
-        reduce: starts the reduction of some parameters, given by number.
-    """
+    """Parameters 0 .. n - 1, cut into buckets of bucket_nbytes of gradients; `reduce` starts one, by numbers."""
 
     def __init__(self, nbytes: Sequence[int], bucket_nbytes: int, reduce: Callable[[list[int]], Work[None]]) -> None:
         self._reduce = reduce
@@ -53,11 +47,7 @@ class Buckets:
         self._failed = True
 
     def expect(self, num_backwards: int) -> None:
-        """Announce the last backwards: a gradient arrives `num_backwards` times, and then its bucket may be launched.
-
-        Raises:
-            TrainingError: the last micro-batch was announced already, without a reduction in between.
-        """
+        """Announce the last backwards: a gradient arrives `num_backwards` times, then its bucket may be launched."""
         self._check_sound()
         if self._expected is not None:
             raise TrainingError(
@@ -66,11 +56,7 @@ class Buckets:
         self._expected = dict.fromkeys(self._bucket_of, num_backwards)
 
     def check_open(self, number: int, name: str) -> None:
-        """Check that the bucket of parameter `number`, called `name` in the error, has not been launched.
-
-        Raises:
-            TrainingError: it has, so that no gradient may arrive any more.
-        """
+        """Refuse a gradient of parameter `number`, called `name` in the error, once its bucket has been launched."""
         self._check_sound()
         if self._expected is not None and self._bucket_of[number] < len(self._works):
             raise TrainingError(
@@ -95,11 +81,7 @@ class Buckets:
             self._arrange()
 
     def finish(self) -> None:
-        """Launch the remaining buckets and wait for all of them.
-
-        Raises:
-            TrainingError: the announced backward ended with an exception.
-        """
+        """Launch the remaining buckets and wait for all; TrainingError if the announced backward has failed."""
         self.drain(len(self._buckets))
 
     def drain(self, num_launched: int) -> None:

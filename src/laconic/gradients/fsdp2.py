@@ -14,14 +14,11 @@ from laconic.gradients.reduce import NATIVE_BELOW_NBYTES, reduce_scatter_q8
 
 
 class Q8ReduceScatter(OwnBuffers, ReduceScatter):
-    """`reduce_scatter_q8` for `FSDPModule.set_custom_reduce_scatter`.
+    """`reduce_scatter_q8` for `FSDPModule.set_custom_reduce_scatter`; units of fewer than min_nbytes go natively.
 
     FSDP2 hands over one flat buffer of W equal chunks per unit, without borders of parameters; each chunk is quantized
     by itself. The reduced shard has the buffer's own type (`MixedPrecisionPolicy.reduce_dtype`); keep that fp32: the
     messages do not grow with it.
-
-    Args:
-        min_nbytes: a unit whose gradients take fewer bytes goes by the native reduce-scatter.
     """
 
     def __init__(self, min_nbytes: int = NATIVE_BELOW_NBYTES) -> None:
@@ -30,11 +27,7 @@ class Q8ReduceScatter(OwnBuffers, ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """Reduce input_tensor [W * n] into output_tensor [n].
-
-        Raises:
-            ConfigError: the operation is neither SUM nor AVG, or async_op is True, which FSDP2 does not use.
-        """
+        """Reduce input_tensor [W * n] into output_tensor [n]; refuses all but SUM and AVG, and async_op."""
         if async_op:
             raise ConfigError("async_op is True, but Q8ReduceScatter finishes before it returns; pass False")
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):

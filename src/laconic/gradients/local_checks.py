@@ -56,11 +56,7 @@ def averaged_elsewhere(parameters: Mapping[str, nn.Parameter]) -> str | None:
 
 
 class WatchedLoads:
-    """Sees weights that the model's `load_state_dict` changes, also in a part of it: no common point knows of them.
-
-    Args:
-        model: the model, with the modules that it has now.
-    """
+    """Sees weights that the model's `load_state_dict` changes, also in a part of it: no common point knows of them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._loaded: str | None = None
@@ -103,11 +99,7 @@ class _LoadHook:
 
 
 def check_names(part: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Check that a part of a state has the tensors of a model.
-
-    Raises:
-        ConfigError: one is missing, is not known or has another shape.
-    """
+    """Check that a part of a state has the tensors of a model, in their shapes."""
     for name in (*wanted, *found):
         shapes = [list(tensors[name].shape) if name in tensors else "missing" for tensors in (found, wanted)]
         if shapes[0] != shapes[1]:
@@ -120,11 +112,7 @@ def check_names(part: str, found: Mapping[str, Tensor], wanted: Mapping[str, Ten
 def check_arguments(
     every: int, bits: int, outer_lr: float, outer_momentum: float, num_fragments: int, delay: int
 ) -> None:
-    """Check arguments of `LocalSteps`.
-
-    Raises:
-        ConfigError: one is out of its range.
-    """
+    """Check that the arguments of `LocalSteps` are in their ranges."""
     if not takes(DIFFERENCE_BITS, bits):
         raise ConfigError(refused("bits", bits, DIFFERENCE_BITS))
     rules = [
@@ -146,11 +134,7 @@ def check_arguments(
 
 
 def check_alone(model: nn.Module) -> None:
-    """Check that ranks can train a model apart.
-
-    Raises:
-        ModelError: something in it reduces gradients or cuts parameters by itself, or a dtype cannot be averaged.
-    """
+    """Check that ranks can train a model apart: nothing in it reduces or cuts, and all dtypes can be averaged."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"model is {type(model).__name__}, but it must be a torch.nn.Module")
     for name, module in model.named_modules():

@@ -395,11 +395,7 @@ class LocalSteps:
             self._average_statistics()
 
     def _check(self, pending: Pending, change: str | None = None) -> None:
-        """Check what all ranks have reported when a synchronization began; the same error on all of them.
-
-        Raises:
-            TrainingError, ModelError, ConfigError: as `step`.
-        """
+        """Check what all ranks reported when a synchronization began; the same error, of `step`, on all of them."""
         if pending.reports is None:
             return
         reports = pending.reports.wait().tolist()
@@ -488,11 +484,7 @@ class LocalSteps:
         }
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's trainable parameters by name; hosts may have put others in the place of those at the start.
-
-        Raises:
-            ModelError: they have changed.
-        """
+        """This rank's trainable parameters by name; a ModelError if a host put others in the place of the first."""
         found = trainable(self._model)
         change = change_of(self._kinds, found)
         if change is not None:

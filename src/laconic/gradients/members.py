@@ -23,17 +23,11 @@ _HELD = "_laconic_gradients"
 
 
 class Members:
-    """Parameters by name, each with a hook that is called when autograd has made its gradient.
+    """A model's parameters by name, each with a hook that is called with it when autograd has made its gradient.
 
     Parameters that are added, replaced (by fully_shard, adapters, a new head) or unfrozen join at the next `follow`;
     those that are gone from the model leave. One that was trainable once stays when it is frozen: it may have a
-    gradient.
-
-    Args:
-        model: the module whose parameters are kept.
-        owner: the store of their gradients.
-        hook: called with the parameter.
-        group: over which the owner reduces the gradients, if it does.
+    gradient. `owner` stores the gradients, and reduces them over `group` if there is one.
     """
 
     def __init__(
@@ -53,14 +47,7 @@ class Members:
         self._removed = False
 
     def follow(self) -> bool:
-        """Take in the model's current parameters.
-
-        Returns:
-            Whether they differ from those before.
-
-        Raises:
-            ModelError: a parameter's gradient cannot be compressed; nothing has changed then.
-        """
+        """Take in the model's current parameters, all if they can be compressed; return whether they are others."""
         if self._removed:
             return False
         found = {
@@ -110,11 +97,7 @@ class Members:
         self._handles[id(parameter)] = handle
 
     def check_engine(self, parameter: nn.Parameter) -> None:
-        """Check, when a gradient arrives, that no DeepSpeed engine was made of the model since.
-
-        Raises:
-            ModelError: one was; both would reduce.
-        """
+        """Check, when a gradient arrives, that no DeepSpeed engine was made of the model since: both would reduce."""
         if is_deepspeeds(parameter) or _has_engine(self._model):
             _refuse_deepspeed(self._places[id(parameter)][1])
 
@@ -148,11 +131,7 @@ def _let_go(parameter: nn.Parameter) -> None:
 
 
 def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Check that a model's gradients can be compressed.
-
-    Raises:
-        ModelError: they cannot be.
-    """
+    """Check that a model's gradients can be compressed."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"model is {type(model).__name__}, but it must be a torch.nn.Module")
     check_modules(model, dist_group=group is not None)
@@ -170,11 +149,7 @@ def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
 
 
 def check_replicas(name: str, parameter: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Check that no rank of a group holds another part of a parameter, which cannot be added to this one.
-
-    Raises:
-        ModelError: one does; the message calls the parameter `name`.
-    """
+    """Check that no rank of a group holds another part of a parameter, which cannot be added to this one."""
     if group is None or not isinstance(parameter, DTensor):
         return
     mesh, here = parameter.device_mesh, parameter.device_mesh.get_coordinate()
@@ -208,12 +183,7 @@ def _check_apart(what: str, others: Set[int], group: dist.ProcessGroup) -> None:
 
 
 def check_modules(model: nn.Module, dist_group: bool) -> None:
-    """Check that a model has no wrapper or layer that excludes gradients in codes.
-
-    Args:
-        model: the module with all its submodules.
-        dist_group: whether gradients are reduced here.
-    """
+    """Check that a model has no wrapper or layer that excludes gradients in codes, reduced here if `dist_group`."""
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"
         if _has_engine(module):
@@ -245,12 +215,7 @@ def _refuse_deepspeed(name: str) -> NoReturn:
 
 
 def check_dtype(name: str, parameter: Tensor) -> None:
-    """Check that the gradient of a parameter of this dtype and class can be compressed.
-
-    Raises:
-        ModelError: the dtype is not float32, bfloat16 or float16, or the class is one of several tensors, or of a
-            parameter that has no shape yet; the message calls the parameter `name`.
-    """
+    """Check that the gradient of a parameter of this dtype and class can be compressed."""
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ModelError(
             f"parameter {name} gets its shape in the first forward, but codes have that of a parameter; run the model"

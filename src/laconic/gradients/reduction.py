@@ -22,13 +22,7 @@ from laconic.gradients.turns import Turn, TurnGuard, set_turn, turn_of
 class Reduction:
     """The ranks that reduce together, their buckets, and the gradients whose reduction has started in this step.
 
-    `take` sets the parameters whose gradients are reduced.
-
-    Args:
-        group: ranks that hold the same parameters.
-        bits: 8 or 12, of the stored gradients.
-        average: divide by the number of ranks.
-        bucket_nbytes: size at which a bucket is full.
+    `take` sets the parameters whose gradients, stored in `bits`, are reduced.
     """
 
     def __init__(self, group: dist.ProcessGroup, bits: int, average: bool, bucket_nbytes: int) -> None:
@@ -60,11 +54,7 @@ class Reduction:
         self.buckets.arrived(number)
 
     def run(self) -> None:
-        """Reduce all gradients; every rank of the group calls it.
-
-        Raises:
-            TrainingError, ConfigError: as `CompressedGradients.reduce`.
-        """
+        """Reduce all gradients; every rank of the group calls it. It raises what `CompressedGradients.reduce` does."""
         if not self._meet(gives_up=False):
             return
         arrived = torch.zeros(len(self._parameters), dtype=torch.uint8, device="cpu")
@@ -126,18 +116,11 @@ class Reduction:
         return all_reduce_quantized(gradients, self.group, average=self.average)
 
     def _meet(self, gives_up: bool) -> bool:
-        """Exchange the state of the step with all ranks, before they wait for each other.
+        """Exchange the state of the step with all ranks, before they wait for each other; return whether there is work.
 
         When one of them gives the step up, or lost a gradient whose bucket was launched, all of them do, with the same
-        number of buckets launched.
-
-        Returns:
-            Whether there is anything to reduce.
-
-        Raises:
-            TrainingError: the step is given up, or its gradients were reduced already; raised on all ranks, except on
-                those that give up.
-            ConfigError: the ranks' parameters have become different; raised on all ranks.
+        number of buckets launched, and those that did not raise a TrainingError, as all do whose gradients were
+        reduced. All raise a ConfigError if their parameters have become different.
         """
         current = list(self._parameters.values())
         lost = any(quantized_gradient(current[number]) is not sent for number, sent in self._launched.items())

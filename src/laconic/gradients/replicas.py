@@ -17,11 +17,7 @@ from laconic.formats.shards import local_part
 
 
 def check_same_settings(settings: Mapping[str, object], group: dist.ProcessGroup) -> None:
-    """Compare settings, by name, with those of the other ranks of a group.
-
-    Raises:
-        ConfigError: settings differ; raised on every rank, naming the first setting that differs.
-    """
+    """Compare settings, by name, with the other ranks'; a ConfigError on every rank names the first that differs."""
     found = difference_in_group(settings, group)
     if found is not None:
         raise ConfigError(f"{found}, but all ranks of a group must agree; start every rank with the same settings")

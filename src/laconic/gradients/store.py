@@ -343,11 +343,7 @@ class CompressedGradients:
             self._reduction.take(self.parameters)
 
     def before_step(self, parameter: nn.Parameter) -> None:
-        """Check that an optimizer may use the parameter's gradient now.
-
-        Raises:
-            TrainingError: it holds only this rank's share.
-        """
+        """Check that an optimizer may use the parameter's gradient now: that it holds more than this rank's share."""
         gradient = parameter.grad
         if self.group is None or gradient is None:
             return
@@ -423,11 +419,7 @@ def _is_local(parameter: nn.Parameter) -> bool:
 
 
 def _gradient_like(parameter: Tensor, name: str) -> Tensor:
-    """This rank's part of parameter.grad, laid out as the parameter is.
-
-    Raises:
-        ModelError: the gradient is sparse or of another dtype than float32, bfloat16 or float16.
-    """
+    """This rank's part of parameter.grad, laid out as the parameter; ModelError if it is sparse or of another dtype."""
     gradient = parameter.grad
     assert gradient is not None
     if gradient.dtype not in DTYPES:

@@ -40,13 +40,7 @@ class Turn(enum.Enum):
 
 
 class TurnGuard:
-    """Checks each use of one gradient against its state, and records the state that follows.
-
-    Args:
-        name: the parameter's, for errors.
-        average: whether ranks are averaged (and not added up).
-        turn: the state to begin with.
-    """
+    """Checks each use of one gradient, the parameter `name`'s, against its state, and records the next one."""
 
     def __init__(self, name: str, average: bool, turn: Turn = Turn.LOCAL) -> None:
         self.name = name
@@ -54,11 +48,7 @@ class TurnGuard:
         self.turn = turn
 
     def __call__(self, use: Use) -> None:
-        """Check a use of the gradient.
-
-        Raises:
-            TrainingError: the gradient's state does not allow it.
-        """
+        """Check a use of the gradient; TrainingError if its state does not allow it."""
         if self.turn is Turn.IN_FLIGHT:
             raise TrainingError(
                 f"the gradient of {self.name} is being reduced; call reduce(), on every rank, first, or zero_() of"

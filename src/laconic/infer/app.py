@@ -23,16 +23,6 @@ from laconic.schedule.inference import InferencePlan
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
 
-class _Plan(BaseModel):
-    model_config = _STRICT
-
-    num_micro_batches: int = 1
-    num_slices: int = 1
-    order: str = "ASAS"
-    slicing: str = "tokens"
-    shared_first: bool = False
-
-
 def _arguments_of(taker: Callable[..., object], left_out: Container[str], **others: Any) -> type[BaseModel]:
     """A model of what `taker` takes, with strings for words and paths, which it checks itself; null leaves one out."""
     kinds = {name: (hint, *get_args(hint)) for name, hint in get_type_hints(taker).items() if name not in left_out}
@@ -41,6 +31,7 @@ def _arguments_of(taker: Callable[..., object], left_out: Container[str], **othe
     return create_model(taker.__qualname__, __config__=_STRICT, **optional)
 
 
+_Plan: Any = _arguments_of(InferencePlan, ())
 _EngineArguments = _arguments_of(
     Engine.__init__, ("model_dir", "launcher", "trace", "return"), plan=_Plan | Literal["auto"]
 )

@@ -40,21 +40,10 @@ _RECHECK = "recheck"
 class AttentionWorker:
     """Serves requests with a model whose experts are elsewhere, or with a whole one if there are no expert workers.
 
-    Args:
-        settings: of this worker.
-        dtype: of the weights; None takes the checkpoint's.
-        device: on which the model computes; rows and sums travel from and to host memory, or over link = "group" the
-            device's.
-        meet: connects to the expert workers, once the model is loaded; returns links in their order.
-        on_finished: called, on any thread, for every request that ends; not for those that were cancelled.
-        on_tokens: called, on any thread, once per forward, with each request's name and the token it is given.
-        recorder: of this worker.
-        on_broken: called, on any thread, with why the engine here can serve nobody any more.
-
-    Attributes:
-        eos_token_ids: tokens that end every request.
-        nbytes: bytes of all parameters here.
-        notes: sentences for the user.
+    The model computes on `device`; rows and sums travel from and to host memory, or over link = "group" the device's.
+    `meet` connects to the expert workers once the model is loaded, and returns links in their order. The callbacks are
+    called on any thread: `on_finished` for every request that ends, unless it was cancelled, `on_tokens` once per
+    forward, with requests' names and tokens, `on_broken` with why the engine here can serve nobody any more.
     """
 
     def __init__(
@@ -202,7 +191,6 @@ class AttentionWorker:
             self._on_broken(why)
 
     def _explain(self) -> None:
-        """Raise what became of an expert worker, if one is lost: then the model is not at fault."""
         for link in self._links:
             link.check()
 

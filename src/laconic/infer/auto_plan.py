@@ -54,11 +54,7 @@ class AutoPlan:
     expert_rates: str | os.PathLike[str] | None = None
 
     def demand(self, most: int) -> Demand:
-        """What is expected, if a request may have so many tokens.
-
-        Raises:
-            PlanError: a number is below 1.
-        """
+        """What is expected, if a request may have so many tokens; a PlanError if a number is below 1."""
         prompt, output = self.prompt, self.output
         if output is None:
             output = max(1, min(128, most // 5 if prompt is None else most - prompt))
@@ -66,11 +62,7 @@ class AutoPlan:
 
     @property
     def fixed(self) -> Fixed:
-        """What is not to be chosen.
-
-        Raises:
-            ScheduleError: fields of the plan are impossible, or contradict each other.
-        """
+        """What is not to be chosen; a ScheduleError if fields of the plan are impossible, or contradict each other."""
         given = {
             "num_micro_batches": self.num_micro_batches,
             "num_slices": self.num_slices,
@@ -95,17 +87,10 @@ class AutoPlan:
         device: DeviceKind = "cpu",
         expert_device: DeviceKind = "cpu",
     ) -> EngineChoice:
-        """Choose for a model and workers.
+        """Choose for a model and workers of an engine with these arguments.
 
-        Args:
-            model_dir: directory of the model.
-            split: the workers.
-            limits: of the engine.
-            dtype: of the engine.
-            may_unsplit: whether all workers may run the whole model instead. On CUDA devices, whose memory is not
-                counted here, they do not.
-            expert_format: of the engine.
-            device, expert_device: of attention workers and of expert workers.
+        `may_unsplit` says whether all workers may run the whole model instead; on CUDA devices, whose memory is not
+        counted here, they do not.
 
         Raises:
             ConfigError: there are no rates, or they are those of another kind of device; or devices are of two kinds
@@ -151,14 +136,8 @@ class AutoPlan:
 def check_measured(source: str, path: Path, device: DeviceKind, name: str = "device") -> None:
     """Check that rates are those of a kind of device; what laconic has not measured may be of CPUs.
 
-    Args:
-        source: of the rates.
-        path: of their file.
-        device: of the workers, the engine's argument `name`.
-
-    Raises:
-        ConfigError: they were measured on another kind, do not say that it was CUDA, or have no messages of expert
-            workers on CUDA.
+    `device` of the workers is the engine's argument `name`. A ConfigError also if rates do not say that they are of
+    CUDA, or have no messages of expert workers on CUDA.
     """
     found = _MEASURED.match(source)
     said = f"were measured on {found[1]!r}" if found else "do not say on what they were measured"

@@ -13,22 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.errors import ConfigError, ModelError
+from laconic.errors import ModelError
 from laconic.formats.blockwise import BlockFormat, BlockTensor
 from laconic.moe.experts.modules import Experts
 from laconic.moe.huggingface.experts import FusedExperts
 from laconic.ops import linear_blockwise
-from laconic.options import EXPERT_BLOCK_SIZE, EXPERT_FORMATS, EXPERT_ROWS_FROM_CODES, refused
-
-
-def check_expert_format(expert_format: str) -> None:
-    """Check a setting.
-
-    Raises:
-        ConfigError: there is no such format.
-    """
-    if expert_format not in EXPERT_FORMATS:
-        raise ConfigError(refused("expert_format", expert_format, EXPERT_FORMATS))
+from laconic.options import EXPERT_BLOCK_SIZE, EXPERT_ROWS_FROM_CODES
 
 
 def keep_experts(expert_format: str, name: str, layer: FusedExperts) -> Experts:
@@ -44,18 +34,9 @@ class CodedExperts(Experts):
     In 16 bits they differ by roundings: decoded matrices are rounded to the dtype, a few rows are multiplied in fp32.
 
     Buffers are `<name>_codes` uint8 [E, outputs, codes] and `<name>_scales` bfloat16 [E, outputs, blocks] of each
-    matrix, whatever layout the original has, and its biases.
-
-    Args:
-        layer: on any device, where codes will be; not held.
-        format: of the codes.
-        name: of the module, for messages.
-
-    Attributes:
-        squares: sums of the squares of all values, and of what coding moved them by.
-
-    Raises:
-        ModelError: a matrix holds NaN or infinity, which would be a block of NaN in codes.
+    matrix, whatever layout the original has, and its biases. `squares` are sums of the squares of all values, and of
+    what coding moved them by. A matrix of the module `name` that holds NaN or infinity, which would be a block of NaN
+    in codes, is a ModelError.
     """
 
     def __init__(self, layer: FusedExperts, format: BlockFormat, name: str) -> None:
@@ -85,12 +66,7 @@ class CodedExperts(Experts):
                 )
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return outputs [q, M] of rows [q, M] sorted by expert.
-
-        Args:
-            rows: [q, M].
-            counts: int64 [E].
-        """
+        """Return outputs [q, M] of rows [q, M] sorted by expert; `counts`, int64 [E], says how many each has."""
         kind: Any = self.__dict__["_behaviour"]
         activation, first = (kind._apply_gate, "gate_up_proj") if kind.has_gate else (kind.act_fn, "up_proj")
         out = torch.empty_like(rows)
@@ -101,7 +77,6 @@ class CodedExperts(Experts):
         return out
 
     def _product(self, rows: Tensor, key: str, expert: int) -> Tensor:
-        """Multiply rows by a matrix, and add its bias."""
         kind: Any = self.__dict__["_behaviour"]
         if len(rows) <= EXPERT_ROWS_FROM_CODES[self.format.code]:
             codes, scales = self._packed(key, expert)
@@ -111,7 +86,6 @@ class CodedExperts(Experts):
         return out + self.get_buffer(f"{key}_bias")[expert].to(out.dtype) if kind.has_bias else out
 
     def _matrix(self, key: str, expert: int) -> Tensor:
-        """Decode one expert's matrix."""
         shape, dtype = self._matrices[key]
         return BlockTensor(*self._packed(key, expert), self.format, shape, dtype).dequantize()
 

@@ -21,11 +21,7 @@ _WARNING_SECONDS = 10.0
 
 
 class SeldomWarning:
-    """Logs a warning at most every ten seconds, with how often it would have been logged meanwhile.
-
-    Args:
-        text: with one %d, for the number.
-    """
+    """Logs `text`, whose %d is how often it would have been logged, at most every ten seconds."""
 
     def __init__(self, text: str) -> None:
         self._text, self._count, self._next = text, 0, 0.0
@@ -39,16 +35,7 @@ class SeldomWarning:
 
 
 class ConnectionTable:
-    """The connections of one listener. Not safe for several threads without a lock.
-
-    Args:
-        what: the listener, for messages.
-        most: connections at once.
-        most_of_address: of one address.
-
-    Raises:
-        ConfigError: a number is below 1.
-    """
+    """The connections of the listener `what`, at most `most` and `most_of_address` of one address; not locked."""
 
     def __init__(self, what: str, most: int, most_of_address: int) -> None:
         for name, value in (("most", most), ("most_of_address", most_of_address)):
@@ -65,15 +52,9 @@ class ConnectionTable:
         return len(self._addresses)
 
     def enter(self, key: Hashable, address: str, close: Callable[[], None]) -> bool:
-        """Take a connection, which is silent so far.
+        """Take a connection, which is silent so far; False without room for it.
 
-        Args:
-            key: of the connection.
-            address: of its other end.
-            close: ends it; called at once or later, to make room.
-
-        Returns:
-            Whether there is room; without any, it is not taken.
+        `close` ends it, at once or later, to make room.
         """
         if self._count[address] >= self._most_of_address:
             room = self._close_silent(address)

@@ -56,12 +56,7 @@ _USER_TIMEOUT_MILLISECONDS = 15_000
 
 
 class Connection:
-    """One end of a connection. Messages arrive whole and in the order in which they were sent.
-
-    Args:
-        connected: of type SOCK_STREAM, and this object's from now on.
-        name: of its threads.
-    """
+    """One end of a connection, a TCP socket that is its own from now on. Messages arrive whole and in their order."""
 
     def __init__(self, connected: socket.socket, name: str) -> None:
         self._socket = connected
@@ -73,29 +68,16 @@ class Connection:
         self._sender.start()
 
     def send(self, header: Header, body: Tensor | None = None) -> None:
-        """Send a message without waiting for it to leave.
+        """Send a message without waiting for it to leave; a connection that has broken is a ConnectionError.
 
-        Args:
-            header: whose `nbytes` are those of the body.
-            body: uint8 [header.nbytes], contiguous; not changed until the message has arrived.
-
-        Raises:
-            ConnectionError: the connection has broken.
+        The body, uint8 [header.nbytes] and contiguous, is not changed until the message has arrived.
         """
         if self._broken is not None:
             raise ConnectionError(self._broken)
         self._outbox.put((header, body))
 
     def receive(self) -> tuple[Header, Tensor]:
-        """Wait for a message.
-
-        Returns:
-            Its header and its body, uint8 [header.nbytes].
-
-        Raises:
-            ConnectionError: the connection has broken, or the other end has closed it.
-            FormatError: what has come is no message.
-        """
+        """Wait for a message: its header and body, uint8 [header.nbytes]; a ConnectionError if the link is gone."""
         front = torch.empty(HEADER_LENGTH, dtype=torch.int64, device="cpu")
         self._receive_into(front)
         header = Header.from_tensor(front)
@@ -151,12 +133,8 @@ class Admission(Generic[T]):
     """Connections of those who take part, in the order in which they have said who they are.
 
     Each is heard in a thread of its own, so that a stranger who says nothing holds up nobody. There are few such
-    threads: a new connection that finds no room ends the one that has been heard for longest.
-
-    Args:
-        listening: closed by `close`.
-        hear: returns what the other end says, None for a stranger, whose connection is closed.
-        most: connections that are heard at once.
+    threads, `most`: a new connection that finds no room ends the one that has been heard for longest. `hear` returns
+    what the other end says, None for a stranger, whose connection is closed. `listening` is closed by `close`.
     """
 
     def __init__(
@@ -175,11 +153,7 @@ class Admission(Generic[T]):
         threading.Thread(target=self._accept_all, name="laconic-accept", daemon=True).start()
 
     def next(self, seconds: float | None = None) -> tuple[socket.socket, T]:
-        """Wait for the next one, `seconds` at most; the connection is the caller's.
-
-        Raises:
-            TimeoutError: nobody came.
-        """
+        """Wait for the next one, whose connection is the caller's; TimeoutError if nobody comes within `seconds`."""
         try:
             return self._heard.get(timeout=None if seconds is None else max(0.0, seconds))
         except queue.Empty:
@@ -230,19 +204,7 @@ def _hang_up(connected: socket.socket) -> None:
 
 
 def accept_attention(store: Store, number: int, attention: int) -> list[Connection]:
-    """Wait, as expert worker `number`, for all attention workers.
-
-    Args:
-        store: in which all workers meet.
-        number: of this expert worker.
-        attention: number of attention workers.
-
-    Returns:
-        A connection to each, in their order.
-
-    Raises:
-        ConfigError: this machine has no address at which it could listen, or its shared secret is not valid.
-    """
+    """Wait, as expert worker `number`, for all attention workers; returns a connection to each, in their order."""
     token = secrets.token_hex(_TOKEN_NBYTES)
     with _listen(own_address()) as listening:
         store.set(_key(number), seal(_key(number), json.dumps([*listening.getsockname()[:2], token])))
@@ -259,11 +221,7 @@ def accept_attention(store: Store, number: int, attention: int) -> list[Connecti
 
 
 def connect_expert(store: Store, number: int, rank: int) -> Connection:
-    """Connect, as attention worker `rank`, to expert worker `number`, once it is there.
-
-    Raises:
-        ConfigError: its address cannot be reached from here, or its shared secret is another one.
-    """
+    """Connect, as attention worker `rank`, to expert worker `number`, once it is there, or raise a ConfigError."""
     store.set_timeout(FOREVER)
     address, port, token = json.loads(unseal(_key(number), store.get(_key(number))))
     connected = None
@@ -287,13 +245,10 @@ def connect_expert(store: Store, number: int, rank: int) -> Connection:
 
 
 def own_address() -> str:
-    """Return the address of this machine by which other workers reach it.
+    """Return the address of this machine by which other workers reach it; a ConfigError if there is none.
 
     It is that of the interface GLOO_SOCKET_IFNAME, as for torch's groups; without one, that from which MASTER_ADDR is
     reached; without either, the loopback address.
-
-    Raises:
-        ConfigError: there is no such interface, or it has no address.
     """
     if name := os.environ.get("GLOO_SOCKET_IFNAME"):
         name = name.partition(",")[0]
@@ -321,12 +276,9 @@ def own_address() -> str:
 
 
 def keep_alive(connected: socket.socket, reads_at_once: bool) -> None:
-    """Let a connection notice a machine that has gone, and send small messages at once.
+    """Let a TCP connection notice a machine that has gone, and send small messages at once.
 
-    Args:
-        connected: by TCP.
-        reads_at_once: whether the other end always reads. One that computes meanwhile, or stands still for a while, may
-            let megabytes wait.
+    An end that does not read at once, as it computes meanwhile or stands still, may let megabytes wait.
     """
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -337,7 +289,6 @@ def keep_alive(connected: socket.socket, reads_at_once: bool) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
     return tensor.view(torch.uint8).numpy().data
 
 
@@ -361,7 +312,6 @@ def _purpose(number: int) -> str:
 
 
 def _read_hello(connected: socket.socket, token: str, number: int) -> int | None:
-    """Read who has connected; None if it is no worker of this engine."""
     if not admit(connected, token, _purpose(number), _HELLO_SECONDS):
         return None
     connected.settimeout(_HELLO_SECONDS)

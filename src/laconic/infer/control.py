@@ -47,16 +47,11 @@ _TCP = "tcp://"
 
 
 class LocalWorker:
-    """A process that this one starts.
-
-    Args:
-        settings: of the worker.
-        interface: for gloo, unless GLOO_SOCKET_IFNAME names one; None leaves it to gloo.
+    """A process that this one starts, with an interface for gloo unless GLOO_SOCKET_IFNAME names one.
 
     Attributes:
         program: arguments of the interpreter, before the settings.
-        pid: of the process, on its machine.
-        host: name of its machine; None is this one.
+        pid, host: of the process and its machine; None is this one.
         commands: takes lines for the worker.
         events: lines of the worker, until its end.
     """
@@ -140,11 +135,9 @@ class RemoteWorker:
             self._ended.set()
 
     def ending(self) -> str:
-        """See LocalWorker."""
         return f"(rank {self._rank}, pid {self.pid} on {self.host}) broke its connection; see its output"
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """See LocalWorker."""
         return self._ended.wait(timeout_seconds)
 
     def kill(self) -> None:
@@ -153,7 +146,6 @@ class RemoteWorker:
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """See LocalWorker."""
         for stream in (self.commands, self._lines, self._connection):
             with contextlib.suppress(OSError):
                 stream.close()
@@ -189,11 +181,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def check_world(info: RankInfo, split: Split) -> None:
-    """Check that torchrun has started one process per worker.
-
-    Raises:
-        ConfigError: it has started more or fewer.
-    """
+    """Check that torchrun has started one process per worker; more or fewer are a ConfigError."""
     if info.world_size != split.num_workers:
         raise ConfigError(
             f"WORLD_SIZE is {info.world_size}, but {split.attention} attention and {split.experts} expert workers are"
@@ -205,11 +193,7 @@ def check_world(info: RankInfo, split: Split) -> None:
 def master_store(info: RankInfo, timeout_seconds: float) -> tuple[str, Store]:
     """Open the TCPStore at MASTER_ADDR and MASTER_PORT, which rank 0 hosts unless torchrun does.
 
-    Returns:
-        What WorkerSettings.store says of it, and the store.
-
-    Raises:
-        ConfigError: it cannot be opened in time.
+    Returns what WorkerSettings.store says of it, and the store; a ConfigError if it cannot be opened in time.
     """
     from torch._C._distributed_c10d import TCPStore
 
@@ -236,13 +220,9 @@ def open_store(place: str, num_workers: int) -> Store:
 
 
 class RankConnections:
-    """The engine's end: waits for the ranks above 0 at an address that it puts into the store.
+    """The engine's end: waits for the ranks above 0 at an address that it puts into the store of `master_store`.
 
-    Args:
-        store: of `master_store`.
-
-    Raises:
-        ConfigError: MASTER_ADDR is no address of this machine.
+    A MASTER_ADDR that is no address of this machine is a ConfigError.
     """
 
     def __init__(self, store: Store) -> None:
@@ -262,11 +242,7 @@ class RankConnections:
         self._admission = Admission(self._listening, self._read_hello)
 
     def accept(self, settings: dict[int, WorkerSettings], timeout_seconds: float) -> dict[int, RemoteWorker]:
-        """Wait for each rank of `settings` and tell it its own.
-
-        Raises:
-            CollectiveError: a rank did not connect in time.
-        """
+        """Wait for each rank of `settings` and tell it its own; a rank that comes too late is a CollectiveError."""
         deadline = time.monotonic() + timeout_seconds
         found: dict[int, RemoteWorker] = {}
         while missing := sorted(set(settings) - set(found)):
@@ -294,7 +270,6 @@ class RankConnections:
         self._admission.close()
 
     def _read_hello(self, connection: socket.socket) -> dict[str, Any] | None:
-        """Read the first line of a connection; None if it is no rank's."""
         if not admit(connection, self._token, _PURPOSE, _HELLO_SECONDS):
             return None
         keep_alive(connection, reads_at_once=True)
@@ -315,16 +290,9 @@ class RankConnections:
 
 
 def connect_rank(timeout_seconds: float) -> tuple[WorkerSettings, IO[str], IO[str]]:
-    """Connect this rank of torchrun to the engine on rank 0.
+    """Connect this rank of torchrun to the engine on rank 0; return what it is to be, commands, and where events go.
 
-    Args:
-        timeout_seconds: for the engine to start.
-
-    Returns:
-        What this rank is to be, lines of commands, and where lines of events go.
-
-    Raises:
-        ConfigError: this is no rank above 0, or rank 0 cannot be reached.
+    A ConfigError if this is no rank above 0, or rank 0 cannot be reached within `timeout_seconds`.
     """
     info = read_environment(os.environ)
     if info is None or info.rank == 0:

@@ -30,15 +30,11 @@ class Stage(Protocol):
 
     def flush(self) -> Iterable[str]:
         """Return what was kept, at the end."""
+        return ()
 
 
 class Detokenizer:
-    """Turns tokens into text, piece by piece.
-
-    Args:
-        name: returns the string of a token; None leaves it out of the text.
-        stages: of decoding, for this text alone.
-    """
+    """Turns tokens into text by stages, for one text alone; `name` returns a token's string, None leaves it out."""
 
     def __init__(self, name: Callable[[int], str | None], stages: Sequence[Stage]) -> None:
         self._name, self._stages = name, stages
@@ -83,11 +79,9 @@ def byte_stages() -> list[Stage]:
 
 
 def decoder_stages(state: Any, clean_up: Callable[[str], str] | None) -> list[Stage]:
-    """Return the stages of a decoder, to be used for one text.
+    """Return the stages of a decoder, as the file of a tokenizer holds it, for one text; None joins tokens with spaces.
 
-    Args:
-        state: of the decoder, as the file of a tokenizer holds it; None joins tokens with spaces.
-        clean_up: what transformers' `clean_up_tokenization` does to the whole text; None leaves it.
+    `clean_up` is what transformers' `clean_up_tokenization` does to the whole text; None leaves it.
     """
     stages: list[Stage] = []
     is_one_text = state is None
@@ -171,7 +165,7 @@ def _byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-class _Each:
+class _Each(Stage):
     """One string for each, whatever stands around it, but for the first."""
 
     def __init__(self, function: Callable[[str], str], first: Callable[[str], str] | None = None) -> None:
@@ -181,11 +175,8 @@ class _Each:
         function, self._first = self._first or self._function, None
         return (function(element),)
 
-    def flush(self) -> Iterable[str]:
-        return ()
 
-
-class _LastDiffers:
+class _LastDiffers(Stage):
     """One string for each, another for the last: the last is kept until it is none."""
 
     def __init__(self, function: Callable[[str], str], last: Callable[[str], str]) -> None:
@@ -200,7 +191,7 @@ class _LastDiffers:
         return () if self._kept is None else (self._last(self._kept),)
 
 
-class _Distinct:
+class _Distinct(Stage):
     """One string for each that differs from the one before, unless it is empty."""
 
     def __init__(self, function: Callable[[str], str]) -> None:
@@ -214,11 +205,8 @@ class _Distinct:
         text = self._function(element)
         return (text,) if text else ()
 
-    def flush(self) -> Iterable[str]:
-        return ()
 
-
-class _ByteFallback:
+class _ByteFallback(Stage):
     """A run of byte tokens is a text, or as many U+FFFD: it is kept to its end."""
 
     def __init__(self) -> None:
@@ -240,7 +228,7 @@ class _ByteFallback:
             return ("\ufffd",) * len(run)
 
 
-class _ByteLevel:
+class _ByteLevel(Stage):
     """Characters stand for bytes; a string with another character stands for itself."""
 
     def __init__(self, alphabet: dict[str, int]) -> None:
@@ -248,7 +236,6 @@ class _ByteLevel:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def bytes_of(self, element: str) -> bytes:
-        """Return the bytes of a string."""
         try:
             return bytes([self._alphabet[character] for character in element])
         except KeyError:
@@ -261,7 +248,7 @@ class _ByteLevel:
         return (self._decoder.decode(b"", final=True),)
 
 
-class _Join:
+class _Join(Stage):
     """Strings with a space between."""
 
     def __init__(self) -> None:
@@ -271,11 +258,8 @@ class _Join:
         separator, self._separator = self._separator, " "
         return (separator + element,)
 
-    def flush(self) -> Iterable[str]:
-        return ()
 
-
-class _ReplaceInText:
+class _ReplaceInText(Stage):
     """A string replaced throughout a text; what may be its beginning is kept."""
 
     def __init__(self, pattern: str, content: str) -> None:
@@ -293,7 +277,7 @@ class _ReplaceInText:
         return (self._kept,)
 
 
-class _StripText:
+class _StripText(Stage):
     """A character cut from both ends of a text, so many times at most; those at the end are kept."""
 
     def __init__(self, character: str, start: int, stop: int) -> None:
@@ -311,11 +295,8 @@ class _StripText:
         self._kept = text[len(text) - length :]
         return (text[: len(text) - length],)
 
-    def flush(self) -> Iterable[str]:
-        return ()
 
-
-class _CleanUp:
+class _CleanUp(Stage):
     """transformers' clean-up of English: takes the space before marks and contractions.
 
     All that it replaces begins with a space and has no other character than those of the pattern before its last, so
@@ -337,7 +318,7 @@ class _CleanUp:
         return (self._clean_up(self._kept),)
 
 
-class _Whole:
+class _Whole(Stage):
     """Everything is kept to the end."""
 
     def __init__(self, decode: Callable[[list[str]], str]) -> None:

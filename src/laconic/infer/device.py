@@ -14,11 +14,7 @@ DeviceKind = Literal["cpu", "cuda"]
 
 
 def check_device(device: str, name: str = "device") -> None:
-    """Check the setting `name`.
-
-    Raises:
-        ConfigError: there is no such kind of device.
-    """
+    """Check the setting `name`; another kind of device is a ConfigError."""
     if device not in get_args(DeviceKind):
         raise ConfigError(
             f"{name} is {device!r}, but it must be one of {', '.join(get_args(DeviceKind))}; which of several CUDA"
@@ -27,17 +23,11 @@ def check_device(device: str, name: str = "device") -> None:
 
 
 def take_device(device: str, local_rank: int, num_alone: int = 0) -> torch.device:
-    """Take a worker's device; workers of a machine take its CUDA devices in turn.
+    """Take a worker's device; workers of a machine take its CUDA devices in turn, by `local_rank`.
 
-    This process sees no other CUDA device afterwards: threads of transformers' managers begin on the first one.
-
-    Args:
-        device: see DeviceKind.
-        local_rank: number of the worker among those of this machine.
-        num_alone: workers of this machine that need a CUDA device each, as NCCL asks of those it joins.
-
-    Raises:
-        ConfigError: there is no CUDA device here, or fewer than `num_alone`, or this process uses CUDA already.
+    This process sees no other CUDA device afterwards: threads of transformers' managers begin on the first one. It is a
+    ConfigError if there is none here, fewer than the `num_alone` workers of this machine that need one each, as NCCL
+    asks of those it joins, or if this process uses CUDA already.
     """
     if device == "cpu":
         return torch.device("cpu")

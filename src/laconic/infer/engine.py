@@ -26,14 +26,13 @@ from typing import Literal, get_args
 from laconic.cost.infer.engine_plan import EngineLimits
 from laconic.errors import CollectiveError, ConfigError, LaconicError, ModelError
 from laconic.infer.auto_plan import AutoPlan
-from laconic.infer.coded_experts import check_expert_format
 from laconic.infer.device import DeviceKind, check_device
 from laconic.infer.expert_placement import check_expert_placement, place_experts, save_loads
 from laconic.infer.generation_config import AnswerDefaults, check_generation_config, read_generation_config
 from laconic.infer.in_flight import Generation, InFlight, TakenRequest
 from laconic.infer.launch import Launcher, WorkerLauncher, torchrun_info
 from laconic.infer.links import LinkKind
-from laconic.infer.payload import LinkTraffic, PayloadCoding, check_payload
+from laconic.infer.payload import LinkTraffic, PayloadCoding
 from laconic.infer.recording import Recording, RunRecorder, check_trace_file, check_traceable
 from laconic.infer.sampling import Sampling
 from laconic.infer.serving_plan import plan_serving
@@ -42,14 +41,20 @@ from laconic.infer.token_engine import TokenListener
 from laconic.infer.transformers_seam import CacheLimits, check_transformers, check_weights, read_config
 from laconic.infer.watch import progress_limit
 from laconic.infer.workers import WorkerReport, WorkerSet
-from laconic.options import ExpertFormat
+from laconic.options import EXPERT_FORMATS, ExpertFormat
 from laconic.schedule.inference import InferencePlan
 from laconic.shared_secret import read_secret
 
 _LOADS_SECONDS = 10.0
 _LONGEST_SECONDS = 1e9
 """30 years; not for ever, which neither locks nor torch's groups take for a time."""
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "payload": get_args(PayloadCoding),
+    "launcher": get_args(Launcher),
+    "expert_format": EXPERT_FORMATS,
+    "link": get_args(LinkKind),
+}
 
 
 class Engine:
@@ -152,11 +157,11 @@ class Engine:
             redundant_experts=redundant_experts,
         )
         _check_seconds(answer_timeout_seconds=answer_timeout_seconds, start_timeout_seconds=start_timeout_seconds)
-        _check_arguments(dtype, threads, payload, launcher, max_restarts)
+        _check_choices(dtype=dtype, payload=payload, launcher=launcher, expert_format=expert_format, link=link)
+        _check_numbers(threads, max_restarts, launcher)
         devices = {"device": device} | ({} if expert_device is None else {"expert_device": expert_device})
         for name, each in devices.items():
             check_device(each, name)
-        check_expert_format(expert_format)
         self._link = link
         _check_link(link, payload, device, expert_device or device)
         _check_known(link, plan, trace)
@@ -454,11 +459,7 @@ def _end_forgotten(workers: WorkerSet, pid: int) -> None:
 
 
 def _check_defaults(defaults: AnswerDefaults) -> AnswerDefaults:
-    """Return what a model's generation_config.json gives a request that does not say.
-
-    Raises:
-        ModelError: a value breaks its rule.
-    """
+    """Return what generation_config.json gives a request that does not say; what breaks its rule is a ModelError."""
     try:
         for longest in (defaults.max_new_tokens, defaults.max_length):
             Sampling(
@@ -470,11 +471,7 @@ def _check_defaults(defaults: AnswerDefaults) -> AnswerDefaults:
 
 
 def _check_known(link: str, plan: InferencePlan | AutoPlan | str | None, trace: str | os.PathLike[str] | None) -> None:
-    """Refuse what knows the times of TCP alone.
-
-    Raises:
-        ConfigError: another link with an automatic plan or a trace.
-    """
+    """Refuse what knows the times of TCP alone."""
     if link == "tcp":
         return
     if plan is not None and not isinstance(plan, InferencePlan):
@@ -489,13 +486,7 @@ def _check_known(link: str, plan: InferencePlan | AutoPlan | str | None, trace: 
 
 
 def _check_link(link: str, payload: str, *devices: str) -> None:
-    """Check the argument `link` beside those that it cannot work with.
-
-    Raises:
-        ConfigError: there is no such link, or it cannot work so.
-    """
-    if link not in get_args(LinkKind):
-        raise ConfigError(f"link is {link!r}, but it must be one of {', '.join(get_args(LinkKind))}")
+    """Check the argument `link` beside those that it cannot work with."""
     if link == "tcp":
         return
     why = "link is 'group', "
@@ -517,46 +508,28 @@ def _check_link(link: str, payload: str, *devices: str) -> None:
 
 
 def _check_integers(**given: int | None) -> None:
-    """Check the kinds of numbers, which workers are told as JSON.
-
-    Raises:
-        ConfigError: one is no integer of Python's.
-    """
+    """Refuse other integers than Python's: workers are told them as JSON."""
     for name, value in given.items():
         if value is not None and type(value) is not int:
             raise ConfigError(f"{name} is {value!r}, but it must be an int; convert it with int()")
 
 
 def _check_seconds(**given: float) -> None:
-    """Check times to wait.
-
-    Raises:
-        ConfigError: one is no number, not above 0, or longer than threads can wait.
-    """
+    """Refuse what is no time that threads can wait."""
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _LONGEST_SECONDS:
             raise ConfigError(f"{name} is {value!r}, but it must be a number above 0 and at most {_LONGEST_SECONDS:g}")
 
 
-def _check_arguments(
-    dtype: str,
-    threads: int | None,
-    payload: PayloadCoding,
-    launcher: Launcher,
-    max_restarts: int,
-) -> None:
-    """Check what needs neither a model nor a process.
+def _check_choices(**given: str) -> None:
+    for name, value in given.items():
+        if value not in _CHOICES[name]:
+            raise ConfigError(f"{name} is {value!r}, but it must be one of {', '.join(_CHOICES[name])}")
 
-    Raises:
-        ConfigError: an argument breaks its rule.
-    """
-    if dtype not in _DTYPES:
-        raise ConfigError(f"dtype is {dtype!r}, but it must be one of {', '.join(_DTYPES)}")
+
+def _check_numbers(threads: int | None, max_restarts: int, launcher: str) -> None:
     if threads is not None and threads < 1:
         raise ConfigError(f"threads is {threads}, but it must be at least 1; leave it out to divide the cores")
-    check_payload(payload)
-    if launcher not in get_args(Launcher):
-        raise ConfigError(f"launcher is {launcher!r}, but it must be one of {', '.join(get_args(Launcher))}")
     if max_restarts < 0 or (max_restarts and launcher == "torchrun"):
         raise ConfigError(
             f"max_restarts is {max_restarts}, but it must be at least 0, and 0 under torchrun, which starts its"

@@ -33,14 +33,8 @@ def measure_attention_end(
 ) -> list[tuple[int, float]]:
     """Send messages to the process that calls `measure_experts_end`, and receive their answers.
 
-    Args:
-        store: in which both processes meet; nobody else uses its keys.
-        num_rows: of the messages, one number for each size.
-        width: M, values of a row.
-        dtype: of the values.
-
-    Returns:
-        By size, bytes of the values of a message, and processor seconds of an exchange at this end.
+    Both meet in `store`, whose keys nobody else uses. Return, for each of `num_rows`, rows of a message of `width`
+    values, the bytes of its values, and processor seconds of an exchange at this end.
     """
     link = TcpExpertLink(connect_expert(store, 0, 0), "the other process")
     found: dict[int, list[float]] = {rows: [] for rows in num_rows}
@@ -64,14 +58,7 @@ def measure_attention_end(
 def measure_experts_end(
     store: Store, num_rows: Sequence[int], width: int, dtype: torch.dtype
 ) -> list[tuple[int, float]]:
-    """Answer what `measure_attention_end` sends with the same rows.
-
-    Args:
-        store, num_rows, width, dtype: as there.
-
-    Returns:
-        By size, bytes of the values of a message, and processor seconds of an exchange at this end.
-    """
+    """Answer what `measure_attention_end` sends with the same rows; arguments and result are as there."""
     started: dict[int, float] = {}
 
     def run(rows: Rows) -> Tensor:
@@ -88,15 +75,7 @@ def measure_experts_end(
 
 
 def copy_seconds(num_rows: Sequence[int], width: int, dtype: torch.dtype, device: torch.device) -> list[float]:
-    """Measure how long an expert worker's host waits for the copies of a message and its answer; 0 on a CPU.
-
-    Args:
-        num_rows, width, dtype: as in `measure_attention_end`.
-        device: that computes.
-
-    Returns:
-        Seconds by size.
-    """
+    """By size, seconds that an expert worker's host waits for the copies of a message and its answer; 0 on a CPU."""
     if device.type == "cpu":
         return [0.0] * len(num_rows)
     found: dict[int, list[float]] = {rows: [] for rows in num_rows}

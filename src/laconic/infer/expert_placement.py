@@ -17,11 +17,7 @@ _REMEDY = "let the engine write one, which it does where expert_loads names no f
 
 
 def check_expert_placement(path: Path | None, redundant: int) -> None:
-    """Check the arguments of an engine that are about the placement of experts.
-
-    Raises:
-        ConfigError: the number of copies is negative, or there is no file of loads to choose them by.
-    """
+    """Check the arguments of an engine that are about the placement of experts."""
     if redundant < 0:
         raise ConfigError(f"redundant_experts is {redundant}, but it must be at least 0")
     if redundant and path is None:
@@ -38,16 +34,9 @@ def place_experts(
 ) -> tuple[list[list[list[int]]] | None, str]:
     """Return the experts of each worker, ascending, by layer, and a sentence for the user.
 
-    None where experts stay in ranges: there are no expert workers, or no loads have been measured yet.
-
-    Args:
-        split: of the engine.
-        num_experts: of each layer.
-        path: file of loads.
-        redundant: copies in each layer, beside one of each expert.
-
-    Raises:
-        ConfigError: the file is no file of loads, or of another model, or there are more copies than workers for them.
+    None where experts stay in ranges: there are no expert workers, or no loads have been measured yet. `redundant`
+    counts copies in each layer, beside one of each expert. A ConfigError: the file holds no loads, or another model's,
+    or there are more copies than workers for them.
     """
     if split.experts == 0:
         return None, "every worker holds whole models, so loads of experts are neither measured nor used"
@@ -79,11 +68,7 @@ def place_experts(
 
 
 def save_loads(path: Path, loads: Sequence[Sequence[int]]) -> None:
-    """Write the rows that each expert of each layer was chosen for; nothing if there were none.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the rows that each expert of each layer was chosen for; nothing if there were none."""
     if any(map(any, loads)):
         save_json({"format": _FORMAT, "version": _VERSION, "loads": [list(layer) for layer in loads]}, path)
 

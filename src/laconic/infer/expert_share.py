@@ -42,10 +42,9 @@ class ExpertShare:
         Products are added in float32, in the order of the row's choices, as transformers' grouped experts do, and
         rounded once.
 
-        Args:
-            rows: in host memory, as the result is, and the experts on any device; or all of it on one CUDA device. No
-                host waits then, if experts are exact and without biases, and their products grouped: all choices are
-                sorted, those that are elsewhere behind the others, and masked.
+        Rows are in host memory, as the result is, and the experts on any device; or all of it is on one CUDA device. No
+        host waits then, if experts are exact and without biases, and their products grouped: all choices are sorted,
+        those that are elsewhere behind the others, and masked.
         """
         # 1. One row per choice that is here, sorted by expert.
         (num_rows, top_k), width = rows.experts.shape, rows.hidden.shape[1]

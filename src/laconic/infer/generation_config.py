@@ -156,8 +156,7 @@ def _or(value: Any, default: Any) -> Any:
 def read_generation_config(model_dir: Path, config: Any) -> GenerationConfig:
     """Read the generation_config.json of a model, or what its config.json says where there is none.
 
-    Raises:
-        ModelError: it cannot be read, or breaks a rule of transformers.
+    A file that cannot be read, or breaks a rule of transformers, is a ModelError.
     """
     from transformers import GenerationConfig
 
@@ -171,17 +170,9 @@ def read_generation_config(model_dir: Path, config: Any) -> GenerationConfig:
 
 
 def check_generation_config(config: GenerationConfig, model_dir: Path) -> tuple[str, ...]:
-    """Check that each field of a generation config is honoured or changes no token.
+    """Check that each field of a model's generation config is honoured or changes no token; returns notes for the user.
 
-    Args:
-        config: of the model.
-        model_dir: of the model.
-
-    Returns:
-        Notes for the user.
-
-    Raises:
-        ModelError: a field asks for what is not served.
+    A field that asks for what is not served is a ModelError.
     """
     from transformers import GenerationConfig, __version__
 

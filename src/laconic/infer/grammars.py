@@ -32,15 +32,10 @@ def _llguidance() -> Any:
 
 
 def make_grammar(kind: GrammarKind, value: Any) -> str:
-    """Return a grammar, as `Sampling.grammar` takes it.
+    """Return a grammar, as `Sampling.grammar` takes it; a ConfigError if there is none, or llguidance is missing.
 
-    Args:
-        kind: of the value.
-        value: a JSON schema (an object, a truth value or its text), a regular expression for the whole answer, the
-            texts that it may be, or a grammar in Lark's format.
-
-    Raises:
-        ConfigError: it is no such value, or llguidance is missing.
+    `value` is a JSON schema (an object, a truth value or its text), a regular expression for the whole answer, the
+    texts that it may be, or a grammar in Lark's format.
     """
     matcher = _llguidance().LLMatcher
     try:
@@ -67,8 +62,7 @@ def make_grammar(kind: GrammarKind, value: Any) -> str:
 def grammar_tokenizer(tokenizer: TextTokenizer, eos_token_ids: Sequence[int]) -> Any:
     """Return what llguidance knows of a tokenizer; for a large vocabulary it takes a second.
 
-    Raises:
-        ConfigError: no token ends an answer, or llguidance is missing.
+    It is a ConfigError if no token ends an answer, or llguidance is missing.
     """
     llguidance = _llguidance()
     if not eos_token_ids:
@@ -108,16 +102,7 @@ class _Vocabulary:
 
 
 class GrammarMask:
-    """The grammar of one request, as a logits processor of transformers.
-
-    Args:
-        tokenizer: of `grammar_tokenizer`.
-        grammar: of `make_grammar`.
-        prompt_tokens: of the request.
-
-    Raises:
-        ConfigError: the grammar is refused.
-    """
+    """The grammar of one request, as a logits processor of transformers; one that is refused is a ConfigError."""
 
     def __init__(self, tokenizer: Any, grammar: str, prompt_tokens: int) -> None:
         self._matcher = _llguidance().LLMatcher(tokenizer, grammar, log_level=0)

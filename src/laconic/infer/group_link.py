@@ -52,13 +52,7 @@ _OF_PEER = re.compile(r"\A\[[^\]]*gloo/transport/[^\]]*\] |\AApplication timeout
 
 @dataclass(frozen=True)
 class LinkGroups:
-    """The groups, of all workers, that the links of an engine use.
-
-    Attributes:
-        headers: from host to host.
-        rows, sums: of what goes out and comes back.
-        device: of rows and sums.
-    """
+    """The groups, of all workers, that the links of an engine use: headers go from host to host."""
 
     headers: Any
     rows: Any
@@ -67,17 +61,10 @@ class LinkGroups:
 
 
 def join_link(store: Store, rank: int, size: int, device: torch.device, timeout_seconds: float) -> LinkGroups:
-    """Join the groups; all workers call this together.
+    """Join the groups of all workers, who meet in the store and call this together.
 
-    Args:
-        store: in which they meet.
-        rank, size: of this worker and number of all.
-        device: of rows and sums.
-        timeout_seconds: for a message between devices, behind which NCCL ends the process. On CPUs each wait has its
-            own.
-
-    Raises:
-        ConfigError: this machine has no address at which the others could reach it.
+    `timeout_seconds` is for a message between devices, behind which NCCL ends the process; on CPUs each wait has its
+    own. A machine without an address at which the others could reach it is a ConfigError.
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
@@ -94,13 +81,7 @@ def join_link(store: Store, rank: int, size: int, device: torch.device, timeout_
 
 
 class GroupExpertLink(ExpertLink):
-    """The attention worker's end of a link to an expert worker.
-
-    Args:
-        groups: of all workers.
-        peer: rank of the expert worker.
-        name, timeout_seconds, on_lost: see ExpertLink.
-    """
+    """The attention worker's end of a link to the expert worker of rank `peer`."""
 
     def __init__(
         self,
@@ -117,7 +98,6 @@ class GroupExpertLink(ExpertLink):
         """By micro-batch and slice: works and memory of the answer and of the rows."""
 
     def send(self, rows: Rows) -> None:
-        """See ExpertLink."""
         limit = timedelta(seconds=self._timeout_seconds)
         header, body = pack_rows(rows, Coder())
         front, answer = header.to_tensor(), torch.empty_like(rows.hidden, memory_format=torch.contiguous_format)
@@ -161,7 +141,6 @@ class GroupExpertLink(ExpertLink):
         return now_ns()
 
     def close(self, timeout_seconds: float = 5.0) -> None:
-        """See ExpertLink."""
         limit, farewell, last = timedelta(seconds=timeout_seconds), _room(), Header(STOP).to_tensor()
         if not self._sending.acquire(timeout=timeout_seconds):
             return  # a `send` waits for longer than that: the expert worker takes nothing
@@ -183,12 +162,7 @@ class GroupExpertLink(ExpertLink):
 
 
 class GroupConnection:
-    """The expert worker's end of a link to an attention worker; see MessageEnd.
-
-    Args:
-        groups: of all workers.
-        peer: rank of the attention worker.
-    """
+    """The expert worker's end of a link to the attention worker of rank `peer`; see MessageEnd."""
 
     def __init__(self, groups: LinkGroups, peer: int) -> None:
         self._groups, self._peer = groups, peer
@@ -201,12 +175,7 @@ class GroupConnection:
         self._farewell: tuple[Any, Tensor] | None = None
 
     def receive(self) -> tuple[Header, Tensor]:
-        """Wait for a header; the rows are there when it returns, or on a GPU behind `hand_over`.
-
-        Raises:
-            ConnectionError: the attention worker has ended.
-            FormatError: what has come is no message.
-        """
+        """Wait for a header, as `Connection` does; rows are there when it returns, or on a GPU behind `hand_over`."""
         front = _room()
         with _as_connection_error():
             self._groups.headers.recv([front], self._peer, _HEADER).wait(FOREVER)
@@ -238,11 +207,9 @@ class GroupConnection:
             body.record_stream(torch.cuda.current_stream(self._groups.device))
 
     def send(self, header: Header, body: Tensor | None = None) -> None:
-        """Answer the oldest rows, or say farewell.
+        """Answer the oldest rows, or say farewell; ConnectionError if the attention worker has ended.
 
-        Raises:
-            ConnectionError: the attention worker has ended.
-            CollectiveError: the answer has other sizes than its rows, which the other end would not notice.
+        An answer of other sizes than its rows, which the other end would not notice, is a CollectiveError.
         """
         if header.kind == STOP:
             front = header.to_tensor()

@@ -76,13 +76,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class TakenRequest:
-    """A request that has been taken, and has to be sent.
-
-    Attributes:
-        generation: its handle.
-        rank: of the attention worker that it is for.
-        command: what that worker is told.
-    """
+    """A request that has been taken, and what the attention worker of a rank has to be told of it."""
 
     generation: Generation
     rank: int
@@ -91,12 +85,6 @@ class TakenRequest:
 
 class InFlight:
     """The requests of one engine. Its methods may be called from any thread; listeners are called without its lock.
-
-    Args:
-        num_workers: attention workers, between which requests are divided.
-        max_request_tokens: of a prompt and its answer together.
-        vocabulary: number of the model's tokens.
-        positions: that the model has for a prompt and its answer; None if it names no number.
 
     Attributes:
         refusal: why no more requests are taken; None while they are.
@@ -131,12 +119,10 @@ class InFlight:
     def take(
         self, prompt: Sequence[int], sampling: Sampling, listener: TokenListener | None, cancel: Cancel
     ) -> TakenRequest:
-        """Take a request for the worker that has the fewest.
+        """Take a request for the worker that has the fewest; raises `refusal`, if there is one.
 
-        Raises:
-            ConfigError: it is empty, has or biases tokens that the model has not, or does not fit into the cache or the
-                model's positions.
-            LaconicError: `refusal`.
+        A ConfigError if it is empty, has or biases tokens that the model has not, or does not fit into cache or
+        positions.
         """
         tokens = _token_ids(prompt)
         needed = self._check(tokens, sampling)
@@ -205,7 +191,6 @@ class InFlight:
             return self.withdraw()
 
     def _check(self, prompt: list[int], sampling: Sampling) -> int:
-        """Return the tokens in the cache that a request needs, or refuse it."""
         if not prompt:
             raise ConfigError("the prompt has 0 tokens, but it must have at least 1")
         if min(prompt) < 0 or max(prompt) >= self._vocabulary:
@@ -237,7 +222,6 @@ class InFlight:
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
-    """Return token ids, of whatever kind of integer, as Python's."""
     try:
         return [operator.index(token) for token in prompt]
     except TypeError:

@@ -22,8 +22,7 @@ Launcher = Literal["engine", "torchrun"]
 def torchrun_info(launcher: Launcher, split: Split) -> RankInfo | None:
     """Return this rank of torchrun; None where the engine starts its workers.
 
-    Raises:
-        ConfigError: this is not rank 0, or torchrun has started more or fewer processes than there are workers.
+    A rank other than 0, or more or fewer processes than workers, are a ConfigError.
     """
     if launcher == "engine":
         return None
@@ -40,13 +39,8 @@ def torchrun_info(launcher: Launcher, split: Split) -> RankInfo | None:
 class WorkerLauncher:
     """Starts the workers of one engine, again if need be, and says where they meet.
 
-    Args:
-        settings: of the workers, by rank, without `store` and with the `threads` that were asked for.
-        info: of `torchrun_info`.
-        timeout_seconds: for ranks of torchrun to connect.
-
-    Raises:
-        ConfigError: the store of torchrun cannot be reached.
+    `settings` are by rank, without `store` and with the `threads` that were asked for; ranks of torchrun have
+    `timeout_seconds` to connect, and a store of torchrun that cannot be reached is a ConfigError.
     """
 
     def __init__(self, settings: Sequence[WorkerSettings], info: RankInfo | None, timeout_seconds: float) -> None:
@@ -64,11 +58,7 @@ class WorkerLauncher:
         self._scratch = tempfile.TemporaryDirectory(prefix="laconic-infer-")
 
     def launch(self, attempt: int) -> list[Worker]:
-        """Start all workers, or take those of torchrun; returns them by rank, not yet ready.
-
-        Raises:
-            CollectiveError: a rank of torchrun did not connect in time.
-        """
+        """Start all workers, or take those of torchrun (CollectiveError if one is late); they are not yet ready."""
         if self._connections is None:
             # A file of its own: what an earlier set of workers has written must not be found.
             store = str(Path(self._scratch.name) / f"store-{attempt}")

@@ -35,11 +35,7 @@ class _Unanswered:
         self._rows: dict[tuple[int, int], tuple[int, int]] = {}
 
     def check_sendable(self, rows: Rows) -> None:
-        """Refuse rows whose answer could be taken for that of others.
-
-        Raises:
-            CollectiveError: others of the same micro-batch and slice wait for theirs.
-        """
+        """Refuse rows whose answer could be taken for that of others: others of the same place wait for theirs."""
         if (other := self._rows.get((rows.micro_batch, rows.slice))) is not None:
             raise CollectiveError(
                 f"rows of layer {rows.layer}, micro_batch {rows.micro_batch}, slice {rows.slice} are sent to"
@@ -48,15 +44,10 @@ class _Unanswered:
             )
 
     def add(self, rows: Rows) -> None:
-        """Note that rows have been sent."""
         self._rows[rows.micro_batch, rows.slice] = rows.layer, len(rows.hidden)
 
     def take(self, rows: Rows) -> None:
-        """Note that the answer to rows is asked for.
-
-        Raises:
-            CollectiveError: they were not sent, or their answer has been taken.
-        """
+        """Note that the answer to rows is asked for; refuse rows that were not sent, or whose answer has been taken."""
         asked, place = (rows.layer, len(rows.hidden)), (rows.micro_batch, rows.slice)
         if (sent := self._rows.get(place)) != asked:
             what = "none" if sent is None else f"{sent[1]} of layer {sent[0]}"
@@ -73,31 +64,22 @@ class MessageEnd(Protocol):
 
     def receive(self) -> tuple[Header, Tensor]:
         """Wait for a message; its body may be read behind `hand_over`."""
-        ...
 
     def hand_over(self) -> None:
         """Wait, on the thread that computes, for the body of the oldest message for which it has not been called."""
-        ...
 
     def send(self, header: Header, body: Tensor | None = None) -> None:
         """Send a message without waiting for it to leave."""
-        ...
 
     def close(self) -> None:
         """Send what is waiting, and close."""
-        ...
 
 
 class ExpertLink(ABC):
     """An expert worker as an attention worker sees it: rows and sums, what has passed, and the end of it.
 
-    Args:
-        name: of the expert worker, for messages.
-        timeout_seconds: for an answer; an expert worker that takes longer is lost.
-        on_lost: called once, on any thread, with what became of the expert worker.
-
-    Attributes:
-        a2e_traffic, e2a_traffic: of rows that were sent and of sums that have come.
+    An answer that takes longer than `timeout_seconds` means that it is lost; `on_lost` is called once, on any thread,
+    with what became of it.
     """
 
     def __init__(self, name: str, timeout_seconds: float, on_lost: Callable[[str], None]) -> None:
@@ -111,19 +93,11 @@ class ExpertLink(ABC):
 
     @abstractmethod
     def send(self, rows: Rows) -> None:
-        """Send rows without waiting for their answer.
-
-        Raises:
-            CollectiveError: the expert worker is lost, or others of this micro-batch and slice wait for their answer.
-        """
+        """Send rows without waiting for their answer; refused if others of their micro-batch and slice wait."""
 
     @abstractmethod
     def receive(self, rows: Rows) -> Tensor:
-        """Wait for the answer [m, M] to `rows`, which were sent before.
-
-        Raises:
-            CollectiveError: the expert worker is lost, or the rows were not sent.
-        """
+        """Wait for the answer [m, M] to `rows`; CollectiveError if they were not sent, or the expert worker is lost."""
 
     @abstractmethod
     def arrived_ns(self, rows: Rows) -> int:
@@ -155,10 +129,7 @@ class ExpertLink(ABC):
 class TcpExpertLink(ExpertLink):
     """The attention worker's end of a connection to an expert worker.
 
-    Args:
-        connection: to the expert worker.
-        name, timeout_seconds, on_lost: see ExpertLink.
-        coder: of what is sent; None sends raw values. Answers may be in any coding.
+    `coder` is of what is sent; None sends raw values. Answers may be in any coding.
     """
 
     def __init__(
@@ -176,7 +147,6 @@ class TcpExpertLink(ExpertLink):
         threading.Thread(target=self._receive_all, name=f"laconic-{name}", daemon=True).start()
 
     def send(self, rows: Rows) -> None:
-        """See ExpertLink."""
         header, body = pack_rows(rows, self._coder)
         with self._sending:
             self.check()
@@ -190,7 +160,6 @@ class TcpExpertLink(ExpertLink):
                 self.check()
 
     def receive(self, rows: Rows) -> Tensor:
-        """See ExpertLink."""
         place = (rows.micro_batch, rows.slice)
         self.check()
         self._unanswered.take(rows)
@@ -211,11 +180,9 @@ class TcpExpertLink(ExpertLink):
         return unpack_sums(header, body)
 
     def arrived_ns(self, rows: Rows) -> int:
-        """See ExpertLink."""
         return self._arrived_ns[rows.micro_batch, rows.slice]
 
     def close(self, timeout_seconds: float = 5.0) -> None:
-        """See ExpertLink."""
         with self._sending:
             if self._lost is None:
                 with contextlib.suppress(ConnectionError):  # it has ended already
@@ -250,15 +217,10 @@ def serve(
 ) -> None:
     """Answer the rows of all attention workers, in the order of arrival, until each has said stop or is lost.
 
-    Args:
-        connections: to the attention workers, in their order.
-        run: computes the answer [m, M] to rows.
-        coder: of the answers; None sends raw values. Rows may come in any coding.
-        recorder: that is asked for each message whether to record it; None records nothing.
-
-    Raises:
-        FormatError: a message was damaged, or is one of another version of laconic.
-        Exception: what a link raises that is not of its attention worker, such as an error of the device.
+    `connections` are in the workers' order. Rows may come in any coding; None as `coder` answers with raw values. The
+    recorder is asked for each message whether to record it. A FormatError is a damaged message, or one of another
+    version of laconic; what a link raises that is not of its attention worker, such as an error of the device, is
+    raised.
     """
     coder, recorder = coder or Coder(), recorder or Recorder()
     inbox: queue.SimpleQueue[tuple[int, Rows | Exception | None, int]] = queue.SimpleQueue()

@@ -44,13 +44,7 @@ _NOISE_FACTOR = 8.0
 
 @dataclass(frozen=True)
 class Trial:
-    """A made-up sequence.
-
-    Attributes:
-        name: what messages call it.
-        prompt: tokens.
-        answer: tokens that are given as the answer; the last of them is never an input.
-    """
+    """A made-up sequence: tokens of a prompt, and those given as its answer; the last of them is never an input."""
 
     name: str
     prompt: list[int]
@@ -64,19 +58,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the model's plain forward says.
+    """What the model's plain forward says: by trial logits, float32 [len(answer), vocabulary] on the CPU.
 
-    Attributes:
-        trials: the sequences.
-        logits: of each, float32 [len(answer), vocabulary] on the CPU.
-        noise: how much the shortest sequence's last logits move, as `difference` counts, when transformers itself runs
-            its last token alone, on the cache of the others.
-        family: the model's type.
-        dtype: of its weights.
-        coarse: whether rows travel rounded to 8 bits.
-        expert_format: of the experts that were asked, here and by the engine: one rounding for both, so that the bound
-            stays that of exact ones.
-        seconds: that it took to ask.
+    `noise` is how much the shortest sequence's last logits move, as `difference` counts, when transformers itself runs
+    its last token alone, on the cache of the others. `coarse` says that rows travel rounded to 8 bits. `expert_format`
+    is that of the experts that were asked, here and by the engine, so that the bound stays that of exact ones.
     """
 
     trials: list[Trial]
@@ -135,14 +121,7 @@ def made_up_trials(config: Any, limits: CacheLimits) -> list[Trial]:
 def expected_logits(model: Any, trials: list[Trial], coarse: bool = False, expert_format: str = "exact") -> Expected:
     """Run the sequences by the model's plain forward, two by two, the shorter padded behind.
 
-    Args:
-        model: as transformers has loaded it, before an engine has changed anything.
-        trials: the sequences.
-        coarse: whether rows travel to expert workers rounded to 8 bits.
-        expert_format: in which these hold experts.
-
-    Raises:
-        ModelError: the forward fails.
+    The model is as transformers has loaded it, before an engine has changed anything; one that fails is a ModelError.
     """
     start = time.monotonic()
     family = model.config.get_text_config().model_type
@@ -193,18 +172,10 @@ def difference(found: Tensor, wanted: Tensor) -> list[float]:
 
 
 def try_engine(expected: Expected, requests: Sequence[Requests], on_trouble: Callable[[], None]) -> str:
-    """Run the sequences through each micro-batch of an engine, and compare.
+    """Run the sequences through each micro-batch of an engine, and compare; returns a line for the user.
 
-    Args:
-        expected: of the same model.
-        requests: the micro-batches.
-        on_trouble: called before an error is raised; may raise another that explains it.
-
-    Returns:
-        A line for the user: what was compared, and how far apart the logits were.
-
-    Raises:
-        ModelError: the engine cannot run the model, or its logits differ by more than rounding.
+    A ModelError if the engine cannot run the model, or its logits differ by more than rounding; `on_trouble` is called
+    before and may raise another that explains it.
     """
     start = time.monotonic()
     ended: queue.SimpleQueue[tuple[int, int, Finished]] = queue.SimpleQueue()
@@ -239,14 +210,7 @@ _REMEDY = (
 
 
 def recheck(expected: Expected, requests: Requests, name: str, on_end: Callable[[str | None], None]) -> None:
-    """Run the shortest sequence once more; `on_end` hears, on another thread, what is wrong, or None.
-
-    Args:
-        expected: of `expected_logits`.
-        requests: the micro-batch.
-        name: of the request.
-        on_end: is called once.
-    """
+    """Run the shortest sequence once more; `on_end` hears, on another thread, what is wrong, or None."""
     rows: list[Tensor] = []
 
     def end(finished: Finished) -> None:
@@ -299,11 +263,7 @@ def _submit(
 
 
 def _compare(expected: Expected, found: list[list[Tensor]]) -> float:
-    """Return the largest difference; in half precision, the largest that no exception is made for.
-
-    Raises:
-        ModelError: it is above the bound.
-    """
+    """Return the largest difference, in half precision none that is excepted; above the bound is a ModelError."""
     apart = [difference(torch.stack(rows), wanted) for rows, wanted in zip(found, expected.logits, strict=True)]
     # Rows of one sequence, and the first rows of all: a fault of prefill alone shows in these.
     groups = [[(trial, step) for step in range(len(rows))] for trial, rows in enumerate(apart)]

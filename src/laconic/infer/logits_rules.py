@@ -23,16 +23,7 @@ _LEAST_LENGTHS = ("min_length", "min_new_tokens")
 
 
 class LogitsRules:
-    """The logits processors of one request, and the tokens that they look at.
-
-    Args:
-        processors: of transformers.
-        sampling: of the request, without what the processors do.
-        prompt: of the request.
-
-    Attributes:
-        sampling: the same.
-    """
+    """The logits processors of one request, and the tokens that they look at; `sampling` is without what they do."""
 
     def __init__(self, processors: Any, sampling: Sampling, prompt: list[int]) -> None:
         self._processors, self.sampling = processors, sampling
@@ -57,18 +48,10 @@ def make_rules(
     eos: list[int],
     grammar: GrammarMask | None = None,
 ) -> LogitsRules | None:
-    """Return the rules of a request; None if it has none.
+    """Return the rules of a request that `eos` tokens end; None if it has none. transformers may refuse a value.
 
-    Args:
-        model: that generates.
-        generation: its GenerationConfig.
-        sampling: of the request.
-        prompt: of the request.
-        eos: tokens that end the request.
-        grammar: that the answer follows; its mask comes after all rules but the cuts and the watermark.
-
-    Raises:
-        Exception: transformers refuses a value.
+    `generation` is the model's GenerationConfig. The mask of `grammar` comes after all rules but the cuts and the
+    watermark.
     """
     from transformers import GenerationConfig
 
@@ -109,11 +92,7 @@ def make_rules(
 
 
 def try_rules(model: Any, generation: Any) -> None:
-    """Run the rules of a model once, on logits that are all the same.
-
-    Raises:
-        ModelError: they are refused.
-    """
+    """Run the rules of a model once, on logits that are all the same; what transformers refuses is a ModelError."""
     eos = generation.eos_token_id
     ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     logits = torch.zeros(model.config.get_text_config().vocab_size, dtype=torch.float32, device="cpu")

@@ -31,19 +31,10 @@ _MAGIC = 0x4C41_4347
 
 @dataclass(frozen=True)
 class Header:
-    """What a message holds and where it belongs.
+    """What a message holds and where it belongs, in numbers from 0; the micro-batch's is that in its attention worker.
 
-    Attributes:
-        kind: ROWS, SUMS or STOP.
-        layer: number of the layer of experts, from 0.
-        micro_batch: number of the micro-batch in its attention worker, from 0.
-        slice: number of the slice of the micro-batch, from 0.
-        num_rows: m.
-        top_k: k, choices per row; 0 in SUMS.
-        width: M.
-        dtype: of the rows.
-        coding: of the values, see laconic.infer.payload.
-        values_nbytes: bytes of the coded values.
+    `kind` is ROWS, SUMS or STOP, `num_rows` m, `width` M, `top_k` the choices per row, 0 in SUMS; `coding` and
+    `values_nbytes` are of the values, see laconic.infer.payload.
     """
 
     kind: int
@@ -70,11 +61,7 @@ class Header:
         return LinkTraffic(1, int(self.coding != RAW), raw_nbytes, around + self.values_nbytes)
 
     def make_body(self, device: torch.device) -> Tensor:
-        """Return memory for the body, uint8 [nbytes].
-
-        Raises:
-            FormatError: there is not as much.
-        """
+        """Return memory for the body, uint8 [nbytes]; FormatError if there is not as much."""
         try:
             return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
         except (RuntimeError, OverflowError) as error:
@@ -88,11 +75,7 @@ class Header:
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> Header:
-        """Read what `to_tensor` wrote.
-
-        Raises:
-            FormatError: it is no header.
-        """
+        """Read what `to_tensor` wrote; FormatError if it is no header."""
         magic, kind, *numbers, dtype, coding, values_nbytes = tensor.tolist()
         known = magic == _MAGIC and kind in (ROWS, SUMS, STOP) and min(numbers) >= 0 and 0 <= dtype < len(DTYPES)
         if not known or not num_bytes_fit(coding, values_nbytes, (numbers[3], numbers[5]), DTYPES[dtype]):
@@ -106,13 +89,9 @@ class Header:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one slice of a micro-batch for one expert worker, in host memory.
+    """Rows [m, M] of one slice of a micro-batch for one expert worker, in host memory, with weights float32 [m, k].
 
-    Attributes:
-        layer, micro_batch, slice: see Header.
-        hidden: [m, M].
-        experts: int32 [m, k], numbers among the worker's experts of this layer; -1 where a choice is not for it.
-        weights: float32 [m, k].
+    `experts`, int32 [m, k], are numbers among the worker's experts of this layer; -1 where a choice is not for it.
     """
 
     layer: int
@@ -124,11 +103,7 @@ class Rows:
 
 
 def pack_rows(rows: Rows, coder: Coder) -> tuple[Header, Tensor]:
-    """Return the header and the body, uint8 [header.nbytes], of `rows`.
-
-    Raises:
-        FormatError: rows of this dtype cannot travel.
-    """
+    """Return the header and the body, uint8 [header.nbytes], of `rows`; a dtype that cannot travel is a FormatError."""
     coding, values = coder.encode(rows.hidden)
     shape = (len(rows.hidden), rows.experts.shape[1], rows.hidden.shape[1])
     place = (rows.layer, rows.micro_batch, rows.slice)
@@ -138,11 +113,7 @@ def pack_rows(rows: Rows, coder: Coder) -> tuple[Header, Tensor]:
 
 
 def unpack_rows(header: Header, body: Tensor) -> Rows:
-    """Read what `pack_rows` made; raw tensors are views of `body`.
-
-    Raises:
-        FormatError: the values were damaged.
-    """
+    """Read what `pack_rows` made; raw tensors are views of `body`. Damaged values are a FormatError."""
     m, k = header.num_rows, header.top_k
     experts, weights, values = body.split([4 * m * k, 4 * m * k, header.values_nbytes])
     return Rows(
@@ -156,11 +127,7 @@ def unpack_rows(header: Header, body: Tensor) -> Rows:
 
 
 def pack_sums(rows: Rows, sums: Tensor, coder: Coder) -> tuple[Header, Tensor]:
-    """Return the header and the body of the answer `sums` [m, M] to `rows`.
-
-    Raises:
-        FormatError: sums of this dtype cannot travel.
-    """
+    """Return the header and the body of the answer `sums` [m, M] to `rows`; see pack_rows."""
     coding, values = coder.encode(sums)
     m, width = sums.shape
     place = (rows.layer, rows.micro_batch, rows.slice)
@@ -168,9 +135,5 @@ def pack_sums(rows: Rows, sums: Tensor, coder: Coder) -> tuple[Header, Tensor]:
 
 
 def unpack_sums(header: Header, body: Tensor) -> Tensor:
-    """Read what `pack_sums` made, [m, M]; raw sums are a view of `body`.
-
-    Raises:
-        FormatError: the values were damaged.
-    """
+    """Read what `pack_sums` made, [m, M]; raw sums are a view of `body`. Damaged values are a FormatError."""
     return decode_values(header.coding, body, (header.num_rows, header.width), header.dtype)

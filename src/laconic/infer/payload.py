@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from laconic.collectives.codec import Lossless
 from laconic.collectives.policy.selector import prepare, prepared_rates
 from laconic.cost.comm.seconds import send_pays
-from laconic.errors import ConfigError, FormatError
+from laconic.errors import FormatError
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.formats.lossless import read_header
 
@@ -41,17 +41,6 @@ With a the block's largest magnitude, a value is off by at most a / 254 (half a 
 rounding to its own dtype. A block that holds NaN or infinity arrives as NaN.
 """
 
-
-def check_payload(payload: str) -> None:
-    """Check a setting.
-
-    Raises:
-        ConfigError: there is no such coding.
-    """
-    if payload not in get_args(PayloadCoding):
-        raise ConfigError(f"payload is {payload!r}, but it must be one of {', '.join(get_args(PayloadCoding))}")
-
-
 _CODEC = Lossless("tiered")
 
 
@@ -62,13 +51,9 @@ class Coder:
     coding_of: Callable[[int, torch.dtype], int] = field(default=lambda numel, dtype: RAW)
 
     def encode(self, values: Tensor) -> tuple[int, Tensor]:
-        """Encode values [m, M].
+        """Encode values [m, M]; returns the coding and uint8 [nbytes], which may share memory with them.
 
-        Returns:
-            The coding and the message, uint8 [nbytes]; it may share memory with `values`.
-
-        Raises:
-            FormatError: values of this dtype cannot travel.
+        Values of a dtype that cannot travel are a FormatError.
         """
         if values.dtype not in DTYPES:
             raise FormatError(f"hidden states are {values.dtype}, but {', '.join(map(str, DTYPES))} can travel")
@@ -84,14 +69,8 @@ class Coder:
 
 
 def coder_of(payload: str) -> Coder:
-    """Return the coder of a fixed coding.
-
-    Raises:
-        ConfigError: the setting is "auto", which needs rates (`prepared_coder`), or there is no such coding.
-    """
+    """Return the coder of a fixed coding."""
     codings = {"raw": RAW, "lossless": LOSSLESS, "int8": INT8}
-    if payload not in codings:
-        raise ConfigError(f"payload is {payload!r}, but a fixed coding must be one of {', '.join(codings)}")
     return Coder(lambda numel, dtype: codings[payload])
 
 
@@ -101,11 +80,8 @@ def prepared_coder(payload: str, join_group: Callable[[], ProcessGroup]) -> Code
     "auto" then takes the rates of links and codecs that collectives take: the file of `laconic profile`, or what the
     ranks measure here in a few tenths of a second. A message is lossless where encoding, sending and decoding one after
     the other is predicted to be faster than sending it raw, with the margins of laconic.cost.comm.seconds.
-
-    Raises:
-        ConfigError: there is no such coding, or some rank's file of rates cannot be used.
+    A ConfigError if some rank's file of rates cannot be used.
     """
-    check_payload(payload)
     if payload != "auto":
         return coder_of(payload)
     group = join_group()
@@ -133,11 +109,7 @@ def num_bytes_fit(coding: int, nbytes: int, shape: tuple[int, int], dtype: torch
 
 
 def decode_values(coding: int, message: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Decode what `Coder.encode` made; raw values are a view of `message`.
-
-    Raises:
-        FormatError: the message was damaged.
-    """
+    """Decode what `Coder.encode` made; raw values are a view of `message`, and a damaged one is a FormatError."""
     if coding == RAW:
         return message.view(dtype).view(shape)
     if coding == LOSSLESS:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from laconic.train.step_timeline import machine
 
@@ -26,15 +26,9 @@ _MOST_ENTRIES = 50_000
 
 @dataclass(slots=True)
 class MessageLog:
-    """Rows of a slice on their way to one expert worker and home.
+    """Rows of a slice on their way to one expert worker and home: when they went to the link, and the answer came.
 
-    Attributes:
-        worker: number of the expert worker.
-        number: of all messages of this attention worker to that expert worker, from 0.
-        slice: of the micro-batch.
-        num_rows: in the message.
-        posted_ns: when it was given to the link.
-        arrived_ns: when its answer was here.
+    `number` counts the messages of this attention worker to that expert worker, from 0.
     """
 
     worker: int
@@ -47,14 +41,10 @@ class MessageLog:
 
 @dataclass(slots=True)
 class LayerLog:
-    """One layer of experts of one pass, as its attention worker sees it.
+    """One layer of experts of one pass, as its attention worker sees it, from when it got its turn to compute.
 
-    Attributes:
-        turn_ns: when the micro-batch got its turn to compute.
-        attention_end_ns: when its shared experts began or its first rows left, whichever was first.
-        sent_ns: when all its rows had left.
-        shared_start_ns, shared_end_ns: of the shared experts; both `attention_end_ns` without any.
-        messages: in the order of sending.
+    Attention ends when its shared experts began or its first rows left, whichever was first, and shared experts take no
+    time where there are none; `sent_ns` is when all rows had left. Messages are in the order of sending.
     """
 
     turn_ns: int
@@ -67,14 +57,9 @@ class LayerLog:
 
 @dataclass(slots=True)
 class PassLog:
-    """One pass of a micro-batch over all layers.
+    """One pass of a micro-batch, by its number in its attention worker, of so many tokens over all layers with experts.
 
-    Attributes:
-        micro_batch: number in its attention worker.
-        num_rows: tokens.
-        turn_ns: when the micro-batch last got its turn; in the end, for what follows the last layer of experts.
-        end_ns: when the pass ended.
-        layers: those with experts.
+    `turn_ns` is when it last got its turn; in the end, for what follows the last layer of experts.
     """
 
     micro_batch: int
@@ -86,15 +71,10 @@ class PassLog:
 
 @dataclass(slots=True)
 class AnswerLog:
-    """One message as its expert worker sees it.
+    """One message of the attention worker of rank `peer` as its expert worker sees it, from when its rows were here.
 
     The host's clock is right for a CUDA device, too: it is idle when it gets the rows, and the host waits for the sums.
-
-    Attributes:
-        peer: rank of the attention worker.
-        number: as in MessageLog; both ends of a link count, and messages do not overtake each other.
-        arrived_ns: when its rows were here.
-        start_ns, end_ns: of the experts.
+    `number` is as in MessageLog: both ends of a link count, and messages do not overtake each other.
     """
 
     peer: int
@@ -106,14 +86,9 @@ class AnswerLog:
 
 @dataclass(slots=True)
 class WorkerLog:
-    """All that one worker has recorded.
+    """All that one worker has recorded, by the clock of that name: whole passes, or answers of an expert worker.
 
-    Attributes:
-        clock: name of the clock that it read.
-        passes: of an attention worker, whole ones only.
-        answers: of an expert worker.
-        num_dropped: passes and answers that came when the log was full.
-        num_entries: layers and messages in `passes`.
+    `num_dropped` counts those that came when the log was full, `num_entries` layers and messages in `passes`.
     """
 
     clock: str
@@ -138,23 +113,6 @@ class WorkerLog:
             self.num_dropped += 1
         else:
             self.answers.append(entry)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the log as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> WorkerLog:
-        """Read what `to_dict` returned."""
-        passes = []
-        for entry in data["passes"]:
-            layers = [
-                LayerLog(**layer | {"messages": [MessageLog(**message) for message in layer["messages"]]})
-                for layer in entry["layers"]
-            ]
-            passes.append(PassLog(**entry | {"layers": layers}))
-        answers = [AnswerLog(**entry) for entry in data["answers"]]
-        return cls(data["clock"], passes, answers, data["num_dropped"], data["num_entries"])
 
 
 class PassClock:
@@ -181,19 +139,16 @@ class DeviceClock(PassClock):
     """
 
     def __init__(self) -> None:
-        """Start without events."""
         self._events: dict[int, tuple[torch.cuda.Event, int]] = {}
         """By the host's time; with the number of places before where both clocks were read."""
         self._met: list[tuple[torch.cuda.Event, int]] = []
 
     def now(self) -> int:
-        """See PassClock."""
         event, here = _recorded(), now_ns()
         self._events[here] = event, len(self._met)
         return here
 
     def meet(self) -> None:
-        """See PassClock."""
         self._met.append((_recorded(), now_ns()))
 
     def settle(self, passed: PassLog) -> bool:

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from laconic.errors import CollectiveError, ConfigError, LaconicError
 from laconic.infer.recorder import WorkerLog
 from laconic.infer.run_trace import RunTrace
@@ -52,13 +54,9 @@ class Recording:
 
 
 class RunRecorder:
-    """Records the workers of one engine, one recording at a time.
+    """Records the workers of one engine, one recording at a time, until `why_not` says what ended the engine.
 
-    Args:
-        workers: of the engine.
-        split, plan: of the engine.
-        planned_seconds: of a step, as the planner predicted it; None without.
-        why_not: what ended the engine, or None.
+    The planner predicted `planned_seconds` of a step, if there was one.
     """
 
     def __init__(
@@ -79,12 +77,7 @@ class RunRecorder:
         return recording is not None and self._current is recording
 
     def start(self, recording: Recording) -> None:
-        """Begin a recording.
-
-        Raises:
-            ConfigError: another is on, or there are no expert workers.
-            CollectiveError: a worker has been lost.
-        """
+        """Begin a recording; refused if another is on, or there are no expert workers, or one has been lost."""
         check_traceable(self._split)
         with self._lock:
             if self._current is not None:
@@ -100,11 +93,7 @@ class RunRecorder:
             raise
 
     def stop(self, recording: Recording) -> None:
-        """End a recording and give it its trace; does nothing if it is not on.
-
-        Raises:
-            CollectiveError: a worker was lost since it began.
-        """
+        """End a recording that is on and give it its trace; a worker lost since it began is a CollectiveError."""
         if self._current is not recording:
             return
         try:
@@ -125,7 +114,7 @@ class RunRecorder:
                     f"{self._workers.name(rank)} did not answer within {_RECORD_SECONDS:.0f} s when it was asked for"
                     " its trace"
                 )
-            logs[rank] = WorkerLog.from_dict(answer["log"])
+            logs[rank] = TypeAdapter(WorkerLog).validate_python(answer["log"])
         return [logs[rank] for rank in sorted(logs)]
 
     def _lost(self, otherwise: str) -> LaconicError:
@@ -133,11 +122,7 @@ class RunRecorder:
 
 
 def check_traceable(split: Split) -> None:
-    """Check that there is a plan whose tasks could be recorded.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Refuse to trace whole models, which have no plan whose tasks could be recorded."""
     if not split.experts:
         raise ConfigError(
             "trace needs expert workers, but this engine has none: whole models have no plan whose tasks could be"
@@ -146,11 +131,7 @@ def check_traceable(split: Split) -> None:
 
 
 def check_trace_file(path: Path) -> None:
-    """Check that a trace could be written to a file.
-
-    Raises:
-        ConfigError: it could not.
-    """
+    """Refuse a file into which no trace could be written."""
     if not path.parent.is_dir():
         raise ConfigError(f"trace is {str(path)!r}, but {str(path.parent)!r} is no directory; make it first")
     if path.is_dir():

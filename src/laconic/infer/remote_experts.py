@@ -28,17 +28,13 @@ _KEY_VALUES = 8
 
 
 class RemoteExperts:
-    """All layers of experts, on expert workers.
+    """All layers of experts, on expert workers, to which `links` are in their order.
 
-    Args:
-        links: to the expert workers, in their order.
-        held: for each layer, the experts of each worker, in the order in which it has them. One that several workers
-            hold is asked for at one of them, row by row.
-        plan: how a micro-batch is cut and in what order it computes. Its number of micro-batches is that of the threads
-            that call.
-        recorder: that is asked, at the begin of a pass, whether to record it; None records nothing.
-        device: from which rows leave and to which sums come. On a CUDA device no host looks at routes: all rows of a
-            slice go to every expert worker, with the choices that are there.
+    `held` has for each layer the experts of each worker, in the order in which it has them; one that several hold is
+    asked for at one of them, row by row. The plan's number of micro-batches is that of the threads that call. The
+    recorder is asked, at the begin of a pass, whether to record it. Rows leave from `device`, and sums come to it: on a
+    CUDA device no host looks at routes, and all rows of a slice go to every expert worker, with the choices that are
+    there.
     """
 
     def __init__(
@@ -73,10 +69,9 @@ class RemoteExperts:
     def begin_forward(self, num_rows: int | None) -> None:
         """Take the turn for a forward of the model by the calling thread.
 
-        Args:
-            num_rows: rows of the batch that are tokens; what follows is padding, which never travels. None is a plain
-                forward, outside of all micro-batches, with which those of the engine are compared: it asks for each
-                expert by itself, so that it shares neither slices nor sums with them.
+        Of the batch `num_rows` rows are tokens; what follows is padding, which never travels. None is a plain forward,
+        outside of all micro-batches, with which those of the engine are compared: it asks for each expert by itself, so
+        that it shares neither slices nor sums with them.
         """
         self._local.is_plain = num_rows is None
         if num_rows is None:
@@ -107,19 +102,12 @@ class RemoteExperts:
     def run(
         self, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor, shared: Callable[[], None] | None = None
     ) -> Tensor:
-        """Return the weighted sums of the experts' outputs, [n, M].
+        """Return the weighted sums of the experts' outputs, [n, M]; CollectiveError if an expert worker is lost.
 
         Sums of a row are added in the order of slices, and of workers within a slice, in float32; with one slice and
-        one worker the bits are the worker's.
-
-        Args:
-            layer: number of the layer, from 0.
-            hidden: [n, M], on any device, as the result is.
-            experts, weights: [n, k] choices and their weights.
-            shared: computes the layer's shared experts, between sending and waiting, or before under `shared_first`.
-
-        Raises:
-            CollectiveError: an expert worker is lost.
+        one worker the bits are the worker's. `hidden` [n, M] is on any device, as the result is; `experts` and
+        `weights` are choices [n, k]. `shared` computes the layer's shared experts, between sending and waiting, or
+        before under `shared_first`.
         """
         if self._local.is_plain:
             return self._ask_each(layer, hidden, experts, weights, shared)
@@ -285,8 +273,7 @@ class _Places:
 def _receive(sent: Sequence[tuple[ExpertLink, Rows, Tensor]]) -> list[Tensor]:
     """Receive the answers to all rows; an error is raised behind the last, since the forward is tried again.
 
-    Raises:
-        CollectiveError: an expert worker is lost; at once, since no forward follows.
+    A CollectiveError, of an expert worker that is lost, is raised at once: no forward follows.
     """
     answers: list[Tensor] = []
     failed: Exception | None = None
@@ -316,7 +303,6 @@ class RemoteLayer(nn.Module):
     """Stands where a block has its experts, without their weights."""
 
     def __init__(self, experts: RemoteExperts, layer: int) -> None:
-        """Take the experts of all layers and the number of this one."""
         super().__init__()
         self.__dict__["_experts"] = experts
         self.layer = layer

@@ -136,13 +136,7 @@ class RunTrace:
     def of(
         cls, logs: Sequence[WorkerLog], split: Split, plan: InferencePlan, planned_step_seconds: float | None = None
     ) -> RunTrace:
-        """Put the logs of all workers together.
-
-        Args:
-            logs: by rank.
-            split, plan: of the engine.
-            planned_step_seconds: for the summary.
-        """
+        """Put the logs of all workers, by rank, together."""
         return _Assembly(logs, split, plan).trace(planned_step_seconds)
 
 
@@ -162,7 +156,6 @@ class _Way:
 
     @property
     def combine(self) -> str:
-        """Name of the task that brings the sums home."""
         return f"combine {self.where}"
 
 
@@ -177,8 +170,6 @@ class _Step:
 
 
 class _Assembly:
-    """Makes timelines of logs."""
-
     def __init__(self, logs: Sequence[WorkerLog], split: Split, plan: InferencePlan) -> None:
         self._split, self._plan = split, plan
         self._offsets = clock_offsets(logs, split)

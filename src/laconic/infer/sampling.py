@@ -170,18 +170,11 @@ class ChosenToken:
 
 
 def sample(logits: Tensor, sampling: Sampling, position: int, scores: Tensor | None = None) -> ChosenToken:
-    """Choose a token.
+    """Choose a token by logits, floating [vocabulary]; -inf is a token of probability 0, which is never chosen.
 
-    Probabilities are computed in float64. Of equal logits the lower id counts as the more probable.
-
-    Args:
-        logits: floating [vocabulary]; -inf is a token of probability 0, which is never chosen.
-        sampling: of the request.
-        position: number of tokens the request has been given before.
-        scores: floating [vocabulary]; logits as rules have changed them, by which the token is chosen; None has none.
-
-    Raises:
-        ModelError: they hold NaN or +inf, or nothing but -inf.
+    Probabilities are computed in float64. Of equal logits the lower id counts as the more probable. `position` is the
+    number of tokens that the request has been given. `scores` are the logits as rules have changed them, by which the
+    token is chosen; None has no rules. A ModelError if they hold NaN or +inf, or nothing but -inf.
     """
     ruled = scores is not None
     scores = logits if scores is None else scores
@@ -203,13 +196,7 @@ def sample(logits: Tensor, sampling: Sampling, position: int, scores: Tensor | N
 
 
 def report_token(logits: Tensor, token: int, count: int) -> ChosenToken:
-    """Return a token with its logprob and the `count` most probable ones.
-
-    Args:
-        logits: floating [vocabulary].
-        token: that stands where they were asked for.
-        count: of tokens to report besides.
-    """
+    """Return a token with its logprob and the `count` most probable ones, of logits, floating [vocabulary]."""
     logprobs = logits.double().log_softmax(0)
     top = tuple((each, float(logprobs[each])) for each in _most_probable(logits, count).tolist())
     return ChosenToken(token, float(logprobs[token]), top)

@@ -36,16 +36,10 @@ _USUAL: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """What an engine will run.
+    """What an engine will run, and notes: what an automatic plan chose, and what differs from what was asked for.
 
-    Attributes:
-        split: the workers.
-        plan: their plan.
-        choice: what an automatic plan chose; None without.
-        notes: what was chosen, and what differs from what was asked for.
-        vocabulary: number of the model's tokens.
-        positions: of the model; None if its configuration names no number.
-        num_experts: of each layer that has experts.
+    The model has `vocabulary` tokens, `positions`, None if its configuration names no number, and `num_experts` in each
+    layer that has any.
     """
 
     split: Split
@@ -69,19 +63,9 @@ def plan_serving(
     of_experts: Mapping[str, object],
     device: DeviceKind = "cpu",
 ) -> ServingPlan:
-    """Return what an engine with these arguments runs; see Engine.
+    """Return what an engine with these arguments runs; see Engine, also for what it refuses.
 
-    Args:
-        model_dir: of the engine.
-        attention, experts: workers that are asked for.
-        plan, rates, dtype: of the engine.
-        limits: of each micro-batch.
-        traced: whether the run is to be traced, for which it needs expert workers.
-        of_experts: arguments of the engine that only expert workers use, by name.
-        device: of the engine.
-
-    Raises:
-        ConfigError, ModelError, PlanError: see Engine.
+    A run that is to be traced needs expert workers; `of_experts` are arguments that only expert workers use, by name.
     """
     automatic = _automatic(plan, rates, experts)
     of_slices = {name: getattr(plan, name) for name in _OF_SLICES} if isinstance(plan, InferencePlan) else {}
@@ -147,12 +131,7 @@ def plan_serving(
 
 
 def serving_split(model_dir: Path, attention: int, experts: int | None) -> Split:
-    """Return the workers that will serve a model: a dense one has no expert workers, another one if `experts` is None.
-
-    Raises:
-        ConfigError: there are more expert workers than experts.
-        ModelError: the directory holds no model that can be served.
-    """
+    """Return the workers that will serve a model: a dense one has no expert workers, others one for None."""
     wanted = Split(attention, 1 if experts is None else experts)
     _, blocks = find_experts(read_config(model_dir))
     if not blocks:
@@ -166,7 +145,6 @@ def serving_split(model_dir: Path, attention: int, experts: int | None) -> Split
 def _automatic(
     plan: InferencePlan | AutoPlan | str | None, rates: str | os.PathLike[str] | None, experts: int | None
 ) -> AutoPlan | None:
-    """The automatic plan that is asked for; None if a plan is given."""
     if isinstance(plan, AutoPlan):
         if rates is not None:
             raise ConfigError(

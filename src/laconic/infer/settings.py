@@ -13,22 +13,10 @@ from laconic.schedule.inference import InferencePlan
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What a worker is told when it starts.
+    """What a worker is told when it starts; see Engine and Split.
 
-    Attributes:
-        rank: of this worker, see Split.
-        model_dir: directory of the model.
-        store: file in which the workers meet, or "tcp://HOST:PORT" of a TCPStore.
-        split, plan: of the engine.
-        dtype: name of a torch dtype, or "auto" for the checkpoint's.
-        cache_tokens, batch_tokens: of each micro-batch, see CacheLimits.
-        answer_timeout_seconds: for the answer of an expert worker.
-        threads: that torch computes with; None leaves torch's default.
-        device: of the worker, see laconic.infer.device.
-        payload: coding of rows and sums, see laconic.infer.payload.
-        link: how they travel, see LinkKind.
-        expert_format: in which expert workers hold matrices, see laconic.infer.coded_experts.
-        held: for each layer, the experts of each expert worker; None: ranges, see Split.
+    Workers meet in `store`, a file or "tcp://HOST:PORT" of a TCPStore. `threads` None leaves torch's default. `held`
+    has for each layer the experts of each expert worker; None: ranges, see Split.
     """
 
     rank: int

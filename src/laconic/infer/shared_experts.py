@@ -28,16 +28,9 @@ def shared_experts(block: nn.Module) -> list[nn.Module]:
 
 
 def overlap_shared(block: nn.Module, layer: RemoteLayer, width: int, dtype: torch.dtype) -> bool:
-    """Move the shared experts of `block` behind the sending of its rows, if it has any.
+    """Move shared experts of `block`, which calls `layer`, if it has any, behind the sending of its rows [..., width].
 
-    Args:
-        block: the module that calls `layer`.
-        layer: stands where the block has its experts.
-        width: M.
-        dtype: of the hidden states.
-
-    Returns:
-        Whether they were moved; False leaves the block as it was.
+    Returns whether they were moved; False leaves the block as it was.
     """
     named = shared_experts(block)
     if len(named) != 1:
@@ -71,7 +64,6 @@ class _Overlapped:
         self._local = threading.local()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Stand for the module's forward, [..., M] -> [..., M]."""
         if self._when == "before":
             out = torch.full_like(x, torch.nan)
             self._local.pending = (x, out)

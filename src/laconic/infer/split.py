@@ -40,8 +40,7 @@ class Split:
     def expert_range(self, worker: int, num_experts: int) -> range:
         """Return the experts of a layer that expert worker `worker` holds; ranges differ in length by at most one.
 
-        Raises:
-            ConfigError: there are more expert workers than experts.
+        More expert workers than experts are a ConfigError.
         """
         if self.experts > num_experts:
             raise ConfigError(

@@ -31,7 +31,6 @@ class TokenHandle(Protocol):
 
     def cancel(self) -> bool:
         """End the request where it is and free its cache; returns False if it has ended already."""
-        ...
 
 
 class TokenEngine(Protocol):
@@ -40,43 +39,34 @@ class TokenEngine(Protocol):
     @property
     def max_request_tokens(self) -> int:
         """Tokens of the longest request, prompt and answer together."""
-        ...
 
     @property
     def cache_tokens(self) -> int:
         """Tokens of all requests that can be in flight at once."""
-        ...
 
     @property
     def free_cache_tokens(self) -> int:
         """What requests in flight, each with its prompt and its longest answer, leave of `cache_tokens`."""
-        ...
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end any request; the last token of an answer may be one."""
-        ...
 
     @property
     def answer_defaults(self) -> AnswerDefaults:
         """What an answer gets whose request does not say."""
-        ...
 
     @property
     def error(self) -> LaconicError | None:
         """What ended the engine; None while it takes requests."""
-        ...
 
     @property
     def is_ready(self) -> bool:
         """Whether a request would run now; it waits while workers start again."""
-        ...
 
     def stream(self, prompt: Sequence[int], sampling: Sampling, listener: TokenListener) -> TokenHandle:
         """Start a request and return at once.
 
-        Raises:
-            ConfigError: the request is empty or does not fit into the cache.
-            CollectiveError: a worker has been lost, or the engine is closed.
+        A ConfigError if it is empty or does not fit into the cache, a CollectiveError if the engine has lost a worker
+        or ended.
         """
-        ...

@@ -34,11 +34,9 @@ class TextTokenizer(Protocol):
     @property
     def chat_template(self) -> str | None:
         """Text of the template of conversations with tools; None if there is none."""
-        ...
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt, with the special tokens that the model begins with."""
-        ...
 
     def encode_chat(
         self,
@@ -48,55 +46,37 @@ class TextTokenizer(Protocol):
     ) -> list[int]:
         """Return the tokens of a conversation by the model's chat template, up to where the assistant answers.
 
-        Args:
-            messages: role, content and whatever else templates know.
-            tools: that the model may call, as OpenAI's API has them.
-            variables: further ones of the template.
-
-        Raises:
-            ConfigError: there is no template, or it does not accept these messages.
+        Tools are as OpenAI's API has them; `variables` are further ones of the template. A ConfigError if there is
+        none, or it does not accept these messages.
         """
-        ...
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special tokens; U+FFFD for what is not UTF-8."""
-        ...
 
     def token_name(self, token: int) -> str:
         """Return what the vocabulary calls a token; never the same for two."""
-        ...
 
     def detokenizer(self) -> Detokenizer:
         """Return what makes one text of its tokens as they come; all pieces together are what `decode` returns."""
-        ...
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that a token adds to a text that has begun; its name's, if it adds none."""
-        ...
 
     def is_special(self, token: int) -> bool:
         """Return whether a token adds nothing to a text."""
-        ...
 
     def knows(self, token: int) -> bool:
         """Return whether the vocabulary has a token."""
-        ...
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
         """Special tokens by what the vocabulary calls them."""
-        ...
 
     def vocabulary(self) -> tuple[list[bytes], frozenset[int]]:
-        """Return the bytes that tokens add to a text that has begun, by id, and the special tokens, with their names'.
-
-        Raises:
-            ConfigError: they are not known.
-        """
-        ...
+        """Return the bytes that tokens add to a text that has begun, by id, and the special tokens; or ConfigError."""
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(TextTokenizer):
     """A tokenizer of transformers.
 
     Args:
@@ -126,13 +106,11 @@ class HuggingFaceTokenizer:
             )
 
     def encode(self, text: str) -> list[int]:
-        """See TextTokenizer."""
         with self._lock:
             return list(self._tokenizer(text)["input_ids"])
 
     @property
     def chat_template(self) -> str | None:
-        """See TextTokenizer."""
         try:
             return str(self._tokenizer.get_chat_template(tools=[{}]))  # that for tools, where there are several
         except Exception:  # there is none
@@ -144,7 +122,6 @@ class HuggingFaceTokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """See TextTokenizer."""
         if self._tokenizer.chat_template is None:
             raise ConfigError("the model's tokenizer has no chat template; ask /v1/completions with a prompt")
         self._check_variables(variables or {}, bool(tools))
@@ -251,39 +228,31 @@ class HuggingFaceTokenizer:
                 )
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """See TextTokenizer."""
         with self._lock:
             return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def token_name(self, token: int) -> str:
-        """See TextTokenizer."""
         return self._names.get(token, f"token_id:{token}")
 
     def detokenizer(self) -> Detokenizer:
-        """See TextTokenizer."""
         return Detokenizer(str if self._decoder is None else self._shown_name, self._stages())
 
     def token_bytes(self, token: int) -> bytes:
-        """See TextTokenizer."""
         if (known := self._bytes.get(token)) is None:
             known = self._bytes[token] = self._make_bytes(token)
         return known
 
     def is_special(self, token: int) -> bool:
-        """See TextTokenizer."""
         return token in self._skipped
 
     def knows(self, token: int) -> bool:
-        """See TextTokenizer."""
         return token in self._names
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """See TextTokenizer."""
         return self._special
 
     def vocabulary(self) -> tuple[list[bytes], frozenset[int]]:
-        """See TextTokenizer."""
         if self._decoder is None:
             raise ConfigError(
                 f"the bytes of {type(self._tokenizer).__name__}'s tokens are not known: it decodes in a way of its own"
@@ -305,11 +274,10 @@ class HuggingFaceTokenizer:
         return whole_stages(self.decode) if self._decoder is None else decoder_stages(*self._decoder)
 
 
-class ByteTokenizer:
+class ByteTokenizer(TextTokenizer):
     """UTF-8 bytes as tokens 0 to 255, and 256 as the end of an answer; it has no chat template."""
 
     def encode(self, text: str) -> list[int]:
-        """See TextTokenizer."""
         return list(text.encode())
 
     chat_template = None
@@ -320,40 +288,31 @@ class ByteTokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """See TextTokenizer."""
         raise ConfigError("the model's tokens are bytes, without a chat template; ask /v1/completions with a prompt")
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """See TextTokenizer."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def token_name(self, token: int) -> str:
-        """See TextTokenizer."""
         return f"<0x{token:02X}>"
 
     def detokenizer(self) -> Detokenizer:
-        """See TextTokenizer."""
         return Detokenizer(lambda token: chr(token) if token < 256 else None, byte_stages())
 
     def token_bytes(self, token: int) -> bytes:
-        """See TextTokenizer."""
         return bytes([token]) if token < 256 else self.token_name(token).encode()
 
     def is_special(self, token: int) -> bool:
-        """See TextTokenizer."""
         return token >= 256
 
     def knows(self, token: int) -> bool:
-        """See TextTokenizer."""
         return 0 <= token <= 256
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """See TextTokenizer."""
         return {}
 
     def vocabulary(self) -> tuple[list[bytes], frozenset[int]]:
-        """See TextTokenizer."""
         return [self.token_bytes(token) for token in range(257)], frozenset({256})
 
 
@@ -424,9 +383,7 @@ def _known_decoder(tokenizer: Any) -> tuple[Any, Callable[[str], str] | None] | 
 def load_text_tokenizer(model_dir: str | os.PathLike[str]) -> TextTokenizer:
     """Load the tokenizer of the model in `model_dir`, or bytes for a model of bytes that has none.
 
-    Raises:
-        ConfigError: there is no tokenizer, or it cannot be loaded.
-        ModelError: there is no model.
+    A ConfigError if there is none, or it cannot be loaded; a ModelError if there is no model.
     """
     from transformers import AutoTokenizer
 

@@ -30,10 +30,7 @@ def progress_limit(answer_timeout_seconds: float) -> float:
 class Watch:
     """Ends workers that have hung; their readers then ask for the `verdict`.
 
-    Args:
-        workers: attention workers by rank.
-        requests: of the engine.
-        limit_seconds: without progress of a worker that has requests.
+    `limit_seconds` is without progress of a worker, by rank, that has requests.
     """
 
     def __init__(self, workers: dict[int, Worker], requests: InFlight, limit_seconds: float) -> None:

@@ -73,13 +73,7 @@ def main() -> None:
 
 
 def work(settings: WorkerSettings, commands: IO[str], stream: IO[str]) -> NoReturn:
-    """Be a worker until `commands` end or say stop, and end the process.
-
-    Args:
-        settings: of this worker.
-        commands: lines from the engine.
-        stream: takes the lines of events.
-    """
+    """Be a worker until `commands` end or say stop, and end the process; `stream` takes the lines of events."""
     events = _Events(stream)
     code = 0
     try:
@@ -120,8 +114,7 @@ def _work(settings: WorkerSettings, events: _Events, commands: IO[str]) -> None:
 def local_place(settings: WorkerSettings) -> tuple[int, int]:
     """Return the number of a worker among those of this machine, and how many these are, as far as it is known.
 
-    Raises:
-        ConfigError: the launcher does not say it, or says it wrong.
+    A launcher that does not say it, or says it wrong, is a ConfigError.
     """
     if not settings.store.startswith("tcp://"):
         return settings.rank, settings.split.num_workers
@@ -163,7 +156,6 @@ def _join_group(settings: WorkerSettings, store: Store) -> ProcessGroup:
 
 
 def _join_link(settings: WorkerSettings, store: Store, device: torch.device) -> LinkGroups:
-    """Join the groups of link = "group"."""
     from laconic.infer.group_link import join_link
 
     return join_link(store, settings.rank, settings.split.num_workers, device, settings.answer_timeout_seconds)
@@ -224,7 +216,7 @@ def _record(recorder: Recorder, command: dict[str, Any], events: _Events) -> Non
     log = recorder.stop()
     if command["on"]:
         recorder.start()
-    events.write("recorded", ask=command["ask"], log=log.to_dict())
+    events.write("recorded", ask=command["ask"], log=asdict(log))
 
 
 def _serve_requests(

@@ -60,20 +60,9 @@ class WorkerReport:
 
 
 class WorkerSet:
-    """All workers of one engine.
+    """All workers of one engine, and the requests that they serve, which end here.
 
-    Args:
-        launcher: starts them.
-        split: of the engine.
-        requests: that the workers serve; they end here.
-        start_timeout_seconds: for all workers to be ready.
-        progress_seconds: see Watch.
-        max_restarts: how often all are started again after one was lost.
-
-    Attributes:
-        running: whether all are ready and none is lost.
-        num_restarts: how often they were started again.
-        reports: of those that run, or ran last.
+    They are started again `max_restarts` times after one was lost; `reports` are of those that run, or ran last.
     """
 
     def __init__(
@@ -125,8 +114,7 @@ class WorkerSet:
     def start(self) -> dict[str, Any]:
         """Start all; returns what the first attention worker said when it was ready.
 
-        Raises:
-            LaconicError: what keeps one from starting; all have ended then.
+        A LaconicError says what keeps one from starting; all have ended then.
         """
         self._start_all()
         with self._lock:

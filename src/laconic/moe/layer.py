@@ -37,7 +37,6 @@ class Schedule(Protocol):
         Uses `layer.dispatcher` and `layer.compute`, and runs `layer.meanwhile`, if there is one, when rows have been
         sent (otherwise it is computed later). The result must not depend on the chunks, up to rounding.
         """
-        ...
 
 
 class MoELayer(nn.Module):
@@ -278,11 +277,7 @@ def has_active_dropout(module: nn.Module) -> bool:
 
 
 def num_experts_of(experts: nn.Module) -> int:
-    """Return `experts.num_experts`, or for other modules the first dimension of the first parameter.
-
-    Raises:
-        RoutingError: the module has neither.
-    """
+    """Return `experts.num_experts`, or for other modules the first dimension of the first parameter, if any."""
     number = getattr(experts, "num_experts", None)
     if isinstance(number, int):
         return number

@@ -20,7 +20,6 @@ class ReservedPlace:
     """Sequence numbers for nodes of autograd that will be made later but belong here."""
 
     def __init__(self, num_nodes: int) -> None:
-        """Reserve numbers for `num_nodes`, where gradients are on."""
         self._numbers = _fresh_numbers(num_nodes) if torch.is_grad_enabled() else []
 
     def take(self, nodes: list[torch.autograd.graph.Node]) -> bool:

@@ -19,7 +19,6 @@ class Order(Protocol):
 
     def permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """Return rows [a, M] of tokens x [n, M], one per entry, sorted by expert, stable, and counts, int64 [E]."""
-        ...
 
     def combine(self, rows: Tensor, routing: Routing) -> Tensor:
         """Return tokens [n, M] of rows [a, M] in the order of `permute`: each token's sum of weight times row.
@@ -27,19 +26,16 @@ class Order(Protocol):
         Products and sums are in fp32 (fp64 for fp64), in the order of the routing's entries, rounded once to the rows'
         dtype; a token's bits depend on its own entries alone. A token without entries gets zeros.
         """
-        ...
 
 
-class SortedOrder:
+class SortedOrder(Order):
     """Order by a stable sort: gathers rows, and sums over each token in the order of its entries."""
 
     def permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        """See `Order.permute`."""
         rows = spread(x, routing.tokens, routing.by_expert, routing.row_of_entry, routing.choices)
         return rows, routing.counts()
 
     def combine(self, rows: Tensor, routing: Routing) -> Tensor:
-        """See `Order.combine`."""
         if rows.device.type == "cpu":
             index, inverse = routing.row_of_entry, routing.by_expert
             return weighted_sums(rows, routing.weights, index, inverse, routing.tokens, routing.num_tokens)
@@ -58,14 +54,13 @@ class SortedOrder:
         return summed(values * weights[:, None], routing.tokens, routing.num_tokens, None).to(rows.dtype)
 
 
-class DenseOrder:
+class DenseOrder(Order):
     """Reference order of one-hot matrices and matrix products, as GShard's einsums; for tests, O(a * n) memory.
 
     Only for finite values: zero times infinity is not zero.
     """
 
     def permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        """See `Order.permute`."""
         return self._token_of_row(routing, x.dtype) @ x, routing.counts()
 
     def combine(self, rows: Tensor, routing: Routing) -> Tensor:

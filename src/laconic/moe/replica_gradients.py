@@ -79,7 +79,6 @@ def fully_shard_layers(
 
 
 def _shard_experts(experts: nn.Module, grid: Grid, divisor: float, options: dict[str, Any]) -> None:
-    """Shard experts over edp."""
     parameters = [*experts.parameters()]  # frozen ones too, which may be trained later
     options = {"shard_placement_fn": partial(_cut_of_replicas, num_replicas=grid.layout.edp), **options}
     sharded = fully_shard(experts, mesh=grid.expert_mesh["edp"], **options)
@@ -98,11 +97,8 @@ def _shard_experts(experts: nn.Module, grid: Grid, divisor: float, options: dict
 def _cut_of_replicas(parameter: nn.Parameter, num_replicas: int) -> Shard | None:
     """Return the dimension that replicas cut; None is that of the experts.
 
-    Where EP ranks have different numbers of experts, or have them of several blocks, replicas cut another one: not
-    every cut of the cut experts is one that a DTensor can describe.
-
-    Raises:
-        ConfigError: no other dimension can be cut evenly.
+    Where EP ranks have different numbers of experts, or have them of several blocks, replicas cut another one, which
+    has to divide evenly: not every cut of the cut experts is one that a DTensor can describe.
     """
     if not isinstance(parameter, DTensor):
         return None
@@ -257,10 +253,7 @@ def _is_child(value: object) -> bool:
 
 
 def _holds_reduced(gradient: Tensor) -> bool:
-    """Return whether at most one operation has changed a gradient since it was reduced.
-
-    To set it to zero and to accumulate the next one are two.
-    """
+    """Return whether at most one operation has changed a gradient since its reduction: to zero and to add are two."""
     version = _reduced.get(gradient)
     return version is not None and gradient._version - version <= 1
 

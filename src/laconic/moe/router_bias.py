@@ -21,12 +21,7 @@ _NAME = "e_score_correction_bias"
 
 
 class CountedBias:
-    """A router's bias in a Hugging Face model, and what its experts were given since its last update.
-
-    Args:
-        owner: module that has the bias, a buffer or a parameter of E values.
-        num_experts: E.
-    """
+    """The bias, of E values, of a Hugging Face model's router, and what its experts got since the last update."""
 
     def __init__(self, owner: nn.Module, num_experts: int) -> None:
         self._owner, self._num_experts = owner, num_experts

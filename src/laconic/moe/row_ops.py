@@ -26,13 +26,10 @@ def permuted(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
 
 
 def spread(x: Tensor, tokens: Tensor, index: Tensor, inverse: Tensor, choices: int | None) -> Tensor:
-    """Return x[tokens[index]]: the row of x [n, M] for every entry, in the order `index`; [a, M].
+    """Return x[tokens[index]], [a, M]: the row of x [n, M] for every entry, in the order `index`.
 
-    Args:
-        x: [n, M].
-        tokens: int64 [a], ascending.
-        index, inverse: int64 [a], a permutation and its inverse.
-        choices: k if there are exactly k entries for each token, else None.
+    `tokens`, int64 [a], ascend; `index` and `inverse`, int64 [a], are a permutation and its inverse. There are exactly
+    `choices` entries for each token, unless it is None.
     """
     result: Tensor = _Spread.apply(x, tokens, index, inverse, choices)
     return result
@@ -54,14 +51,7 @@ def sum_picked(rows: Tensor, index: Tensor, groups: Tensor, num_groups: int, wei
     """Sum rows[index] over the entries of each group, times their weights if any: [num_groups, M].
 
     Products and sums are in fp32 (fp64 for fp64), in the order of entries on CPUs, rounded once to the rows' dtype. Not
-    differentiable.
-
-    Args:
-        rows: [q, M].
-        index: int64 [a].
-        groups: int64 [a], ascending.
-        num_groups: number of groups.
-        weights: [a].
+    differentiable. Rows are [q, M], `groups` int64 [a], ascending, `index` int64 [a], weights [a].
     """
     dtype = accumulation_dtype(rows.dtype)
     weights = None if weights is None else weights.to(dtype)
@@ -74,12 +64,7 @@ def sum_picked(rows: Tensor, index: Tensor, groups: Tensor, num_groups: int, wei
 def weighted_sums(rows: Tensor, weights: Tensor, index: Tensor, inverse: Tensor, tokens: Tensor, n: int) -> Tensor:
     """Sum weights[i] * rows[index[i]] over the entries i of each token: [n, M]; `sum_picked`, differentiable.
 
-    Args:
-        rows: [a, M].
-        weights: [a].
-        index, inverse: int64 [a], a permutation and its inverse.
-        tokens: int64 [a], ascending, below n.
-        n: number of tokens.
+    `index` and `inverse`, int64 [a], are a permutation and its inverse; `tokens`, int64 [a], ascend.
     """
     result: Tensor = _WeightedSums.apply(rows, weights, index, inverse, tokens, n)
     return result

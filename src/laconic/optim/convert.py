@@ -174,11 +174,7 @@ def _from_bitsandbytes(optimizer: AdamW8bit, state_dict: Mapping[str, Any]) -> d
 
 
 def converted(optimizer: AdamW8bit, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict as the optimizer's own: of torch's AdamW, bitsandbytes or other bits converted, others unchanged.
-
-    Raises:
-        FormatError: a state that is converted does not fit.
-    """
+    """A state dict as the optimizer's own: of torch's AdamW, bitsandbytes or other bits converted, others unchanged."""
     states = [state for state in state_dict["state"].values() if isinstance(state, Mapping)]
     if any("state1" in state or _BNB_NESTED in state for state in states):
         return _from_bitsandbytes(optimizer, state_dict)
@@ -223,13 +219,10 @@ def _from_other_bits(optimizer: AdamW8bit, state_dict: dict[str, Any]) -> dict[s
 
 
 def matched_by_name(optimizer: AdamW8bit, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict with its parameters in the optimizer's order, where both name them; otherwise unchanged.
+    """A state dict with its parameters in the optimizer's order, where both name them alike; otherwise unchanged.
 
     torch's own optimizers match by place also where there are names. Functions of torch.distributed.checkpoint have
     matched already, by the names that are their keys.
-
-    Raises:
-        FormatError: both have names, but not the same ones.
     """
     groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
     if not all("param_names" in group for group in (*groups, *saved_groups)) or len(groups) != len(saved_groups):

@@ -72,11 +72,7 @@ def state_bits(state: Mapping[str, Any], parameter: Tensor) -> int:
 
 
 def unnamed_state_bits(name: str, state: Mapping[str, Any], parameter: Tensor) -> int:
-    """`state_bits` of a state whose group names none: 8, unless shapes alone say 4.
-
-    Raises:
-        FormatError: its shapes are those of both; the message calls the parameter `name`.
-    """
+    """`state_bits` of a state whose group names none: 8, unless shapes say 4; FormatError if they say both."""
     if state["exp_avg_codes"].shape != _shape_kept(parameter, "exp_avg_codes", 4):
         return 8
     if (bits := state_bits(state, parameter)) == 4 and max(_parts_of_row(parameter)) <= MOMENT_BLOCK_SIZES[4]:
@@ -92,10 +88,7 @@ def unnamed_state_bits(name: str, state: Mapping[str, Any], parameter: Tensor) -
 def new_state(parameter: Tensor, min_8bit_numel: int, bits: int = 8) -> dict[str, Any]:
     """The state before the first step: both moments zero, on the parameter's device and with its placements.
 
-    "step" is a 0-dim fp32 tensor on the host, as in torch.
-
-    Raises:
-        FormatError: the parameter is sharded in a way that codes cannot follow, or consists of several tensors.
+    "step" is a 0-dim fp32 tensor on the host, as in torch. Codes cannot follow every way to shard, nor several tensors.
     """
     if _wants_codes(parameter, min_8bit_numel):
         _check_one("a parameter", parameter, bits)
@@ -150,11 +143,7 @@ def dequantize_moment(codes: Tensor, scales: Tensor, *, signed: bool, shape: tor
 
 
 def check_fits(name: str, parameter: Tensor, state: Mapping[str, Any], bits: int) -> None:
-    """Check that a parameter still has the shape that its state was made for.
-
-    Raises:
-        FormatError: it has not; the message calls the parameter `name`.
-    """
+    """Check that a parameter, called `name` in the error, still has the shape that its state was made for."""
     key = "exp_avg_codes" if is_coded(state) else "exp_avg"
     found, wanted = state[key].shape, _shape_kept(parameter, key, bits)
     if found != wanted:
@@ -166,11 +155,7 @@ def check_fits(name: str, parameter: Tensor, state: Mapping[str, Any], bits: int
 
 
 def check_state(name: str, parameter: Tensor, state: Mapping[str, Any], min_8bit_numel: int, bits: int) -> None:
-    """Check that a loaded state fits a parameter whose moments are kept in so many bits.
-
-    Raises:
-        FormatError: it does not; the message calls the parameter `name`.
-    """
+    """Check that a loaded state fits a parameter, called `name` in the error, whose moments have so many bits."""
     expected = {"step"} | (
         {f"{moment}_{part}" for moment in MOMENTS for part in ("codes", "scales")} if is_coded(state) else set(MOMENTS)
     )

@@ -55,9 +55,7 @@ def parse_action(text: str) -> Action:
 def actions_of(action: Any) -> Iterator[Action]:
     """Yield the passes in one entry of torch's `pipeline_order`: none, one, or those of an overlapped pair.
 
-    Args:
-        action: None, or an object with `stage_index`, `computation_type`, `microbatch_index` and `sub_actions` as in
-            torch's schedules. Communication and (un)sharding are no passes.
+    Communication and (un)sharding are no passes. None is no entry.
     """
     if action is None:
         return

@@ -49,13 +49,9 @@ class Stream(Protocol):
 
 @dataclass(frozen=True)
 class Execution:
-    """A plan that was executed.
+    """A plan that was executed: by task the return value of its action, and its handle.
 
-    Attributes:
-        plan: the tasks.
-        results: the return value of each action, by task.
-        works: the handle of each task.
-        started: when execution began, by `time.perf_counter`.
+    `started` is when execution began, by `time.perf_counter`.
     """
 
     plan: StreamPlan
@@ -189,10 +185,8 @@ _Item = tuple[_HostTask, Action, Sequence[TaskHandle], AbstractContextManager[ob
 class ThreadStream:
     """A thread of its own, which lives until `close` or until the stream is garbage collected.
 
-    Args:
-        name: of the thread, for debuggers.
-        around: called in the caller's thread for every task; the context manager that it returns is entered around the
-            action in the stream's thread. It carries thread-local state, such as torch's grad mode.
+    `around` is called in the caller's thread for every task; the context manager that it returns is entered around the
+    action in the stream's thread. It carries thread-local state, such as torch's grad mode.
     """
 
     def __init__(
@@ -209,11 +203,7 @@ class ThreadStream:
         pass
 
     def submit(self, action: Action, after: Sequence[TaskHandle]) -> TaskHandle:
-        """Queue `action`; the thread waits for `after` first.
-
-        Raises:
-            ScheduleError: the stream is closed.
-        """
+        """Queue `action`; the thread waits for `after` first. A closed stream refuses it."""
         if not self._close.alive:
             raise ScheduleError("the stream is closed; make a new ThreadStream")
         work = _HostTask()

@@ -35,13 +35,8 @@ class _Bar:
 def save_gantt(timelines: Timeline | Mapping[str, Timeline], path: str | Path, title: str = "") -> None:
     """Write a chart: HTML if the name ends so, otherwise PNG or whatever else matplotlib makes of the ending.
 
-    Args:
-        timelines: one, or several by name, drawn below each other on one time axis.
-        path: of the file; its ending decides the format.
-        title: above the chart.
-
-    Raises:
-        ScheduleError: matplotlib is missing or does not know the ending, or the file cannot be written.
+    Several timelines, by name, are drawn below each other on one time axis. ScheduleError: matplotlib is missing or
+    does not know the ending, or the file cannot be written.
     """
     path = Path(path)
     try:

@@ -123,13 +123,7 @@ class BlockTimes:
     def uniform(
         cls, attention: float, shared: float, dispatch: float, experts: float, combine: float, num_slices: int = 1
     ) -> BlockTimes:
-        """Times of a layer whose slices are all alike.
-
-        Args:
-            attention, shared: seconds of a micro-batch.
-            dispatch, experts, combine: seconds of one slice.
-            num_slices: slices of a micro-batch.
-        """
+        """Times of a layer whose num_slices slices are all alike: dispatch, experts and combine are seconds of one."""
         return cls(attention, shared, (dispatch,) * num_slices, (experts,) * num_slices, (combine,) * num_slices)
 
     @property
@@ -146,13 +140,7 @@ def order_word(times: Times, plan: InferencePlan, num_layers: int, num_steps: in
 
     The n-th A, and the n-th S, are those of micro-batch n modulo r1 in layer n // r1, both counted from 0. A word can
     run if every prefix has at least as many A's as S's, and at most r1 more: attention precedes the shared experts
-    of the same rows, which precede attention of the next layer.
-
-    Args:
-        times, plan, num_layers, num_steps: as in `inference_plan`; only the greedy order depends on times.
-
-    Raises:
-        ScheduleError: times do not fit the plan or the layers, or a number is below 1.
+    of the same rows, which precede attention of the next layer. Only the greedy order depends on times.
     """
     layers = layers_of(times, plan, num_layers, num_steps)
     r1 = plan.num_micro_batches
@@ -218,13 +206,8 @@ def _travel(block: BlockTimes, here: str, after: str) -> Iterator[Task]:
 class _State(NamedTuple):
     """Where a simulation is after a layer, in seconds after the last task of the attention stream; never below 0.
 
-    A stream that is free earlier than that cannot be used earlier either.
-
-    Attributes:
-        dispatch, experts, combine: when the streams are free.
-        arrivals: when the micro-batches may start their next attention.
-        pending: how many micro-batches' shared experts of this layer are not done.
-        pending_seconds: of each of them.
+    A stream that is free earlier than that cannot be used earlier either. `arrivals` are when the micro-batches may
+    start their next attention; `pending` of them have shared experts of this layer that are not done.
     """
 
     dispatch: float
@@ -268,17 +251,11 @@ class Travel(NamedTuple):
 
 
 def inference_seconds(times: Times, plan: InferencePlan, num_layers: int, num_steps: int = 1) -> float:
-    """Makespan of `inference_plan`, without making its tasks.
+    """Makespan of `inference_plan` with these arguments, and its errors, without making its tasks.
 
     Equal to the simulation of the plan but for rounding, less than 1e-12 of the result. A micro-batch passes a layer in
     a fixed number of operations, whatever the number of slices. When all streams and micro-batches are as far behind
     the attention stream as one or two equal layers before, all equal layers that follow repeat the time in between.
-
-    Args:
-        times, plan, num_layers, num_steps: as in `inference_plan`.
-
-    Raises:
-        ScheduleError: times do not fit the plan or the layers, or a number is below 1.
     """
     if isinstance(times, BlockTimes):
         _check_layers((times,), plan, num_layers, num_steps)

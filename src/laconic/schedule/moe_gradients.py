@@ -41,12 +41,8 @@ class ReductionLine(Protocol):
 class BackwardPart:
     """A stretch of backward: either dense layers, or one mixture-of-experts layer between its dispatch and combine.
 
-    Attributes:
-        name: unique.
-        gradient_nbytes: of dense parameters whose gradients are complete when the part has ended and wait for their
-            reduction.
-        times: of the mixture layer's backward; None in a dense part.
-        dense_seconds: of a dense part, which leaves the link between nodes free.
+    `gradient_nbytes` are of dense parameters whose gradients are complete when the part has ended and wait for their
+    reduction. A dense part has `dense_seconds`, which leave the link between nodes free, and no `times`.
     """
 
     name: str
@@ -68,14 +64,9 @@ class BackwardPart:
 
 @dataclass(frozen=True)
 class ReductionSlot:
-    """One part of backward with the reduction that overlaps it.
+    """One part of backward, by name and chunks of its mixture layer, with the reduction that overlaps it.
 
-    Attributes:
-        part: name of the part.
-        degree: chunks of the mixture layer; None in a dense part.
-        nbytes: gradients reduced meanwhile.
-        reduction_seconds: time of that reduction.
-        seconds: time of the part with it.
+    `seconds` is the time of the part with it.
     """
 
     part: str
@@ -96,13 +87,9 @@ class GradientSlice:
 
 @dataclass(frozen=True)
 class GradientPlan:
-    """When gradients are reduced.
+    """When gradients are reduced: in the slots of all parts, in order, and in a tail after the last part.
 
-    Attributes:
-        slots: of all parts, in order.
-        tail_nbytes: left for after the last part.
-        tail_seconds: time of that last reduction.
-        slices: the same by origin, oldest gradients first.
+    `slices` are the same by origin, oldest gradients first.
     """
 
     slots: tuple[ReductionSlot, ...]
@@ -286,9 +273,6 @@ def backward_plan(parts: Sequence[BackwardPart], plan: GradientPlan, *, shared_l
     Names begin with the part's, as in `mlp 3 dispatch 0`; a dense part is one task of its name on `compute`; reductions
     are `<part> gradients`, and `gradients` at the end. The makespan is plan.seconds where dense parts and mixture
     layers alternate, and not more elsewhere.
-
-    Raises:
-        ScheduleError: the plan is for other parts.
     """
     if [part.name for part in parts] != [slot.part for slot in plan.slots]:
         raise ScheduleError("the gradient plan has slots of other parts; call fill_slots with these parts")

@@ -34,12 +34,7 @@ DEGREES = range(1, 17)
 
 @dataclass(frozen=True)
 class ChunkTime:
-    """Seconds of one chunk when the work is cut into `degree` chunks: alpha_seconds + work_seconds / degree.
-
-    Attributes:
-        alpha_seconds: start-up, which every chunk pays.
-        work_seconds: what all of the work takes besides.
-    """
+    """Seconds of one chunk when the work is cut into `degree` chunks: alpha_seconds + work_seconds / degree."""
 
     alpha_seconds: float
     work_seconds: float
@@ -79,8 +74,7 @@ class LayerTimes:
     def backward(self, experts_factor: float = 2.0) -> LayerTimes:
         """The times of the backward: the transposed steps in reverse, so gather and scatter keep their places.
 
-        Args:
-            experts_factor: how much longer the experts take; 2 for the gradients of input and weights (paper, 4.4).
+        Experts take 2 times as long for the gradients of input and weights (paper, 4.4).
         """
         return replace(self, dispatch=self.combine, combine=self.dispatch, experts=self.experts * experts_factor)
 
@@ -94,17 +88,7 @@ def pipeline_tasks(
     after: tuple[str, ...] = (),
     shared_link: bool = False,
 ) -> list[Task]:
-    """Make the tasks of `pipeline_plan`, to combine them with others.
-
-    Args:
-        times, degree, gradient_seconds: as in `pipeline_plan`.
-        prefix: of every name.
-        after: tasks that the first ones wait for.
-        shared_link: `inter` and `intra` are the same stream.
-
-    Raises:
-        ScheduleError: the degree is below 1.
-    """
+    """Make the tasks of `pipeline_plan`, names after `prefix`, to combine with others; the first wait for `after`."""
     if degree < 1:
         raise ScheduleError(f"degree is {degree!r}, but a layer is cut into at least one chunk")
     intra = INTER if shared_link else INTRA
@@ -175,9 +159,6 @@ def best_degree(
 
     The paper minimizes its closed forms over real degrees by SLSQP; a scan over integers is as good, needs no solver
     and holds where gather and scatter take different times.
-
-    Raises:
-        ScheduleError: there are no degrees, or one is below 1.
     """
     tried = tuple(
         (d, pipeline_seconds(times, d, gradient_seconds, shared_link=shared_link)) for d in sorted(set(degrees))

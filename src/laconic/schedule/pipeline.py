@@ -179,10 +179,7 @@ class PipelineSchedule:
         backward_seconds: float | Sequence[float],
         send_seconds: float = 0.0,
     ) -> Timeline:
-        """Simulate the actions: each rank in its order, each action as soon as its inputs are there.
-
-        Arguments and errors are those of `stream_plan`.
-        """
+        """Simulate the actions, as of `stream_plan`: each rank in its order, each as soon as its inputs are there."""
         return simulate(self.stream_plan(forward_seconds, backward_seconds, send_seconds))
 
     def __str__(self) -> str:

@@ -14,13 +14,10 @@ _MICROSECONDS = 1e6
 
 
 def chrome_trace(timelines: Timeline | Mapping[str, Timeline]) -> dict[str, Any]:
-    """Return the trace as data for JSON, in the Trace Event Format.
+    """Return the trace of one or several timelines, by name, as data for JSON, in the Trace Event Format.
 
     Every task is a complete event ("X") with its prerequisites; arrows ("s", "f") lead from tasks to those of other
     streams that wait for them. Times are in microseconds.
-
-    Args:
-        timelines: one, or several by name, for example the predicted and the measured one of a plan.
     """
     events: list[dict[str, Any]] = []
     arrow = 0
@@ -50,11 +47,7 @@ def chrome_trace(timelines: Timeline | Mapping[str, Timeline]) -> dict[str, Any]
 
 
 def save_trace(timelines: Timeline | Mapping[str, Timeline], path: str | Path) -> None:
-    """Write `chrome_trace` as a JSON file.
-
-    Raises:
-        ScheduleError: the file cannot be written.
-    """
+    """Write `chrome_trace` as a JSON file; ScheduleError if it cannot be written."""
     try:
         Path(path).write_text(json.dumps(chrome_trace(timelines)), encoding="utf-8")
     except OSError as error:

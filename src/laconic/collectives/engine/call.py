@@ -78,12 +78,9 @@ class Call:
         check_codec(self.codec)
 
     def run(self, act: Callable[[Any], object], result: T, async_op: bool) -> Work[T]:
-        """Carry the call out, in the background if `async_op`.
+        """Carry the call out, in the background if `async_op`; the work has `result`.
 
-        Args:
-            act: calls a method of the layout of the ranks (layouts.py), which it is given.
-            result: of the returned work.
-            async_op: return before it is done.
+        `act` calls a method of the layout of the ranks (layouts.py), which it is given.
         """
         if all([group.size() == 1 for group in self.groups]):
             with may_write((result,)):
@@ -184,15 +181,8 @@ class Exchange:
     ) -> None:
         """Exchange tensors of different lengths, `out` and `into`, as `all_to_all` does equal ones.
 
-        Args:
-            received, sent: by group rank.
-            out, into: elements to and from each rank.
-            table: elements from each rank to each, [from][to], where all know them; None: they are announced, and the
-                call waits for that.
-
-        Raises:
-            ConfigError: a rank sends another number than its peer expects; raised on every rank.
-            CollectiveError: a rank ended or stopped.
+        `table` has the elements from each rank to each, [from][to], where all know them; None: they are announced, and
+        the call waits for that. A rank that sends another number than its peer expects is a ConfigError on every rank.
         """
         chunk = _all_to_all_of(received, sent)
         nbytes = sum(x.nbytes for peer, x in enumerate(sent) if peer != self.group_rank)
@@ -325,23 +315,18 @@ class Exchange:
         checks_late: bool = False,
         **settings: int | str,
     ) -> bool:
-        """Carry a call out in chunks, or raw if that is predicted to be faster.
+        """Carry a call out in chunks, or raw if that is predicted to be faster; returns whether in chunks.
 
         Only coded calls are announced to the other ranks, and those before which rates have to be measured.
 
         Args:
-            chunk: the generator of one slice of `longest` elements, which fall into `num_parts` messages.
-            longest: elements of the longest message.
+            chunk: the generator of one slice of `longest` elements, those of the longest of its `num_parts` messages.
             raw: starts the backend's own collective; None: raw messages are chunks, too.
             asked: elements for which the cost model is asked; None: `longest`.
-            num_parts: messages per slice.
             is_end, nbytes: arguments of `sent_by_one`, or its result.
             split_sizes, settings: compared by the ranks.
             wire: the messages of the call, if it was announced.
             checks_late: leave what the host has to look at on the group.
-
-        Returns:
-            Whether it was carried out in chunks.
         """
         asked = longest if asked is None else asked
         if is_auto(self.codec) and needs_sync(self.function, asked, self.dtype, self.group, device=self.device):
@@ -426,15 +411,9 @@ def slices(numel: int, step: int) -> Iterator[slice]:
 def find_route(
     codec: Codec | str, operation: str, numel: int, dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
 ) -> Route:
-    """Find the route of a call; the same on all its ranks.
+    """Find the route of a call, the same on all of the group's ranks, which share `numel`, of one rank's input.
 
-    Args:
-        codec: a codec, or "auto" or an `Auto` for the one that is predicted to be fastest.
-        operation: "all_gather", ...
-        numel: elements of one rank's input, a number that all ranks share.
-        dtype: of the tensor.
-        group: the group on which the call runs.
-        device: where the tensor is.
+    "auto" and an `Auto` take the codec that is predicted to be fastest.
     """
     if not is_auto(codec):
         return Route(codec, None, "asked for")

@@ -285,9 +285,8 @@ def _pass_on(
 def _decode_and_keep(wire: Wire, codec: Codec, messages: InFlightMessages, peer: int, out: Tensor) -> Tensor | None:
     """Decode a message and return it, to be passed on.
 
-    Returns:
-        The message; None if it is to be made again from the values: where there are none, and where the sender fell
-        back to another codec.
+    None if it is to be made again from the values: where there are none, and where the sender fell back to another
+    codec.
     """
     if not out.numel():
         return None

@@ -56,16 +56,9 @@ def _kind_of(announcement: Announcement) -> tuple[object, ...]:
 
 
 class DeviceHandshake:
-    """Announcements of one call, to and from each peer, on their way.
+    """Announcements of one call, to and from each peer, all other ranks of the group, on their way.
 
-    Args:
-        group: the group of the call.
-        peers: all other ranks of the group.
-        announcement: what this rank says.
-        device: that of the group's messages.
-
-    Attributes:
-        is_known: whether this rank has seen all ranks agree on such calls before, so that it need not wait.
+    `is_known` says whether this rank has seen all ranks agree on such calls before, so that it need not wait.
     """
 
     def __init__(
@@ -161,11 +154,7 @@ def watch(
 
 
 def poll(group: dist.ProcessGroup) -> None:
-    """Compare announcements of earlier calls on `group` that are there.
-
-    Raises:
-        ConfigError: ranks disagreed in one of them.
-    """
+    """Compare announcements of earlier calls on `group` that are there; a ConfigError if ranks disagreed in one."""
     with _changed:
         of_group = [entry for entry in _pending if entry.group() is group]
     for entry in of_group[: max(0, len(of_group) - _MAX_PENDING)]:
@@ -175,7 +164,6 @@ def poll(group: dist.ProcessGroup) -> None:
 
 
 def _start() -> None:
-    """Start the thread if it does not run."""
     global _thread
     if _thread is None or not _thread.is_alive():
         _thread = threading.Thread(target=_serve, name="laconic-announcements", daemon=True)

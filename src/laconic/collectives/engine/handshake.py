@@ -89,12 +89,9 @@ def _line_of(settings: tuple[tuple[str, str | int], ...], types: tuple[type, ...
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a rank says of a call.
+    """What a rank says of a call: settings that all must have in common, splits of an uneven all-to-all, a note.
 
-    Args:
-        settings: what all ranks must have in common.
-        splits: those of an uneven all-to-all.
-        note: observations of this rank, as long on all ranks whose settings are the same.
+    The note is of observations, as long on all ranks whose settings are the same.
     """
 
     settings: Settings
@@ -117,9 +114,7 @@ class Announcement:
     def peers_that_agree(self, fronts: Mapping[int, bytes], me: int) -> tuple[set[int], set[int]]:
         """Group ranks to which messages of the call are sent, and those from which they come, as both ends mean them.
 
-        Args:
-            fronts: what each rank announced, by group rank.
-            me: this rank.
+        `fronts` is what each rank announced, by group rank, `me` this rank.
         """
         same = {rank for rank, front in fronts.items() if front.startswith(self.line)}
         if self.splits is None or len(same) < len(fronts):
@@ -135,15 +130,9 @@ class Announcement:
         return [Splits.unpack(front[_LINE_NBYTES:end]) for _, front in sorted(fronts.items())]
 
     def check(self, fronts: Mapping[int, bytes], ranks: Sequence[int], outcome: str = NOTHING_WRITTEN) -> None:
-        """Compare the announcements of all ranks.
+        """Compare what all ranks announced, by group rank, whose global ranks are `ranks`; ConfigError if two differ.
 
-        Args:
-            fronts: what each rank announced, by group rank.
-            ranks: global ranks of the whole group, for errors.
-            outcome: of a call in which ranks differ, for errors.
-
-        Raises:
-            ConfigError: two differ; the error names the ranks, the setting and both values.
+        It names the ranks, the setting and both values, and the `outcome` of such a call.
         """
         if not all(front.startswith(self.line) for front in fronts.values()):
             raise disagreement(
@@ -180,14 +169,9 @@ StartTransfer = Callable[[int, Tensor, int], dist.Work]
 class Handshake:
     """Announcements of one call, to and from each peer, through gloo.
 
-    Args:
-        group: the group of the call.
-        peers: the ranks to compare with.
-        announcement: what this rank says.
-        receive: starts receiving into a tensor from a group rank with a tag; errors name the rank.
-
-    Its methods are given the functions that they call, and none is kept: they are the call's own, and what refers to
-    each other lives, with the group and its threads, until Python looks for cycles.
+    `receive` starts receiving into a tensor from a group rank with a tag; errors name the rank. Methods are given the
+    functions that they call, and none is kept: they are the call's own, and what refers to each other lives, with the
+    group and its threads, until Python looks for cycles.
     """
 
     def __init__(

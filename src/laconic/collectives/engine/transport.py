@@ -87,17 +87,9 @@ _num_calls: WeakKeyDictionary[dist.ProcessGroup, dict[Any, int]] = WeakKeyDictio
 
 
 class Wire:
-    """One call on one group, as this rank sees it.
+    """One call on one group, as this rank sees it: the peers it exchanges messages with, and what it says of the call.
 
-    Args:
-        group: the group of the call.
-        peers: the ranks it exchanges messages with.
-        announcement: what this rank says of the call.
-        dtype: that of values.
-        device: where the values are.
-
-    Raises:
-        ConfigError: ranks disagreed in an earlier call while messages were under way, which has ended the group.
+    A ConfigError says that ranks disagreed in an earlier call while messages were under way, which has ended the group.
     """
 
     def __init__(
@@ -149,16 +141,10 @@ class Wire:
     # --- handshake ---
 
     def agree(self, must_wait: bool = False) -> None:
-        """Wait until all ranks are known to do the same.
+        """Wait until all ranks are known to do the same; if they do not, each of them raises ConfigError.
 
-        Through a backend without tags not if this rank has seen them agree on such calls before. Where one of them has,
-        values may be under way when they disagree, and the group ends.
-
-        Args:
-            must_wait: wait in any case.
-
-        Raises:
-            ConfigError: they do not; raised on each of them.
+        Through a backend without tags not, unless it must, if this rank has seen them agree on such calls before. Where
+        one of them has, values may be under way when they disagree, and the group ends.
         """
         if not self._agreed:
             self._agreed = True
@@ -205,11 +191,7 @@ class Wire:
         remember(self.announcement, self.group)
 
     def table(self) -> list[tuple[int, ...]]:
-        """Elements that each rank sends to each, [from][to], as they are announced. Waits.
-
-        Raises:
-            ConfigError: ranks disagree; raised on each of them.
-        """
+        """Elements that each rank sends to each, [from][to], as they are announced. Waits; see `agree`."""
         self.agree(must_wait=True)
         return [splits.sent for splits in self.announcement.splits_of(self._fronts)]
 
@@ -355,8 +337,7 @@ class Wire:
     def lost(self, peer: int, error: RuntimeError) -> CollectiveError:
         """The error of the network as one that names the rank `peer` of the group and what was going on.
 
-        Raises:
-            RuntimeError: `error` itself, if it is this rank's own: it must not end the group in the name of another.
+        One that is this rank's own is raised as it is: it must not end the group in the name of another.
         """
         if isinstance(error, CollectiveError):
             raise error
@@ -367,8 +348,7 @@ class Wire:
     def damaged(self, peer: int, error: FormatError) -> FormatError:
         """The error of a message that cannot be decoded as one that names the rank `peer` of the group.
 
-        Raises:
-            ConfigError: the ranks disagree, and it is another call's message.
+        If the ranks disagree, and it is another call's message, the ConfigError of that is raised.
         """
         self.agree(must_wait=True)
         return FormatError(f"in {self._what()}, the message from rank {self.peers.ranks[peer]}: {error}")
@@ -583,8 +563,7 @@ class _BatchedMessages(InFlightMessages):
 class UnreadMessages(_BatchedMessages):
     """The same where the host finds out at the end of the call what did not fit.
 
-    Attributes:
-        found: 0-d tensors on the device: of each message sent whether it is too long, of each received its status.
+    `found` are 0-d tensors on the device: of each message sent whether it is too long, of each received its status.
     """
 
     def __init__(self, wire: Wire, codec: Lossless, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> None:
@@ -596,11 +575,9 @@ class UnreadMessages(_BatchedMessages):
     def check(
         self, statuses: Mapping[int, Tensor], again: Callable[[Mapping[int, tuple[Codec, Tensor]]], None]
     ) -> None:
-        """Have the messages from some ranks checked at the end of the call.
+        """Have the messages from some group ranks, whose statuses these are, checked at the end of the call.
 
-        Args:
-            statuses: by rank of the group, of its message.
-            again: decodes, if messages were too long, those that take their places, with their codecs, by rank.
+        If some were too long, `again` decodes those that take their places, with their codecs, by rank.
         """
         self._peers, self._again = [*statuses], again
         self.found += statuses.values()
@@ -608,8 +585,7 @@ class UnreadMessages(_BatchedMessages):
     def repeat(self, found: Sequence[int]) -> bool:
         """Send and receive again what did not fit, by the numbers of `found`; returns whether there was any.
 
-        Raises:
-            FormatError: a message is damaged; it names its rank.
+        A message that is damaged is a FormatError, which names its rank.
         """
         wire, num_sent = self._wire, len(self._outgoing)
         sends = [out for out, is_long in zip(self._outgoing, found[:num_sent], strict=True) if is_long]

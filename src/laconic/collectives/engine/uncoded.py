@@ -62,11 +62,6 @@ class _BackendWork(CallsBack, Work[T]):
         self._done = False
 
     def wait(self) -> T:
-        """Wait for the result.
-
-        Raises:
-            CollectiveError: the backend gave up.
-        """
         try:
             _wait(self._work, self._result, self._group, self._peer)
         except RuntimeError as error:
@@ -76,20 +71,15 @@ class _BackendWork(CallsBack, Work[T]):
         return self._result
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
         return (self._done or self._work.is_completed()) and self._is_settled()
 
     def get_future(self) -> torch.futures.Future[T]:
-        """The result as torch's future."""
         return self._followed(lambda result: result)
 
     def map(self, change: Callable[[T], S]) -> Work[S]:
-        """This work with `change` of its result."""
         return _ChangedWork(self, change)
 
     def _followed(self, change: Callable[[T], S]) -> torch.futures.Future[S]:
-        """The future of the result and `change`."""
-
         def changed(_: object) -> S:
             return change(self._result)
 
@@ -252,10 +242,7 @@ _DTYPES = {dtype: number for number, dtype in enumerate(sorted(_KNOWN, key=str))
 
 
 def _tag(x: Tensor) -> int:
-    """Tag that keeps messages of other lengths or types from meeting.
-
-    gloo would silently deliver a shorter message into a longer tensor.
-    """
+    """Tag that keeps messages of other lengths or types apart: gloo would deliver a short one into a long tensor."""
     return _TAG | (x.numel() * 31 + _DTYPES.get(x.dtype, 30)) % _TAG
 
 

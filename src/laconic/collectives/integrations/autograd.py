@@ -22,21 +22,16 @@ def all_to_all(
     codec: Codec | str = "auto",
     table: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
-    """Send rows of `x` to every rank of `group`, W of them, and return their rows, differentiably.
+    """Send rows of `x` to every rank of `group`, W of them, and return their rows, rank 0's first, differentiably.
 
     All ranks call it, and if the gradient of one is needed, all of them run backward through it; with a lossless codec
-    it is linear and its gradient exact.
+    it is linear and its gradient exact. A lossy one makes both inexact.
 
     Args:
         x: [n, ...]; its first input_splits[0] rows go to rank 0, the next input_splits[1] to rank 1 and so on.
-        output_splits: rows that come from each rank; None means n / W from each.
-        input_splits: rows that go to each rank, summing to n; None means n / W to each.
-        group: the default group if None.
-        codec: as in `api.all_to_all`; gradients are sent over it too, the other way. A lossy one makes both inexact.
+        output_splits, input_splits: rows from and to each rank; None means n / W.
+        group, codec: as in `api.all_to_all`; gradients are sent over it too, the other way.
         table: rows from each rank to each, [from][to], if all ranks know them; saves the exchange of sizes.
-
-    Returns:
-        [sum(output_splits), ...] with the rows of rank 0 first.
     """
     result: Tensor = _AllToAll.apply(x, output_splits, input_splits, group, codec, table)
     return result

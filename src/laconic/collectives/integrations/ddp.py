@@ -34,11 +34,7 @@ class ZipHookState:
 
 
 def check_join(model: ref[DistributedDataParallel] | None) -> None:
-    """Refuse `join(divide_by_initial_world_size=False)`: torch tells no hook how many ranks still have inputs.
-
-    Raises:
-        ConfigError: the model is in such a context.
-    """
+    """Refuse `join(divide_by_initial_world_size=False)`: torch tells no hook how many ranks still have inputs."""
     found = None if model is None else model()
     if found is not None and found._join_config.enable and not getattr(found, "_divide_by_initial_world_size", True):
         raise ConfigError(
@@ -48,21 +44,11 @@ def check_join(model: ref[DistributedDataParallel] | None) -> None:
 
 
 def ddp_zip_hook(group: dist.ProcessGroup | None = None, *, codec: Codec | str = "auto") -> tuple[ZipHookState, _Hook]:
-    """Make a hook for DDP: `model.register_comm_hook(*ddp_zip_hook())` sends buckets over a codec.
+    """Make a hook for DDP: `model.register_comm_hook(*ddp_zip_hook())` sends buckets over a codec, as all_reduce.
 
     Each element is summed in fp32 in the order of ranks, multiplied by fp32(1 / W) and rounded once: the same bits on
     every rank and in every run, whatever the codec and however DDP cuts its buckets. Buckets are sent in the background
-    while backward goes on.
-
-    Args:
-        group: the ranks of the DDP model; the default group if None.
-        codec: as in `api.all_reduce`.
-
-    Returns:
-        The arguments of `register_comm_hook`.
-
-    Raises:
-        ConfigError: codec is a string other than "auto".
+    while backward goes on. `group` are the ranks of the DDP model; the default group if None.
     """
     check_codec(codec)
     return ZipHookState(group, codec), zip_hook

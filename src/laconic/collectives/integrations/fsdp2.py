@@ -64,9 +64,6 @@ class ZipAllGather(OwnBuffers, AllGather):
     on CPUs is waited for where it starts. On CUDA tensors everything is started on the stream that FSDP2 has for it;
     with `Lossless(capacity_bits=...)` on that of the background executor, and the host waits for the gather where FSDP2
     needs the parameters, not here.
-
-    Args:
-        codec: as in `api.all_gather`.
     """
 
     def __init__(self, codec: Codec | str = "auto") -> None:
@@ -93,10 +90,6 @@ class QuantizedAllGather(OwnBuffers, AllGather):
     that no block has values of two; those of one dimension travel exactly, in a gather of their own at the same time.
     So do shards of fewer ranks that FSDP2 has made after forward of what was gathered (`reshard_after_forward=2`): they
     are rounded already, and once more, in other blocks, backward would compute with other values than forward.
-
-    Args:
-        params: FSDP2's group of parameters.
-        codec: of the others.
     """
 
     def __init__(self, params: Any, codec: Blockwise) -> None:
@@ -153,9 +146,6 @@ class ZipReduceScatter(OwnBuffers, ReduceScatter):
     The sum of a shard is made in fp32 in the order of ranks and rounded once to the buffer's type
     (`MixedPrecisionPolicy.reduce_dtype`): the same bits in every run, whatever the codec. FSDP2 uses the result where
     it called, so on CPUs this waits, as torch's own does; on CUDA only FSDP2's stream for reductions does.
-
-    Args:
-        codec: as in `api.reduce_scatter`.
     """
 
     def __init__(self, codec: Codec | str = "auto") -> None:
@@ -165,11 +155,7 @@ class ZipReduceScatter(OwnBuffers, ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """Reduce input_tensor [W * n] over the W ranks into output_tensor [n].
-
-        Raises:
-            ConfigError: the operation is neither SUM nor AVG.
-        """
+        """Reduce input_tensor [W * n] over the W ranks into output_tensor [n]; refuses all but SUM and AVG."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ConfigError(
                 f"op is {op}, but a reduce-scatter over a codec does SUM and AVG; with a gradient divide factor call"

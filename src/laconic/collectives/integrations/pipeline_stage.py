@@ -28,16 +28,9 @@ _Arriving = tuple[Tensor, Tensor, int]
 
 
 class ZipStage(PipelineStage):
-    """A `PipelineStage` that sends in fewer bytes.
+    """A `PipelineStage` that sends in fewer bytes, over gloo, by a lossless codec without a fixed capacity.
 
     All stages of a pipeline have to be of this class, with any codec: a message names its coding in its header.
-
-    Args:
-        args, kwargs: those of `PipelineStage`.
-        codec: lossless, without a fixed capacity.
-
-    Raises:
-        ConfigError: the group's backend is not gloo, or the codec has a fixed capacity.
     """
 
     def __init__(self, *args: Any, codec: Codec, **kwargs: Any) -> None:
@@ -71,20 +64,12 @@ class ZipStage(PipelineStage):
         return self._expect("gradients", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Decode the activations received for a micro-batch, then run its forward.
-
-        Raises:
-            FormatError: a message cannot be decoded.
-        """
+        """Decode the activations received for a micro-batch (or raise FormatError), then run its forward."""
         self._decode("activations", fwd_chunk_id)
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Decode the gradients received for a micro-batch, then run its backward.
-
-        Raises:
-            FormatError: a message cannot be decoded.
-        """
+        """Decode the gradients received for a micro-batch (or raise FormatError), then run its backward."""
         self._decode("gradients", bwd_chunk_id)
         return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 

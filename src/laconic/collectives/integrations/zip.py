@@ -54,10 +54,7 @@ class ZippedCollectives:
         return "\n".join(lines)
 
     def remove(self) -> None:
-        """Restore the model's original collectives; a repeated call has no effect.
-
-        What another call, as `quantize_reduction`, has put in the place of one of these since is left to that.
-        """
+        """Restore the model's original collectives, but for what another call has put in the place of one since."""
         while self._undo:
             self._undo.pop()()
 

@@ -55,15 +55,10 @@ class Call:
 
 
 class Chooser:
-    """Chooses for the calls of a group, in their order.
+    """Chooses for the calls of a group, in their order, from rates on which all ranks agreed.
 
-    Args:
-        group_shape: ranks and nodes of the group.
-        rates: of links and codecs, agreed on by all ranks.
-        codecs_of: adds the codecs of a dtype to rates that do not have them.
-        learns: whether ranks exchange their observations.
-        repeats: whether sums over more than two ranks must not depend on measured times, because raw and coded ones add
-            in different orders.
+    `codecs_of` adds the codecs of a dtype to them. If it `learns`, ranks exchange their observations; if it `repeats`,
+    sums over more than two ranks do not depend on measured times, because raw and coded ones add in different orders.
     """
 
     def __init__(
@@ -151,11 +146,7 @@ class Chooser:
         return _NOTE.pack(*values, _checksum(values))
 
     def merge_notes(self, notes: Sequence[bytes]) -> None:
-        """Take the notes of all ranks, this one's included, in the order of ranks.
-
-        Raises:
-            FormatError: one was damaged.
-        """
+        """Take the notes of all ranks, this one's included, in the order of ranks; FormatError for a damaged one."""
         if not self._learns:
             return
         rows = []
@@ -289,11 +280,9 @@ class CallTimes:
     num_probes: int = 0
 
     def next(self) -> str:
-        """Decide the next call for which coding is predicted to pay.
+        """Decide the next call for which coding is predicted to pay: CODED, or RAW to see what that takes.
 
-        Returns:
-            CODED, or RAW to see what that takes, or SLOWER (raw, since coding has been slower), or TRY (coded, to see
-            whether it still is).
+        Or SLOWER (raw, since coding has been slower), or TRY (coded, to see whether it still is).
         """
         if self.num_probes:
             self.num_probes -= 1
@@ -334,11 +323,8 @@ class CallTimes:
 class Refusal:
     """Tells of calls of one kind, in their order, that they are left raw still, as `Chooser.choose` would.
 
-    Args:
-        reason: LOW_RATIO or MEASURED_SLOWER.
-        factor: of `shrinkage` when that was found.
-        shrinkage, times: of the calls; times where they are left raw because coding is slower.
-        observe: takes the nanoseconds of a call, where the estimates need them.
+    `factor` is that of `shrinkage` when `reason` was found, LOW_RATIO or MEASURED_SLOWER, which comes with `times`;
+    `observe` takes the nanoseconds of a call where the estimates need them.
     """
 
     reason: str

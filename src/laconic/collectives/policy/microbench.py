@@ -75,11 +75,8 @@ class Ranks:
     def seconds_alone(self, case: Callable[[], object] | None) -> float:
         """Time a function without communication while all ranks run it, or wait for the others with None.
 
-        Runs are timed one by one without asking the others between them: coding 16 KB takes a few microseconds, and
-        waking up for an answer takes longer.
-
-        Returns:
-            The slowest rank's median in seconds. The same number on every rank.
+        Return the slowest rank's median on every rank. Runs are timed one by one without asking the others between
+        them, as coding 16 KB takes a few microseconds, and waking up for an answer takes longer.
         """
         if case is not None:
             case()

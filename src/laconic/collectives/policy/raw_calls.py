@@ -40,14 +40,10 @@ def is_plain_strided(x: Tensor) -> bool:
 
 
 class RawRoute:
-    """How a call of a function goes that is known to be left raw.
+    """How a call of a function goes that is known to be left raw: its counter, the group that carries it, the root.
 
-    Args:
-        count: counts such calls.
-        carrier: the group that carries them.
-        root: group rank of the root or peer.
-        beside: elements of the other tensor of the call, if it has two.
-        refusal: what the cost model says of each such call; None if nothing can change that it is left raw.
+    `beside` are elements of its other tensor, if it has two; `refusal` is what the cost model says of each such call,
+    None if nothing can change that it is left raw.
     """
 
     __slots__ = ("_beside", "_count", "_refusal", "group", "root")
@@ -147,12 +143,7 @@ def raw_calls_of(group: dist.ProcessGroup, carrier: dist.ProcessGroup) -> RawCal
 def known_route(group: Any, call: Hashable, x: Tensor, beside: Tensor | None, async_op: bool) -> RawRoute | None:
     """The route of a call that is left raw as others like it were, whose arguments were found to be right; counts it.
 
-    Args:
-        group: as the caller gave it; None is the default group.
-        call: its name.
-        x: the tensor whose size decides.
-        beside: the other tensor, if there are two.
-        async_op: whether the call would run in the background if it was coded.
+    `group` is as the caller gave it. The size of `x` decides; `beside` is the other tensor, if there are two.
     """
     known = _known.get(id(dist.group.WORLD if group is None else group))
     route = None if known is None else known.find(call, x)

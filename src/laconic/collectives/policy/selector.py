@@ -66,17 +66,10 @@ def choose(
 ) -> AlgorithmChoice:
     """Choose for one message; every rank of `group` must ask the same at the same place of its calls.
 
-    Args:
-        operation: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "gather", "scatter" or
-            "send" (for the receiver too; give each direction between two ranks a tag of its own).
-        numel: elements of one rank's input; a number that all ranks share.
-        dtype: of the tensor.
-        group: the group, or the copy of it in which the operation runs. Its first call may communicate.
-        tag: keeps apart the running estimates of data of different kinds, for instance weights and gradients.
-        device: where the tensor is.
-
-    Raises:
-        ConfigError: some rank's file of rates cannot be used; raised on every rank.
+    The first of a group may communicate, and raise a ConfigError on every rank if some rank's file of rates is
+    unusable. `numel` is that of one rank's input, which all ranks share. A "send" is for the receiver too; give each
+    direction between two ranks a tag of its own: it keeps apart the estimates of data of different kinds, as of weights
+    and gradients.
     """
     reason = _obvious(numel, dtype, group)
     if reason is not None:
@@ -130,15 +123,11 @@ def leaves_raw(
     in the order of the group's calls.
 
     Args:
-        given: the group as the caller gave it.
-        call: its name, as of `known_route`; the operation first.
-        numel: as in `choose`.
-        x: a tensor of this rank, contiguous, from whose number of elements and dtype `numel` follows.
-        beside: the other tensor, if there are two.
+        given, call, x, beside: as of `known_route`; the call's name has the operation first, x is contiguous.
+        numel: as in `choose`; follows from x's number of elements and dtype.
         groups: carry the call; False for the two of a TwoLevel, which decides for each.
         async_op: whether it would run in the background if it was coded.
-        root: group rank of the root or peer.
-        is_end: whether this rank is the one that gathers or scatters, or receives a send.
+        root: group rank of the root or peer; `is_end` whether this rank gathers or scatters, or receives a send.
     """
     (group, *others), operation = groups, call[0]
     if others or numel == 0 or group.size() == 1:
@@ -181,13 +170,10 @@ def _known_reason(operation: str, numel: int, x: torch.Tensor, group: dist.Proce
 
 
 def prepare(group: dist.ProcessGroup, device: torch.device = _CPU) -> None:
-    """Agree on rates with all ranks of `group` now, instead of at its first large message, and for sends too.
+    """Agree on rates with all ranks of `group`, which all call it before its first message; for sends too.
 
-    Every rank of the group must call it, before the group's first message. Rates of another group of the same kind on
-    the same machines are not measured again.
-
-    Raises:
-        ConfigError: some rank's file of rates cannot be used; raised on every rank.
+    Rates of another group of the same kind on the same machines are not measured again. ConfigError on every rank if
+    some rank's file of rates cannot be used.
     """
     if group.size() == 1:
         return

@@ -29,11 +29,7 @@ def is_integer(x: Tensor) -> bool:
 
 
 def averages_of_integers(method: _Method) -> _Method:
-    """Decorate a reduction of a process group, so that it sees sums in place of averages of integers.
-
-    Args:
-        method: its first argument but self is what it writes: a tensor or nested lists of tensors.
-    """
+    """Decorate a reduction that writes its first argument, tensors or lists of them: it sees sums for such averages."""
     position = list(inspect.signature(method).parameters).index("opts")
 
     @functools.wraps(method)

@@ -21,12 +21,9 @@ Backends = dict[torch.device, tuple[Any, Any]]
 
 
 def compare(settings: Mapping[str, object], arguments: Any) -> None:
-    """Compare `settings` with those of the other ranks.
+    """Compare `settings` with those of the other ranks; ConfigError on all ranks if they or shared secrets differ.
 
     They are exchanged through the store, as JSON: no connection exists yet that could hang.
-
-    Raises:
-        ConfigError: settings or shared secrets differ; raised on all ranks.
     """
     store, key = arguments.store, "laconic/settings/{}".format
     store.set(key(arguments.group_rank), seal(key(arguments.group_rank), json.dumps(settings)))
@@ -40,17 +37,9 @@ def compare(settings: Mapping[str, object], arguments: Any) -> None:
 
 
 def connect(name: str, arguments: Any) -> tuple[dist.ProcessGroup, Backends]:
-    """Make a group that torch does not list, and its backends.
+    """Make a group that torch does not list, of a name in `laconic.autoload.NAMES`, and its backends by device.
 
-    Args:
-        name: one of `laconic.autoload.NAMES`.
-        arguments: torch's DistributedBackendOptions.
-
-    Returns:
-        The group, and its backends by device.
-
-    Raises:
-        ConfigError: NCCL is asked for, but this torch has none.
+    `arguments` are torch's DistributedBackendOptions. ConfigError if NCCL is asked for, but this torch has none.
     """
     kinds = dist.ProcessGroup.BackendType
     has_nccl = name == "laconic:nccl" or (name == "laconic" and torch.cuda.is_available())

@@ -104,15 +104,9 @@ def set_default_options(options: ProcessGroupOptions | None) -> None:
 
 
 def create(name: str, arguments: Any, options: ProcessGroupOptions | None) -> ProcessGroupLaconic:
-    """Make a group; torch calls it.
+    """Make a group for torch, whose record is `arguments`; options None: those of the default group, or the defaults.
 
-    Args:
-        name: one of `autoload.NAMES`.
-        arguments: torch's record of the group.
-        options: None for those of the default group, or the defaults.
-
-    Raises:
-        ConfigError: the options are another backend's, or two ranks' options differ, which raises on all ranks alike.
+    ConfigError if they are another backend's, or two ranks' options differ, which raises on all ranks alike.
     """
     if options is None:
         default = dist.group.WORLD
@@ -595,11 +589,7 @@ def _split(
 
 
 def _check_lists(outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], world: int) -> None:
-    """Check the lists of an all-gather.
-
-    Raises:
-        FormatError: a list has not one tensor for each rank.
-    """
+    """Refuse lists of an all-gather that have not one tensor for each rank."""
     for output in outputs:
         if len(output) != world:
             raise FormatError(

@@ -45,12 +45,9 @@ _OTHER_DEVICE = "lengths of messages have to be known on this device"
 
 
 class P2P:
-    """Sends and receives over `group`.
+    """Sends and receives over `group`, whose tags and order messages keep; tensors below min_nbytes are sent uncoded.
 
-    Args:
-        group: whose tags and order messages keep.
-        codec: a lossless codec, or "auto" for the one that is predicted to be fastest, if the group was prepared.
-        min_nbytes: smaller tensors are sent uncoded.
+    `codec` is lossless, or "auto" for the one that is predicted to be fastest, if the group was prepared.
     """
 
     def __init__(self, group: dist.ProcessGroup, codec: Codec | str, min_nbytes: int) -> None:

@@ -25,13 +25,9 @@ _Method = Callable[..., dist.Work]
 def on_dense(
     *, reads: tuple[str, ...] = (), writes: tuple[str, ...] = (), updates: tuple[str, ...] = ()
 ) -> Callable[[_Method], _Method]:
-    """Decorate a method of a process group, so that it sees plain tensors only.
+    """Decorate a method whose arguments of these names are tensors or nested lists of them: it sees plain ones.
 
-    The method raises FormatError for a tensor to be written whose elements share memory.
-
-    Args:
-        reads, writes, updates: names of arguments that the method reads, writes, or both; each is a tensor or nested
-            lists of tensors.
+    A tensor to be written whose elements share memory is a FormatError.
     """
 
     def decorate(method: _Method) -> _Method:
@@ -74,11 +70,7 @@ class _Copies:
         self._written: list[Tensor] = []
 
     def of(self, name: str, x: Any, is_read: bool, is_written: bool) -> Any:
-        """`x`, with copies in the places of tensors that are not plain.
-
-        Raises:
-            FormatError: a tensor that is written has elements that share memory.
-        """
+        """`x`, with copies in place of tensors that are not plain; FormatError where what is written shares memory."""
         if isinstance(x, list | tuple):
             return [self.of(name, each, is_read, is_written) for each in x]
         if not isinstance(x, Tensor):

@@ -74,12 +74,7 @@ class RawWork(CallsBack, dist.Work):
         self._work, self._group, self._name = work, group, name
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Wait for the backend.
-
-        Raises:
-            CollectiveTimeoutError: it, or a callback of its future, was not done within `timeout`, if that is positive.
-            CollectiveError: the backend gave up.
-        """
+        """Wait for it and its callbacks; CollectiveError if it gave up, CollectiveTimeoutError after `timeout`."""
         deadline = _deadline_of(timeout)
         try:
             self._work.wait(timeout)
@@ -189,15 +184,9 @@ def after(work: dist.Work, do: Callable[[], object], tensors: Sequence[Tensor]) 
 
 @untraced
 class PeerWork(TensorsWork):
-    """A send or receive of the backend, whose error becomes one that names the peer.
+    """A send or receive of the backend, whose error becomes one that names the peer: `explain` of it and `call`.
 
-    Args:
-        work: the backend's.
-        tensors: the message.
-        explain: makes the error of the backend's and `call`.
-        call: what the error names of the call.
-        options: those whose `_timeout` holds for a wait without one, as gloo itself would take the one that the group
-            was made with; None: the backend's own.
+    A wait without a timeout takes that of `options` now, as gloo would take the one that the group was made with.
     """
 
     def __init__(

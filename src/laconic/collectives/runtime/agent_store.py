@@ -59,11 +59,7 @@ def agent_store(
 
 
 def agree_on_start(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """A name that all ranks of this start, and of no other one, have; all of them call it.
-
-    Raises:
-        RuntimeError: the others did not come within `timeout`; the message says which rank waited.
-    """
+    """A name that all ranks of this start alone have; all call it, or after `timeout` a RuntimeError names the rank."""
     own = secrets.token_hex(8)
     store.set(f"{_KEYS}/id/{rank}", own)
     deadline = time.monotonic() + timeout.total_seconds()

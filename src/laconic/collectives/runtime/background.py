@@ -95,10 +95,7 @@ def after_callbacks(queue: CallbackQueue) -> Work[None]:
 
 
 def run_in_background(job: Job[T], groups: Groups, device: torch.device, written: Sequence[object] = ()) -> Work[T]:
-    """Run a job, which writes to `written`, in the background executor of its groups, with the caller's settings.
-
-    Every rank of the groups must do so in the same order.
-    """
+    """Run a job, which writes to `written`, in its groups' executor with the caller's settings; in one order."""
     job = as_here(job, written)
     if device.type == "cuda":
         return _run_on_stream(job, groups, device)
@@ -141,11 +138,7 @@ class BackgroundWork(TensorsWork):
         return BackgroundWork(self._work.map(as_here(lambda _: do(), tensors)), tensors)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Wait for the collective, or raise its error.
-
-        Raises:
-            CollectiveTimeoutError: it, or a callback of its future, was not done within `timeout`, if that is positive.
-        """
+        """Wait for it and its callbacks, or raise its error; CollectiveTimeoutError after a positive `timeout`."""
         if timeout > _NO_TIMEOUT:
             deadline = time.monotonic() + timeout.total_seconds()
             while not self._work.is_completed():
@@ -374,13 +367,10 @@ _FIRST_TAG, _NUM_TAGS = (1 << 24) + (1 << 20), 1 << 20
 
 
 def _meet(group: dist.ProcessGroup, ranks: Sequence[int], number: int) -> None:
-    """Return once every rank of a group has called it.
+    """Return once every rank of a group has called it; a CollectiveError names a rank that did not.
 
     Connections are made through the store, which does not report that a rank has ended: the other ranks would wait for
     the group's timeout. An open connection breaks at once. `number` distinguishes meetings.
-
-    Raises:
-        CollectiveError: a rank did not call; the error names it.
     """
     others = [peer for peer in range(group.size()) if peer != group.rank()]
     tag, mark = _FIRST_TAG + number % _NUM_TAGS, torch.zeros(1, dtype=torch.uint8, device="cpu")
@@ -404,15 +394,9 @@ def _meet(group: dist.ProcessGroup, ranks: Sequence[int], number: int) -> None:
 
 
 class _StreamWork(Work[T]):
-    """A job that was issued to an executor's stream.
+    """A job that was issued to an executor's stream; `held` lives until the stream is done with it.
 
-    Args:
-        executor: its executor.
-        result: what the job returned, as torch's future.
-        ready: the job's end on the stream. The future has an event only for tensors that it holds, and many jobs write
-            into the caller's and return nothing.
-        held: what lives until the stream is done with it.
-        groups: those of the job.
+    `ready` is its end there: a future has an event only for tensors that it holds, and many jobs return nothing.
     """
 
     def __init__(
@@ -484,11 +468,7 @@ class _Held:
     """What a job uses. It lives until the stream that issued the job, or the host, has waited for it.
 
     The memory of its tensors belongs to other streams than the job's, which would give it away while the job runs.
-
-    Args:
-        what: the job and all that it closes over.
-        device: of the job.
-        before: what the job uses whose result this one changes; it is let go with this one at the latest.
+    What the job uses whose result this one changes, `before`, is let go with this one at the latest.
     """
 
     def __init__(self, what: object, device: torch.device, before: _Held | None = None) -> None:

@@ -103,11 +103,7 @@ def depth() -> int:
 
 
 class CallbackQueue:
-    """Callbacks that run one after the other.
-
-    Args:
-        depth: of the calls whose futures they belong to; the callbacks run one deeper.
-    """
+    """Callbacks that run one after the other, one deeper than the calls whose futures they belong to (`depth`)."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -172,12 +168,9 @@ class _Family:
         self._undone.discard(future)
 
     def settle(self, deadline: float | None = None) -> bool:
-        """Wait until all futures are done, and from now on for each that is added; return False at the deadline.
+        """Wait until all futures are done, and from now on for each that is added; False at the monotonic `deadline`.
 
         In a callback those of its queue, and of queues that wait for that one, are left out: it would wait for itself.
-
-        Args:
-            deadline: of `time.monotonic`.
         """
         self.is_waited_for = True
         while undone := self._awaited():
@@ -202,12 +195,8 @@ class _Family:
 class CallbackFuture(torch.futures.Future[T]):
     """torch's future of `result`; callbacks given to `then` run in `queue`.
 
-    Args:
-        result: Python's future of the value.
-        queue: runs the callbacks.
-        here: complete in the thread that sets `result`, which must tolerate that callbacks of C++ and of torch's own
-            futures, such as that of `collect_all`, block it.
-        family: that of the future that this one follows.
+    `here` completes it in the thread that sets `result`, which must tolerate that callbacks of C++ and of torch's own
+    futures, such as that of `collect_all`, block it. `family` is that of the future that this one follows.
     """
 
     def __init__(
@@ -266,11 +255,7 @@ class CallbackFuture(torch.futures.Future[T]):
 
 
 class CallsBack:
-    """A work that is done for its callers once the callbacks of the futures it has given away have run.
-
-    Programs change a tensor in a callback, wait for the work and use the tensor: torch's own backends call back before
-    anybody who waits goes on.
-    """
+    """A work that is done for its callers once the callbacks of the futures it has given away have run, as torch's."""
 
     _family: _Family | None = None
     _is_waited_for = False
@@ -298,13 +283,9 @@ def follow(
     explain: Callable[[RuntimeError], BaseException] = lambda error: error,
     change: Callable[[Any], Any] = lambda value: value,
 ) -> CallbackFuture[Any]:
-    """Wrap a future of torch's own in one whose callbacks may wait.
+    """Wrap a future of torch's own in one whose callbacks, run by `queue`, may wait; its error and value are made anew.
 
-    Args:
-        future: torch's. An error that its own callbacks raise would lose its class.
-        queue: runs the callbacks.
-        explain: makes the error to raise of the backend's.
-        change: makes the value of the backend's.
+    An error that callbacks of `future` itself raise would lose its class.
     """
     result: Future[Any] = Future()
 

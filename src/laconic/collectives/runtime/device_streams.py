@@ -12,11 +12,7 @@ import torch
 
 
 class Ready:
-    """The work that the current stream of a device has been given so far. On the CPU there is nothing to wait for.
-
-    Args:
-        device: whose current stream is meant.
-    """
+    """The work that the current stream of a device has been given so far. On the CPU there is nothing to wait for."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

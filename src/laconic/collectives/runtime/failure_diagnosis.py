@@ -46,19 +46,10 @@ def broke_off(
     wake: bool,
     or_else: str = "",
 ) -> CollectiveError:
-    """The error of a rank that waited for group rank `peer` in vain; it names the rank at which the waiting ends.
+    """The error of a rank that waited for group rank `peer` in vain; names the global rank at which the waiting ends.
 
-    Args:
-        what: the operation that was going on.
-        group: the group it ran on.
-        ranks: the global ranks of the group.
-        peer: the group rank that did not answer.
-        error: the backend's.
-        wake: let calls of the other ranks on this group break off, too.
-        or_else: another possible cause, for the message.
-
-    Raises:
-        RuntimeError: `error` itself, if it is this rank's own.
+    Raises `error` itself, if it is this rank's own. `wake` lets calls of the other ranks on this group break off, too;
+    `or_else` is another possible cause, for the message.
     """
     if is_own(error):
         raise error
@@ -93,17 +84,10 @@ def _follow(group: dist.ProcessGroup, peer: int, wake: bool) -> list[int]:
 def losses_named(
     ranks: Callable[[], Sequence[int]], during: str, remedy: str = "see what it says, and start again from a checkpoint"
 ) -> Iterator[None]:
-    """Turn torch's error about a lost rank into a CollectiveError that names the loss.
+    """Turn torch's error about a lost rank into a CollectiveError that names the loss; `ranks` is asked only then.
 
-    For calls that do not tell which peer was waited for; `broke_off` names the rank where they do.
-
-    Args:
-        ranks: gives the global ranks of the group; asked when one is lost.
-        during: what was going on, "during all_gather" or "while experts moved".
-        remedy: what to do, for the message.
-
-    Raises:
-        CollectiveError: a rank was lost.
+    For calls that do not tell which peer was waited for; `broke_off` names the rank where they do. The message says
+    what was going on ("during all_gather", "while experts moved") and what to do.
     """
     try:
         yield
@@ -142,11 +126,7 @@ def reason_of(error: Exception) -> str:
 
 
 def absent(group: dist.ProcessGroup) -> list[int]:
-    """Write down that a collective broke off here, and find the ranks that hold up the others.
-
-    Returns:
-        Group ranks that have written no such entry within `_GRACE_SECONDS`. Best effort; [] where they cannot be found.
-    """
+    """Write down that a collective broke off here; return group ranks that did not soon, as far as they are known."""
     if group.size() == 2:
         return [1 - group.rank()]
     _wake(group)
@@ -172,11 +152,7 @@ def _call_the_roll(group: dist.ProcessGroup, found: list[int]) -> None:
 
 
 def broken_off(name: str, group: dist.ProcessGroup, error: RuntimeError, peer: int | None = None) -> CollectiveError:
-    """The error of a rank on which the backend gave up: on `peer`, or finds out on whom as far as that is known.
-
-    Raises:
-        RuntimeError: `error` itself, if it is this rank's own.
-    """
+    """The error of a rank whose backend gave up, on `peer` or on whom it finds; raises `error` if it is its own."""
     if is_own(error):
         raise error
     ranks = ranks_of(group)

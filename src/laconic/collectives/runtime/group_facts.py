@@ -47,11 +47,7 @@ def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def registered_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """The same for arguments that are global ranks, which must not be guessed.
-
-    Raises:
-        ConfigError: torch does not know the group.
-    """
+    """The same for arguments that are global ranks, not to be guessed; ConfigError if torch does not know the group."""
     found = _known(group)
     if found is None:
         raise ConfigError(
@@ -62,11 +58,7 @@ def registered_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def check_member(group: object) -> None:
-    """Refuse what torch gives a process that is not in a new group, in the place of one.
-
-    Raises:
-        ConfigError: it is that.
-    """
+    """Refuse with a ConfigError what torch gives a process that is not in a new group, in the place of one."""
     if group is dist.GroupMember.NON_GROUP_MEMBER or isinstance(group, int):  # which it is in torch 2.13
         raise ConfigError("group does not contain this process; call on members of the group only")
 
@@ -134,10 +126,6 @@ def fail(group: dist.ProcessGroup, error: ConfigError) -> None:
 
 
 def raise_if_failed(group: dist.ProcessGroup) -> None:
-    """Raise the error with which a group was ended.
-
-    Raises:
-        ConfigError: ranks disagreed in an earlier call.
-    """
+    """Raise the ConfigError with which a group was ended, because ranks disagreed in an earlier call."""
     if group in _failed:
         raise ConfigError(_failed[group])

@@ -27,13 +27,10 @@ from laconic.collectives.runtime.thread_state import as_here
 
 
 class LateCheck:
-    """What the host has to look at before the values of one call are used.
+    """What the host has to look at before the values of one call are used: 0-d integers `found` on its device.
 
-    Args:
-        found: 0-d integer tensors on `device`, written on the current stream.
-        check: called once with their numbers, on the stream that is current now; sends again what did not fit and
-            returns whether there was any, or raises the call's error. What it closes over is held until then.
-        device: that of the call.
+    `check` is called once with them, on the stream that is current now; it sends again what did not fit and returns
+    whether there was any, or raises the call's error. What it closes over is held until then.
     """
 
     def __init__(self, found: Sequence[Tensor], check: Callable[[list[int]], bool], device: torch.device) -> None:
@@ -56,11 +53,7 @@ class LateCheck:
         return self.is_made or self._ready.is_over
 
     def make(self) -> None:
-        """Make the check, waiting for what it needs; afterwards the call is done, and its values may be used.
-
-        Raises:
-            FormatError: a message is damaged. Raised again whenever this is called.
-        """
+        """Make the check, waiting for what it needs; then values may be used, or each call raises what is wrong."""
         check, self._check = self._check, None
         if check is not None:
             try:
@@ -92,11 +85,7 @@ def left_on(*groups: dist.ProcessGroup) -> list[LateCheck]:
 
 
 def make_checks(*groups: dist.ProcessGroup) -> None:
-    """Make the checks that are left on groups: before anything else is sent there, and where a call has to be done.
-
-    Raises:
-        FormatError: a message is damaged.
-    """
+    """Make the checks that are left on groups: before anything else is sent there, and where a call has to be done."""
     for group in groups if _left else ():
         check = _left.pop(group, None)
         if check is not None and not check.is_made:

@@ -71,10 +71,8 @@ def thread_state(grad: bool | None = None, inference: bool | None = None) -> Thr
 def as_here(do: Callable[P, T], written: Iterable[object] = (), grad: bool | None = False) -> Callable[P, T]:
     """`do`, to be called later or by another thread, with the settings that the current thread has now.
 
-    Args:
-        do: the function.
-        written: what it writes to. Tensors that were made in inference mode can be written to in that mode only.
-        grad: whether autograd records what it does; None: as it is now.
+    Tensors of inference mode can be written to in that mode only, hence `written`. With `grad` None autograd records as
+    now.
     """
     if _has_inference(written):
         state = thread_state(False, True)

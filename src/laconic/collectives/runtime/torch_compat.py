@@ -100,13 +100,10 @@ _HEAD_NBYTES = 1 << 15
 
 
 def all_to_all_messages(sent: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """Exchange byte strings of any length: sent[r], contiguous uint8, goes to rank r.
+    """Exchange byte strings of any length, contiguous uint8: sent[r] goes to rank r; return what came from each.
 
     Waits. One round for short messages on CPU tensors: gloo delivers a message into a longer buffer. Longer ones have a
     second part, which is offered at once as well. On other devices lengths are exchanged first.
-
-    Returns:
-        The tensor that came from each rank, with the length it carried.
     """
     rank, world = group.rank(), group.size()
     if sent[rank].device.type != "cpu":
@@ -178,10 +175,7 @@ _num_exchanges: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class _Exchange:
-    """Sends and receives with other ranks, as one operation.
-
-    With a rank that has ended already they cannot even be started; `wait` raises that, too, as callers expect it there.
-    """
+    """Sends and receives as one operation; that they could not start, as a rank has ended, is raised in `wait`."""
 
     def __init__(self, started: Iterable[dist.Work], timeout: timedelta) -> None:
         self._timeout = timeout

@@ -26,11 +26,9 @@ _SWEEP_RUNS = 2
 
 @dataclass(frozen=True)
 class Latency:
-    """Percentiles (SHARES) of the requests of one round, seconds.
+    """Percentiles (SHARES) of one round's seconds to the first token (TTFT), and from one token to the next (TPOT).
 
-    Attributes:
-        first_token: from a request's arrival to its first token (TTFT).
-        per_token: from one token of an answer to the next, its mean (TPOT); empty if all answers have one token.
+    The latter is the mean in an answer, and empty if all answers have one token.
     """
 
     first_token: tuple[float, ...]
@@ -45,14 +43,10 @@ class Latency:
 
 @dataclass
 class PlanResult:
-    """What was measured of one plan.
+    """What was measured of one plan: by round new tokens per second, from the first request to the last token.
 
-    Attributes:
-        plan: that was measured.
-        tokens_per_second: of each round, new tokens of all requests over the time from the first request to the last
-            token.
-        same_answers: requests of the first round whose tokens are those of the first plan.
-        latency: by arrivals per second, of each round.
+    `same_answers` are requests of the first round whose tokens are the first plan's; `latency` is by arrivals per
+    second.
     """
 
     plan: BenchPlan
@@ -63,13 +57,7 @@ class PlanResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that was measured.
-
-    Attributes:
-        results: of each plan.
-        swept: tokens per second of all candidates that were tried before, by name.
-        num_requests, num_prompt_tokens, num_new_tokens: of a round.
-    """
+    """Everything that was measured; `swept` has tokens per second of all candidates that were tried before, by name."""
 
     results: list[PlanResult]
     swept: dict[str, float]
@@ -93,22 +81,10 @@ def compare(
 ) -> Comparison:
     """Measure plans on the same requests.
 
-    The engines of all plans stay up; in each round every plan runs all requests once, beginning with another plan every
-    time. What a sweep measured does not count in the result.
-
-    Args:
-        start: starts an engine for a plan.
-        kinds: to compare.
-        prompts: tokens of the requests.
-        max_new_tokens: of each.
-        micro_batches, slices: r1 and r2 that PPPipe and FinDEP may choose from.
-        rates: arrivals per second; None takes half of the requests that the slowest plan finishes per second.
-        rounds: that count; one before them does not.
-        seed: of the arrivals, which are the same for all plans.
-        say: hears of progress.
-
-    Raises:
-        LaconicError: an engine cannot be started, or fails.
+    The engines of all plans, made by `start`, stay up; in each round every plan runs all requests once, beginning with
+    another plan every time. One round before the `rounds` does not count, nor does what a sweep measured.
+    `micro_batches` and `slices` are r1 and r2 that PPPipe and FinDEP may choose from. `rates` are arrivals per second,
+    the same for all plans by `seed`; None takes half of the requests that the slowest plan finishes per second.
     """
     swept: dict[str, float] = {}
     with contextlib.ExitStack() as stack:

@@ -15,12 +15,8 @@ def save_demo_model(
 ) -> None:
     """Save a random Qwen2-MoE in float32: top-4 routing, a shared expert in every layer, no end-of-sequence token.
 
-    Args:
-        model_dir: directory to write config.json and model.safetensors to.
-        hidden_size: of the model, a multiple of 32; an expert is half as wide, the shared expert twice.
-        layers: number of layers, all of them with experts.
-        experts: routed experts of a layer.
-        vocab_size: number of tokens; None takes those of BytesTokenizer.
+    `hidden_size` is a multiple of 32; an expert is half as wide, the shared expert twice. `vocab_size` None takes that
+    of BytesTokenizer.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

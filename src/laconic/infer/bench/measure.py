@@ -9,17 +9,14 @@ from dataclasses import dataclass, field
 
 from laconic.errors import LaconicError
 from laconic.infer.sampling import ChosenToken, Sampling
-from laconic.infer.token_engine import TokenEngine
+from laconic.infer.token_engine import TokenEngine, TokenListener
 
 
 @dataclass
 class Answer:
     """What came of a request; times in seconds of `time.perf_counter`.
 
-    Attributes:
-        arrival: when the request was due, whether or not it was submitted later.
-        tokens: new tokens.
-        times: when each token was heard of.
+    `arrival` is when the request was due, whether or not it was submitted later, `times` when each token was heard of.
     """
 
     arrival: float = 0.0
@@ -37,12 +34,8 @@ class Answer:
         return (self.times[-1] - self.times[0]) / (len(self.times) - 1) if len(self.times) > 1 else None
 
 
-class Listener:
-    """Notes the tokens of one request.
-
-    Args:
-        arrival: of the request, seconds of `time.perf_counter`.
-    """
+class Listener(TokenListener):
+    """Notes the tokens of one request, which arrived at `arrival`, seconds of `time.perf_counter`."""
 
     def __init__(self, arrival: float = 0.0) -> None:
         self._answer = Answer(arrival)
@@ -50,21 +43,15 @@ class Listener:
         self._ended = threading.Event()
 
     def on_token(self, token: ChosenToken) -> None:
-        """See TokenListener."""
         self._answer.times.append(time.perf_counter())
         self._answer.tokens.append(token.token)
 
     def on_end(self, error: LaconicError | None) -> None:
-        """See TokenListener."""
         self._error = error
         self._ended.set()
 
     def wait(self) -> Answer:
-        """Wait for the end and return what was heard.
-
-        Raises:
-            LaconicError: the request failed.
-        """
+        """Wait for the end and return what was heard; a request that failed raises its LaconicError."""
         self._ended.wait()
         if self._error is not None:
             raise self._error
@@ -72,27 +59,17 @@ class Listener:
 
 
 def run_together(engine: TokenEngine, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Answer]:
-    """Submit all requests at once and return their answers, in order.
-
-    Raises:
-        LaconicError: the engine refuses a request, or fails.
-    """
+    """Submit all requests at once and return their answers, in order; see run_at."""
     return run_at(engine, prompts, max_new_tokens, [0.0] * len(prompts))
 
 
 def run_at(
     engine: TokenEngine, prompts: Sequence[Sequence[int]], max_new_tokens: int, arrivals: Sequence[float]
 ) -> list[Answer]:
-    """Submit each request at its time, however far behind the engine is, and return the answers, in order.
+    """Submit each request at its time, however far behind the engine is, and return the greedy answers, in order.
 
-    Args:
-        engine: which has no other requests.
-        prompts: token ids.
-        max_new_tokens: of each answer; greedy.
-        arrivals: seconds from the call, ascending.
-
-    Raises:
-        LaconicError: the engine refuses a request, or fails.
+    `arrivals` are seconds from the call, ascending; the engine has no other requests. What it refuses, or fails with,
+    is raised.
     """
     start = time.perf_counter()
     listeners = []

@@ -60,13 +60,9 @@ def variants(best: BenchPlan) -> Iterator[BenchPlan]:
 
 
 def sweep(first: Sequence[BenchPlan], rate: Callable[[BenchPlan], float]) -> BenchPlan:
-    """Return the plan of the highest rate: of the first candidates, then of the variants of the best of these.
+    """Return the plan of the highest `rate`: of the first candidates, then of the variants of the best of these.
 
     A single candidate without variants is returned unmeasured.
-
-    Args:
-        first: candidates of one kind.
-        rate: measures a plan; called once for each.
     """
     best = first[0]
     if len(first) == 1 and not list(variants(best)):

@@ -80,11 +80,7 @@ def report_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def check_plots() -> None:
-    """Check that pictures can be made.
-
-    Raises:
-        ConfigError: matplotlib is missing.
-    """
+    """Check that pictures can be made; ConfigError without matplotlib."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -94,16 +90,7 @@ def check_plots() -> None:
 
 
 def save_report(comparison: Comparison, folder: Path, about: dict[str, Any]) -> list[Path]:
-    """Write bench_infer.json and bench_infer.png.
-
-    Args:
-        comparison: to write.
-        folder: to write to.
-        about: of the run: model, flags, machine; becomes part of the JSON.
-
-    Returns:
-        The files.
-    """
+    """Write bench_infer.json, with what `about` says of the run, and bench_infer.png; returns both."""
     from matplotlib.figure import Figure
 
     values = folder / "bench_infer.json"

@@ -35,17 +35,9 @@ def paragraphs(text: str) -> list[str]:
 def draw_prompts(
     texts: Sequence[str], encode: Callable[[str], Sequence[int]], count: int, max_tokens: int, seed: int
 ) -> list[list[int]]:
-    """Draw the prompts of `count` requests.
+    """Draw the prompts of `count` requests from texts, without replacement as long as there are enough.
 
-    Args:
-        texts: to draw from, without replacement as long as there are enough.
-        encode: returns the tokens of a text.
-        count: number of prompts.
-        max_tokens: longer prompts are cut.
-        seed: of the draw.
-
-    Raises:
-        ConfigError: no text has a token.
+    Longer ones are cut to `max_tokens`; texts without a single token are a ConfigError.
     """
     known = [tokens for text in texts if (tokens := list(encode(text))[:max_tokens])]
     if not known:
@@ -58,15 +50,6 @@ def draw_prompts(
 
 
 def poisson_arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """Draw the arrivals of a Poisson process.
-
-    Args:
-        count: number of arrivals.
-        rate: arrivals per second.
-        seed: of the draw.
-
-    Returns:
-        Seconds from the start, ascending; the mean distance is 1 / rate.
-    """
+    """Draw the arrivals of a Poisson process, `rate` per second: seconds from the start, ascending."""
     generator = random.Random(seed)
     return list(accumulate(generator.expovariate(rate) for _ in range(count)))

@@ -19,13 +19,7 @@ class _Waiting:
 
 
 class Admission:
-    """A queue before an engine's cache. For one event loop; the engine must have no other user.
-
-    Args:
-        engine: whose cache is divided.
-        max_waiting: length of the queue.
-        retry_after_seconds: what a client is told for whom the queue is too long.
-    """
+    """A queue, of `max_waiting` at most, before an engine's cache, for one event loop, the engine's only user."""
 
     def __init__(self, engine: TokenEngine, max_waiting: int, retry_after_seconds: int) -> None:
         self._engine, self._max_waiting, self._retry_after = engine, max_waiting, retry_after_seconds
@@ -37,23 +31,18 @@ class Admission:
         return len(self._waiting)
 
     async def admit(self, tokens: int, start: Callable[[], None]) -> None:
-        """Wait until the cache has room, then call `start`, which submits the request.
+        """Wait until the cache has room for `tokens`, then call `start`, which submits the request.
 
-        Args:
-            tokens: of the cache that the request needs; at most what the whole cache has.
-            start: is called once, or never if this raises.
-
-        Raises:
-            Refusal: the queue is full (429).
+        It is a Refusal (429) if the queue is full; `start` is called once, or never if this raises.
         """
         if not self._waiting and tokens <= self._engine.free_cache_tokens:
             start()
             return
         if len(self._waiting) >= self._max_waiting:
             raise Refusal(
-                429,
                 f"{len(self._waiting)} requests wait for room already; ask again later",
                 code="overloaded",
+                status=429,
                 headers={"Retry-After": str(self._retry_after)},
             )
         waiting = _Waiting(tokens, start, asyncio.get_running_loop().create_future())

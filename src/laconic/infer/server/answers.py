@@ -34,17 +34,7 @@ _BURST = 32  # tokens of a whole answer that are read together: nobody sees them
 
 
 class Answers:
-    """Answers requests for text.
-
-    Args:
-        engine: that makes the tokens.
-        tokenizer: of its model.
-        settings: of the server.
-        metrics: in which answers are counted.
-
-    Attributes:
-        max_tokens: of the longest prompt and its answer together.
-    """
+    """Answers requests for text; a prompt and its answer together have `max_tokens` at most."""
 
     def __init__(
         self, engine: TokenEngine, tokenizer: TextTokenizer, settings: ServerSettings, metrics: Metrics
@@ -83,25 +73,10 @@ class Answers:
         reply: Reply,
         grammar: str | None = None,
     ) -> Response:
-        """Answer a request.
-
-        Args:
-            request: of HTTP.
-            body: what it asks for.
-            field: of the body, from which the prompts are.
-            prompts: tokens of each.
-            max_new_tokens: of the longest answer.
-            reply: shapes of the answer.
-            grammar: that the answer follows, as `Sampling.grammar`.
-
-        Raises:
-            Refusal: the request does not fit, or its answer cannot be made.
-            LaconicError: the engine does not take it.
-        """
+        """Answer a request of HTTP, whose prompts, tokens of each, are from `field` of the body, or raise a Refusal."""
         arrival = time.monotonic()
         if body.min_tokens is not None and body.min_tokens > max_new_tokens:
             raise Refusal(
-                400,
                 f"min_tokens is {body.min_tokens}, but an answer without max_tokens has at most {max_new_tokens} here;"
                 " give max_tokens too",
                 "min_tokens",
@@ -109,7 +84,6 @@ class Answers:
         sampling = self._sampling(body, max_new_tokens, grammar)
         for stop, name in self._textless(body.stop or (), {*self._engine.eos_token_ids, *sampling.stop_token_ids}):
             raise Refusal(
-                400,
                 f"stop has {stop!r}, but no answer has the text of {name!r}, a special token; give {name!r}"
                 " alone, at which the answer ends then",
                 "stop",
@@ -144,7 +118,7 @@ class Answers:
             if isinstance(error, Exception) and not isinstance(error, Refusal | LaconicError | ClientDisconnect):
                 # Answered here: behind what it lets through, uvicorn hangs up on the next request of the connection.
                 logging.getLogger("laconic").exception("an answer could not be made")
-                raise Refusal(500, OWN_ERROR) from error
+                raise Refusal(OWN_ERROR, status=500) from error
             raise
         self._close(generation, arrival, False)
         return JSONResponse(reply.whole(parts, generation))
@@ -183,10 +157,9 @@ class Answers:
         """Refuse what does not fit however long it waits."""
         for prompt in prompts:
             if not prompt:
-                raise Refusal(400, f"{field} has no tokens, but there must be at least one", field)
+                raise Refusal(f"{field} has no tokens, but there must be at least one", field)
             if (needed := len(prompt) + max_new_tokens) > self.max_tokens:
                 raise Refusal(
-                    400,
                     # Begins as OpenAI's does: clients know it by these words, and shorten the conversation
                     f"This model's maximum context length is {self.max_tokens} tokens, but {field} has {len(prompt)},"
                     f" and with an answer of {max_new_tokens} that makes {needed}; shorten {field} or max_tokens",
@@ -195,21 +168,18 @@ class Answers:
                 )
         if generation.cache_tokens > self._engine.cache_tokens:
             raise Refusal(
-                400,
                 f"all prompts and answers together need {generation.cache_tokens} tokens, but the cache has"
                 f" {self._engine.cache_tokens}; ask for fewer prompts, a smaller n or fewer max_tokens",
                 field,
             )
 
     def _handover_here(self) -> Handover:
-        """Return the handover of all requests to the loop that runs."""
         loop = asyncio.get_running_loop()
         if self._handover is None or self._handover.loop is not loop:
             self._handover = Handover(loop)
         return self._handover
 
     def _close(self, generation: Generation, arrival: float, client_gone: bool) -> None:
-        """End a request: cancel what still runs and count it."""
         generation.cancel()
         self._generations.discard(generation)
         if generation.too_slow:
@@ -243,6 +213,6 @@ async def _events(reply: Reply, generation: Generation, num_choices: int, with_u
         return
     except Exception:
         logging.getLogger("laconic").exception("an answer could not be made")
-        yield reply.frame(reply.failure(Refusal(500, OWN_ERROR)))
+        yield reply.frame(reply.failure(Refusal(OWN_ERROR, status=500)))
         return
     yield reply.end

@@ -158,7 +158,7 @@ class _Server:
             self._settings.model_name,
             self._tokenizer,
             body.logprobs is not None,
-            body.names_tokens_by_id,
+            bool(body.return_tokens_as_token_ids),
             texts,
             only_prompts=body.max_tokens == 0,
         )
@@ -179,7 +179,7 @@ class _Server:
         # A query string may have what proxies and clients add (api-version), but no field goes in it unheard
         for name in request.query_params:
             if name in kind.model_fields or name in kind.neutral:
-                raise Refusal(400, f"{name} is in the query string, where it is not read; put it into the body", name)
+                raise Refusal(f"{name} is in the query string, where it is not read; put it into the body", name)
         content = await read_body(request, self._settings)
         if len(content) < _LONG_BODY_NBYTES:
             return parse_body(kind, content)
@@ -188,11 +188,13 @@ class _Server:
     def _check_known(self, field: str, tokens: list[int]) -> None:
         """Refuse to show tokens that have no text because there are none such."""
         if unknown := [token for token in tokens if not self._tokenizer.knows(token)]:
-            raise Refusal(400, f"{field} has the token {unknown[0]}, which is none of the model's tokenizer", field)
+            raise Refusal(f"{field} has the token {unknown[0]}, which is none of the model's tokenizer", field)
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model != (name := self._settings.model_name):
-            raise Refusal(404, f"model is {model!r}, but only {name!r} is served here", "model", "model_not_found")
+            raise Refusal(
+                f"model is {model!r}, but only {name!r} is served here", "model", "model_not_found", status=404
+            )
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -201,11 +203,11 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _not_taken(request: Request, error: Exception) -> Response:
-    return Refusal(400, str(error)).response()
+    return Refusal(str(error)).response()
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return Refusal(503, f"the engine takes no requests: {error}", code="engine_failed").response()
+    return Refusal(f"the engine takes no requests: {error}", code="engine_failed", status=503).response()
 
 
 async def _gone(request: Request, error: Exception) -> Response:
@@ -214,8 +216,8 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return Refusal(error.status_code, f"{request.method} {request.url.path} is not served here").response()
+    return Refusal(f"{request.method} {request.url.path} is not served here", status=error.status_code).response()
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    return Refusal(500, OWN_ERROR).response()
+    return Refusal(OWN_ERROR, status=500).response()

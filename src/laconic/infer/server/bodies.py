@@ -67,12 +67,9 @@ def _check_stop_tokens(value: object) -> object:
 
 
 class StreamOptions(Strict):
-    """Options of an answer in pieces.
+    """Options of an answer in pieces: whether it ends with a chunk of numbers of tokens.
 
-    Attributes:
-        include_usage: end with a chunk of numbers of tokens.
-        include_obfuscation: is accepted; no padding is sent either way.
-        continuous_usage_stats: numbers of tokens in every chunk, of vLLM; not served.
+    No padding is sent, with include_obfuscation or without; vLLM's continuous_usage_stats are not served.
     """
 
     include_usage: bool | None = None
@@ -83,22 +80,11 @@ class StreamOptions(Strict):
 class RequestBody(Strict):
     """Fields that completions and chats share; see OpenAI's API reference. None is as if left out.
 
-    Attributes:
-        response_format: what the answer must be.
-        metadata, prompt_cache_key, prompt_cache_options, prompt_cache_retention, safety_identifier, service_tier,
-            store, user: are accepted and not used: they change no token.
-        top_k: beyond OpenAI's API, as all that follow, and as vLLM has them: draw from that many most probable tokens;
-            0 and -1 draw from all.
-        min_p: draw from tokens with at least that share of the greatest probability.
-        repetition_penalty: divides logits of tokens that are in the prompt or the answer.
-        min_tokens: of the answer, before which no token ends it.
-        ignore_eos: the model's end-of-sequence tokens do not end the answer.
-        stop_token_ids: further tokens that do.
-        return_tokens_as_token_ids: logprobs name tokens "token_id:7".
-        structured_outputs: what the answer must be.
-        guided_json, guided_regex, guided_choice, guided_grammar: the same, by the names that vLLM gave them before.
-        json_schema, regex: the same, by SGLang's names; the schema as a string.
-        guided_decoding_backend, request_id, return_mm_kwargs, rid, session_id: are accepted and not used.
+    From top_k on they are beyond it, as vLLM has them: of top_k, 0 and -1 draw from all tokens; ignore_eos ignores the
+    model's own, beside which stop_token_ids end an answer; return_tokens_as_token_ids lets logprobs name tokens
+    "token_id:7". guided_* are structured_outputs by the names that vLLM gave them before, json_schema (a string) and
+    regex by SGLang's. Metadata, prompt_cache_*, safety_identifier, service_tier, store, user, guided_decoding_backend,
+    request_id, return_mm_kwargs, rid and session_id are accepted and not used: they change no token.
     """
 
     model: str
@@ -154,11 +140,6 @@ class RequestBody(Strict):
         return rules
 
     @property
-    def names_tokens_by_id(self) -> bool:
-        """Whether logprobs name tokens by their ids."""
-        return bool(self.return_tokens_as_token_ids)
-
-    @property
     def continues_prompt(self) -> bool:
         """Whether the answer is the text behind the prompt's, and no text of its own."""
         return False
@@ -185,13 +166,9 @@ class RequestBody(Strict):
 
 
 class CompletionBody(RequestBody):
-    """Body of /v1/completions.
+    """Body of /v1/completions: a text, a list of token ids, or a list of either.
 
-    Attributes:
-        prompt: a text, a list of token ids, or a list of either.
-        logprobs: how many tokens to report at each position.
-        max_tokens: of the answer; 0 is for echo.
-        echo: begin the answer with the prompt, and its logprobs.
+    An answer of 0 tokens is for `echo`, which begins it with the prompt and its logprobs.
     """
 
     neutral: ClassVar[Neutral] = NEUTRAL_IN_COMPLETIONS
@@ -202,32 +179,22 @@ class CompletionBody(RequestBody):
 
     @property
     def continues_prompt(self) -> bool:
-        """Whether the answer is the text behind the prompt's, and no text of its own."""
         return True
 
     @property
     def num_logprobs(self) -> int | None:
-        """Value of Sampling.logprobs."""
         return self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Value of Sampling.prompt_logprobs."""
         return self.logprobs if self.echo else None
 
 
 class ChatBody(RequestBody):
-    """Body of /v1/chat/completions.
+    """Body of /v1/chat/completions; max_completion_tokens is the same as max_tokens.
 
-    Attributes:
-        messages: of the conversation, at least one.
-        max_completion_tokens: the same as max_tokens.
-        logprobs: report the logprob of each token.
-        top_logprobs: how many tokens to report at each position, with logprobs.
-        tools: that the model may call.
-        tool_choice: "none", "auto" (the default), "required", or the tool that it must call.
-        parallel_tool_calls: whether an answer may have several calls; true is the default.
-        chat_template_kwargs: further variables of the chat template, as vLLM has them.
+    `tool_choice` is "none", "auto" (the default), "required", or the tool that it must call; an answer may have several
+    calls unless `parallel_tool_calls` is false. `chat_template_kwargs` are further variables of the template, of vLLM.
     """
 
     neutral: ClassVar[Neutral] = NEUTRAL_IN_CHATS
@@ -242,12 +209,10 @@ class ChatBody(RequestBody):
 
     @property
     def longest_answer(self) -> int | None:
-        """Tokens of the longest answer that the client takes; None if it does not say."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """Value of Sampling.logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -262,15 +227,10 @@ class ChatBody(RequestBody):
 
 
 class TokenizeBody(Strict):
-    """Body of /tokenize, as vLLM has it.
+    """Body of /tokenize, as vLLM has it: a prompt, as of /v1/completions, or messages, as of /v1/chat/completions.
 
-    Attributes:
-        model: may be left out.
-        prompt: a text, whose tokens are those of /v1/completions.
-        messages: of a conversation, whose tokens are those of /v1/chat/completions; one of both is given.
-        tools, chat_template_kwargs: of the conversation.
-        return_token_strs: tell also what the vocabulary calls the tokens.
-        add_special_tokens: true with a prompt and false with messages, whose template writes them; else not served.
+    `return_token_strs` asks also for what the vocabulary calls the tokens. `add_special_tokens` is true with a prompt
+    and false with messages, whose template writes them; else it is not served.
     """
 
     neutral: ClassVar[Neutral] = NEUTRAL_IN_TOKENIZE
@@ -284,12 +244,7 @@ class TokenizeBody(Strict):
 
 
 class DetokenizeBody(Strict):
-    """Body of /detokenize, as vLLM has it.
-
-    Attributes:
-        model: may be left out.
-        tokens: ids.
-    """
+    """Body of /detokenize, as vLLM has it."""
 
     neutral: ClassVar[Neutral] = {"skip_special_tokens": (True,)}
     model: str | None = None
@@ -300,35 +255,23 @@ Body = TypeVar("Body", bound=Strict)
 
 
 def parse_body(kind: type[Body], content: bytes) -> Body:
-    """Read the body of a request.
-
-    Args:
-        kind: of the body.
-        content: of the request.
-
-    Raises:
-        Refusal: it is not JSON, a field is unknown or missing, breaks its rule, or contradicts another (400).
-    """
+    """Read the body of a request; a Refusal (400) unless it is JSON and its fields keep their rules, see make_body."""
     try:
         values: Any = from_json(content, allow_inf_nan=False)
         parse_json(content)  # of two equal names the first would be dropped, and 1e400 be infinity
     except ValueError as error:
-        raise Refusal(400, f"the body is not JSON: {error}") from None
+        raise Refusal(f"the body is not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise Refusal(400, f"the body is {reprlib.repr(values)}, but it must be a JSON object")
+        raise Refusal(f"the body is {reprlib.repr(values)}, but it must be a JSON object")
     for name, allowed in kind.neutral.items():
         if not asks_for_nothing(values.get(name), allowed):
             shown = reprlib.repr(values[name])
-            raise Refusal(400, f"{name} is {shown}, but {name} is not served; leave it out", name, "unsupported")
+            raise Refusal(f"{name} is {shown}, but {name} is not served; leave it out", name, "unsupported")
     return make_body(kind, {name: value for name, value in values.items() if name not in kind.neutral})
 
 
 def make_body(kind: type[Body], values: Mapping[str, Any]) -> Body:
-    """Return the body with these fields.
-
-    Raises:
-        Refusal: a field is unknown or missing, breaks its rule, or contradicts another (400).
-    """
+    """Return the body; a Refusal (400) if a field is unknown or missing, breaks its rule or contradicts another."""
     try:
         body = kind.model_validate(values)
     except ValidationError as error:
@@ -338,19 +281,18 @@ def make_body(kind: type[Body], values: Mapping[str, Any]) -> Body:
 
 
 def _refusal(kind: type[BaseModel], error: ValidationError) -> Refusal:
-    """Make the first mistake that was found a sentence."""
     first = error.errors(include_url=False)[0]
     # pydantic's marks of a union's members are left out: no field is called so
     places = [str(part) for part in first["loc"]]
     name = ".".join(each for each in places if each not in ("bool", "str") and not each.startswith("dict["))
     if first["type"] == "missing":
-        return Refusal(400, f"{name} is missing, but it must be given", name)
+        return Refusal(f"{name} is missing, but it must be given", name)
     if first["type"] == "extra_forbidden":
         remedy = f"; the fields are {', '.join(sorted(kind.model_fields))}" if len(first["loc"]) == 1 else ""
-        return Refusal(400, f"{name} is no field that is served{remedy}", name, "unknown_parameter")
+        return Refusal(f"{name} is no field that is served{remedy}", name, "unknown_parameter")
     rule = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     rule = rule if rule.startswith("must") else f"must be {rule}"
-    return Refusal(400, f"{name} is {reprlib.repr(first['input'])}, but it {rule}", name)
+    return Refusal(f"{name} is {reprlib.repr(first['input'])}, but it {rule}", name)
 
 
 def _check_contradictions(body: Strict) -> None:
@@ -365,16 +307,13 @@ def _check_contradictions(body: Strict) -> None:
     longest = body.longest_answer
     if body.min_tokens is not None and longest is not None and body.min_tokens > longest:
         raise Refusal(
-            400,
             f"min_tokens is {body.min_tokens}, but the longest answer is {longest}; give at most that",
             "min_tokens",
         )
     if body.stream_options is not None and not body.stream:
-        raise Refusal(400, "stream_options is given, but stream is not true; give both or neither", "stream_options")
+        raise Refusal("stream_options is given, but stream is not true; give both or neither", "stream_options")
     if isinstance(body, CompletionBody) and longest == 0 and not body.echo:
-        raise Refusal(
-            400, "max_tokens is 0, but echo is not true, so nothing is asked for; give at least 1", "max_tokens"
-        )
+        raise Refusal("max_tokens is 0, but echo is not true, so nothing is asked for; give at least 1", "max_tokens")
     if isinstance(body, ChatBody):
         _check_chat(body)
 
@@ -382,10 +321,9 @@ def _check_contradictions(body: Strict) -> None:
 def _check_tokenize(body: TokenizeBody) -> None:
     has_prompt = body.prompt is not None
     if has_prompt == (body.messages is not None):
-        raise Refusal(400, "prompt and messages are both given or both missing; give one", "prompt")
+        raise Refusal("prompt and messages are both given or both missing; give one", "prompt")
     if body.add_special_tokens not in (None, has_prompt):
         raise Refusal(
-            400,
             f"add_special_tokens is {json.dumps(body.add_special_tokens)}, but it is served as true with prompt and as"
             " false with messages; leave it out",
             "add_special_tokens",
@@ -393,19 +331,18 @@ def _check_tokenize(body: TokenizeBody) -> None:
         )
     for name in ("tools", "chat_template_kwargs") if has_prompt else ():
         if getattr(body, name):
-            raise Refusal(400, f"{name} is given with prompt, which passes no chat template; give messages", name)
+            raise Refusal(f"{name} is given with prompt, which passes no chat template; give messages", name)
 
 
 def _check_message(name: str, message: Message) -> None:
     if message.content is None and message.role != "assistant":
         raise Refusal(
-            400, f"{name}.content is missing or null, but only an assistant's may be; give a text", f"{name}.content"
+            f"{name}.content is missing or null, but only an assistant's may be; give a text", f"{name}.content"
         )
     if message.tool_calls and message.role != "assistant":
-        raise Refusal(400, f"{name}.tool_calls is given, but only an assistant has calls", f"{name}.tool_calls")
+        raise Refusal(f"{name}.tool_calls is given, but only an assistant has calls", f"{name}.tool_calls")
     if (message.tool_call_id is None) != (message.role != "tool"):
         raise Refusal(
-            400,
             f"{name}.tool_call_id must be given with the role tool, which answers a call, and with no other",
             f"{name}.tool_call_id",
         )
@@ -415,13 +352,12 @@ def _check_answer(name: str, message: Message, open_calls: dict[str, bool]) -> N
     ids = [call.id for call in message.tool_calls or ()]
     if len(set(ids)) < len(ids):
         why = f"{name}.tool_calls has an id twice, but answers name their call by it; give each its own"
-        raise Refusal(400, why, f"{name}.tool_calls")
+        raise Refusal(why, f"{name}.tool_calls")
     open_calls |= dict.fromkeys(ids, True)
     if (answered := message.tool_call_id) is not None:
         if not open_calls.get(answered):
             why = "that call has been answered" if answered in open_calls else "no message before it has such a call"
             raise Refusal(
-                400,
                 f"{name}.tool_call_id is {answered!r}, but {why}; give each call one answer, behind it",
                 f"{name}.tool_call_id",
             )
@@ -430,21 +366,19 @@ def _check_answer(name: str, message: Message, open_calls: dict[str, bool]) -> N
 
 def _check_chat(body: ChatBody) -> None:
     if body.top_logprobs and not body.logprobs:
-        raise Refusal(400, "top_logprobs is given, but logprobs is not true; give both or neither", "top_logprobs")
+        raise Refusal("top_logprobs is given, but logprobs is not true; give both or neither", "top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise Refusal(
-            400,
             f"max_tokens is {body.max_tokens}, but max_completion_tokens is {body.max_completion_tokens}; give one",
             "max_tokens",
         )
     names = [tool.function.name for tool in body.tools or ()]
     if len(set(names)) < len(names):
-        raise Refusal(400, "tools has a name twice, but calls name their tool; give each a name of its own", "tools")
+        raise Refusal("tools has a name twice, but calls name their tool; give each a name of its own", "tools")
     if body.tool_choice == "required" and not names:
-        raise Refusal(400, "tool_choice is 'required', but there are no tools; give some", "tool_choice")
+        raise Refusal("tool_choice is 'required', but there are no tools; give some", "tool_choice")
     if isinstance(body.tool_choice, NamedTool) and body.tool_choice.name not in names:
         raise Refusal(
-            400,
             f"tool_choice names {body.tool_choice.name!r}, but tools are {', '.join(names) or 'missing'}",
             "tool_choice",
         )

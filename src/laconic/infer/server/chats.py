@@ -25,14 +25,7 @@ from laconic.infer.tokenizer import TextTokenizer
 
 
 class Chats:
-    """Answers conversations.
-
-    Args:
-        engine: that makes the tokens.
-        tokenizer: of its model.
-        settings: of the server.
-        answers: that are given.
-    """
+    """Answers conversations."""
 
     def __init__(
         self, engine: TokenEngine, tokenizer: TextTokenizer, settings: ServerSettings, answers: Answers
@@ -43,27 +36,19 @@ class Chats:
         self._format = settings.tool_call_parser or _format_of(template)
 
     async def answer(self, request: Request, body: ChatBody) -> Response:
-        """Answer a request of /v1/chat/completions.
-
-        Raises:
-            Refusal: the request breaks a rule, or its answer cannot be made.
-        """
+        """Answer a request of /v1/chat/completions; a Refusal if it breaks a rule, or its answer cannot be made."""
         reply = ChatReply(
             self._settings.model_name,
             self._tokenizer,
             bool(body.logprobs),
-            body.names_tokens_by_id,
+            bool(body.return_tokens_as_token_ids),
             self._parser(body),
             one_call=body.parallel_tool_calls is False,
         )
         return await self._give(request, body, "messages", reply)
 
     async def respond(self, request: Request, body: ResponsesBody) -> Response:
-        """Answer a request of /v1/responses.
-
-        Raises:
-            Refusal: the request breaks a rule, or its answer cannot be made.
-        """
+        """Answer a request of /v1/responses; a Refusal if it breaks a rule, or its answer cannot be made."""
         chat = body.to_chat()
         reply = ResponseReply(self._settings.model_name, self._tokenizer, body, self._parser(chat))
         return await self._give(request, chat, "input", reply, "text.format")
@@ -71,10 +56,9 @@ class Chats:
     async def encode(
         self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any] | None, field: str
     ) -> list[int]:
-        """Return the tokens of a conversation; the field is named if the template does not take it.
+        """Return the tokens of a conversation.
 
-        Raises:
-            Refusal: the template does not take it, or has no place for the tools (400).
+        A Refusal (400) names the field if the template does not take it, or has no place for the tools.
         """
         if tools:
             self._check_template()
@@ -86,7 +70,7 @@ class Chats:
                 variables or {},
             )
         except ConfigError as error:
-            raise Refusal(400, str(error), field) from error
+            raise Refusal(str(error), field) from error
 
     async def _give(
         self, request: Request, body: ChatBody, field: str, reply: Reply, format_field: str = "response_format"
@@ -104,14 +88,10 @@ class Chats:
     def _check_template(self) -> None:
         if not self._takes_tools:
             why = "tools is given, but the model's chat template has no place for them; leave it out"
-            raise Refusal(400, why, "tools", "unsupported")
+            raise Refusal(why, "tools", "unsupported")
 
     def _parser(self, body: ChatBody) -> Callable[[], ToolParser] | None:
-        """Return what finds calls in an answer; None if there may be none.
-
-        Raises:
-            Refusal: how the model writes calls is not known (400).
-        """
+        """Return what finds calls in an answer; None if there may be none, a Refusal if their format is unknown."""
         if not body.callable_tools:
             return None
         self._check_template()
@@ -121,7 +101,6 @@ class Chats:
             return RequiredCalls
         if self._format is None:
             raise Refusal(
-                400,
                 "tools is given, but the chat template does not tell how the model writes calls; start the server with"
                 f" --tool-call-parser {'|'.join(PARSERS)}, or give tool_choice 'required'",
                 "tools",

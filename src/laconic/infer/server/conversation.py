@@ -18,8 +18,7 @@ CACHE_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 class Strict(BaseModel):
     """An object with no other fields than its own, of the types that are written there.
 
-    Attributes:
-        neutral: fields that are not served, with their values that ask for nothing.
+    `neutral` has fields that are not served, with their values that ask for nothing.
     """
 
     neutral: ClassVar[Neutral] = {}
@@ -136,13 +135,9 @@ class _Function(Strict):
 
 
 class Tool(Strict):
-    """A function that the model may call.
+    """A function that the model may call, by its name, a description and the JSON schema of its arguments.
 
-    Attributes:
-        type: there is one.
-        function: its name, a description for the model, and the JSON schema of its arguments.
-        defer_loading: show it to the model only once it has been searched for; not served.
-        cache_control: see CACHE_MARKS.
+    That it is shown only once it has been searched for, `defer_loading`, is not served; see CACHE_MARKS for the rest.
     """
 
     type: Literal["function"]
@@ -156,11 +151,7 @@ class Tool(Strict):
 
 
 class NamedTool(Strict):
-    """The tool that the model must call.
-
-    Attributes:
-        name: of its function.
-    """
+    """The function that the model must call, by name."""
 
     name: str
 

@@ -23,12 +23,7 @@ class _JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """What an answer must be.
-
-    Attributes:
-        type: any text, any JSON object, or JSON by a schema.
-        json_schema: the schema, with json_schema.
-    """
+    """What an answer must be: any text, any JSON object, or JSON by a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _JsonSchema | None = None
@@ -40,16 +35,9 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """What an answer must be, as vLLM has it; one of json, regex, choice, grammar and json_object.
+    """What an answer must be, as vLLM has it: a JSON schema or object, what a regular expression takes, or a text.
 
-    Attributes:
-        json_: a JSON schema, `json` in the body.
-        regex: a regular expression for the whole answer.
-        choice: the texts that it may be.
-        grammar: in Lark's format.
-        json_object: any JSON object.
-        disable_any_whitespace, disable_additional_properties, disable_fallback, structural_tag, whitespace_pattern:
-            false or null.
+    Or what a grammar in Lark's format takes. One of these is given; what else vLLM has is false or null.
     """
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")

@@ -12,13 +12,10 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class PartFrames:
-    """The events of an answer's parts.
+    """The events of the parts of a reply.
 
     Most parts are a piece of text and nothing else, and their events differ in that text alone. So those of a choice
     are cut once from the event of one such part, and only their text is encoded.
-
-    Args:
-        reply: of the answer.
     """
 
     def __init__(self, reply: Reply) -> None:

@@ -22,14 +22,9 @@ _Event = ChosenToken | LaconicError | None
 
 @dataclass(frozen=True)
 class Part:
-    """What one token adds to a choice.
+    """What one token adds to a choice: text, perhaps empty or that of earlier tokens, behind `offset` characters.
 
-    Attributes:
-        index: of the choice.
-        text: to append, perhaps empty; it may be the text of earlier tokens.
-        token: that was made, also one that ends the choice; None if none did.
-        offset: characters of the choice's text before the token.
-        finish_reason: of the choice, in its last part.
+    The token, which may end the choice, is None if none was made; the last part has the finish_reason.
     """
 
     index: int
@@ -46,8 +41,7 @@ class Generation:
     requests are cancelled, so a client that does not read costs the engine nothing.
 
     Args:
-        engine: that makes the tokens.
-        tokenizer: of the model.
+        engine, tokenizer: that make tokens and texts.
         prompts: tokens of each prompt; there are `num_choices` choices of each, in this order.
         num_choices: of each prompt.
         sampling: of all choices, which differ by `Sampling.request`.
@@ -61,7 +55,6 @@ class Generation:
         continues: whether the choices' texts are those behind the prompts', and no texts of their own.
 
     Attributes:
-        prompt_tokens: of all prompts.
         too_slow: whether it was cancelled since its parts were not taken.
         first_token_time: when the first token came, by time.monotonic; None before.
     """
@@ -119,11 +112,7 @@ class Generation:
         return sum(choice.count for choice in self._choices)
 
     def start(self) -> None:
-        """Submit all choices.
-
-        Raises:
-            LaconicError: the engine refuses; none of them runs then.
-        """
+        """Submit all choices; if the engine refuses one, with a LaconicError, none of them runs."""
         try:
             for choice in self._choices:
                 listener = _Listener(self, choice.index)
@@ -141,8 +130,7 @@ class Generation:
     async def parts(self) -> AsyncIterator[list[Part]]:
         """Yield what the tokens that have come meanwhile add to the choices, until all have finished.
 
-        Raises:
-            Refusal: the engine failed, or the parts were not taken fast enough.
+        A Refusal says that the engine failed, or that the parts were not taken fast enough.
         """
         running = len(self._choices)
         while running:
@@ -175,9 +163,9 @@ class Generation:
                 yield parts
             self._num_reading = 0
             if isinstance(failure, TextError):
-                raise Refusal(500, str(failure), code="text_differs") from failure
+                raise Refusal(str(failure), code="text_differs", status=500) from failure
             if failure is not None:
-                raise Refusal(500, f"the engine failed: {failure}", code="engine_failed") from failure
+                raise Refusal(f"the engine failed: {failure}", code="engine_failed", status=500) from failure
 
     def deliver(self, index: int, event: _Event) -> None:
         """Take an event of a choice, on any thread."""
@@ -309,11 +297,7 @@ class _Choice:
         return piece
 
     def _check_text(self) -> None:
-        """Compare the pieces of the text, which may have been sent, with the text of all tokens.
-
-        Raises:
-            TextError: they differ.
-        """
+        """Compare the pieces of the text, perhaps sent already, with that of all tokens; a TextError if they differ."""
         if (text := "".join(self._pieces)) != (whole := self._decode(self._tokens)):
             raise TextError(
                 f"the pieces of this answer make {text[self._start :]!r}, but its tokens decode to"

@@ -12,12 +12,6 @@ class Handover:
     """Runs calls of any thread on an event loop, in order; the loop is woken once for all that have come meanwhile.
 
     Waking a loop takes a system call and a change of threads, and a forward gives each of many requests a token.
-
-    Args:
-        loop: on which the calls run.
-
-    Attributes:
-        loop: the same.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -29,15 +29,12 @@ _NO_ROOM = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-Afte
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Bounds on a server's connections.
+    """Bounds on a server's connections, each at least 1.
 
     Attributes:
         max_connections: at once; None is 1024, or fewer as the process has descriptors for.
         max_connections_per_address: of one client's address; None is three quarters of all.
         head_seconds: for the head of a request, from the connection or from the head's first byte.
-
-    Raises:
-        ConfigError: a value is below 1.
     """
 
     max_connections: int | None = None
@@ -56,13 +53,9 @@ class ConnectionLimits:
 
 
 def serve_http(app: Starlette, listening: socket.socket, limits: ConnectionLimits, drain_seconds: int) -> None:
-    """Serve until SIGTERM or SIGINT, in the main thread.
+    """Serve until SIGTERM or SIGINT, in the main thread; at a stop requests have `drain_seconds` to end.
 
-    Args:
-        app: of `create_app`.
-        listening: closed at the end.
-        limits: of connections.
-        drain_seconds: for requests to end at a stop.
+    `listening` is closed at the end.
     """
     config = uvicorn.Config(
         app,
@@ -86,18 +79,13 @@ class CautiousSocket(socket.socket):
     """
 
     def __init__(self, listening: socket.socket) -> None:
-        """Take over `listening`."""
         super().__init__(fileno=listening.detach())
         self._accepted = 0
         self._spare = os.open(os.devnull, os.O_RDONLY)
         self._short = SeldomWarning("the server has no descriptor left: turned %d connections away; raise `ulimit -n`")
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection.
-
-        Raises:
-            BlockingIOError: nobody waits, or the loop has to go on first.
-        """
+        """Accept a connection; BlockingIOError if nobody waits, or the loop has to go on first."""
         if self._accepted >= _ACCEPTED_AT_ONCE:
             raise BlockingIOError
         if self._accepted == 0:
@@ -134,12 +122,7 @@ class CautiousSocket(socket.socket):
 
 
 def limited_protocol(table: ConnectionTable, head_seconds: float) -> Callable[..., asyncio.Protocol]:
-    """Return a protocol for `uvicorn.Config(http=...)` whose connections are those of `table`.
-
-    Args:
-        table: of the listener.
-        head_seconds: for the head of a request, from the connection or from the head's first byte.
-    """
+    """Return a protocol for `uvicorn.Config(http=...)` whose connections are those of `table`; see ConnectionLimits."""
     protocol: Any = AutoHTTPProtocol
 
     class Limited(protocol):

@@ -32,14 +32,10 @@ class Histogram:
 
 
 class Metrics:
-    """What the server counts. For one event loop.
+    """What the server counts, for one event loop: answers by path and status, "prompt" and "completion" tokens.
 
-    Attributes:
-        answers: HTTP answers by path and status.
-        tokens: "prompt" and "completion" tokens.
-        cancelled: requests that ended early, by reason: "disconnect", "slow_client".
-        first_token_seconds: from a request's arrival to its first token.
-        request_seconds: from a request's arrival to its end.
+    Requests that ended early are by reason, "disconnect" or "slow_client"; seconds are from a request's arrival to its
+    first token, and to its end.
     """
 
     def __init__(self) -> None:

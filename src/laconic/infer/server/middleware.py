@@ -18,12 +18,11 @@ class RequireKey:
         self._app, self._digest = app, hashlib.sha256(api_key.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, as an ASGI application."""
         if scope["type"] == "http" and scope["path"] not in ("/health", "/ready") and not self._has_key(scope):
             refusal = Refusal(
-                401,
                 "the API key is missing or wrong; send the header Authorization: Bearer KEY",
                 code="invalid_api_key",
+                status=401,
                 headers={"WWW-Authenticate": "Bearer"},
             )
             await refusal.response()(scope, receive, send)
@@ -44,8 +43,6 @@ class CountAnswers:
         self._app, self._answers, self._paths = app, answers, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, as an ASGI application."""
-
         async def counting(message: AsgiMessage) -> None:
             if message["type"] == "http.response.start":
                 path = "/v1/models" if scope["path"].startswith("/v1/models/") else scope["path"]

@@ -8,22 +8,18 @@ from starlette.responses import JSONResponse
 
 
 class Refusal(Exception):
-    """A request that is answered with an error.
+    """A request that is answered with an error: the status of HTTP, and a message with field, value, rule and remedy.
 
-    Args:
-        status: of HTTP.
-        message: for the user: field, value, rule, remedy.
-        param: field of the request that is wrong, if one is.
-        code: word for programs, if there is one.
-        headers: further headers of the answer.
+    `param` is the field that is wrong, `code` a word for programs, if there are such.
     """
 
     def __init__(
         self,
-        status: int,
         message: str,
         param: str | None = None,
         code: str | None = None,
+        *,
+        status: int = 400,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)

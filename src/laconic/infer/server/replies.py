@@ -19,13 +19,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Reply(ABC):
-    """Shapes that all answers share.
-
-    Args:
-        model: name of the model.
-        tokenizer: of the model, for logprobs.
-        with_logprobs: report them.
-        as_token_ids: name tokens in logprobs by their ids, which no two share, and not by their texts.
+    """Shapes that all answers share; as_token_ids names tokens in logprobs by ids, which no two share, not texts.
 
     Attributes:
         differs_in_text_alone: whether the chunk of a part that has nothing but text, amid a choice, differs from the
@@ -100,10 +94,8 @@ class Reply(ABC):
 class CompletionReply(Reply):
     """Answers of /v1/completions.
 
-    Args:
-        model, tokenizer, with_logprobs, as_token_ids: of Reply.
-        prompts: text of the prompt of each choice, with which it begins; None does not repeat them.
-        only_prompts: leave out what was generated: the prompt was asked for and nothing else.
+    `prompts` are the text of the prompt of each choice, with which it begins; None does not repeat them. `only_prompts`
+    leaves out what was generated: the prompt was asked for and nothing else.
     """
 
     prefix = "cmpl"
@@ -185,13 +177,7 @@ class CompletionReply(Reply):
 
 
 class ChatReply(Reply):
-    """Answers of /v1/chat/completions.
-
-    Args:
-        model, tokenizer, with_logprobs, as_token_ids: of Reply.
-        make_parser: of calls of tools; None takes the text as it is.
-        one_call: give no call but the first of an answer.
-    """
+    """Answers of /v1/chat/completions; `make_parser` is of calls of tools; with `one_call` the first is given alone."""
 
     prefix = "chatcmpl"
     object_whole, object_chunk = "chat.completion", "chat.completion.chunk"

@@ -111,12 +111,8 @@ class _Text(Strict):
 class ResponsesBody(Strict):
     """Body of /v1/responses; see OpenAI's API reference. None is as if left out.
 
-    Attributes:
-        input: a text, or messages, function calls and their outputs, also those of an earlier answer's output.
-        instructions: a system message before them.
-        text: the format of the answer.
-        tools, tool_choice, parallel_tool_calls: as chats have them, in shapes without "function".
-        metadata, store and what follows: are given back, or accepted and not used; no answer is kept.
+    `input` may have messages, calls and their outputs, also those of an earlier answer; tools are as in chats, in
+    shapes without "function". What follows from metadata and store on is given back, or accepted and not used.
     """
 
     neutral: ClassVar[Neutral] = NEUTRAL_IN_RESPONSES
@@ -143,11 +139,7 @@ class ResponsesBody(Strict):
     request_id: str | None = None
 
     def to_chat(self) -> ChatBody:
-        """Return the same request as one of /v1/chat/completions.
-
-        Raises:
-            Refusal: a message breaks a rule (400).
-        """
+        """Return the same request as one of /v1/chat/completions; a message that breaks a rule is a Refusal (400)."""
         before = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         values: dict[str, Any] = {"model": self.model, "messages": [*before, *self.input]}
         values |= {"temperature": self.temperature, "top_p": self.top_p, "stream": self.stream}
@@ -161,12 +153,7 @@ class ResponsesBody(Strict):
 
 
 class ResponseReply(ChatReply):
-    """Answers of /v1/responses.
-
-    Args:
-        model, tokenizer, make_parser: of ChatReply.
-        body: that is answered.
-    """
+    """Answers of /v1/responses."""
 
     prefix = "resp"
     end = b""
@@ -237,7 +224,6 @@ class ResponseReply(ChatReply):
         return {"type": kind, "sequence_number": self._sequence - 1} | values
 
     def _begin_item(self, call: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-        """Begin a message, or a call."""
         item: dict[str, Any] = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "content": []}
         if call is not None:
             item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call["id"], "arguments": ""}

@@ -21,38 +21,30 @@ _Asked = tuple[str, GrammarKind, Any]
 def grammar_of(body: RequestBody, engine: TokenEngine, format_field: str = "response_format") -> str | None:
     """Return the grammar that a request asks for, or None; compiling a large one takes a second.
 
-    Args:
-        body: of the request.
-        engine: that answers it.
-        format_field: what the client calls response_format.
-
-    Raises:
-        Refusal: it is no grammar, there are several, or no answer of the engine could end by one (400).
+    `format_field` is what the client calls response_format. It is a Refusal (400) if it is no grammar, there are
+    several, or no answer of the engine could end by one.
     """
     asked = [*_format(body, format_field), *_structured(body), *_guided(body), *_tools(body)]
     if not asked:
         return None
     field, kind, value = asked[0]
     if len(asked) > 1:
-        raise Refusal(400, f"{field} and {asked[1][0]} are both given, but an answer follows one; give one", field)
+        raise Refusal(f"{field} and {asked[1][0]} are both given, but an answer follows one; give one", field)
     of_calls = ("stop_token_ids",) if field == "tool_choice" else ()  # a cut call would pass for a whole one
     for name in ("ignore_eos", "min_tokens", *of_calls):
         if getattr(body, name):
             raise Refusal(
-                400,
                 f"{name} is given with {field}, but an answer ends where its grammar allows no more; leave {name} out",
                 name,
             )
     if isinstance(body, ChatBody) and body.callable_tools and body.tool_choice in (None, "auto"):
         raise Refusal(
-            400,
             f"{field} is given with tools that may be called, but a call would not follow it; give tool_choice 'none'"
             " or leave one of both out",
             field,
         )
     if not engine.eos_token_ids:
         raise Refusal(
-            400,
             f"{field} is given, but the model has no end-of-sequence token to end such an answer; set eos_token_id in"
             " its generation_config.json",
             field,
@@ -62,7 +54,7 @@ def grammar_of(body: RequestBody, engine: TokenEngine, format_field: str = "resp
     except ConfigError as error:
         if field == "tool_choice" and find_spec("llguidance"):
             _check_parameters(body)
-        raise Refusal(400, f"{field} is no grammar: {error}", field) from error
+        raise Refusal(f"{field} is no grammar: {error}", field) from error
 
 
 def _format(body: RequestBody, field: str) -> list[_Asked]:
@@ -73,7 +65,7 @@ def _format(body: RequestBody, field: str) -> list[_Asked]:
         return [(field, "json_schema", _ANY_OBJECT)]
     if asked.json_schema is None or asked.json_schema.schema_ is None:
         name = f"{field}.json_schema" + (".schema" if asked.json_schema else "")
-        raise Refusal(400, f"{name} is missing, but the type json_schema needs it", name)
+        raise Refusal(f"{name} is missing, but the type json_schema needs it", name)
     return [(field, "json_schema", asked.json_schema.schema_)]
 
 
@@ -134,7 +126,6 @@ def _parameters(tool: Tool) -> dict[str, Any]:
     kind = given.get("type", "object")
     if "object" not in (kind if isinstance(kind, list) else [kind]):
         raise Refusal(
-            400,
             f"parameters of the tool {tool.function.name!r} have the type {kind!r}, but arguments are an object; give"
             " the type 'object'",
             "tools",
@@ -150,7 +141,6 @@ def _check_parameters(body: RequestBody) -> None:
             make_grammar("json_schema", _parameters(tool))
         except ConfigError as error:
             raise Refusal(
-                400,
                 f"parameters of the tool {tool.function.name!r} are no schema that arguments, which are an object, can"
                 f" follow: {error}; mend them, or give tool_choice 'auto', which follows no schema",
                 "tools",

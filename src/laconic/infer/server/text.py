@@ -6,12 +6,9 @@ from collections.abc import Sequence
 
 
 class StopFinder:
-    """Cuts a text, which comes in pieces, before the first stop string to be complete.
+    """Cuts a text, which comes in pieces, before the first stop string to be complete; none of these is empty.
 
     Of several that end at the same character, the longest counts. The result does not depend on where pieces are cut.
-
-    Args:
-        stops: the strings, none of them empty.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -20,14 +17,9 @@ class StopFinder:
         self._passed = 0  # characters of what is held where no stop string may end
 
     def push(self, piece: str, may_end: bool = True) -> tuple[str, bool]:
-        """Take a piece of text.
+        """Return the text that belongs to the answer for certain, and whether a stop string has been found after it.
 
-        Args:
-            piece: of the text.
-            may_end: whether a stop string may be complete in it; one may begin in any case.
-
-        Returns:
-            The text that belongs to the answer for certain, and whether a stop string has been found after it.
+        With `may_end` false none may be complete in this piece; one may begin in any case.
         """
         text = self._held + piece
         if not may_end:
@@ -50,8 +42,7 @@ class StopFinder:
 def cut_at(text: str, tag: str) -> tuple[str, str, str | None]:
     """Cut a text at the first `tag`.
 
-    Returns:
-        What stands before it for certain, what may be its beginning, and what follows it; None if it is not there.
+    Returns what stands before it for certain, what may be its beginning, and what follows it; None if it is not there.
     """
     before, found, after = text.partition(tag)
     if found:

@@ -35,12 +35,9 @@ def read_json(text: str) -> Any:
 
 @dataclass(frozen=True)
 class CallDelta:
-    """What a piece of text adds to the calls of an answer.
+    """What a piece of text adds to the call `index` of an answer.
 
-    Attributes:
-        index: of the call.
-        name: of its function, in its first delta; None later.
-        arguments: to append, JSON as a string.
+    `name` is that of its function in its first delta, None later; `arguments` are JSON, to append.
     """
 
     index: int
@@ -219,24 +216,18 @@ class _MistralCalls(ToolParser):
 
 
 class NamedCall(ToolParser):
-    """An answer that is the arguments of one function, as a grammar has made it.
-
-    Args:
-        name: of the function.
-    """
+    """An answer that is the arguments of the function `name`, as a grammar has made it."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name: str | None = name
 
     def push(self, text: str) -> Found:
-        """See ToolParser."""
         if text:
             yield CallDelta(0, self._name, text)
             self._name = None
 
     def flush(self) -> Found:
-        """See ToolParser."""
         return iter(())
 
 

@@ -19,20 +19,19 @@ _T = TypeVar("_T")
 async def read_body(request: Request, settings: ServerSettings) -> bytes:
     """Return the body of a request.
 
-    Raises:
-        Refusal: it is not JSON by its header, or packed (415), too long (413), or does not come in time (408).
+    It is a Refusal if it is not JSON by its header, or packed (415), too long (413), or does not come in time (408).
     """
     max_bytes, seconds = settings.max_body_bytes, settings.max_body_seconds
     kind, *parameters = (each.strip().lower() for each in request.headers.get("content-type", "").split(";"))
     if kind != "application/json":  # pages of other sites can send anything else without asking the browser
-        raise Refusal(415, f"Content-Type is {kind!r}, but it must be application/json")
+        raise Refusal(f"Content-Type is {kind!r}, but it must be application/json", status=415)
     for name, _, value in (each.partition("=") for each in parameters):
         if name == "charset" and (charset := value.strip('"')) not in ("utf-8", "utf8", "us-ascii"):
-            raise Refusal(415, f"Content-Type has charset {charset!r}, but JSON is read as utf-8; send it so")
+            raise Refusal(f"Content-Type has charset {charset!r}, but JSON is read as utf-8; send it so", status=415)
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
-        raise Refusal(415, f"Content-Encoding is {coding!r}, but no body is unpacked here; send it as it is")
-    too_long = Refusal(413, f"the body has more than {max_bytes} bytes, which is the most that is read")
+        raise Refusal(f"Content-Encoding is {coding!r}, but no body is unpacked here; send it as it is", status=415)
+    too_long = Refusal(f"the body has more than {max_bytes} bytes, which is the most that is read", status=413)
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise too_long
@@ -46,18 +45,13 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
     except TimeoutError:
         # The rest of the body would be read as the next request.
         raise Refusal(
-            408, f"the body has not arrived within {seconds} s; send it again", headers={"Connection": "close"}
+            f"the body has not arrived within {seconds} s; send it again", status=408, headers={"Connection": "close"}
         ) from None
     return bytes(content)
 
 
 class EventStream(Response):
-    """Sends events as they come, until there are no more or the client has gone.
-
-    Args:
-        events: to send.
-        close: called at the end, with whether the client has gone before.
-    """
+    """Sends events as they come, until there are no more or the client has gone, which `close` is told at the end."""
 
     media_type = "text/event-stream"
 
@@ -67,7 +61,6 @@ class EventStream(Response):
         self._events, self._close = events, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, as an ASGI application."""
         gone = False
         try:
             await unless_gone(receive, self._send(send))
@@ -84,11 +77,7 @@ class EventStream(Response):
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """Return what `work` returns, and cancel it if the client goes away before.
-
-    Raises:
-        ClientDisconnect: the client has gone.
-    """
+    """Return what `work` returns; if the client goes away before, cancel it and raise ClientDisconnect."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":

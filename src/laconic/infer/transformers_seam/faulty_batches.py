@@ -25,11 +25,9 @@ class FaultyBatches:
     others go on with the tokens that they have. What else the loop may raise, of the scheduler or the cache, ends it:
     nothing that it leaves behind could be trusted.
 
-    Args:
-        manager: whose loop it is.
-        on_alone: called, on its thread, with the name of a request that has failed alone, the tokens that it was given,
-            and why it failed; the manager knows nothing of it any more.
-        on_ended: called, on its thread, with what ends the loop, before any request hears of it.
+    Both callbacks are called on the manager's thread: `on_alone` with the name of a request that has failed alone, the
+    tokens that it was given, and why it failed, of which the manager knows nothing any more; `on_ended` with what ends
+    the loop, before any request hears of it.
     """
 
     def __init__(
@@ -116,7 +114,6 @@ class FaultyBatches:
 
 
 def _schedule_some(scheduler: Any, schedule: Callable[..., Any], names: Set[str], budgets: Sequence[int]) -> Any:
-    """Choose a batch from some requests alone."""
     active, waiting = scheduler.active_requests, scheduler.waiting_requests
     order, blocked = scheduler.waiting_requests_order, scheduler.block_new_requests
     scheduler.active_requests = {key: state for key, state in active.items() if key in names}

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 def read_config(model_dir: Path) -> PretrainedConfig:
     """Read the configuration of the model in `model_dir`.
 
-    Raises:
-        ModelError: the directory holds no model that can be served, a quantized one, or one with an adapter.
+    A directory that holds no model that can be served, a quantized one, or one with an adapter, is a ModelError.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
     from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
@@ -130,10 +129,7 @@ def num_positions(config: PretrainedConfig) -> int | None:
 def find_experts(config: PretrainedConfig, dtype: torch.dtype | None = None) -> tuple[Any, dict[str, Block]]:
     """Build the model on the meta device and find its experts, by module name and in the order of layers.
 
-    A model without any is dense.
-
-    Raises:
-        ModelError: transformers makes no model of the configuration.
+    A model without any is dense; a configuration of which transformers makes none is a ModelError.
     """
     from transformers import AutoModelForCausalLM
 
@@ -152,18 +148,10 @@ def find_experts(config: PretrainedConfig, dtype: torch.dtype | None = None) -> 
 def load_attention_model(
     model_dir: Path, dtype: torch.dtype | None, replace: Callable[[int, nn.Module], nn.Module] | None
 ) -> nn.Module:
-    """Load a model for inference, with something else in the place of each layer's experts.
+    """Load a model for inference, with something else in the place of each layer's experts, whose weights are not read.
 
-    The weights of the experts are not read.
-
-    Args:
-        model_dir: directory of the model.
-        dtype: of the weights; None takes the checkpoint's.
-        replace: returns, for a layer's number and its experts (on the meta device), what stands there instead; None
-            loads the experts too.
-
-    Raises:
-        ModelError: weights are missing or cannot be read.
+    `replace` returns it, for the layer's number and its experts on the meta device; None loads the experts too. `dtype`
+    None is the checkpoint's. Weights that are missing or cannot be read are a ModelError.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -220,16 +208,10 @@ def load_experts(
 ) -> list[Experts]:
     """Load some of the experts of every layer, and nothing else, one layer after the other.
 
-    Args:
-        model_dir: directory of the model.
-        dtype: of the weights; None takes the checkpoint's.
-        share: returns which of a layer's experts are wanted, ascending, for their number; called once for each layer,
-            in their order.
-        keep: returns what is kept of a layer, for its name in the model and its experts, before the next is read; None
-            keeps it as it is.
-
-    Raises:
-        ModelError: weights are missing or cannot be read, or the experts compute something unknown.
+    `share` returns which of a layer's experts are wanted, ascending, for their number; it is called once for each
+    layer, in their order. `keep` returns what is kept of a layer, for its name and its experts, before the next is
+    read; None keeps it as it is. `dtype` None is the checkpoint's. A ModelError if weights are missing or cannot be
+    read, or the experts compute something unknown.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -342,8 +324,7 @@ def _check_number(model_dir: Path, key: str, last: int, count: int) -> None:
 def check_weights(model_dir: Path) -> None:
     """Check that the weights are safetensors files and whole, without reading any.
 
-    Raises:
-        ModelError: a file is missing, cut short or of another kind, or holds codes in place of values.
+    A file that is missing, cut short or of another kind, or holds codes in place of values, is a ModelError.
     """
     tensors = {key: tensor.get_dtype() for key, tensor in _tensors(model_dir).items()}
     integers = [key for key, kind in tensors.items() if key.endswith(("weight", "proj")) and kind[0] in "IU"]
@@ -357,7 +338,6 @@ def check_weights(model_dir: Path) -> None:
 
 
 def _tensors(model_dir: Path) -> dict[str, Any]:
-    """List the tensors of all safetensors files, each to be read when it is indexed."""
     found: dict[str, Any] = {}
     for file in _weight_files(model_dir):
         if not (model_dir / file).is_file():

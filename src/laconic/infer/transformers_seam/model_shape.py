@@ -26,16 +26,11 @@ _NOTES = "laconic_notes"
 
 
 def planned_shape(model: str | Path, item_nbytes: int | None = None) -> InferenceShape:
-    """Return the sizes of a model that can be planned: of a name that the planner knows, or of any that is served.
+    """Return the sizes of a model that can be planned: one of `laconic.cost.infer.MODELS`, or any that is served.
 
-    Args:
-        model: a name of `laconic.cost.infer.MODELS`, a directory with a config.json, or that file.
-        item_nbytes: bytes of a value; None: those of the configuration's dtype.
-
-    Raises:
-        PlanError: it is neither, or the model has no experts that an expert worker could hold.
-        ModelError: the directory holds no model that can be served.
-        ConfigError: the family has to be counted, and transformers is missing.
+    That is named by its directory, or its config.json. `item_nbytes` None are those of the configuration's dtype. A
+    PlanError if it is neither, or has no experts that an expert worker could hold; counting a family needs
+    transformers.
     """
     if is_read(model):
         return InferenceShape.load(model, item_nbytes)
@@ -49,18 +44,11 @@ def planned_shape(model: str | Path, item_nbytes: int | None = None) -> Inferenc
 
 
 def counted_shape(model_dir: Path, item_nbytes: int | None = None) -> InferenceShape:
-    """Count the sizes of the model in a directory; see the module.
+    """Count the sizes of the model in a directory, whose weights are not read; see the module.
 
-    Layers that differ have the mean number of parameters, and of heads and experts the largest number. What runs
-    beside attention and experts in a layer that has experts counts as shared experts.
-
-    Args:
-        model_dir: directory with a config.json; weights are not read.
-        item_nbytes: bytes of a value; None: those of the configuration's dtype.
-
-    Raises:
-        PlanError: the model has no experts that an expert worker could hold, or does not run without numbers.
-        ModelError: the directory holds no model that can be served.
+    Layers that differ have the mean number of parameters, and of heads and experts the largest number. What runs beside
+    attention and experts in a layer that has experts counts as shared experts. A PlanError if it has no experts that an
+    expert worker could hold, or does not run without numbers.
     """
     from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 
@@ -146,8 +134,6 @@ def _run(model: Any, blocks: dict[str, Block], family: str) -> tuple[list[_Call]
 
 
 class _Counted:
-    """A model's parameters by what they belong to."""
-
     def __init__(
         self, model: Any, blocks: dict[str, Block], experts: dict[str, Any], calls: list[_Call], names: dict[int, str]
     ) -> None:

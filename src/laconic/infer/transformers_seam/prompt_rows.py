@@ -13,12 +13,7 @@ from laconic.infer.sampling import ChosenToken, report_token
 
 
 class PromptReport:
-    """The logprobs of one prompt, as its rows come.
-
-    Args:
-        prompt: of the request.
-        count: of the most probable tokens to report at each place.
-    """
+    """The logprobs of one prompt, as its rows come, with the `count` most probable tokens at each place."""
 
     def __init__(self, prompt: list[int], count: int) -> None:
         self.prompt = prompt
@@ -28,19 +23,14 @@ class PromptReport:
     def hear(self, place: int, logits: Tensor) -> None:
         """Take the logits, floating [vocabulary], of the token at `place`; those that come last count.
 
-        Raises:
-            ModelError: they hold a value that is no number.
+        A value that is no number is a ModelError.
         """
         if not bool(logits.max() < torch.inf):  # NaN if any is
             raise ModelError(f"the logits of the prompt's token {place} hold NaN or +inf, so it has no logprob")
         self._found[place] = report_token(logits, self.prompt[place], self._count)
 
     def tokens(self) -> tuple[ChosenToken, ...]:
-        """Return all tokens of the prompt.
-
-        Raises:
-            ModelError: logits of some have not come.
-        """
+        """Return all tokens of the prompt; a ModelError if logits of some have not come."""
         if len(self._found) < len(self.prompt):
             place = next(place for place in range(len(self.prompt)) if place not in self._found)
             raise ModelError(f"the prompt's token {place} has no logprob: its logits have not been computed")
@@ -51,9 +41,7 @@ class PromptRows:
     """Has the batches of a manager compute logits also where prompts are, not only where requests get a token.
 
     A request has its report as `logit_processor_kwargs["report"]`; where none of a batch has one, nothing changes.
-
-    Args:
-        on_failed: called with a request's name and what keeps its prompt from being reported.
+    `on_failed` is called with a request's name and what keeps its prompt from being reported.
     """
 
     def __init__(self, on_failed: Callable[[str, Exception], None]) -> None:

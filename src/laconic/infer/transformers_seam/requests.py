@@ -22,9 +22,8 @@ from laconic.infer.transformers_seam.sampler import Finished, Replay, Sampler
 class CacheLimits:
     """Size of one micro-batch's paged cache and of its batches.
 
-    Attributes:
-        cache_tokens: tokens, of prompts and answers together, that the cache holds.
-        batch_tokens: tokens that one forward takes at most; longer prompts are cut.
+    The cache holds `cache_tokens` of prompts and answers together; a forward takes `batch_tokens` at most, and longer
+    prompts are cut.
     """
 
     cache_tokens: int = 4096
@@ -41,22 +40,12 @@ class CacheLimits:
 class Requests:
     """The requests of one micro-batch, by a ContinuousBatchingManager with a thread of its own.
 
-    Args:
-        model: of `load_attention_model`; several managers may share it.
-        limits: of the cache.
-        on_finished: called, on another thread, for every request that ends; not for those that were cancelled. A
-            request for which no token can be chosen may end a second time.
-        on_tokens: called, on another thread, once per forward, with each request's name and the token it is given.
-        on_trouble: called, on another thread, with the name of a request that has failed by itself in a way that may
-            not be its own, and with what ends it, to be called once the others are known to be well.
-        on_ended: called, on another thread, with what ends the loop of requests, before any of them hears of it.
-        grammar_tokenizer: returns that of the model, as `laconic.infer.grammars` has it; None if there are no grammars.
-
-    Attributes:
-        eos_token_ids: tokens that end every request.
-
-    Raises:
-        ModelError: transformers does not batch requests of such a model.
+    `model` is of `load_attention_model`; several managers may share it, unless transformers does not batch requests of
+    it, a ModelError. Callbacks are called on another thread: `on_finished` for every request that ends, unless it was
+    cancelled (one for which no token can be chosen may end a second time); `on_tokens` once per forward, with requests'
+    names and tokens; `on_trouble` with the name of a request that has failed by itself in a way that may not be its
+    own, and with what ends it, to be called once the others are known to be well; `on_ended` with what ends the loop,
+    before any request hears of it. `grammar_tokenizer` returns that of the model; None if there are no grammars.
     """
 
     def __init__(

@@ -19,14 +19,7 @@ from laconic.infer.transformers_seam.prompt_rows import PromptRows, report_of
 
 @dataclass(frozen=True)
 class Finished:
-    """A request's end.
-
-    Attributes:
-        name: of the request.
-        tokens: that it was given.
-        error: what ended it, if anything did.
-        is_own: whether that is the request's own error, after which others go on.
-    """
+    """A request's end, and what ended it if anything did; others go on after an error that is the request's own."""
 
     name: str
     tokens: list[int]
@@ -38,11 +31,9 @@ class Finished:
 class Replay:
     """A request whose tokens are given: its logits are heard, not obeyed.
 
-    Attributes:
-        tokens: of the answer, in order.
-        hear: is called, on the thread that runs the model, with the number of a token and the logits before any
-            processor, float32 [vocabulary] on the CPU; they are the caller's only until it returns.
-        on_end: is called, on another thread, at the end.
+    `hear` is called on the thread that runs the model, with the number of a token and the logits before any processor,
+    float32 [vocabulary] on the CPU, which are the caller's only until it returns; `on_end` on another thread, at the
+    end.
     """
 
     tokens: list[int]
@@ -54,16 +45,8 @@ class Sampler:
     """Chooses the token of each request, in the place of a manager's own choice.
 
     A manager tells its logits processors which requests are in a batch. The sampler stands before them for that alone:
-    there are none, since each request has its own rules. As `ModelRunner._sample` it gets the logits.
-
-    Args:
-        processors: of the manager.
-        on_tokens: called once per batch, with each request's name and the token it is given.
-        on_failed: called with a request's name and what keeps a token from being chosen.
-
-    Attributes:
-        replays: requests whose tokens are given, by name.
-        prompts: what is asked of prompts.
+    there are none, since each request has its own rules. As `ModelRunner._sample` it gets the logits. `on_tokens` is
+    called once per batch, with each request's name and token, `on_failed` with what keeps one from being chosen.
     """
 
     def __init__(
@@ -97,12 +80,10 @@ class Sampler:
         return self._processors(input_ids, scores, arguments)
 
     def choose(self, scores: Tensor, output_ids: Tensor) -> None:
-        """Write the chosen tokens into `output_ids`.
+        """Write the chosen tokens into the first row of `output_ids`, integers [1 or more, at least rows].
 
-        Args:
-            scores: float32 [1, rows, vocabulary]; the first rows are those of the requests with a new token, in order,
-                then padding, or rows of prompts.
-            output_ids: integers [1 or more, at least rows]; tokens belong into the first row.
+        The first rows of the scores, float32 [1, rows, vocabulary], are those of the requests with a new token, in
+        order; then come padding, or rows of prompts.
         """
         self.prompts.hear(scores[0])
         if not self._states:
@@ -163,8 +144,5 @@ _TRIAL = Sampling(temperature=1.0, top_p=0.9)
 
 
 def position_of(state: Any) -> int:
-    """Number of tokens that a request has been given.
-
-    One that lost its place in the cache comes again with its tokens in the prompt.
-    """
+    """Number of tokens that a request was given; one that lost its place in the cache has them in its prompt again."""
     return len(state.initial_tokens) - int(state.logit_processor_kwargs["prompt_tokens"]) + int(state.generated_len())

@@ -92,14 +92,7 @@ _ARGUMENTS = {
 
 
 def check_transformers(warns: bool = True) -> None:
-    """Check the installed transformers.
-
-    Args:
-        warns: whether to log, once, that the version has not been tried.
-
-    Raises:
-        ConfigError: it is missing, or lacks a name or an argument that is used here.
-    """
+    """Check that transformers is there and has all that is used of it; with `warns` log, once, a version not tried."""
     remedy = f"pip install 'transformers>={FIRST[0]}.{FIRST[1]}'"
     try:
         import transformers

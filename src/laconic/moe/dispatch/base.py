@@ -65,11 +65,9 @@ class Dispatcher(Protocol):
 
     def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched[Any]:
         """Send tokens x [n, M] to their experts."""
-        ...
 
     def combine(self, rows: Tensor, dispatched: Dispatched[Any]) -> Tensor:
         """Bring the outputs [q, M] of `dispatched.rows` back and sum them with their weights: [n, M]."""
-        ...
 
 
 class Started(Protocol):
@@ -77,11 +75,9 @@ class Started(Protocol):
 
     def finish(self) -> Dispatched[Any]:
         """Wait for the rows and return what `Dispatcher.dispatch` returns."""
-        ...
 
     def abandon(self) -> None:
         """Wait for the rows and drop them; nothing after `finish`. Raises nothing."""
-        ...
 
 
 @runtime_checkable
@@ -91,11 +87,9 @@ class StartsDispatch(Protocol):
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Those that rows travel in now; until `finish`, the caller sends nothing in them."""
-        ...
 
     def start(self, x: Tensor, routing: Routing, order: Order) -> Started:
         """Start what `Dispatcher.dispatch` does, with the same arguments and result."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,15 +106,12 @@ class SharesTokens(Protocol):
 
     def route(self, gate: Gate, x: Tensor) -> RoutedShare:
         """Select the tokens that pass this rank's gate, of the layer's tokens x [n, M], and route them."""
-        ...
 
     def share(self, x: Tensor, routing: Routing) -> RoutedShare:
         """Select the tokens that this rank sends, of the layer's tokens x [n, M], where all are routed already."""
-        ...
 
     def restore(self, out: Tensor, share: RoutedShare) -> Tensor:
         """Return the outputs [n, M] of the layer's tokens, given those [m, M] of the tokens that passed here."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,16 +120,14 @@ class _LocalState:
     order: Order
 
 
-class LocalDispatcher:
+class LocalDispatcher(Dispatcher):
     """Dispatcher for experts that are all on this rank; sends nothing."""
 
     def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched[_LocalState]:
-        """See `Dispatcher.dispatch`."""
         rows, counts = order.permute(x, routing)
         return Dispatched(rows, counts, _LocalState(routing, order))
 
     def combine(self, rows: Tensor, dispatched: Dispatched[_LocalState]) -> Tensor:
-        """See `Dispatcher.combine`."""
         return dispatched.state.order.combine(rows, dispatched.state.routing)
 
 

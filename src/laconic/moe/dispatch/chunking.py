@@ -20,13 +20,7 @@ from torch import Tensor
 
 
 def slice_sizes(counts: Tensor, experts: Tensor, num_slices: int) -> Tensor:
-    """Count the rows in each slice, int64 [..., E, num_slices].
-
-    Args:
-        counts: int64 [..., E], rows of each expert.
-        experts: int64 [E], numbers of the experts.
-        num_slices: slices per expert.
-    """
+    """Count the rows in each slice, int64 [..., E, num_slices], of counts [..., E] by expert number, int64 [E]."""
     if num_slices == 1:
         return counts[..., None]
     steps = torch.arange(num_slices + 1, device=counts.device)
@@ -37,9 +31,7 @@ def slice_sizes(counts: Tensor, experts: Tensor, num_slices: int) -> Tensor:
 def rows_of_chunks(sizes: Tensor, degree: int) -> list[Tensor]:
     """List the rows of each of `degree` chunks, int64 [a] each: indices of rows sorted by expert.
 
-    Args:
-        sizes: int64 [E, num_slices], rows of each slice.
-        degree: number of chunks, a divisor of num_slices.
+    `sizes`, int64 [E, num_slices], are the rows of each slice; `degree` divides num_slices.
     """
     num_experts, num_slices = sizes.shape
     by_chunk = sizes.view(num_experts, degree, -1).sum((0, 2)).tolist()
@@ -139,12 +131,7 @@ class ShardGather:
 
     @staticmethod
     def of(table: Tensor, degree: int) -> list[ShardGather]:
-        """Plan the gathers of `degree` chunks.
-
-        Args:
-            table: int64 [N_ESP, num_slices, E_local], rows of every sharer.
-            degree: number of chunks, a divisor of num_slices.
-        """
+        """Plan the gathers of `degree` chunks of a table of every sharer's rows, int64 [N_ESP, num_slices, E_local]."""
         num_sharers, num_slices, _ = table.shape
         per_chunk = num_slices // degree
         rows_table = table.sum(2).view(num_sharers, degree, per_chunk).sum(2).T.tolist()

@@ -33,11 +33,9 @@ class ShardedDispatcher(StagedDispatcher):
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """See `StagedDispatcher.groups`."""
         return (*self.exchange.groups, self.esp)
 
     def plan(self, routing: Routing, order: Order, num_slices: int = 1) -> ExchangePlan:
-        """See `StagedDispatcher.plan`."""
         return _ShardedPlan(self, agreed_rows(self.exchange, routing.counts(), num_slices), routing, order)
 
 

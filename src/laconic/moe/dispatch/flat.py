@@ -56,7 +56,6 @@ class FlatDispatcher(StagedDispatcher):
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """See `StagedDispatcher.groups`."""
         return (self.group,)
 
     @property
@@ -65,22 +64,13 @@ class FlatDispatcher(StagedDispatcher):
         return self.group.size() // self.num_shards
 
     def plan(self, routing: Routing, order: Order, num_slices: int = 1) -> ExchangePlan:
-        """See `StagedDispatcher.plan`."""
         return RowsPlan(self, agreed_rows(self, routing.counts(), num_slices), routing, order)
 
 
-class RowsPlan:
+class RowsPlan(ExchangePlan):
     """Exchange plan of a `FlatDispatcher`; base of all plans where each assignment is a row of its own."""
 
     def __init__(self, exchange: FlatDispatcher, rows: SlicedRows, routing: Routing, order: Order) -> None:
-        """Bind the plan to the rows of all ranks.
-
-        Args:
-            exchange: sends the rows between EP ranks.
-            rows: slices of all ranks.
-            routing: of this rank's tokens.
-            order: sorts and sums this rank's tokens.
-        """
         self.exchange, self.rows, self.routing, self.order = exchange, rows, routing, order
         self.counts = rows.counts()
         """int64 [num_slices, E_local]: rows that this rank's experts get."""
@@ -90,11 +80,9 @@ class RowsPlan:
         return (self.order.permute(x, self.routing)[0],)
 
     def transport(self, degree: int, *, backward: bool) -> Transport:
-        """See `ExchangePlan.transport`."""
         return FlatTransport(self.exchange, self.rows.chunks(degree))
 
     def enter(self, number: int, buffers: Buffers) -> ExpertRows:
-        """See `ExchangePlan.enter`."""
         return ExpertRows(buffers[0], self.counts[number])
 
     def leave(self, number: int, rows: Tensor, buffers: Buffers) -> Tensor:
@@ -116,13 +104,10 @@ class FlatTransport(Transport):
         leaving: Sequence[Tensor | None] = (),
         landing: Sequence[Tensor | None] = (),
     ) -> None:
-        """Bind the transport to its chunks.
+        """Bind the transport to the chunks of this rank's rows.
 
-        Args:
-            exchange: whose group, shards and codec it uses.
-            chunks: of this rank's rows.
-            leaving, landing: int64 [a] for each chunk, which rows at home it takes and where those that come home
-                belong; None: all, in their order. By default the chunks' own.
+        `leaving` and `landing`, int64 [a] for each chunk, are which rows at home it takes and where those that come
+        home belong; None: all, in their order. By default they are the chunks' own.
         """
         self._exchange, self._chunks = exchange, chunks
         self._leaving = leaving or [chunk.home for chunk in chunks]
@@ -130,7 +115,6 @@ class FlatTransport(Transport):
         self._shards, self._is_alone = exchange.num_shards, exchange.group.size() == 1
 
     def send(self, i: int, home: Buffers) -> Buffers:
-        """See `Transport.send`."""
         chunk, exchange, index, (rows, *_) = self._chunks[i], self._exchange, self._leaving[i], home
         rows = copied(rows if index is None else rows.index_select(0, index), chunk.sent, self._shards)
         if self._is_alone:
@@ -141,12 +125,10 @@ class FlatTransport(Transport):
         return (arrived,)
 
     def unpack(self, i: int, buffers: Buffers) -> list[Buffers]:
-        """See `Transport.unpack`."""
         chunk = self._chunks[i]
         return [(rows,) for rows in buffers[0].index_select(0, chunk.index).split(chunk.sizes)]
 
     def pack(self, i: int, slices: list[Buffers]) -> Buffers:
-        """See `Transport.pack`."""
         return (_joined([rows for (rows,) in slices]).index_select(0, self._chunks[i].inverse),)
 
     def send_back(self, i: int, buffers: Buffers) -> Buffers:
@@ -160,7 +142,6 @@ class FlatTransport(Transport):
         return (added_up(arrived, chunk.sent, self._shards),)
 
     def join(self, chunks: list[Buffers]) -> Buffers:
-        """See `Transport.join`."""
         if self._landing[0] is None:
             return chunks[0]
         home = chunks[0][0].new_empty(sum(len(rows) for (rows,) in chunks), chunks[0][0].shape[1])
@@ -171,15 +152,9 @@ class FlatTransport(Transport):
 
 
 def agreed_rows(exchange: FlatDispatcher, counts: Tensor, num_slices: int) -> SlicedRows:
-    """Agree on the slices of what all ranks of an exchange send. All ranks of its group call it together.
+    """Agree on the slices of what all ranks of an exchange send, counts int64 [E] of this one. All call it together.
 
-    Args:
-        exchange: whose group the ranks are of.
-        counts: int64 [E], this rank's rows by expert.
-        num_slices: slices per expert.
-
-    Raises:
-        RoutingError: there are fewer experts than ranks.
+    Fewer experts than ranks are a RoutingError.
     """
     num_places, num_shards, group = exchange.num_places, exchange.num_shards, exchange.group
     num_local, device, world = experts_per_rank(len(counts), num_places), counts.device, group.size()

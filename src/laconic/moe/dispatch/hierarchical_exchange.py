@@ -48,10 +48,7 @@ def start_down(buffers: Buffers, exchange: StageExchange, codec: Codec | str) ->
     """Start to send rows [n, M] to every place that needs them, with the weights [a] of their assignments if given.
 
     With a codec other than Raw, rows are sent only when the returned function is called. A lossy codec makes values
-    inexact.
-
-    Returns:
-        A function that waits and returns rows [m, M] and weights [b] by place, then in the sender's order.
+    inexact. The function waits and returns rows [m, M] and weights [b] by place, then in the sender's order.
     """
     rows, *weights = buffers
     plan, group, works = exchange.plan, exchange.group, list[torch_compat.Started]()

@@ -46,14 +46,9 @@ class SaaPlan:
 
     @staticmethod
     def make(grid: Grid, routing: Routing, entries: list[int], num_steps: int, codec: Codec | str) -> SaaPlan:
-        """Plan the steps for a routing of all MP ranks' tokens.
+        """Plan at most `num_steps` steps for a routing of all MP ranks' tokens, alike on all of them.
 
-        Args:
-            grid: the process groups.
-            routing: of all tokens, alike on all MP ranks.
-            entries: how many of the routing's entries, in order, belong to each MP rank.
-            num_steps: at most so many steps; at most N_EP are made.
-            codec: of rows.
+        `entries` says how many of the routing's entries, in order, belong to each MP rank.
         """
         layout = grid.layout
         device = routing.experts.device

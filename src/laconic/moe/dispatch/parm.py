@@ -62,7 +62,7 @@ from laconic.moe.routing import Routing
 
 Path = Literal["joint", "sharded", "baseline", "s1", "s2"]
 Gathered = Literal["tokens", "rows"]
-_NUM_COMPARED = 16
+_NUM_COMPARED = 256
 """Values of the first forward's tokens that the ranks of an MP group compare."""
 
 
@@ -73,15 +73,14 @@ class _OneGroupOfTokens:
     _is_checked = False
 
     def _check_alike(self, x: Tensor) -> None:
-        """Compare some values of tokens x [n, M] over the MP group.
+        if not self._is_checked and self.grid.mp.size() > 1:
+            with torch._C.DisableTorchFunction():  # the second run of a region that runs again does not compare
+                self._compare(x)
+        self._is_checked = True
 
-        Raises:
-            RoutingError: ranks have other tokens, or other numbers of them; the same on all ranks that would wait for
-                those.
-        """
+    def _compare(self, x: Tensor) -> None:
+        """Compare some values of tokens x [n, M] over the MP group; the same error on all ranks that would wait."""
         mp = self.grid.mp
-        if self._is_checked or mp.size() == 1:
-            return
         values = x.detach().reshape(-1)
         some = torch.linspace(0, max(0, len(values) - 1), _NUM_COMPARED, dtype=torch.float64, device="cpu").long()
         mine = values[some.to(x.device)].double() if len(values) else x.new_zeros(_NUM_COMPARED, dtype=torch.float64)
@@ -101,7 +100,6 @@ class _OneGroupOfTokens:
                     " same tokens among them; give all of them the same, or make the Grid without mp where each rank"
                     " has its own"
                 )
-        self._is_checked = True
 
 
 class BaselineDispatcher(_OneGroupOfTokens, StagedDispatcher):
@@ -115,7 +113,6 @@ class BaselineDispatcher(_OneGroupOfTokens, StagedDispatcher):
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """See `StagedDispatcher.groups`."""
         return (*self.exchange.groups, self.grid.esp)
 
     def route(self, gate: Gate, x: Tensor) -> RoutedShare:
@@ -146,11 +143,9 @@ class BaselineDispatcher(_OneGroupOfTokens, StagedDispatcher):
         return torch.cat([part[:size] for part, size in zip(everybody.split(most), sizes, strict=True)])
 
     def plan(self, routing: Routing, order: Order, num_slices: int = 1) -> ExchangePlan:
-        """See `StagedDispatcher.plan`."""
         return _BaselinePlan(self, agreed_rows(self.exchange, routing.counts(), num_slices), routing, order)
 
     def restore(self, out: Tensor, share: RoutedShare) -> Tensor:
-        """See `SharesTokens.restore`."""
         return out.split(share.sizes)[self.grid.esp.rank()]
 
 
@@ -236,11 +231,9 @@ class S1Dispatcher(_OneGroupOfTokens):
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """See `laconic.moe.dispatch.base.StartsDispatch`."""
         return (*(self.inner.groups if isinstance(self.inner, StartsDispatch) else ()), self.grid.mp)
 
     def restore(self, out: Tensor, share: RoutedShare) -> Tensor:
-        """See `SharesTokens.restore`."""
         if self.sequence_parallel:
             return out
         return gather(out, self.grid.mp, sizes=share.sizes, codec=self.codec)
@@ -282,7 +275,6 @@ class S2Dispatcher(_OneGroupOfTokens, StagedDispatcher):
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """See `StagedDispatcher.groups`."""
         return (*self.exchange.groups, self.grid.mp)
 
     def plan(self, routing: Routing, order: Order, num_slices: int = 1) -> ExchangePlan:
@@ -363,15 +355,10 @@ class _S2Transport(FlatTransport):
         gathers: bool,
         saa: SaaPlan | None = None,
     ) -> None:
-        """Bind the transport to its chunks.
+        """Bind the transport to the chunks of this rank's rows.
 
-        Args:
-            dispatcher: whose groups and codec it uses.
-            chunks: of this rank's rows.
-            rows_by_peer: see `_S2Plan._rows_by_peer`.
-            of_copies: the rows that go out are copies that MP ranks have alike.
-            gathers: what comes home is gathered over the MP group.
-            saa: gathers the one chunk while it comes home.
+        With `of_copies` the rows that go out are copies that MP ranks have alike; with `gathers` what comes home is
+        gathered over the MP group, by `saa` while the one chunk comes home.
         """
         self._mp, self._codec, self._saa = dispatcher.grid.mp, dispatcher.codec, saa if gathers else None
         leaving = [of_peer[self._mp.rank()] for of_peer in rows_by_peer] if of_copies else ()

@@ -60,14 +60,9 @@ def plan_send(held: HeldRows, stage: Stage, experts_per_rank: int) -> SendPlan:
 
 
 def plan_recv(ids: Tensor, num_rows: int) -> HeldRows:
-    """Return what a rank holds after a stage.
+    """Return what a rank holds after a stage, of `SendPlan.ids` of all its peers, by place.
 
-    Args:
-        ids: `SendPlan.ids` of all its peers, by place.
-        num_rows: rows that came.
-
-    Raises:
-        FormatError: the ids are those of another number of rows.
+    Ids of another number of rows than `num_rows` are a FormatError.
     """
     first = ids % 2
     found = int(first.sum())

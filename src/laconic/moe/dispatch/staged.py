@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.errors import RoutingError
-from laconic.moe.dispatch.base import Buffers, Dispatched, ExchangePlan
+from laconic.moe.dispatch.base import Buffers, Dispatched, ExchangePlan, Started
 from laconic.moe.dispatch.in_flight import InFlightExchange, begin, moved
 from laconic.moe.permute import Order
 from laconic.moe.routing import Routing
@@ -39,50 +39,34 @@ class StagedDispatcher(ABC):
     def plan(self, routing: Routing, order: Order, num_slices: int = 1) -> ExchangePlan:
         """Agree on what this routing sends, with each expert's rows (or the tokens) cut into `num_slices`.
 
-        All ranks of the dispatcher's groups call it together.
-
-        Raises:
-            RoutingError: there are fewer experts than ranks.
+        All ranks of the dispatcher's groups call it together; fewer experts than ranks are a RoutingError.
         """
 
     def start(self, x: Tensor, routing: Routing, order: Order) -> StartedDispatch:
-        """See `laconic.moe.dispatch.base.StartsDispatch`.
-
-        Raises:
-            RoutingError: there are fewer experts than ranks.
-        """
         plan = self.plan(routing, order)
         return StartedDispatch(plan, begin(plan, plan.begin(x), outward=True))
 
     def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched[_StagedState]:
-        """See `Dispatcher.dispatch`.
-
-        Raises:
-            RoutingError: there are fewer experts than ranks.
-        """
         plan = self.plan(routing, order)
         return _entered(plan, _Exchange.apply(plan, True, False, *plan.begin(x)))
 
     def combine(self, rows: Tensor, dispatched: Dispatched[_StagedState]) -> Tensor:
-        """See `Dispatcher.combine`."""
         plan, entered = dispatched.state.plan, dispatched.state.entered
         leaving = plan.leave(0, _attached(rows, dispatched.rows), entered)
         (out,) = _Exchange.apply(plan, False, False, leaving)
         return plan.finish(out)
 
 
-class StartedDispatch:
+class StartedDispatch(Started):
     """A `StagedDispatcher`'s dispatch under way; see `laconic.moe.dispatch.base.Started`."""
 
     def __init__(self, plan: ExchangePlan, exchange: InFlightExchange) -> None:
         self._plan, self._exchange = plan, exchange
 
     def finish(self) -> Dispatched[_StagedState]:
-        """See `laconic.moe.dispatch.base.Started.finish`."""
         return _entered(self._plan, self._exchange.end())
 
     def abandon(self) -> None:
-        """See `laconic.moe.dispatch.base.Started.abandon`."""
         self._exchange.abandon()
 
 
@@ -92,11 +76,7 @@ def _entered(plan: ExchangePlan, buffers: Buffers) -> Dispatched[_StagedState]:
 
 
 def experts_per_rank(num_experts: int, num_places: int) -> int:
-    """Return the most experts of a rank, ceil(E / N_EP); see `experts_of`.
-
-    Raises:
-        RoutingError: there are fewer experts than ranks.
-    """
+    """Return the most experts of a rank, ceil(E / N_EP); fewer experts than ranks are a RoutingError."""
     if num_experts < num_places:
         raise RoutingError(
             f"num_experts is {num_experts}, but {num_places} expert-parallel ranks need at least one each; lower ep to"
@@ -109,9 +89,7 @@ def experts_of(place: int, num_experts: int, num_places: int) -> range:
     """Return the experts of expert-parallel rank `place`: ceil(E / N_EP) each, the last ranks fewer, or none.
 
     That is how torch.chunk and a DTensor's Shard(0) cut E rows, so parameters and their checkpoints lie like this too.
-
-    Raises:
-        RoutingError: there are fewer experts than ranks.
+    Fewer experts than ranks are a RoutingError.
     """
     most = experts_per_rank(num_experts, num_places)
     return range(min(place * most, num_experts), min((place + 1) * most, num_experts))

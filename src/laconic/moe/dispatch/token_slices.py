@@ -76,17 +76,9 @@ class SlicedStage:
     def agree(
         before: SlicedTokens, earlier: SlicedStage | None, stage: Stage, experts_per_rank: int, group: dist.ProcessGroup
     ) -> tuple[SlicedStage, SlicedTokens]:
-        """Agree on a stage for the rows held `before`. All peers call it together.
+        """Agree on a stage for the rows held `before`, behind an `earlier` one; all peers of the group call it.
 
-        Args:
-            before: what this rank holds before the stage.
-            earlier: the previous stage; None for the first.
-            stage: its place among the levels.
-            experts_per_rank: slot s lives on rank s // experts_per_rank.
-            group: this rank's peers.
-
-        Returns:
-            The stage, and what this rank holds after it.
+        Slot s lives on rank s // experts_per_rank. Returns the stage, and what this rank holds after it.
         """
         plan, num_slices = plan_send(before.held, stage, experts_per_rank), len(before.num_rows)
         rows, entries = _by_slice(plan, before)

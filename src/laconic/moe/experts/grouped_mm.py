@@ -81,13 +81,7 @@ def runs_expert_by_expert(rows: Tensor, num_experts: int) -> bool:
 
 
 def expert_by_expert(rows: Tensor, counts: Tensor, hidden: Callable[[Tensor, int], Tensor], down: Tensor) -> Tensor:
-    """Multiply hidden(rows of expert e, e) [q_e, H] by down[e], expert by expert; [q, M]. Without gradients.
-
-    Args:
-        rows, counts: as of `grouped_mm`.
-        hidden: hidden layer of one expert.
-        down: [E, H, M].
-    """
+    """Multiply hidden(rows of expert e, e) [q_e, H] by down [E, H, M], expert by expert; [q, M]. Without gradients."""
     _check_counts(rows, down, counts)
     out = rows.new_empty(len(rows), down.shape[2])
     for number, (part, place) in enumerate(zip(_parts(rows, counts), _parts(out, counts), strict=True)):
@@ -97,7 +91,6 @@ def expert_by_expert(rows: Tensor, counts: Tensor, hidden: Callable[[Tensor, int
 
 
 def _parts(rows: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
-    """Return the rows of each expert."""
     return rows.split(counts.tolist())
 
 

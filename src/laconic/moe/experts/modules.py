@@ -22,12 +22,7 @@ class Experts(nn.Module):
     """Experts on this rank."""
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return outputs [q, M] of rows [q, M] sorted by expert.
-
-        Args:
-            rows: [q, M].
-            counts: int64 [num_experts], rows of each expert, summing to q.
-        """
+        """Return outputs [q, M] of rows [q, M] sorted by expert; counts, int64 [num_experts], sum to q."""
         raise NotImplementedError
 
 
@@ -67,7 +62,6 @@ class GptExperts(Experts):
             _draw(self.down_bias, self.hidden_dim)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """See `Experts.forward`."""
         if self.up_bias is None and runs_expert_by_expert(rows, self.num_experts):
             return expert_by_expert(rows, counts, lambda part, e: self.activation(part @ self.up[e]), self.down)
         inner = _biased(grouped_mm(rows, self.up, counts), self.up_bias, counts)
@@ -108,7 +102,6 @@ class GatedExperts(Experts):
         _draw(self.down, self.hidden_dim)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """See `Experts.forward`."""
         if runs_expert_by_expert(rows, self.num_experts):
             return expert_by_expert(rows, counts, lambda part, e: self._gated(part @ self.gate_up[e]), self.down)
         return grouped_mm(self._gated(grouped_mm(rows, self.gate_up, counts)), self.down, counts)
@@ -123,7 +116,6 @@ class GatedExperts(Experts):
 
 
 def _biased(rows: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
-    """Add to rows [q, N] their experts' biases, of [E, N]."""
     if bias is None:
         return rows
     return rows + bias.to(rows.dtype).repeat_interleave(counts, dim=0, output_size=rows.shape[0])

@@ -86,11 +86,7 @@ def local_weights(parameter: Tensor) -> Tensor:
 
 
 def _check_version(parameter: Tensor, version: int, _: Tensor) -> None:
-    """Refuse gradients by weights that were not those of the forward.
-
-    Raises:
-        TrainingError: they were changed in place since.
-    """
+    """Refuse gradients by weights that were changed in place since the forward."""
     if parameter._version != version:
         raise TrainingError(
             f"weights of experts {list(parameter.shape)} were changed in place between a forward and its backward, so"

@@ -120,11 +120,7 @@ class TokenChoiceGate(Gate):
         return scores
 
     def group_preferences(self, grouped: Tensor) -> Tensor:
-        """Return the values that groups are chosen by, the best expert of each: [n, groups].
-
-        Args:
-            grouped: preferences [n, groups, experts per group].
-        """
+        """Return by what groups are chosen, [n, groups], of preferences [n, groups, experts of each]: the best."""
         return grouped.amax(-1)
 
     def choose(self, logits: Tensor, scores: Tensor) -> Tensor:
@@ -194,14 +190,7 @@ class TokenChoiceGate(Gate):
 
 
 class LinearGate(TokenChoiceGate):
-    """Logits are x weight^T; a subclass defines the scores.
-
-    Parameter: weight [E, M].
-
-    Args:
-        num_experts, model_dim, top_k, normalize, options: as in TokenChoiceGate.
-        device, dtype: of the parameter.
-    """
+    """Logits are x weight^T, weight [E, M]; a subclass defines the scores. Options as in TokenChoiceGate."""
 
     def __init__(
         self,
@@ -219,15 +208,13 @@ class LinearGate(TokenChoiceGate):
         nn.init.normal_(self.weight, std=model_dim**-0.5)
 
     def logits(self, x: Tensor) -> Tensor:
-        """See `TokenChoiceGate.logits`."""
         return linear_logits(x, self.weight)
 
 
 def linear_logits(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply x [n, M] by weight [E, M] transposed, in fp32 (fp64 for fp64), also under autocast.
 
-    Raises:
-        RoutingError: tokens have another width.
+    Tokens of another width are a RoutingError.
     """
     if x.shape[-1] != weight.shape[1]:
         raise RoutingError(
@@ -240,11 +227,7 @@ def linear_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def checked(values: Tensor, name: str = "router logits") -> Tensor:
-    """Return `values` [n, E] or [n, k] after checking that they are finite.
-
-    Raises:
-        RoutingError: a value is NaN or infinite; the message calls the values `name`.
-    """
+    """Return `values` [n, E] or [n, k], which messages call `name`; NaN or infinity among them is a RoutingError."""
     with torch.no_grad():
         good = values.isfinite().all(-1)
         if not bool(good.all()):

@@ -25,9 +25,6 @@ def dropped(routing: Routing, capacity: int, policy: DropPolicy) -> Routing:
     """Return `routing` with at most `capacity` entries for each expert; weights of the others stay as they are.
 
     Ties of probability go to the earlier entry.
-
-    Raises:
-        RoutingError: the policy is unknown.
     """
     if policy == "position":
         order = routing.by_expert

@@ -45,12 +45,10 @@ class CosineGate(TokenChoiceGate):
         nn.init.normal_(self.embeddings, std=0.01)
 
     def logits(self, x: Tensor) -> Tensor:
-        """See `TokenChoiceGate.logits`."""
         projected = F.normalize(linear_logits(x, self.projection), dim=-1)
         embeddings = F.normalize(self.embeddings.to(projected.dtype), dim=-1)
         scale = self.log_inverse_temperature.to(projected.dtype).clamp_max(math.log(1 / _LEAST_TEMPERATURE)).exp()
         return linear_logits(projected, embeddings) * scale
 
     def scores(self, logits: Tensor) -> Tensor:
-        """See `TokenChoiceGate.scores`."""
         return logits.softmax(-1)

@@ -53,7 +53,6 @@ class ExpertChoiceGate(Gate):
         nn.init.normal_(self.weight, std=model_dim**-0.5)
 
     def forward(self, x: Tensor) -> Routing:
-        """See `Gate.forward`."""
         logits = linear_logits(x, self.weight)
         if self.check_logits:
             checked(logits)

@@ -25,12 +25,10 @@ class GShardGate(LinearGate):
         self.noise_weight = nn.Parameter(torch.zeros_like(self.weight))
 
     def logits(self, x: Tensor) -> Tensor:
-        """See `TokenChoiceGate.logits`."""
         logits = super().logits(x)
         if not self.training:
             return logits
         return logits + torch.randn_like(logits) * F.softplus(linear_logits(x, self.noise_weight))
 
     def scores(self, logits: Tensor) -> Tensor:
-        """See `TokenChoiceGate.scores`."""
         return logits.softmax(-1)

@@ -15,20 +15,15 @@ from laconic.errors import RoutingError
 
 
 def load_balance_loss(probabilities: Tensor, counts: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return E * sum over experts of (share of the assignments) * (mean probability).
+    """Return E * sum over experts of (share of the assignments) * (mean probability); 0 without tokens.
 
     1 if all is even, E if all go to one expert. Switch Transformers (Fedus et al., 2022), equation 4, with shares over
-    all top-k assignments. (Hugging Face's `load_balancing_loss_func` is this times top-k.)
+    all top-k assignments. (Hugging Face's `load_balancing_loss_func` is this times top-k.) The gradient goes through
+    the mean of probabilities [n, E], whose rows sum to 1; counts are int64 [E].
 
-    Args:
-        probabilities: [n, E], rows summing to 1; the gradient goes through their mean.
-        counts: int64 [E], assignments to each expert.
-        group: where given, shares are those of all its ranks' tokens (the global-batch loss of Qiu et al., 2025,
-            section 3): a rank's own batch may then be uneven. The probabilities' mean stays this rank's; averaged over
-            ranks, as data parallelism averages gradients, it is that of all.
-
-    Returns:
-        A scalar in the probabilities' dtype; 0 without tokens.
+    With a `group` shares are those of all its ranks' tokens (the global-batch loss of Qiu et al., 2025, section 3): a
+    rank's own batch may then be uneven. The probabilities' mean stays this rank's; averaged over ranks, as data
+    parallelism averages gradients, it is that of all.
     """
     if group is not None:
         counts = summed_counts(counts, group)
@@ -38,17 +33,10 @@ def load_balance_loss(probabilities: Tensor, counts: Tensor, group: dist.Process
 
 
 def sequence_balance_loss(probabilities: Tensor, experts: Tensor, length: int) -> Tensor:
-    """Return the mean over sequences of each sequence's own `load_balance_loss`.
+    """Return the mean over sequences of each one's own `load_balance_loss`; DeepSeek-V3 (2024), equations 17 to 20.
 
-    DeepSeek-V3 (2024), equations 17 to 20.
-
-    Args:
-        probabilities: [n, E], rows summing to 1.
-        experts: int64 [n, k], each token's choice.
-        length: tokens of a sequence; n is a multiple, and a sequence's tokens are neighbors.
-
-    Raises:
-        RoutingError: n is no multiple of `length`.
+    Probabilities are [n, E], `experts`, int64 [n, k], each token's choice. Tokens of a sequence, `length` of them, are
+    neighbors; a number of tokens that is no multiple is a RoutingError.
     """
     num_tokens, num_experts = probabilities.shape
     if length < 1 or num_tokens % length:

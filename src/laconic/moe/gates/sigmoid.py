@@ -41,11 +41,9 @@ class SigmoidGate(LinearGate):
         self.register_buffer("load", load, persistent=False)
 
     def scores(self, logits: Tensor) -> Tensor:
-        """See `TokenChoiceGate.scores`."""
         return logits.sigmoid()
 
     def preferences(self, scores: Tensor) -> Tensor:
-        """See `TokenChoiceGate.preferences`."""
         return scores + self.bias.to(scores.dtype)
 
     def group_preferences(self, grouped: Tensor) -> Tensor:

@@ -29,11 +29,9 @@ class SinkhornGate(LinearGate):
         super().__init__(num_experts, model_dim, top_k, normalize=normalize, **options)
 
     def scores(self, logits: Tensor) -> Tensor:
-        """See `TokenChoiceGate.scores`."""
         return logits.sigmoid() if self.top_k == 1 else logits.softmax(-1)
 
     def choose(self, logits: Tensor, scores: Tensor) -> Tensor:
-        """See `TokenChoiceGate.choose`."""
         return self._best(sinkhorn(logits)) if self.training else super().choose(logits, scores)
 
 
@@ -41,12 +39,8 @@ class SinkhornGate(LinearGate):
 def sinkhorn(logits: Tensor, tolerance: float = 1e-4, max_steps: int = 100) -> Tensor:
     """Scale rows and columns of exp(logits) in turn until rows sum to 1 / n and columns to 1 / E; [n, E].
 
-    Each step waits for a GPU.
-
-    Args:
-        logits: [n, E]; any number may be added to a row.
-        tolerance: ends when factors of columns change by less than this in the mean.
-        max_steps: ends in any case.
+    Each step waits for a GPU. It ends when factors of columns change by less than `tolerance` in the mean, or after
+    `max_steps`.
     """
     num_tokens, num_experts = logits.shape
     costs = logits.softmax(-1)  # exp(logits) up to the factors of rows

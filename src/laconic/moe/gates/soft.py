@@ -50,7 +50,6 @@ class SoftMoEGate(Gate):
         nn.init.normal_(self.slots, std=model_dim**-0.5)
 
     def forward(self, x: Tensor) -> SoftRouting:
-        """See `Gate.forward`."""
         dtype = accumulation_dtype(x.dtype)
         slots = F.normalize(self.slots.to(dtype), dim=-1) * self.scale.to(dtype)
         logits = linear_logits(F.normalize(x.to(dtype), dim=-1), slots)

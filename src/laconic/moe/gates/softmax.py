@@ -35,11 +35,9 @@ class SoftmaxGate(LinearGate):
         self.jitter = jitter
 
     def logits(self, x: Tensor) -> Tensor:
-        """See `TokenChoiceGate.logits`."""
         if self.jitter and self.training:
             x = x * torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)
         return super().logits(x)
 
     def scores(self, logits: Tensor) -> Tensor:
-        """See `TokenChoiceGate.scores`."""
         return logits.softmax(-1)

@@ -35,11 +35,7 @@ def adapt_above(model: nn.Module, experts: str) -> None:
 
 
 def adapt(wrapped: Any, module: Any) -> bool:
-    """Do so for a module around `wrapped`; return whether it is a wrapper of PEFT around a parameter of fused experts.
-
-    Raises:
-        ConfigError: as `check_adaptable`.
-    """
+    """Do so for a module around `wrapped`; return whether it is PEFT's around a parameter of fused experts."""
     layers = sys.modules.get("peft.tuners.lora.layer")
     kind = getattr(layers, "ParamWrapper", None)
     experts = wrapped.get_base_layer() if kind is not None and isinstance(wrapped, kind) else wrapped
@@ -60,11 +56,7 @@ def adapt(wrapped: Any, module: Any) -> bool:
 
 
 def check_adaptable(names: str, num_mp: int, movable: bool) -> None:
-    """Refuse LoRA on parameters of experts where its gradients, or its products, would be wrong.
-
-    Raises:
-        ConfigError: the grid has mp, or experts move.
-    """
+    """Refuse LoRA on parameters of experts where its gradients, or its products, would be wrong."""
     if num_mp > 1:
         raise ConfigError(
             f"LoRA's target_parameters has {names}, but mp is {num_mp}, so that a process would get only a part of the"

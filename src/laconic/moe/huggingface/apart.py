@@ -203,7 +203,6 @@ class ExpertsApart(FusedExperts):
         )
 
     def forward(self, *call: Any, **kwargs: Any) -> Any:
-        """See `is_cut`."""
         if self.is_cut:
             return self.compute(*call)
         return self.__dict__["_behaviour"].forward(*call, **kwargs)
@@ -221,7 +220,6 @@ class ExpertsApart(FusedExperts):
         return {}
 
     def is_grouped(self, rows: Tensor) -> bool:
-        """See `FusedExperts.is_grouped`."""
         return False
 
 
@@ -229,14 +227,12 @@ class StackApart(ExpertsApart):
     """A stack of one product: rows [q, M] sorted by expert to [q, N], by `weight` [E, N, M]."""
 
     def __init__(self, original: Any, grid: Grid | None) -> None:
-        """Take the place of `original`, with its part over the grid."""
         whole = original.get_parameter("weight")
         is_cut = grid is not None and grid.layout.ep > 1
         weight = shard("weight", whole, original, grid) if grid is not None and is_cut else whole
         super().__init__(original, {"weight": weight}, len(whole), is_cut)
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """See `ExpertsApart.compute`."""
         return grouped_mm(rows, self._local("weight").transpose(1, 2), counts)
 
     def forward(self, *call: Any, **kwargs: Any) -> Any:
@@ -246,7 +242,6 @@ class StackApart(ExpertsApart):
         return self.compute(*self._rows_and_counts(*call, **kwargs))
 
     def asked(self, exchange: ExchangeRows, *call: Any, **kwargs: Any) -> Tensor:
-        """See `ExpertsApart.asked`."""
         rows, counts = self._rows_and_counts(*call, **kwargs)
         return exchange(rows, torch.arange(len(counts), device=rows.device).repeat_interleave(counts))
 
@@ -262,7 +257,6 @@ class ModulesApart(ExpertsApart):
     """
 
     def __init__(self, original: nn.Module, keys: list[str], grid: Grid | None) -> None:
-        """Take the place of `original`, with the experts `keys` in it."""
         if grid is None or grid.layout.ep == 1:
             super().__init__(original, {}, len(keys), False)
             self._keys = keys
@@ -301,7 +295,6 @@ class ModulesApart(ExpertsApart):
         return iter(self.__dict__["_behaviour"])
 
     def own_names(self) -> dict[str, list[str]]:
-        """See `ExpertsApart.own_names`."""
         return (
             {flat: [f"{key}.{name}" for key in self._keys] for flat, name in self._inner.items()} if self.is_cut else {}
         )
@@ -314,7 +307,6 @@ class ModulesApart(ExpertsApart):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def forward(self, *call: Any, **kwargs: Any) -> Any:
-        """See `ExpertsApart.forward`."""
         out = super().forward(*call, **kwargs)
         if self.is_cut or not self.__dict__["layer"].is_fully_sharded or not torch.is_grad_enabled():
             return out
@@ -323,7 +315,6 @@ class ModulesApart(ExpertsApart):
         return out + sum(self.get_submodule(key)(nothing).sum() for key in self._keys)
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """See `ExpertsApart.compute`."""
         template, sizes = self.__dict__["_template"], counts.tolist()
         rows, columns = rows[:, : self.width], rows[:, self.width or rows.shape[1] :]
         if columns.shape[1] and rows.dtype != self.rows_dtype:
@@ -341,11 +332,7 @@ class ModulesApart(ExpertsApart):
         return torch.cat(outs[1:] or outs)
 
     def asked(self, exchange: ExchangeRows, *call: Any, **kwargs: Any) -> Tensor:
-        """See `ExpertsApart.asked`.
-
-        Raises:
-            ModelError: the second run calls other experts than the first, or with other numbers of rows.
-        """
+        """See `ExpertsApart.asked`; ModelError if the second run calls other experts, or with other numbers of rows."""
         like = _no_rows(*call, **kwargs)
         self.__dict__["width"], self.__dict__["rows_dtype"] = like.shape[1], like.dtype
         template, asks = self.__dict__["_template"], list[tuple[int, Tensor]]()

@@ -319,7 +319,6 @@ def parallelize(
 
 
 def _groups_of_rows(layer: ExpertsLayer) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups that the layer's dispatcher of now sends rows in while something else is computed."""
     return layer.dispatcher.groups if isinstance(layer.dispatcher, StartsDispatch) else ()
 
 
@@ -442,8 +441,7 @@ def _check_fit(model: nn.Module, blocks: dict[str, Block], grid: Grid | None, mo
 def check_layout(name: str, experts: nn.Module, *, ep: int = 1, esp: int = 1, movable: bool = False) -> None:
     """Refuse what is not known of experts behind each other in one dimension, and of those beside identities.
 
-    Raises:
-        ConfigError: ep would cut an expert, or a block of them; esp or movable are not known of these.
+    A ConfigError says that ep would cut an expert, or a block of them, or that esp or movable are not known of these.
     """
     if not (is_flat := lies_flat(experts)) and not has_identities(experts):
         return

@@ -17,15 +17,9 @@ from laconic.moe.parallel.grid import Grid
 def choose_dispatcher(
     grid: Grid | None, wanted: Path | Callable[[Grid | None], Dispatcher] | None, codec: Codec | str
 ) -> Dispatcher:
-    """Return the dispatcher of one layer.
+    """Return the dispatcher of one layer: the wanted path, what a function makes, or for None what fits the grid.
 
-    Args:
-        grid: the process groups; None for one process.
-        wanted: a path of make_dispatcher, a function that makes a dispatcher, or None for the path that fits the grid.
-        codec: of rows, unless `wanted` is a function.
-
-    Raises:
-        ConfigError: the path does not exist, or is none for this grid.
+    A path that does not exist, or is none for this grid, is a ConfigError. `codec` is of rows, but not of a function's.
     """
     if callable(wanted):
         made = wanted(grid)

@@ -31,11 +31,6 @@ class Dropping(TorchFunctionMode):
         self._drop = drop
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call what `func` is replaced by.
-
-        Raises:
-            ModelError: it is another kind of dropout.
-        """
         kwargs = kwargs or {}
         if func is F.dropout or func in _OTHERS:
             given = inspect.signature(func).bind(*args, **kwargs)
@@ -54,8 +49,7 @@ class Dropping(TorchFunctionMode):
 def drops_in(expert: nn.Module, like: Tensor) -> Drops:
     """Find what drops elements in an expert, which is on the meta device, for rows like those of `like` [., M].
 
-    Raises:
-        ModelError: the expert cannot run there.
+    One that cannot run there, or has another kind of dropout, is a ModelError.
     """
     found: Drops = []
 

@@ -42,12 +42,9 @@ class FusedExperts(Experts):
     """
 
     def __init__(self, original: Any, parameters: Mapping[str, nn.Parameter], *, adds_down_bias: bool = True) -> None:
-        """Take the behaviour of `original`, with `parameters` as its own; `check` tests that they compute the same.
+        """Take the behaviour of `original`, with its parameters or parts of them; `check` tests that it is the same.
 
-        Args:
-            original: the block's experts.
-            parameters: by name, those of `original` or parts of them.
-            adds_down_bias: False on all but one of the processes whose outputs are added up.
+        `adds_down_bias` is False on all but one of the processes whose outputs are added up.
         """
         super().__init__()
         self.training = original.training
@@ -91,11 +88,7 @@ class FusedExperts(Experts):
         return {} if behaviour is None else behaviour.__dict__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled and copied with a part of the experts, whose process groups cannot be.
-
-        Raises:
-            CheckpointError: experts are spread over processes.
-        """
+        """Refuse to be pickled and copied with a part of the experts, whose process groups cannot be."""
         if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
             raise CheckpointError(
                 "experts are spread over processes, whose groups can be neither pickled nor copied; save the model with"
@@ -105,10 +98,9 @@ class FusedExperts(Experts):
         return super().__reduce_ex__(protocol)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the parameters, as of any module, unless FSDP or `replicate` asks for spread experts.
+        """Return the parameters, as of any module, unless FSDP or `replicate` asks for spread experts, a ConfigError.
 
-        Raises:
-            ConfigError: one does, and not on behalf of `laconic.moe.fully_shard_layers`.
+        `laconic.moe.fully_shard_layers` may ask.
         """
         layer = self.__dict__.get("layer")
         if layer is not None and layer.has_own_replicas and not layer.is_fully_sharded:
@@ -143,15 +135,12 @@ class FusedExperts(Experts):
         return self._register("register_forward_hook", hook, options)
 
     def register_forward_pre_hook(self, hook: Any, **options: Any) -> RemovableHandle:
-        """See `register_forward_hook`."""
         return self._register("register_forward_pre_hook", hook, options)
 
     def register_full_backward_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """See `register_forward_hook`."""
         return self._register("register_full_backward_hook", hook, {"prepend": prepend})
 
     def register_full_backward_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """See `register_forward_hook`."""
         return self._register("register_full_backward_pre_hook", hook, {"prepend": prepend})
 
     def _register(self, method: str, hook: Any, options: Mapping[str, Any]) -> RemovableHandle:
@@ -168,12 +157,7 @@ class FusedExperts(Experts):
         return layer(*layer.arguments(*args, **kwargs))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return outputs [q, M] of rows [q, M] sorted by local expert, with autocast as of a linear layer.
-
-        Args:
-            rows: [q, M].
-            counts: int64 [E_local].
-        """
+        """Return outputs [q, M] of rows [q, M] sorted by expert, counts int64 [E_local]; autocast as in Linear."""
         kind: Any = self.__dict__["_behaviour"]
         activation, first = (kind._apply_gate, "gate_up_proj") if kind.has_gate else (kind.act_fn, "up_proj")
         up, down = self._weights(first), self._weights("down_proj")
@@ -219,11 +203,7 @@ class FusedExperts(Experts):
         return held
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Take this process's part of whole tensors, which hosts load; DTensors are loaded as ever.
-
-        Raises:
-            CheckpointError: a DTensor is the part of another process.
-        """
+        """Take this process's part of whole tensors, which hosts load; DTensors of its own part are loaded as ever."""
         parameters: dict[str, Any] = self._parameters
         for name, like in parameters.items():
             value: Any = state_dict.get(prefix + name)
@@ -250,13 +230,11 @@ class FlatExperts(FusedExperts):
     """Computes (act(x w1) * (x v1)) w2 of DBRX, whose experts lie behind each other in each parameter [E I, M]."""
 
     def __init__(self, original: Any, parameters: Mapping[str, nn.Parameter], *, adds_down_bias: bool = True) -> None:
-        """See `FusedExperts`; `original` says how many experts the whole parameters have."""
         super().__init__(original, parameters, adds_down_bias=adds_down_bias)
         one, self.num_global_experts = parameters[FLAT[0]], int(original.num_experts)
         self.num_experts = len(local_part(one)) * self.num_global_experts // len(one)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """See `FusedExperts.forward`."""
         activation: Any = self.__dict__["_behaviour"].activation_fn
         gate, up, down = (self._weights(name) for name in FLAT)
         if runs_expert_by_expert(rows, self.num_experts):
@@ -264,7 +242,6 @@ class FlatExperts(FusedExperts):
         return grouped_mm(activation(grouped_mm(rows, gate, counts)) * grouped_mm(rows, up, counts), down, counts)
 
     def is_grouped(self, rows: Tensor) -> bool:
-        """See `FusedExperts.is_grouped`."""
         return all(way_of(rows, self._weights(name)) == "grouped" for name in FLAT)
 
     def _weights(self, name: str) -> Tensor:
@@ -303,13 +280,8 @@ def _halves(parameters: Mapping[str, Tensor], original: Any) -> list[dict[str, T
 def check(module: nn.Module, name: str, num_shards: int = 1) -> None:
     """Compare FusedExperts with the module it would replace, on narrow random parameters of as many experts.
 
-    Args:
-        module: the block's experts.
-        name: of the module, for messages.
-        num_shards: with more than one, the sum of two shards of the hidden dimension is compared.
-
-    Raises:
-        ModelError: they differ, or the module has parts that FusedExperts does not know; the message has `name`.
+    With more than one shard the sum of two shards of the hidden dimension is compared. It is a ModelError with `name`
+    if they differ, or the module has parts that FusedExperts does not know.
     """
     original, is_flat = described(module), lies_flat(module)
     parameters = {key: p for key, p in original.named_parameters() if p is not None}

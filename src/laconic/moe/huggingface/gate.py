@@ -79,7 +79,6 @@ class RoutedRows(GivenRouting):
     """Routes rows [E n, M], of which those that are not zero go to their expert: number i / n of row i."""
 
     def of_call(self, x: Tensor, /, *_: Tensor) -> tuple[Tensor, Routing]:
-        """See `GivenRouting.of_call`."""
         tokens = x.detach().any(-1).nonzero().squeeze(1)
         num_tokens = max(1, len(x) // self.num_experts)
         self.top_k = max(1, -(-len(tokens) // num_tokens))
@@ -90,13 +89,11 @@ class WithIdentities(GivenRouting):
     """Leaves out the choices behind the experts' numbers, which return their input: no row of theirs travels."""
 
     def routing(self, x: Tensor, indices: Tensor, weights: Tensor) -> Routing:
-        """See `GivenRouting.routing`."""
         routing = super().routing(x, indices, weights)
         assert isinstance(routing, Routing)
         return replace(routing.keep(routing.experts < self.num_experts), num_dropped=0)
 
     def beside(self, out: Tensor, /, *call: Tensor) -> Tensor:
-        """See `GivenRouting.beside`."""
         x, indices, weights = call
         share = (weights * (indices >= self.num_experts)).sum(-1, keepdim=True)
         return out + (x * share).to(out.dtype)
@@ -105,15 +102,8 @@ class WithIdentities(GivenRouting):
 class RouterGate(GivenRouting):
     """Decides by a gate in the place of a model's router, whose weight it reads; the model's parameters stay.
 
-    Args:
-        gate: with a weight [E, M] and nothing else that is trained or saved.
-        router: of the model, with that weight alone.
-        name: of the router, for messages.
-        top_k: the router's experts per token, for which the gate was made.
-        check_weights: as of GivenRouting; the gate checks its own logits.
-
-    Raises:
-        ModelError: the gate or the router has other parameters.
+    The gate has a weight [E, M] and nothing else that is trained or saved, the router that weight alone; others are a
+    ModelError. `top_k` are the router's experts per token, for which the gate was made; the gate checks its own logits.
     """
 
     def __init__(self, gate: Gate, router: nn.Module, name: str, top_k: int, check_weights: bool = True) -> None:
@@ -142,8 +132,7 @@ class RouterGate(GivenRouting):
     def routing(self, x: Tensor, indices: Tensor, weights: Tensor) -> Routing | SoftRouting:
         """Route tokens x [..., M]; of the router's decision only the number of experts per token is read.
 
-        Raises:
-            RoutingError: that number is another than the gate was made for.
+        Another number than the gate was made for is a RoutingError.
         """
         router = self.__dict__["router"]
         self.top_k = indices.shape[-1]

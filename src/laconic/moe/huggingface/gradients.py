@@ -16,8 +16,7 @@ from laconic.formats.shards import local_part
 def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
     """Scale all gradients to a common 2-norm of at most `max_norm`; return the norm before, 0-dim fp32 (or fp64).
 
-    Raises:
-        ConfigError: max_norm is negative or NaN.
+    A `max_norm` that is negative or NaN is a ConfigError.
     """
     if not max_norm >= 0:
         raise ConfigError(f"max_norm is {max_norm}, but it must be at least 0; inf leaves gradients as they are")
@@ -31,19 +30,6 @@ def norm(parameters: Sequence[nn.Parameter]) -> Tensor:
 
     Shards of DTensors are added up over the processes that hold the others.
     """
-    return _square(parameters).sqrt()
-
-
-def scale(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Multiply gradients by min(1, max_norm / norm), in place."""
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            local_part(parameter.grad).mul_(factor.to(parameter.grad.dtype))
-
-
-def _square(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return the sum of squares of all gradients, the same on every process."""
     sums: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
     for parameter in parameters:
         if parameter.grad is None:
@@ -62,4 +48,12 @@ def _square(parameters: Sequence[nn.Parameter]) -> Tensor:
         for group in groups:
             dist.all_reduce(square, group=group)
         total = square + total.to(square.device)
-    return total
+    return total.sqrt()
+
+
+def scale(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Multiply gradients by min(1, max_norm / norm), in place."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local_part(parameter.grad).mul_(factor.to(parameter.grad.dtype))

@@ -16,14 +16,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.collectives.runtime.group_facts import ranks_of
 from laconic.errors import ConfigError
 from laconic.moe.dispatch.base import Dispatcher
-from laconic.moe.dispatch.expert_sharded import gathered_counts
 from laconic.moe.hooks import Hook
 from laconic.moe.huggingface.experts import FusedExperts, is_of
 from laconic.moe.huggingface.gate import GivenRouting
@@ -36,8 +34,6 @@ from laconic.moe.placement.expert_map import Placement
 from laconic.moe.router_bias import CountedBias
 from laconic.moe.routing import Routing, SoftRouting
 
-_SAMPLE = 256
-"""Values of the tokens that an MP group compares."""
 _HOOKS = tuple(
     name for name in vars(nn.Module()) if "hook" in name and name.startswith(("_forward", "_backward", "_is_full"))
 )
@@ -105,8 +101,6 @@ class ExpertsLayer(MoELayer):
         self._without_graph: list[bool] = []
         self._ran_again = False
         self._checked_ddp: weakref.ref[DistributedDataParallel] | None = None
-        self._compared = not gate.check_weights
-        """Whether an MP group's tokens have been compared; never those of a forward without values (`check_logits`)."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         # In the model's tree, so that it moves with the model and a state dict is refused while experts are elsewhere.
@@ -148,16 +142,11 @@ class ExpertsLayer(MoELayer):
         return self.gate.beside(self.run(hidden_states, routing), *call)
 
     def run(self, x: Tensor, routing: Routing | SoftRouting | None = None) -> Tensor:
-        """See `MoELayer.run`.
+        """See `MoELayer.run`; a ConfigError where DDP runs the layer and was made before it.
 
-        Raises:
-            ConfigError: DDP runs the layer and was made before it; or the processes of an MP group have other tokens;
-                or, in backward, a reentrant checkpoint runs it, and it is unknown whether DDP reduces the gradients.
+        In backward also where a reentrant checkpoint runs it, and it is unknown whether DDP reduces the gradients.
         """
         self._note_ddp()
-        if self.num_mp > 1 and not (self._compared or torch.compiler.is_compiling()):
-            with torch._C.DisableTorchFunction():  # the second run of a region that runs again does not compare
-                self._compare_tokens(x)
         self.is_running = True
         self.meanwhile = None if self.shared_call is None else self.shared_call.window(x)
         try:
@@ -171,20 +160,14 @@ class ExpertsLayer(MoELayer):
         return self._own_replicas is not None
 
     def mean_of_forward(self) -> ExpertMean | None:
-        """See `MoELayer.mean_of_forward`."""
         averages = self.ran_under_ddp and self.averages_under_ddp and torch.is_grad_enabled()
         return self._mean_under_ddp if averages else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the host that was checked, of which a copy has another one."""
         return {**super().__getstate__(), "_checked_ddp": None}
 
     def _check_left_out(self, ddp: DistributedDataParallel) -> None:
-        """Refuse a DDP that was made before `parallelize`, is over too few, or may not average.
-
-        Raises:
-            ConfigError: it was, or is.
-        """
+        """Refuse a DDP that was made before `parallelize`, is over too few, or may not average."""
         own = {id(p) for p in self.experts.parameters()} if self.has_own_replicas else set()
         left_out = ddp.parameters_to_ignore
         if any(id(p) in own and name not in left_out for name, p in ddp.module.named_parameters()):
@@ -208,30 +191,6 @@ class ExpertsLayer(MoELayer):
                     " experts, sums over all processes, as the hook does"
                 )
         self._checked_ddp = weakref.ref(ddp)
-
-    def _compare_tokens(self, x: Tensor) -> None:
-        """Compare a sample of the tokens of an MP group, once: they have to be the same, but for rounding.
-
-        Raises:
-            ConfigError: they are not, on all ranks alike that would wait for those.
-        """
-        assert self.grid is not None, "mp is above 1"
-        sample = x.detach().reshape(-1)[:: max(1, x.numel() // _SAMPLE)][:_SAMPLE].float()
-        mine = torch.zeros(1 + _SAMPLE, dtype=torch.float32, device=x.device)
-        mine[0], mine[1 : 1 + len(sample)] = x.numel(), sample
-        found = [torch.empty_like(mine) for _ in range(self.num_mp)]
-        dist.all_gather(found, mine, group=self.grid.mp)
-        sizes, values = torch.stack(found).split([1, _SAMPLE], dim=1)
-        far = (values - values[0]).norm(dim=1) > 0.1 * values[0].norm()  # never with NaN
-        differ = (sizes != sizes[0]).any() | far.any()
-        said = torch.tensor([int(differ), *ranks_of(self.grid.mp)], dtype=torch.int64, device=x.device)
-        for others, *ranks in gathered_counts(said, self.grid.linked).tolist():
-            if others:
-                raise ConfigError(
-                    f"mp is {self.num_mp}, so that as many processes expect the same tokens, but ranks {ranks} have"
-                    " others; give each of them the same batch, or make the Grid without mp"
-                )
-        self._compared = True
 
     def _note_ddp(self) -> None:
         """Note whether the gradients of this forward are DDP's.

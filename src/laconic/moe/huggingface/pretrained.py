@@ -133,11 +133,7 @@ def _directory(directory: str | Path) -> Path:
 
 
 def _plan(model: Any, files: TensorFiles) -> tuple[list[Source], set[str]]:
-    """Return where every parameter comes from, and the names of those that are tied to others and so in no file.
-
-    Raises:
-        CheckpointError: something is missing or does not fit.
-    """
+    """Return where every parameter comes from, and the names of those that are tied to others and so in no file."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -215,7 +211,6 @@ def _is_tied(name: str, tied: dict[str, str], found: Iterable[str]) -> bool:
 
 
 def _of_rule(name: str, rule: Any, tensors: dict[str, list[str]], files: TensorFiles, model: Any) -> Source:
-    """Return the source of a parameter that a rule of transformers makes of several tensors."""
     kinds = [type(operation).__name__ for operation in rule.operations]
     patterns = [pattern for pattern in rule.source_patterns if pattern in tensors]
     if kinds in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]) and rule.operations[0].dim == 0:

@@ -24,8 +24,7 @@ _Range = tuple[int, int]
 class TensorFiles:
     """The safetensors files of a directory, open while it is a context; counts the bytes that are read.
 
-    Raises:
-        CheckpointError: there are none, the index names another file than there is, or one cannot be read.
+    If there are none, the index names another file than there is, or one cannot be read, it is a CheckpointError.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -96,7 +95,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Plain:
+class Plain(Source):
     """A tensor of the files that is a parameter as it is."""
 
     target: str
@@ -104,11 +103,9 @@ class Plain:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """See `Source.targets`."""
         return (self.target,)
 
     def shapes(self, files: TensorFiles) -> dict[str, tuple[int, ...]]:
-        """See `Source.shapes`."""
         return {self.target: files.shape(self.key)}
 
     def read(self, files: TensorFiles, parameters: Mapping[str, Tensor]) -> list[str]:
@@ -120,7 +117,7 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class Stacked:
+class Stacked(Source):
     """A parameter whose rows are tensors of the files, each concatenated from one tensor of every kind."""
 
     target: str
@@ -131,15 +128,9 @@ class Stacked:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """See `Source.targets`."""
         return (self.target,)
 
     def shapes(self, files: TensorFiles) -> dict[str, tuple[int, ...]]:
-        """See `Source.shapes`.
-
-        Raises:
-            CheckpointError: tensors of a kind differ in shape.
-        """
         parts = []
         for keys in self.kinds:
             shapes = {files.shape(key): key for key in keys}
@@ -174,7 +165,7 @@ class Stacked:
 
 
 @dataclass(frozen=True)
-class Converted:
+class Converted(Source):
     """Parameters that a rule makes of whole tensors."""
 
     made: Mapping[str, tuple[int, ...]]
@@ -189,15 +180,12 @@ class Converted:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """See `Source.targets`."""
         return tuple(self.made)
 
     def shapes(self, files: TensorFiles) -> dict[str, tuple[int, ...]]:
-        """See `Source.shapes`."""
         return dict(self.made)
 
     def read(self, files: TensorFiles, parameters: Mapping[str, Tensor]) -> list[str]:
-        """See `Source.read`."""
         made = self.convert(files.read)
         for name, parameter in parameters.items():
             local_part(parameter).copy_(taken(made[name], _runs(parameter)))

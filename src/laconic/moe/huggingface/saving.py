@@ -35,10 +35,8 @@ def save_gathered(model: nn.Module, stages: int = 1) -> None:
     """Let all processes call `save_pretrained` of `model` and its parts together; rank 0 writes what one would.
 
     They take the same arguments; with `state_dict`, nothing is gathered. PEFT's models save adapters, of which every
-    process has all: rank 0 writes those, whoever else calls.
-
-    Raises:
-        CheckpointError: of the calls, everywhere, if writing fails, or the model is one of several pipeline stages.
+    process has all: rank 0 writes those, whoever else calls. The calls raise CheckpointError everywhere, if writing
+    fails or the model is one of several pipeline stages.
     """
     for part in model.modules():
         if hasattr(type(part), "save_pretrained"):

@@ -27,12 +27,7 @@ from laconic.moe.parallel.grid import Grid
 
 
 def hidden_placement(name: str, experts: Any) -> Placement:
-    """Return how the hidden dimension of the parameter `name` of fused experts is cut over esp.
-
-    Args:
-        name: gate_up_proj, up_proj, down_proj or the bias of one.
-        experts: the module, with the flags of transformers' ExpertsInterface.
-    """
+    """Return how the hidden dimension of fused experts' parameter `name`, a projection or its bias, is cut over esp."""
     if name == "down_proj_bias":
         return Replicate()
     if name == "down_proj":
@@ -49,11 +44,7 @@ def block_size(experts: Any) -> int:
 
 
 class Slots(nn.Module):
-    """Maps experts in blocks that are cut over `num_ranks` to their slots; see [Note: experts beside identities].
-
-    Attributes:
-        slots: int64 [E]; not saved.
-    """
+    """Maps experts in blocks that are cut over `num_ranks` to their slots; see [Note: experts beside identities]."""
 
     slots: Tensor
 

@@ -168,11 +168,7 @@ class _Trial(TorchDispatchMode):
 
 
 def _moved(twin: nn.Module, experts: str, training: bool) -> tuple[str, Place, int] | None:
-    """Return name, place and number of nodes of the shared experts, proved in one mode; None if there are none.
-
-    Raises:
-        _CannotTellError: there are some, or something that may be some, but their call cannot be moved.
-    """
+    """Return name, place and number of nodes of the shared experts, proved in one mode; None if there are none."""
     twin.train(training)
     kept = {name: buffer.clone() for name, buffer in twin.named_buffers()}
 
@@ -264,11 +260,7 @@ def _widths(twin: nn.Module, experts: str) -> list[int]:
 
 
 def _shared_call(trial: _Trial, hidden: Tensor, experts: str, twin: nn.Module) -> tuple[_Called | None, Place]:
-    """Return the one call that can be moved, and where it is.
-
-    Raises:
-        _CannotTellError: shared experts are called, but otherwise than they would have to be.
-    """
+    """Return the one call that can be moved, and where it is."""
     names = [call.name for call in trial.calls]
     if names.count(experts) != 1:
         raise _CannotTellError(f"its block calls the routed experts {names.count(experts)} times")

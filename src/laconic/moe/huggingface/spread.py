@@ -33,8 +33,7 @@ def is_cut_otherwise(model: nn.Module) -> bool:
 def saved_by_host(model: nn.Module) -> None:
     """Note that the host that is going to wrap a model saves and loads spread experts, so that it is not refused.
 
-    Raises:
-        ConfigError: processes of the grid have the same tokens, while hosts give each process others.
+    Processes of the grid that have the same tokens, while hosts give each process others, are a ConfigError.
     """
     for layer in spread_layers(model):
         if layer.num_mp > 1:

@@ -23,16 +23,10 @@ _MAX_NAMES = 5
 
 
 def check_stage_names(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Compare names, shapes and bits of what the ranks of different pipeline stages save. All ranks call it together.
+    """Compare names, shapes and bits of what the ranks of different pipeline stages save, nested by name.
 
-    Reads every tensor once if there are several stages, else nothing.
-
-    Args:
-        model: this rank's stage.
-        stored: nested by name.
-
-    Raises:
-        CheckpointError: on every rank: two stages have different tensors of one name.
+    All ranks call it together; it reads every tensor once if there are several stages, else nothing. Different tensors
+    of one name in two stages are a CheckpointError on every rank.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return

@@ -48,7 +48,6 @@ def _registered(module: nn.Module, name: str, child: nn.Module | None) -> None:
 
 
 def _warn_of_stacks(model: nn.Module) -> None:
-    """Say that adapters on modules do not reach experts that are no modules of their own any more."""
     stacks = own_names(model)
     if stacks:
         warnings.warn(
@@ -59,11 +58,7 @@ def _warn_of_stacks(model: nn.Module) -> None:
 
 
 def _check_adapted(child: nn.Module) -> None:
-    """Refuse adapters around a router whose forward nobody asks.
-
-    Raises:
-        ConfigError: a gate reads its weight.
-    """
+    """Refuse adapters around a router whose forward nobody asks, since a gate reads its weight."""
     for part in child.modules():
         if (router := part.__dict__.get(READ_BY_GATE)) is not None:
             raise ConfigError(
@@ -85,11 +80,7 @@ def _leave_experts(ddp: Any, model: nn.Module) -> None:
 
 
 def _check_host(model: nn.Module) -> None:
-    """Refuse a host that would save rank 0's experts as if they were all, or wait for the others in vain.
-
-    Raises:
-        ConfigError: the model is wrapped by a host that was not told; the message has the call that tells it.
-    """
+    """Refuse a host that would save rank 0's experts as if they were all, or wait for the others in vain."""
     layers = [layer for layer in spread_layers(model) if any(p.requires_grad for p in layer.experts.parameters())]
     if all(layer.is_saved_by_host for layer in layers):
         return

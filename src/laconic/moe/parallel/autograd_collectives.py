@@ -56,11 +56,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup, *, codec: AnyCodec = "auto")
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup, *, codec: AnyCodec = "auto") -> Tensor:
-    """Sum x [W * n, ...] over ranks and return this rank's part [n, ...] of the sum.
-
-    Raises:
-        FormatError: x cannot be cut into W parts.
-    """
+    """Sum x [W * n, ...] over ranks and return this rank's part [n, ...]; FormatError if W parts are not even."""
     if len(x) % group.size():
         raise FormatError(f"x has {len(x)} rows, which {group.size()} ranks cannot share evenly; pad it")
     return _apply(x, _scattered_sum, _gathered, group, codec)
@@ -88,8 +84,7 @@ def split(
 def gather(x: Tensor, group: dist.ProcessGroup, *, sizes: Sequence[int], codec: AnyCodec = "auto") -> Tensor:
     """Join the rows of all ranks, x [sizes[rank], ...] each, to one tensor [sum(sizes), ...] that all have alike.
 
-    Raises:
-        FormatError: x has other than sizes[rank] rows.
+    Another number of rows than sizes[rank] is a FormatError.
     """
     sizes = _checked(sizes, None, group)
     if len(x) != sizes[group.rank()]:

@@ -54,11 +54,8 @@ def calling_host() -> tuple[str, str, str] | None:
 def check_not_listed(experts: Iterable[nn.Parameter]) -> None:
     """Refuse FSDP and `replicate` as the caller of the function that calls this one.
 
-    See [Note: DDP and FSDP are seen when they list parameters].
-
-    Raises:
-        ConfigError: FSDP is, and would shard `experts`, or train them without reducing their gradients; or `replicate`
-            is, and would give all processes the first one's.
+    See [Note: DDP and FSDP are seen when they list parameters]. FSDP would shard `experts`, or train them without
+    reducing their gradients; `replicate` would give all processes the first one's.
     """
     caller, experts = sys._getframe(2), [*experts]
     _check_not_replicated(experts, None, caller)
@@ -74,8 +71,7 @@ def check_not_listed(experts: Iterable[nn.Parameter]) -> None:
 def check_not_wrapped(experts: Iterable[nn.Parameter], peers: Set[int]) -> None:
     """Refuse DDP and FSDP over `peers`, ranks with other experts, as the caller of the function that calls this one.
 
-    Raises:
-        ConfigError: one of them is, and does not leave out `experts` that are whole.
+    Those that leave out `experts` that are whole may be.
     """
     caller, experts = sys._getframe(2), [*experts]
     _check_not_replicated(experts, peers, caller)
@@ -106,11 +102,7 @@ def check_not_wrapped(experts: Iterable[nn.Parameter], peers: Set[int]) -> None:
 
 
 def _check_not_replicated(experts: Sequence[nn.Parameter], peers: Set[int] | None, caller: FrameType) -> None:
-    """Refuse torch's composable `replicate` as the caller, over `peers` or, with None, any processes.
-
-    Raises:
-        ConfigError: it is, and does not leave `experts` out.
-    """
+    """Refuse torch's composable `replicate` as the caller, over `peers` or (None) any, unless it leaves out."""
     if caller.f_code.co_name != "_collect_params" or not caller.f_globals.get("__name__", "").endswith(".replicate"):
         return
     ignored = {id(parameter) for parameter in caller.f_locals["ignored_params"]}

@@ -20,17 +20,12 @@ from laconic.schedule.execute import TaskHandle
 
 
 class CudaStream:
-    """Runs the tasks that are submitted to it one after the other, on the device.
+    """Runs the tasks that are submitted to it one after the other, on the device, in a given stream or a new one.
 
     Results of actions are held until the plan has been issued and the caller's stream waits for all of it. So tensors
     that pass from one stream to another must be among the results (or be held by the caller): the allocator may
-    otherwise hand their memory to the stream that made them while another one reads it.
-
-    Args:
-        stream: whose order is used; None makes a new one on the current device.
-
-    Raises:
-        ScheduleError: there is no CUDA device.
+    otherwise hand their memory to the stream that made them while another one reads it. Without a CUDA device it is a
+    ScheduleError.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -73,7 +68,6 @@ class _DeviceWork:
         self._error: BaseException | None = None
 
     def run(self, action: Callable[[], object]) -> None:
-        """Issue the action between two recorded events, and keep its result or error."""
         self._start.record()
         try:
             self._result = action()

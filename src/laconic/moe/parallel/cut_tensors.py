@@ -87,11 +87,7 @@ class _Copy(DTensor):
 
 
 def _set_item(self: DTensor, index: Any, value: Any) -> None:
-    """Assign values to a part that all processes hold a part of.
-
-    Raises:
-        TrainingError: a process would write into a copy.
-    """
+    """Assign values to a part that all processes hold a part of; what a process would write into a copy is refused."""
     if _is_ours(self):
         looked: list[Any] = []
         for one in index if isinstance(index, tuple) else (index,):
@@ -157,12 +153,7 @@ def _drawn(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _set_data(self: DTensor, value: Tensor) -> None:
-    """Assign `data`, as of any tensor.
-
-    Raises:
-        TrainingError: the values are no DTensor of the shape and mesh, or others than this tensor refer to what it
-            holds.
-    """
+    """Assign `data`, as of any tensor; refuse what is no DTensor of the shape and mesh."""
     if not _is_ours(self):
         _data.__set__(self, value)
         return

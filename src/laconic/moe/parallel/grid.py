@@ -181,13 +181,11 @@ def _groups(layout: GridLayout, name: str, stages: int) -> list[list[int]]:
 
 
 def _lines(ranks: torch.Tensor, dim: int) -> list[list[int]]:
-    """List the rows of `ranks` along `dim`."""
     lines: list[list[int]] = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
     return lines
 
 
 def _mesh(device: str, stages: int, sizes: dict[str, int]) -> DeviceMesh:
-    """Return the mesh of this rank's stage."""
     if stages == 1:
         return init_device_mesh(device, (*sizes.values(),), mesh_dim_names=(*sizes,))
     return init_device_mesh(device, (stages, *sizes.values()), mesh_dim_names=("pp", *sizes))[(*sizes,)]

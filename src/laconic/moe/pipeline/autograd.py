@@ -131,11 +131,7 @@ class ChunkedLayer:
         return out
 
     def backward(self, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the inputs and of the leaves.
-
-        Raises:
-            ScheduleError: backward runs a second time without retain_graph.
-        """
+        """Return the gradients of the inputs and of the leaves; ScheduleError if it runs again without retain_graph."""
         keep = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph of the running backward
         sums = [_Sum() for _ in self._leaves]
 
@@ -148,7 +144,7 @@ class ChunkedLayer:
             found: Sequence[Tensor | None] = [None] * (len(entered) + len(sums))
             if out.requires_grad:
                 # Graphs of slices may share nodes (such as casts that autocast caches); they end with `of_slice`.
-                with _without_hooks(self._leaves):
+                with without_hooks(self._leaves):
                     wanted = [*entered, *self._leaves]
                     found = torch.autograd.grad(out, wanted, grads, retain_graph=True, allow_unused=True)
             for total, other in zip(sums, found[len(entered) :], strict=True):
@@ -200,7 +196,7 @@ class _Sum:
 
 
 @contextmanager
-def _without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
+def without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
     """Disable hooks on the leaves' gradients; they are for the sum over slices, which comes later."""
     hooks = [(found, dict(found)) for leaf in leaves if (found := leaf._backward_hooks)]
     for found, _ in hooks:

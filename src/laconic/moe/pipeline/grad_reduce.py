@@ -65,7 +65,6 @@ class _Waiting:
 
     @staticmethod
     def of(parameter: nn.Parameter) -> _Waiting:
-        """Return the reduction of a parameter's gradient, one unit per element."""
         assert parameter.grad is not None
         if not parameter.grad.is_contiguous():
             parameter.grad = parameter.grad.contiguous()  # here, where both belong to the stream that frees them
@@ -170,11 +169,7 @@ class DenseGradients:
         self._held += tensors
 
     def slot(self, part: str) -> Callable[[], object] | None:
-        """See `GradientSlots.slot`: reduces what is planned for this part and ready.
-
-        Raises:
-            ScheduleError: the plan has no such part.
-        """
+        """See `GradientSlots.slot`: reduces what is ready of this part's plan; a ScheduleError without such a part."""
         self._begin()
         batch = self._take(self._budget(part))
         if batch is None:

@@ -125,11 +125,7 @@ class ChunkedSchedule:
         return math.lcm(self.forward, self.backward)
 
     def run(self, layer: MoELayer, x: Tensor, routing: Routing) -> Tensor:
-        """See `Schedule.run`. Hooks get slices.
-
-        Raises:
-            ScheduleError: the dispatcher has no exchange plan.
-        """
+        """See `Schedule.run`. Hooks get slices; a dispatcher without an exchange plan is a ScheduleError."""
         inner = layer.dispatcher.inner if isinstance(layer.dispatcher, S1Dispatcher) else layer.dispatcher
         if isinstance(inner, LocalDispatcher):
             return layer.run_whole(x, routing)

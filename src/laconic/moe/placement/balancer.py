@@ -87,11 +87,7 @@ class ExpertBalancer:
             self.periods.append(SwapPeriod(self._move_seconds(number, across), min_period=min_period))
 
     def step(self, number: int) -> Balanced | None:
-        """Query the routing of the layers that are due after step `number` and move experts where that gains.
-
-        Returns:
-            What was found and done; None if no layer was due.
-        """
+        """Query the routing of layers due after step `number` and move experts where that gains; None if none is."""
         due = [layer for layer, period in enumerate(self.periods) if period.due(number)]
         if not due:
             return None
@@ -165,7 +161,6 @@ class ExpertBalancer:
         return query_distance(seconds, DIRECTIONS * plan.before_seconds)
 
     def _move_seconds(self, number: int, pairs: Sequence[tuple[int, int]]) -> float:
-        """Predict the seconds of exchanging the experts in these pairs of slots."""
         dispatcher = self.mover.layers[number].dispatcher
         assert isinstance(dispatcher, HierarchicalDispatcher)
         nbytes, group_shape = self.mover.expert_nbytes(number), self._group_shape(dispatcher)

@@ -22,19 +22,16 @@ from laconic.topology import Levels
 T = TypeVar("T")
 
 
-def gather_counts(dispatcher: HierarchicalDispatcher, routing: Routing, levels: Levels | None = None) -> RowCounts:
-    """Count rows of every rank by group at every level, without duplicates; the same on all ranks.
+def gather_counts(
+    routing: Routing, levels: Levels, group: dist.ProcessGroup, device: torch.device | None = None
+) -> RowCounts:
+    """Count rows of every rank of `group`, which all call it, by group at every level, without duplicates.
 
-    All ranks of the group call this together.
-
-    Args:
-        dispatcher: whose group the ranks are of.
-        routing: of this rank's tokens, its experts numbered by slot.
-        levels: the dispatcher's, with the ranks of each machine; None: a node is a part of level 1.
+    `routing` is of this rank's tokens, its experts numbered by slot. Counts travel on `device`, or else the routing's.
     """
-    levels, group = levels or dispatcher.levels, dispatcher.group
     tokens, experts = (x.detach().cpu().numpy() for x in (routing.tokens, routing.experts))
-    vector = torch.from_numpy(count_vector(tokens, experts, routing.num_experts, levels)).to(routing.experts.device)
+    vector = torch.from_numpy(count_vector(tokens, experts, routing.num_experts, levels))
+    vector = vector.to(device or routing.experts.device)
     gathered = vector.new_empty(group.size(), len(vector))
     torch_compat.all_gather(gathered, vector, group).wait()
     return RowCounts.of_vectors(gathered.cpu().numpy(), levels)
@@ -61,7 +58,7 @@ def agree_on_depth(
     Returns:
         All candidates and their predicted seconds.
     """
-    choice = best_depth(gather_counts(dispatcher, routing), row_nbytes, rates, coding)
+    choice = best_depth(gather_counts(routing, dispatcher.levels, dispatcher.group), row_nbytes, rates, coding)
     choice = first_answer(choice, dispatcher.group)
     dispatcher.set_depth(choice.depth)
     return choice

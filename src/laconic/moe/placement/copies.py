@@ -141,7 +141,6 @@ def _checked(given: Sequence[Tensor | None], sizes: Sequence[int]) -> list[Tenso
 
 
 def _check(layer: MoELayer, group: dist.ProcessGroup, name: str) -> None:
-    """Refuse a layer that cannot run with copies."""
     dispatcher, experts = layer.dispatcher, layer.experts
     if isinstance(dispatcher, FlatDispatcher):
         num_places = dispatcher.num_places
@@ -170,7 +169,6 @@ def _check(layer: MoELayer, group: dist.ProcessGroup, name: str) -> None:
 
 
 def _check_split(layer: MoELayer, group: dist.ProcessGroup, name: str) -> None:
-    """Refuse experts whose tensors are not split by expert."""
     experts = layer.experts
     here = len(experts_of(group.rank(), layer.gate.num_experts, group.size()))
     shapes = {key: list(local_part(one.detach()).shape) for key, one in experts.named_parameters()}
@@ -191,13 +189,7 @@ class ExpertCopies:
     """
 
     def __init__(self, copies: Iterable[tuple[int, int]], group: dist.ProcessGroup, homes: Sequence[int]) -> None:
-        """Make the table.
-
-        Args:
-            copies: (expert, rank); those on the rank of the expert's home do nothing.
-            group: expert-parallel.
-            homes: the home slot of each expert, as `Placement.slots`.
-        """
+        """Make the table of copies (expert, rank); those on the expert's home, `Placement.slots`, do nothing."""
         self.copies, self.group = tuple(copies), group
         rank, world, num_experts = group.rank(), group.size(), len(homes)
         most = experts_per_rank(num_experts, world)
@@ -242,10 +234,7 @@ class ExpertCopies:
     ) -> tuple[Tensor, Routing, Callable[[Tensor, Tensor], Tensor]]:
         """Fetch the weights of copies; return what to dispatch, and what to call in the place of the experts.
 
-        All ranks of the group call it together.
-
-        Raises:
-            ConfigError: the layer has become one that cannot have copies.
+        All ranks of the group call it together. A layer that has become one that cannot have copies is a ConfigError.
         """
         _check(layer, self.group, "a layer with copies of experts")
         named = dict(layer.experts.named_parameters())

@@ -100,11 +100,7 @@ class Placement(nn.Module):
         self.put(torch.arange(self.num_experts, device="cpu"))
 
     def swapped(self, a: int, b: int) -> Tensor:
-        """Return the slots, int64 [E], after exchanging experts a and b (logical).
-
-        Raises:
-            RoutingError: an expert does not exist.
-        """
+        """Return the slots, int64 [E], after exchanging experts a and b (logical), which have to exist."""
         for name, expert in (("a", a), ("b", b)):
             if not 0 <= expert < self.num_experts:
                 raise RoutingError(f"{name} is {expert}, but experts are numbered from 0 to {self.num_experts - 1}")
@@ -113,11 +109,7 @@ class Placement(nn.Module):
         return slots
 
     def check(self, slots: Tensor) -> None:
-        """Check that `slots` is a permutation of the slots here.
-
-        Raises:
-            RoutingError: it is not.
-        """
+        """Check that `slots` is a permutation of the slots here; a RoutingError if not."""
         expected = torch.arange(self.num_experts, device="cpu")
         if slots.dtype != torch.int64 or not torch.equal(slots.detach().cpu().flatten().sort().values, expected):
             raise RoutingError(
@@ -131,11 +123,7 @@ class Placement(nn.Module):
 
 
 def placement_of(layer: MoELayer, number: int) -> Placement:
-    """Return the placement of layer `number`; one without gets a Placement.
-
-    Raises:
-        ConfigError: it has a placement of another kind.
-    """
+    """Return the placement of layer `number`; one without gets a Placement, another kind is a ConfigError."""
     if layer.placement is None:
         layer.placement = Placement(layer.gate.num_experts, next(layer.experts.parameters()).device)
     if not isinstance(layer.placement, Placement):

@@ -249,11 +249,7 @@ class ExpertMover:
         return found
 
     def _agree(self, targets: Sequence[Tensor]) -> bool:
-        """Return whether anything moves; all ranks must ask for the same.
-
-        Raises:
-            ConfigError: on all ranks, if ranks differ.
-        """
+        """Return whether anything moves; all ranks must ask for the same, or all refuse."""
         slots = {
             f"the slots of layer {number}": [self.placement(number).slots.tolist(), target.tolist()]
             for number, target in enumerate(targets)
@@ -303,7 +299,6 @@ class ExpertMover:
         return outgoing, incoming
 
     def _exchange(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
-        """Fill `incoming`; return when every rank has received everything."""
         if self.group is None or self._world == 1:
             return
         ranks = registered_ranks(self.group)

@@ -78,15 +78,7 @@ def query_routing(
     For layers with `pairs` a plan has the gain of those, which may be negative; for the others it has the at most
     `num_pairs` pairs that shorten the layer most, at the current depth. Nothing moves yet; `ExpertMover` does that.
 
-    Args:
-        asked: one query per layer.
-        group: the ranks.
-        rates: of the cluster.
-        num_pairs: pairs to find, at most.
-        coding: if rows are coded in transit.
-
-    Raises:
-        ConfigError: num_pairs is below 1, or experts do not divide over the ranks.
+    A ConfigError says that num_pairs is below 1, or that experts do not divide over the ranks.
     """
     if num_pairs < 1:
         raise ConfigError(f"num_pairs is {num_pairs}, but a plan has at least one pair")
@@ -128,9 +120,7 @@ def sample(routing: Routing, most: int) -> Tensor:
 def sampled(gathered: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
     """Return the tokens of all ranks, float32 [n, slots], and how many tokens each of them stands for, float32 [n].
 
-    Args:
-        gathered: uint8, `sample` of each rank.
-        num_slots: of the layer.
+    `gathered`, uint8, has the `sample` of each rank.
     """
     table = gathered.numpy()
     counts = torch.from_numpy(table[:, :_COUNT_NBYTES].copy().view(np.int64)[:, 0].copy())

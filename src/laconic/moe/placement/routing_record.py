@@ -62,11 +62,7 @@ class RoutingRecord(Hook):
             self.trained = self.last
 
     def get(self) -> RecordedRouting:
-        """Return the last forward.
-
-        Raises:
-            ConfigError: the layer has not run yet.
-        """
+        """Return the last forward; a ConfigError if the layer has not run yet."""
         if self.last is None:
             raise ConfigError("the layer has not run yet, but its routing is asked for; call this after a forward")
         return self.last

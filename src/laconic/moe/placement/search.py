@@ -78,11 +78,8 @@ class SwapPlan:
 def seconds_of(chosen: Tensor, weights: Tensor, costs: Sequence[Cost], gamma: float = GAMMA) -> float:
     """Predict the seconds of a placement.
 
-    Args:
-        chosen: float32 [n, slots], 1 where a token goes to a slot.
-        weights: float32 [n], tokens that each of them stands for.
-        costs: of links and computing.
-        gamma: of the smooth maximum; infinity is the maximum itself.
+    `chosen`, float32 [n, slots], is 1 where a token goes to a slot, `weights`, float32 [n], how many tokens each of
+    them stands for; with gamma = infinity the smooth maximum is the maximum itself.
     """
     return sum(
         cost.alpha_seconds + cost.seconds_per_row * float(_smooth_max(rows_of(chosen, weights, cost), gamma))
@@ -129,12 +126,7 @@ def best_swaps(chosen: Tensor, weights: Tensor, costs: Sequence[Cost], num_pairs
 def copies_of(loads: Sequence[float], num_slots: int) -> list[int]:
     """Return how many of `num_slots` slots each expert gets, so that the busiest copy has least to do.
 
-    Args:
-        loads: tokens of each expert; its copies share them evenly.
-        num_slots: at least one for each expert.
-
-    Raises:
-        ConfigError: there are more experts than slots.
+    Copies share the tokens of their expert evenly. Fewer slots than experts are a ConfigError.
     """
     if num_slots < len(loads):
         raise ConfigError(f"num_slots is {num_slots}, but each of the {len(loads)} experts needs one; give more slots")
@@ -150,13 +142,8 @@ def hot_copies(
 ) -> tuple[tuple[tuple[int, int], ...], float, float]:
     """Return (expert, rank) of copies, and the busiest rank's rows over the mean of all, before and after.
 
-    The copy that relieves the busiest rank most, then the next, until none does. Homes stay where they are.
-
-    Args:
-        loads: tokens of each expert; its copies share them evenly.
-        homes: the rank of each expert's home.
-        num_ranks: N_EP.
-        num_per_rank: copies that a rank holds at most.
+    The copy that relieves the busiest rank most, then the next, until none does; each shares its expert's tokens
+    evenly. Homes, the rank of each expert, stay where they are.
     """
     given = torch.tensor(list(loads), dtype=torch.float64, device="cpu")
     ranks, room = torch.arange(num_ranks, device="cpu"), torch.full((num_ranks,), num_per_rank, device="cpu")
@@ -180,9 +167,7 @@ def hot_copies(
 def packed(loads: Sequence[float], rooms: Sequence[int]) -> list[list[int]]:
     """Return the items of each rank: the busiest first, each onto the rank with least to do of those with room.
 
-    Args:
-        loads: of the items.
-        rooms: how many items each rank holds; all together are as many as there are items.
+    All rooms together are as many as there are items.
     """
     ranks: list[list[int]] = [[] for _ in rooms]
     sums = [0.0] * len(rooms)
@@ -194,14 +179,10 @@ def packed(loads: Sequence[float], rooms: Sequence[int]) -> list[list[int]]:
 
 
 def place(loads: Sequence[float], rooms: Sequence[int]) -> list[list[int]]:
-    """Return the experts that each rank holds, so that the busiest rank has least to do.
+    """Return the experts that each rank holds, so that the busiest rank has least to do, by measured tokens of experts.
 
-    Args:
-        loads: tokens of each expert, measured.
-        rooms: slots of each rank; those beyond one per expert hold copies of hot ones, which share their tokens evenly.
-
-    Raises:
-        ConfigError: there are more experts than slots, or a load is negative or no number.
+    Slots beyond one per expert hold copies of hot ones, which share their tokens evenly. More experts than slots, or a
+    load that is negative or no number, are a ConfigError.
     """
     if not all(0 <= load < float("inf") for load in loads):
         raise ConfigError(f"loads are {list(loads)}, but tokens of experts must be numbers from 0 on")

@@ -30,7 +30,6 @@ from laconic.cost.moe.routes_text import candidates_text, plan_text
 from laconic.cost.moe.search import Candidate, CostModel, LayerPlan, best_candidate, best_plan
 from laconic.cost.moe.shape import LayerShape
 from laconic.errors import ConfigError
-from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.huggingface import ExpertsLayer, Parallelized
 from laconic.moe.layer import MoELayer, moe_layers
 from laconic.moe.parallel.grid import Grid
@@ -197,7 +196,7 @@ class Autotuned:
             self._rates = self._measure_rates(shape, seen.dtype)
         grid, dtype, counts, load = layout_of(self._leveled, self._per_node), _name_of(seen.dtype), None, 1.0
         if layout.mp == layout.esp == 1:
-            counts = gather_counts(HierarchicalDispatcher(self._leveled.levels), routing, levels_of(grid))
+            counts = gather_counts(routing, levels_of(grid), self._leveled.levels[0].within)
         else:
             by_rank = loads.view(layout.ep, -1).sum(1)
             load = max(1.0, float(by_rank.max() / by_rank.mean())) if float(by_rank.sum()) else 1.0

@@ -37,13 +37,10 @@ class Comparison:
 def compare(
     measure: Callable[[int], Seconds], num_cases: int, budget_seconds: float, tolerance: float = 0.02
 ) -> Comparison:
-    """Run cases in turn until one is the fastest, or none of the others can be faster by more than `tolerance`.
+    """Run cases in turn until one is the fastest, or no other can be faster by more than the share `tolerance`.
 
-    Args:
-        measure: runs a case and returns its seconds, the same on all ranks.
-        num_cases: at least one.
-        budget_seconds: no round begins that would exceed it, but one always runs.
-        tolerance: share of the fastest's seconds that does not matter.
+    `measure` runs a case and returns its seconds, the same on all ranks. No round begins that would exceed
+    `budget_seconds`, but one always runs.
     """
     samples: list[list[Seconds]] = [[] for _ in range(num_cases)]
     running, bounds = list(range(num_cases)), dict[int, Seconds]()

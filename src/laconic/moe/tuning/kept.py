@@ -25,12 +25,7 @@ T = TypeVar("T")
 
 
 class Kept:
-    """Files of one cluster, read and written by its first rank; all ranks call each method together.
-
-    Args:
-        ranks: of the cluster.
-        is_on: otherwise nothing is kept, and nothing found.
-    """
+    """Files of one cluster, read and written by its first rank; all ranks call each method together. It may be off."""
 
     def __init__(self, ranks: Ranks, is_on: bool) -> None:
         self._ranks, self._is_on = ranks, is_on

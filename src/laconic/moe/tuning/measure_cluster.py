@@ -136,7 +136,6 @@ def _wire(ranks: Ranks, grid: Grid, links: Mapping[str, LinkRates], dtype: torch
 
 
 def _line(ranks: Ranks, cases: Sequence[tuple[float, Callable[[], object]]], repeats: int) -> Line:
-    """Fit a line through (size, median seconds of the slowest rank)."""
     return fit_line([(size, median(ranks.seconds(case, repeats))) for size, case in cases])
 
 

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from laconic.collectives.codec import Codec, Raw
 from laconic.collectives.policy.microbench import Ranks, gaussian
-from laconic.collectives.runtime import torch_compat
 from laconic.cost.comm.seconds import RAW
-from laconic.cost.moe.hierarchy import RowCounts, count_vector
+from laconic.cost.moe.hierarchy import RowCounts
 from laconic.cost.moe.overhead import Sample, fit_overhead
 from laconic.cost.moe.rates import MoERates
 from laconic.cost.moe.search import FLAT, Candidate, CostModel, LayerPlan, overhead_size
@@ -31,6 +30,7 @@ from laconic.moe.dispatch.parm import make_dispatcher
 from laconic.moe.gates.base import Gate
 from laconic.moe.layer import MoELayer
 from laconic.moe.parallel.grid import Grid
+from laconic.moe.placement.consensus import gather_counts
 from laconic.moe.routing import Routing
 from laconic.moe.tuning.measure_layer import Timed, medians, samples_in_turn
 from laconic.topology import GridLayout, Levels
@@ -76,15 +76,7 @@ def measure_routes(
 ) -> MoERates:
     """Return `rates` with `overheads` of every path on this grid in every codec. All ranks call it together.
 
-    Args:
-        grid: the process groups.
-        shape: of the layer, as each rank sees it.
-        rates: with the lines of the grid's groups and the codecs.
-        ranks: runs and times on all ranks.
-        ranks_per_node: None: all ranks on one node.
-        codecs: of rows.
-        dtype: of rows.
-        repeats: of each measurement.
+    The rates have the lines of the grid's groups and the codecs; `ranks_per_node` None puts all ranks on one node.
     """
     rates = replace(rates, overheads={})
     layout = layout_of(grid, ranks_per_node)
@@ -133,7 +125,6 @@ def _add(
     taken: tuple[float, float],
     size: tuple[float, float],
 ) -> None:
-    """Add samples of the measured time less that of the links."""
     both = samples.setdefault(f"{candidate.plan.path} {candidate.plan.rows}", {"forward": [], "backward": []})
     for route, seconds, way in zip((candidate.forward, candidate.backward), taken, both, strict=True):
         links = sum(step.seconds for step in route.steps if step.operation) - route.overlapped_seconds
@@ -153,13 +144,8 @@ def _cost_model(
     if layout.mp == layout.esp == 1:
         counts = RowCounts.uniform(shape.num_tokens, shape.num_experts, shape.top_k, levels)
         if gate is not None:
-            routing = gate.routing(shape.num_tokens)
-            vector = count_vector(routing.tokens.numpy(), routing.experts.numpy(), shape.num_experts, levels)
-            gathered = torch.empty(grid.ep.size(), len(vector), dtype=torch.int64, device="cpu")
             device = torch.device("cuda") if grid.dense_mesh.device_type == "cuda" else torch.device("cpu")
-            gathered = gathered.to(device)
-            torch_compat.all_gather(gathered, torch.from_numpy(vector).to(device), grid.ep).wait()
-            counts = RowCounts.of_vectors(gathered.cpu().numpy(), levels)
+            counts = gather_counts(gate.routing(shape.num_tokens), levels, grid.ep, device)
     name = str(dtype).removeprefix("torch.")
     return CostModel(shape, layout, rates, counts, dtype=name)
 

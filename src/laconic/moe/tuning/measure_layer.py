@@ -22,6 +22,7 @@ from laconic.cost.moe.shape import LayerShape
 from laconic.errors import ConfigError
 from laconic.formats.shards import local_part
 from laconic.moe.layer import MoELayer, num_experts_of
+from laconic.moe.pipeline.autograd import without_hooks
 from laconic.moe.routing import Routing
 from laconic.moe.tuning.elimination import Comparison, compare
 
@@ -31,10 +32,8 @@ T = TypeVar("T")
 def shape_of(layer: MoELayer, num_tokens: int, model_dim: int, dtype: torch.dtype, num_shards: int = 1) -> LayerShape:
     """Return the layer's shape for the cost model.
 
-    H follows from the size of one expert's parameters, as three products, or two where no gating is found.
-
-    Raises:
-        ConfigError: the gate does not define how many experts a token gets.
+    H follows from the size of one expert's parameters, as three products, or two where no gating is found. A gate that
+    does not define how many experts a token gets is a ConfigError.
     """
     gate = layer.gate
     top_k = getattr(gate, "top_k", None)
@@ -62,17 +61,10 @@ def benchmark_candidates(
     budget_seconds: float,
     tolerance: float = 0.02,
 ) -> Comparison:
-    """Compare the whole layer on tokens x, forward and backward, after each of `installs`.
+    """Compare the whole layer on tokens x, forward and backward, after each of `installs`; see `compare`.
 
     All ranks call it together. Hooks of the layer are disabled, and the state of the last forward is restored.
-
-    Args:
-        layer: the layer.
-        x: tokens.
-        installs: each installs one candidate.
-        ranks: times on all ranks.
-        routing: in place of the gate's.
-        budget_seconds, tolerance: see `compare`.
+    `routing` takes the place of the gate's.
     """
     x = x.detach().requires_grad_()
     wanted = [x, *(p for p in layer.parameters() if p.requires_grad)]
@@ -157,14 +149,9 @@ def _gradients(wanted: Iterable[Tensor], out: Tensor | None) -> None:
 def _undisturbed(layer: MoELayer) -> Iterator[None]:
     """Restore what a forward in training changes (counts of a gate, random numbers); disable hooks on gradients."""
     gate_trains = layer.gate.training
-    hooks = [(found, dict(found)) for p in layer.parameters() if (found := p._backward_hooks)]
     layer.gate.eval()
-    for found, _ in hooks:
-        found.clear()
     try:
-        with torch.random.fork_rng(), torch.enable_grad():
+        with without_hooks(layer.parameters()), torch.random.fork_rng(), torch.enable_grad():
             yield
     finally:
         layer.gate.train(gate_trains)
-        for found, kept in hooks:
-            found.update(kept)
