@@ -44,6 +44,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from laconic.activations.host.audited import AUDITED
+from laconic.activations.host.traceable import is_traced_by_make_fx
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 from laconic.ops.codebooks import AFFINE, ARITHMETIC, LEVEL_MAX, codebook
@@ -150,11 +151,10 @@ def _is_real(x: Tensor) -> bool:
 
 def _has_memory(x: Tensor) -> bool:
     is_read = type(x) in _CLASSES and (x.is_cpu or x.is_cuda) and x.layout is torch.strided
-    return is_read and torch._C._get_dispatch_mode(_PROXY) is None  # nor is it read where make_fx traces
+    return is_read and not is_traced_by_make_fx()
 
 
 _CLASSES = (Tensor, torch.nn.Parameter)
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 def _watches() -> bool:
