@@ -490,8 +490,8 @@ def _gradients_wrong(format: BlockFormat, dtype: torch.dtype, activation: str, *
     f, slope, u_values, g_bound, u_bound, finite = _factors(format, dtype, activation, (g, g_scales), (u, u_scales))
     grad = of_product.double()
     size, u_most, eps = grad.abs(), u_values.abs() + u_bound, 4 * torch.finfo(dtype).eps
-    # What is too large for the dtype on the way may stay so.
-    finite &= size * (u_most + f.abs() + 1) < torch.finfo(dtype).max / 2
+    # What is too large for the dtype on the way may stay so, be the gradient that it is multiplied by ever so small.
+    finite &= size.clamp_min(1) * (u_most + f.abs() + 1) < torch.finfo(dtype).max / 2
     least = 2.0**-24 if dtype == torch.float16 else 2.0**-120
     up_bound = size * (_SLOPE * g_bound + eps * (f.abs() + _SLOPE * g_bound)) + least
     gate_bound = size * (u_most * _CURVATURE * g_bound + _SLOPE * u_bound + eps * _SLOPE * u_most) + least
