@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from scipy.stats import t as student
 from torch import Tensor, nn
 
 import laconic
@@ -216,6 +215,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     """Mean of paired differences, and half the width of its 95 % interval by Student's t; NaN for a single value."""
     if len(values) < 2:
         return mean(values), float("nan")
+    from scipy.stats import t as student
+
     return mean(values), student.ppf((1 + _LEVEL) / 2, len(values) - 1) * stdev(values) / sqrt(len(values))
 
 

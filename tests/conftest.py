@@ -25,6 +25,10 @@ from tests.patience import measure, slowness
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# Else each worker rewrites and compiles all tests again, and each process that a test starts all that it imports.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # How long an example takes says how busy the machine is. `--hypothesis-profile=ci` has no deadline either.
 settings.register_profile("laconic", deadline=None)
 settings.load_profile("laconic")

@@ -1,8 +1,8 @@
-"""Wide grids of parameters: a covering part of them runs by default, the rest is slow.
+"""Wide grids of parameters: a covering part of them runs by default, a wider one is slow, the rest is left out.
 
 A mistake in how two parameters act together shows wherever the two meet, whatever the others are. So the default suite
-runs few combinations in which every `strength` values of different axes meet at least once, and the slow suite runs
-all the others.
+runs few combinations in which every `strength` values of different axes meet at least once, and the slow suite further
+ones, in which every `strength + 1` do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Row = tuple[int, ...]
 
 
 def grid(*axes: Sequence[Any], strength: int = 2) -> list[ParameterSet]:
-    """All combinations of one value per axis, for `pytest.mark.parametrize`; those outside `covering` are slow.
+    """Combinations of one value per axis, for `pytest.mark.parametrize`: two `covering` parts, the wider one slow.
 
     Args:
         axes: the values of each parameter, the slowest to change first. A `pytest.param` stands for several
@@ -35,9 +35,10 @@ def grid(*axes: Sequence[Any], strength: int = 2) -> list[ParameterSet]:
     rows = covering([len(indices) for indices in quick_values], strength)
     quick = {tuple(indices[place] for indices, place in zip(quick_values, row, strict=True)) for row in rows}
     # Of what is marked the same part keeps its own marks only.
-    own = covering([len(axis) for axis in axes], strength)
+    sizes = [len(axis) for axis in axes]
+    own = covering(sizes, strength)
     params = []
-    for row in itertools.product(*(range(len(axis)) for axis in axes)):
+    for row in sorted(quick | own | covering(sizes, strength + 1)):
         cells = [_cell(axis[index], index) for axis, index in zip(axes, row, strict=True)]
         is_covered = row in quick or (row in own and any(map(_is_slow, cells)))
         marks = [mark for cell in cells for mark in cell.marks] + ([] if is_covered else [pytest.mark.slow])
@@ -74,7 +75,8 @@ def covering(sizes: Sequence[int], strength: int) -> set[Row]:
     Greedy, one row at a time, as in Cohen et al., "The AETG system" (1997): a row begins with the first values that
     have not met, and each further axis takes the value that adds the most new meetings, then the one used least.
     """
-    strength = min(strength, len(sizes))
+    if strength >= len(sizes):
+        return {*itertools.product(*map(range, sizes))}
     axes = range(len(sizes))
     missing = dict.fromkeys(
         tuple(zip(chosen, values, strict=True))

@@ -63,6 +63,15 @@ def test_a_grid_has_every_combination_once_and_marks_those_that_add_no_pair() ->
     assert {mark.name for param in params for mark in param.marks} == {"slow"}
 
 
+def test_slow_combinations_are_those_in_which_one_more_value_meets() -> None:
+    sizes = (4, 3, 3, 2)
+    params = grid(*map(range, sizes), strength=1)
+    for one, other in itertools.combinations(range(4), 2):
+        assert len({(param.values[one], param.values[other]) for param in params}) == sizes[one] * sizes[other]
+    assert len(params) < math.prod(sizes) / 2
+    assert sum(not param.marks for param in params) == 4
+
+
 def test_parameters_that_change_together_keep_their_name_and_marks() -> None:
     pairs = (pytest.param(1, 2, id="ascending"), pytest.param(2, 1, marks=pytest.mark.gpu))
     params = grid(pairs, ("a", "b"), strength=1)

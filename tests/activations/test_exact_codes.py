@@ -210,17 +210,17 @@ def test_windows_wider_than_their_input_come_back(
     assert after < before / 4
 
 
-@pytest.mark.parametrize("pair", [(0.0, 1.0), (-1.0, 1.0), (6.0, 3.0), (0.0, 1.4285714626312256)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_masks_come_back_as_values(pair: tuple[float, float], dtype: torch.dtype) -> None:
+def test_masks_come_back_as_values(dtype: torch.dtype) -> None:
     mask = torch.rand(17, 59, generator=torch.Generator().manual_seed(0)) < 0.3
-    expected = torch.where(mask, torch.tensor(pair[1], dtype=dtype), torch.tensor(pair[0], dtype=dtype))
-    for bits, layout in ((mask, Layout.of(expected)), (mask.T, Layout.of(expected.T))):
-        coded = as_mask(bits, layout, pair[1], pair[0])
-        assert [code.numel() for code in coded.tensors] == [126]
-        value = coded.decode(coded.tensors)
-        assert value.stride() == layout.stride
-        assert torch.equal(value, expected if bits is mask else expected.T)
+    for zero, one in ((0.0, 1.0), (-1.0, 1.0), (6.0, 3.0), (0.0, 1.4285714626312256)):
+        expected = torch.where(mask, torch.tensor(one, dtype=dtype), torch.tensor(zero, dtype=dtype))
+        for bits, layout in ((mask, Layout.of(expected)), (mask.T, Layout.of(expected.T))):
+            coded = as_mask(bits, layout, one, zero)
+            assert [code.numel() for code in coded.tensors] == [126]
+            value = coded.decode(coded.tensors)
+            assert value.stride() == layout.stride
+            assert torch.equal(value, expected if bits is mask else expected.T), (zero, one)
 
 
 @pytest.mark.parametrize(

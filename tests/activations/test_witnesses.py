@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -509,6 +509,9 @@ def test_what_a_format_rounds_is_no_fault(
     length=st.integers(1, 300),
     scale_dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 1000),
+)
+@example(  # activations that round to infinity
+    of_gate="huge", of_up="constant", of_grad="denormals", code="int4", length=65, scale_dtype=torch.bfloat16, seed=132
 )
 def test_what_a_gated_product_rounds_is_no_fault(
     activation: str,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import accumulate, combinations, product
 
 import pytest
 
@@ -15,22 +15,18 @@ def every_split(count: int, num_chunks: int) -> list[tuple[int, ...]]:
     return [tuple(b - a for a, b in zip((0, *cut), (*cut, count), strict=True)) for cut in borders]
 
 
-@pytest.mark.parametrize("last", [0, 1, 7, 40])
-@pytest.mark.parametrize("num_chunks", [1, 2, 3, 5])
-def test_the_split_is_the_best_of_all(num_chunks: int, last: int) -> None:
+def test_the_split_is_the_best_of_all() -> None:
     sizes = [3, 3, 4, 3, 6, 3, 3]
 
-    def loads(counts: tuple[int, ...]) -> list[int]:
-        ends = [sum(counts[: i + 1]) for i in range(num_chunks)]
-        found = [sum(sizes[end - count : end]) for end, count in zip(ends, counts, strict=True)]
-        found[-1] += last
-        return found
+    def cost(counts: tuple[int, ...], last: int) -> tuple[int, int]:
+        ends = accumulate(counts)
+        loads = [sum(sizes[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+        loads[-1] += last
+        return max(loads), sum(load * load for load in loads)
 
-    def cost(counts: tuple[int, ...]) -> tuple[int, int]:
-        return max(loads(counts)), sum(load * load for load in loads(counts))
-
-    best = min(cost(counts) for counts in every_split(len(sizes), num_chunks))
-    assert cost(balanced_split(sizes, num_chunks, last)) == best
+    for num_chunks, last in product((1, 2, 3, 5), (0, 1, 7, 40)):
+        best = min(cost(counts, last) for counts in every_split(len(sizes), num_chunks))
+        assert cost(balanced_split(sizes, num_chunks, last), last) == best, (num_chunks, last)
 
 
 def test_a_heavy_head_leaves_its_chunk_few_layers() -> None:

@@ -13,12 +13,11 @@ from laconic.formats import BlockFormat
 
 
 @pytest.mark.parametrize("code", CODE_BITS)
-@pytest.mark.parametrize("length", [1, 7, 16, 57, 64, 65, 96, 127, 300])
-def test_packed_bytes_are_those_that_are_kept(code: str, length: int) -> None:
-    format = BlockFormat(code, 64)
-    kept = pack(torch.randn(9, length), format, "linear")
-    assert kept.bits == CODE_BITS[code]
-    assert Choice(code).packed_nbytes(9, length) == sum(tensor.nbytes for tensor in kept.tensors)
+def test_packed_bytes_are_those_that_are_kept(code: str) -> None:
+    for length in (1, 7, 16, 57, 64, 65, 96, 127, 300):
+        kept = pack(torch.randn(9, length), BlockFormat(code, 64), "linear")
+        assert kept.bits == CODE_BITS[code], length
+        assert Choice(code).packed_nbytes(9, length) == sum(tensor.nbytes for tensor in kept.tensors), length
 
 
 def test_choices_go_through_json() -> None:

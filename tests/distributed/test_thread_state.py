@@ -305,19 +305,19 @@ def test_training_and_validation_in_any_order(tmp_path: Path) -> None:
 # --- settings ---
 
 
-@pytest.mark.parametrize("outer", MODES)
 @pytest.mark.parametrize("inner", MODES)
-def test_what_is_called_later_has_the_settings_of_then(outer: str, inner: str) -> None:
+def test_what_is_called_later_has_the_settings_of_then(inner: str) -> None:
     before = thread_state()
     with MODES[inner]():
         expected, later = thread_state(), as_here(thread_state, grad=None)
         off = as_here(thread_state)
-    with MODES[outer]():
-        around = thread_state()
-        assert later() == expected
-        assert off() == expected._replace(grad=False)
-        assert thread_state() == around
-    assert thread_state() == before
+    for outer in MODES:
+        with MODES[outer]():
+            around = thread_state()
+            assert later() == expected, outer
+            assert off() == expected._replace(grad=False), outer
+            assert thread_state() == around, outer
+        assert thread_state() == before, outer
 
 
 def test_what_raises_leaves_the_settings_as_they_were() -> None:

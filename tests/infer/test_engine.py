@@ -23,7 +23,7 @@ import pytest
 from laconic.cli.engine_flags import add_engine_flags, serve_if_not_first
 from laconic.cli.main import main
 from laconic.errors import CollectiveError, ConfigError, LaconicError, ModelError
-from laconic.infer import Engine, InferencePlan
+from laconic.infer import Engine, InferencePlan, Sampling
 from laconic.infer.payload import PayloadCoding
 from laconic.schedule.inference import Slicing
 from tests.infer.models import NEW_TOKENS, PROMPTS, expected, generated, make
@@ -85,6 +85,11 @@ def test_requests_that_do_not_fit_are_refused(engine: Engine) -> None:
             engine.submit([5, token])
     with pytest.raises(ConfigError, match="cache_tokens is 1024"):
         engine.submit([1] * 1000, 25)
+    heard: Any = object()
+    with pytest.raises(ConfigError, match="stop_token_ids has tokens from 3 to 5000, but this model's are from 0 to"):
+        engine.stream([1], Sampling(stop_token_ids=(3, 5000)), heard)
+    with pytest.raises(ConfigError, match="a bias is given for tokens from 3 to 5000, but this model's are from 0 to"):
+        engine.stream([1], Sampling(rules={"sequence_bias": {(3,): 1.0, (4, 5000): 1.0}}), heard)
 
 
 def test_of_a_call_with_a_refused_prompt_none_runs(engine: Engine) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from laconic.errors import ConfigError, LaconicError
+from laconic.errors import LaconicError
 from laconic.infer import ChosenToken, Engine, InferencePlan, Sampling
 from laconic.infer.sampling import sample
 from laconic.infer.transformers_seam import CacheLimits, Finished, Requests, load_attention_model
@@ -152,26 +152,6 @@ def test_cancelled_requests_are_not_heard_of_again_and_free_the_cache(engine: En
     engine.stream([1] * 236, Sampling(max_new_tokens=20), after)
     assert after.ends.get(timeout=patient(60)) is None
     assert all(each.ends.empty() and len(each.tokens) < 250 for each in heard)
-
-
-def test_ends_at_tokens_that_there_are_not_are_refused(engine: Engine) -> None:
-    with pytest.raises(ConfigError, match="stop_token_ids has tokens from 3 to 5000, but this model's are from 0 to"):
-        engine.stream([1], Sampling(stop_token_ids=(3, 5000)), Heard())
-
-
-@pytest.mark.slow
-def test_biases_of_tokens_that_there_are_not_are_refused(engine: Engine) -> None:
-    with pytest.raises(ConfigError, match="a bias is given for tokens from 3 to 5000, but this model's are from 0 to"):
-        engine.stream([1], Sampling(rules={"sequence_bias": {(3,): 1.0, (4, 5000): 1.0}}), Heard())
-
-
-def test_requests_that_do_not_fit_are_refused(engine: Engine) -> None:
-    assert engine.max_request_tokens == 256
-    with pytest.raises(ConfigError, match="cache_tokens is 256"):
-        engine.stream([1] * 200, Sampling(max_new_tokens=57), Heard())
-    with pytest.raises(ConfigError, match="0 tokens"):
-        engine.stream([], Sampling(), Heard())
-    assert engine.free_cache_tokens == 512
 
 
 def test_logits_that_are_no_numbers_fail_their_request(model: Path) -> None:

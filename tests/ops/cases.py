@@ -90,6 +90,6 @@ def center_of(length: int) -> Tensor:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors agree in shape, strides, type and every bit (NaN payloads and signs of zeros too)."""
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     alike = (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
     return alike and torch.equal(a.view(bits), b.view(bits))

@@ -106,16 +106,13 @@ def test_bad_argument_of_decode_is_named(out: Tensor, message: Tensor, text: str
         lossless_decode_(out, message)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (3, 100), (2, 3, 50), (2, 1, 3, 50)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_message_that_does_not_fit_is_a_header_that_says_so(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x = torch.ones(shape).to(dtype)
-    capacity = HEADER_NBYTES + 8 * len(shape)
-    message, expected = (
-        encode(x, "tiered", capacity) for encode in (reference.lossless_encode, native.lossless_encode)
-    )
-    assert torch.equal(message, expected)
-    assert int.from_bytes(bytes(message[16:24].tolist()), "little") == capacity
+def test_a_message_that_does_not_fit_is_a_header_that_says_so(dtype: torch.dtype) -> None:
+    for shape in ((), (1,), (3, 100), (2, 3, 50), (2, 1, 3, 50)):
+        x, capacity = torch.ones(shape).to(dtype), HEADER_NBYTES + 8 * len(shape)
+        message = reference.lossless_encode(x, "tiered", capacity)
+        assert torch.equal(native.lossless_encode(x, "tiered", capacity), message), shape
+        assert int.from_bytes(bytes(message[16:24].tolist()), "little") == capacity, shape
 
 
 def test_sums_are_float32() -> None:

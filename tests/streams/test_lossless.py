@@ -85,17 +85,16 @@ def test_encoding_waits_for_the_length_and_with_a_capacity_for_nothing() -> None
     device.check(20)
 
 
-@pytest.mark.parametrize("place", [5, 9, 20, 30, 40, 50, 70, 90, 5000])
 @pytest.mark.parametrize(("decoder", "num_waits"), DECODERS)
 def test_a_damaged_message_is_refused_as_on_the_host(
-    decoder: Callable[[Tensor, Tensor], Tensor], num_waits: int, place: int
+    decoder: Callable[[Tensor, Tensor], Tensor], num_waits: int
 ) -> None:
     here = numbers()
-    message = encode(here)
-    message[place] ^= 4
-    with pytest.raises(FormatError) as expected:
-        decoder(message, here)
-    with cuda(), pytest.raises(FormatError) as found:
-        decoder(message.to(CUDA), here.to(CUDA))
-    assert str(found.value) == str(expected.value)
-    assert isinstance(found.value, lossless.DamagedMessage)
+    for place in (5, 9, 20, 30, 40, 50, 70, 90, 5000):
+        message = encode(here)
+        message[place] ^= 4
+        with pytest.raises(FormatError) as expected:
+            decoder(message, here)
+        with cuda(), pytest.raises(lossless.DamagedMessage) as found:
+            decoder(message.to(CUDA), here.to(CUDA))
+        assert str(found.value) == str(expected.value), place

@@ -65,6 +65,11 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+def is_traced_by_make_fx() -> bool:
+    """Whether make_fx traces, where nothing may depend on a value."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
 def traceable(function: F) -> F:
     """Make calls of `function` traceable by torch.compile (see the note above)."""
 

@@ -44,6 +44,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from laconic.activations.host.audited import AUDITED
+from laconic.activations.host.traceable import is_traced_by_make_fx
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 from laconic.ops.codebooks import AFFINE, ARITHMETIC, LEVEL_MAX, codebook
@@ -150,11 +151,10 @@ def _is_real(x: Tensor) -> bool:
 
 def _has_memory(x: Tensor) -> bool:
     is_read = type(x) in _CLASSES and (x.is_cpu or x.is_cuda) and x.layout is torch.strided
-    return is_read and torch._C._get_dispatch_mode(_PROXY) is None  # nor is it read where make_fx traces
+    return is_read and not is_traced_by_make_fx()
 
 
 _CLASSES = (Tensor, torch.nn.Parameter)
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 def _watches() -> bool:
@@ -490,8 +490,8 @@ def _gradients_wrong(format: BlockFormat, dtype: torch.dtype, activation: str, *
     f, slope, u_values, g_bound, u_bound, finite = _factors(format, dtype, activation, (g, g_scales), (u, u_scales))
     grad = of_product.double()
     size, u_most, eps = grad.abs(), u_values.abs() + u_bound, 4 * torch.finfo(dtype).eps
-    # What is too large for the dtype on the way may stay so.
-    finite &= size * (u_most + f.abs() + 1) < torch.finfo(dtype).max / 2
+    # What is too large for the dtype on the way may stay so, be the gradient that it is multiplied by ever so small.
+    finite &= size.clamp_min(1) * (u_most + f.abs() + 1) < torch.finfo(dtype).max / 2
     least = 2.0**-24 if dtype == torch.float16 else 2.0**-120
     up_bound = size * (_SLOPE * g_bound + eps * (f.abs() + _SLOPE * g_bound)) + least
     gate_bound = size * (u_most * _CURVATURE * g_bound + _SLOPE * u_bound + eps * _SLOPE * u_most) + least

@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from laconic.activations.backward.derivatives import is_transformed
 from laconic.activations.forwards.checkpoint import runs_twice
 from laconic.activations.forwards.replacement import ModelReplacement, Replacement
+from laconic.activations.host.traceable import is_traced_by_make_fx
 from laconic.activations.keep.packer import Packer, exactly
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
@@ -55,7 +56,8 @@ class HooksForward(ModelReplacement):
     )
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The original forward under the pack and unpack hooks."""
-        if not torch.is_grad_enabled() or runs_twice() or is_transformed() or _RUNNING.forward is self:
+        is_exact = not torch.is_grad_enabled() or runs_twice() or is_transformed() or is_traced_by_make_fx()
+        if is_exact or _RUNNING.forward is self:
             return self.original(*args, **kwargs)
         if _RUNNING.forward is not None:
             raise ModelError(
