@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from laconic.cost.comm.rates import Line
 from laconic.cost.infer import (
+    MODELS,
     InferenceCostModel,
     InferenceRates,
-    InferenceShape,
     Split,
     WorkerRates,
     Workload,
@@ -283,7 +283,7 @@ def test_wrong_rates_are_refused(change: dict[str, object], message: str) -> Non
 
 
 def test_a_shape_is_a_model_without_embedding_if_it_has_no_vocabulary() -> None:
-    shape = InferenceShape.load("deepseek-v2")
+    shape = MODELS["deepseek-v2"]
     plan = InferencePlan()
     whole = InferenceCostModel(shape, RATES, PROMPT).layer_times(4, Split(1, 1), plan)
     assert [len(times.dispatch) for times in whole] == [0, *[1] * 59, 0]

@@ -27,7 +27,6 @@ from laconic.cost.infer import (
 )
 from laconic.cost.infer.choice_text import arrivals_text, candidate_name, choice_text, infer_rates_text
 from laconic.cost.infer.planner import busy_shares, group_costs
-from laconic.cost.infer.shape import is_read
 from laconic.cost.sizes import parse_nbytes
 from laconic.errors import ConfigError, PlanError
 from laconic.json_text import parse_json
@@ -76,7 +75,7 @@ def _plan(parser: Parser, options: argparse.Namespace) -> int:
     if options.model is None or options.workers is None or memory_nbytes is None:
         raise PlanError("a model, --workers and --memory are needed: laconic infer plan DIR --workers 8 --memory 48GB")
     _check_flags(parser, options)
-    shape = replace(_shape(options), expert_format=options.expert_format)
+    shape = _shape(options)
     taken = options.prompt + options.output
     if shape.positions is not None and taken > shape.positions:
         raise PlanError(
@@ -146,11 +145,13 @@ def _check_flags(parser: Parser, options: argparse.Namespace) -> None:
 
 
 def _shape(options: argparse.Namespace) -> InferenceShape:
-    if is_read(options.model):
-        return InferenceShape.load(options.model, options.item_nbytes)
-    from laconic.infer.transformers_seam import planned_shape
+    shape = MODELS.get(options.model)
+    if shape is None:
+        from laconic.infer.transformers_seam import planned_shape  # late: names need no torch
 
-    return planned_shape(options.model, options.item_nbytes)
+        shape = planned_shape(options.model, options.item_nbytes)
+    item_nbytes = options.item_nbytes or shape.item_nbytes
+    return replace(shape, item_nbytes=item_nbytes, expert_format=options.expert_format)
 
 
 def _refuse_flags(beside: str, given: Mapping[str, bool]) -> None:
