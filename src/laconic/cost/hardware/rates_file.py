@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from laconic.cache_folder import cache_folder, is_homeless
 from laconic.durable import write_whole
 from laconic.errors import ConfigError
-from laconic.json_text import parse_json
+from laconic.json_text import parse_json, read_record
 
 T = TypeVar("T")
 
@@ -42,7 +41,6 @@ def load_json(path: str | Path, noun: str, read: Callable[[Any], T], remedy: str
     """Read a file of rates.
 
     Args:
-        path: of the file.
         noun: what errors call it.
         read: turns the JSON values into the result.
         remedy: how such a file is made.
@@ -62,11 +60,11 @@ def load_json(path: str | Path, noun: str, read: Callable[[Any], T], remedy: str
         raise ConfigError(f"{path}: {error}") from None
 
 
-def check_format(data: Any, name: str, version: int, remedy: str = "measure with laconic profile") -> None:
-    """Check that `data` is a table of the format `name` in this version; `remedy` is how such a file is made.
+def check_format(data: Any, name: str, version: int, remedy: str = "measure with laconic profile") -> dict[str, Any]:
+    """The values beside format and version of a table of the format `name` in this version.
 
     Raises:
-        ConfigError: it is another format or version.
+        ConfigError: it is another format or version; `remedy` is how such a file is made.
     """
     if not isinstance(data, dict) or data.get("format") != name:
         raise ConfigError(f"this is no {name} file; {remedy}")
@@ -74,41 +72,17 @@ def check_format(data: Any, name: str, version: int, remedy: str = "measure with
         raise ConfigError(
             f"version is {data.get('version')!r}, but this laconic reads version {version} of {name}; {remedy}"
         )
+    return {key: value for key, value in data.items() if key not in ("format", "version")}
 
 
-def read_table(data: Any, name: str | None, where: str) -> dict[str, Any]:
-    """The table `name` of `data`, or `data` itself.
-
-    Raises:
-        ConfigError: it is not a table.
-    """
-    inner = data.get(name) if isinstance(data, dict) and name is not None else None
-    value = data if name is None else inner
-    if not isinstance(value, dict):
-        raise ConfigError(f"{name or where} is {value!r}, but it must be a table; run laconic profile again")
-    return value
-
-
-def read_number(data: Any, name: str, where: str, least: float = 0.0, most: float = math.inf) -> float:
-    """The number `name` of `data`, finite and between `least` and `most`.
+def read_rates(cls: type[T], data: Any, name: str, version: int, remedy: str = "measure with laconic profile") -> T:
+    """Read rates of a format and version from JSON values.
 
     Raises:
-        ConfigError: it is not such a number.
+        ConfigError: it is another format or version, or a value is missing or impossible; the message names it.
     """
-    value = data.get(name) if isinstance(data, dict) else None
-    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most or value == math.inf:
-        rule = f"between {least:g} and {most:g}" if most < math.inf else f"finite and at least {least:g}"
-        raise ConfigError(f"{where}.{name} is {value!r}, but it must be a number {rule}; run laconic profile again")
-    return float(value)
-
-
-def check_known(found: Iterable[str], allowed: Iterable[str], where: str) -> None:
-    """Check that all `found` names are `allowed`.
-
-    Raises:
-        ConfigError: one is not; the message names it and `where`.
-    """
-    allowed = list(allowed)
-    for name in found:
-        if name not in allowed:
-            raise ConfigError(f"{where} names {name!r}, but it must be one of {', '.join(allowed)}")
+    values = check_format(data, name, version, remedy)
+    try:
+        return read_record(cls, values)
+    except ValueError as error:
+        raise ConfigError(f"{error}; {remedy}") from None
