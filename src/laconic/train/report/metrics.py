@@ -268,7 +268,6 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cut what follows the last line end: a process died while writing it."""
     if not path.exists():
         return
     with open(path, "r+b") as file:

@@ -72,7 +72,6 @@ def claim_run_dir(lock: RunLock, run_dir: Path, resume: bool, world: World, own:
 
 
 def _check(run_dir: Path, resume: bool) -> None:
-    """Check that a run can begin, or go on, in `run_dir`."""
     shown = f"run_dir is {str(run_dir)!r}"
     try:
         if resume:
