@@ -26,12 +26,7 @@ class Parser(argparse.ArgumentParser):
         self._given: list[str] = []
 
     def parse_args(self, args: Sequence[str], namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse `args`; `--help` prints and exits with 0.
-
-        Raises:
-            ConfigError: a flag is unknown, lacks its value, is given by two names or takes a list and is given twice, a
-                value is wrong or empty, or an argument is missing or too many.
-        """
+        """Parse `args`; `--help` prints and exits with 0."""
         self._given = list(args)
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
@@ -57,9 +52,6 @@ class Parser(argparse.ArgumentParser):
         Args:
             flags: as they are written, "--out".
             why: they have none, as the end of a sentence.
-
-        Raises:
-            ConfigError: one of them was given.
         """
         refused = {self._option_string_actions[flag] for flag in flags}
         unused = dict.fromkeys(one for one in self._flags_given() if self._option_string_actions.get(one) in refused)

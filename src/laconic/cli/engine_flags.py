@@ -25,7 +25,6 @@ def add_engine_flags(parser: argparse.ArgumentParser, **defaults: str) -> None:
     """Add --model and the flags of workers and plan.
 
     Args:
-        parser: of the command.
         defaults: for the help: what is expected of prompt, output and requests where nothing is said.
     """
     defaults = {"prompt": "512", "output": "128", "requests": "8"} | defaults

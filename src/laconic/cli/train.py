@@ -81,9 +81,6 @@ def resolve(args: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
 
     Layers, weakest first: defaults; the --recipe; with --resume, the config.toml saved in the run directory; what the
     --plan was made for; the --config file; flags. `--help` prints, with the resolved values as defaults, and exits 0.
-
-    Raises:
-        ConfigError: also for a --recipe that the resumed run does not follow: it decides nothing there.
     """
     given = parse_flags(TrainConfig, args, _OWN_FLAGS, _PROG)
     own = {one: given.pop(one) for one in ("help", *(flag.name for flag in _OWN_FLAGS)) if one in given}

@@ -78,12 +78,7 @@ def make_parser() -> Parser:
 
 
 def path_of(text: str) -> Path:
-    """Parse a path, for argparse.
-
-    Raises:
-        ArgumentTypeError: the path is empty, as of an unset variable; it would mean the working directory. Or it has no
-            name, as /.
-    """
+    """Parse a path, for argparse."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty")
     path = Path(text)

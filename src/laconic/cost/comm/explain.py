@@ -19,7 +19,6 @@ def explain_one(operation: str, nbytes: int, dtype: str, group: GroupShape, rate
     """Every candidate for one message, best first, and the choice.
 
     Args:
-        operation, dtype, group, rates: as in `decide`.
         nbytes: of the input of one rank, see `decide`.
 
     Raises:
@@ -121,7 +120,6 @@ def _seconds(candidate: Candidate) -> float:
 
 
 def _gigabytes(line: Line) -> str:
-    """Gigabytes per second of large messages."""
     return f"{1e-9 / line.seconds_per_byte:.3f}" if line.seconds_per_byte else "-"
 
 

@@ -155,11 +155,7 @@ class WireRates:
 
     @classmethod
     def from_dict(cls, data: Any) -> WireRates:
-        """The inverse of `to_dict`.
-
-        Raises:
-            ConfigError: a field is missing or impossible; the message names it.
-        """
+        """The inverse of `to_dict`."""
         rates = read_rates(cls, data, _FORMAT, _VERSION)
         if not rates.links:
             raise ConfigError("links is empty, but one kind of group must have been measured; run laconic profile")
@@ -193,9 +189,6 @@ def fit_line(points: Iterable[tuple[float, float]]) -> Line:
 
     Relative, so that the small sizes, which decide alpha, count as much as the large ones. With two unknowns the
     constrained optimum is the free one or one of those on the two edges.
-
-    Raises:
-        ValueError: no point has a positive time.
     """
     kept = [(nbytes, seconds) for nbytes, seconds in points if seconds > 0]
     if not kept:
@@ -222,11 +215,7 @@ def fit_line(points: Iterable[tuple[float, float]]) -> Line:
 
 
 def check_links(links: Mapping[str, LinkRates], where: str) -> None:
-    """Check that links can carry coded messages.
-
-    Raises:
-        ConfigError: one has no line of all_to_all.
-    """
+    """Check that links can carry coded messages."""
     for name, link in links.items():
         if "all_to_all" not in link.operations:
             raise ConfigError(

@@ -35,11 +35,7 @@ class Hardware:
 
     @classmethod
     def named(cls, name: str) -> Hardware:
-        """One of the devices that are shipped.
-
-        Raises:
-            PlanError: no device of this name is.
-        """
+        """One of the devices that are shipped."""
         known = _data("hardware.json")
         if name not in known:
             raise PlanError(f"hardware is {name!r}, but it must be one of {', '.join(known)}")
@@ -71,11 +67,7 @@ class Sensitivity:
 
     @classmethod
     def load(cls, path: str | Path) -> Sensitivity:
-        """Read what `laconic plan --calibrate` wrote.
-
-        Raises:
-            PlanError: the file cannot be read or is no such table.
-        """
+        """Read what `laconic plan --calibrate` wrote."""
         try:
             return cls.from_dict(parse_json(Path(path).read_text(encoding="utf-8")))
         except PlanError as error:
@@ -100,9 +92,6 @@ class Sensitivity:
         """A unit's share of the squared relative error, if all `num_units` of its kind share it equally.
 
         A choice that was not measured for the kind counts like the next coarser one that was.
-
-        Raises:
-            PlanError: neither it nor a coarser one was measured.
         """
         if choice.code is None or choice.recompute or unit.num_elements is None:
             return 0.0

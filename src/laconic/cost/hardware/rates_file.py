@@ -25,11 +25,7 @@ def cached_path(variable: str, name: str) -> Path:
 
 
 def save_json(values: Any, path: str | Path) -> None:
-    """Write values as JSON, whole or not at all.
-
-    Raises:
-        ConfigError: the path is the default, but this user has no home directory.
-    """
+    """Write values as JSON, whole or not at all."""
     path = Path(path)
     if is_homeless(path):
         raise ConfigError(f"cannot write {path}: this user has no home directory; set HOME, or name a file")
@@ -44,9 +40,6 @@ def load_json(path: str | Path, noun: str, read: Callable[[Any], T], remedy: str
         noun: what errors call it.
         read: turns the JSON values into the result.
         remedy: how such a file is made.
-
-    Raises:
-        ConfigError: the file cannot be read, is not JSON, or `read` refuses it.
     """
     try:
         values = parse_json(Path(path).read_text(encoding="utf-8"))
@@ -61,11 +54,7 @@ def load_json(path: str | Path, noun: str, read: Callable[[Any], T], remedy: str
 
 
 def check_format(data: Any, name: str, version: int, remedy: str = "measure with laconic profile") -> dict[str, Any]:
-    """The values beside format and version of a table of the format `name` in this version.
-
-    Raises:
-        ConfigError: it is another format or version; `remedy` is how such a file is made.
-    """
+    """The values beside format and version of a table of the format `name` in this version."""
     if not isinstance(data, dict) or data.get("format") != name:
         raise ConfigError(f"this is no {name} file; {remedy}")
     if data.get("version") != version:
@@ -76,11 +65,7 @@ def check_format(data: Any, name: str, version: int, remedy: str = "measure with
 
 
 def read_rates(cls: type[T], data: Any, name: str, version: int, remedy: str = "measure with laconic profile") -> T:
-    """Read rates of a format and version from JSON values.
-
-    Raises:
-        ConfigError: it is another format or version, or a value is missing or impossible; the message names it.
-    """
+    """Read rates of a format and version from JSON values."""
     values = check_format(data, name, version, remedy)
     try:
         return read_record(cls, values)

@@ -156,11 +156,7 @@ class InferenceShape:
 
 
 def check_whole(name: str, value: object, least: int, remedy: str = "") -> None:
-    """Check one of the numbers that a prediction starts from.
-
-    Raises:
-        PlanError: it is no whole number from `least` on; `remedy` ends the message.
-    """
+    """Check one of the numbers that a prediction starts from."""
     if type(value) is not int or value < least:
         raise PlanError(f"{name} is {value!r}, but it must be a whole number from {least} on{remedy}")
 

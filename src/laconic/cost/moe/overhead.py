@@ -55,9 +55,6 @@ def fit_overhead(samples: Iterable[Sample], *, rounds: int = 3) -> Overhead:
     With three unknowns the constrained optimum is the free one or one with some of them 0, so all seven are tried.
     A sample that was disturbed is long, and as a share of itself its error counts less, so that a fit would come out
     too short by the noise's variance. After the first of `rounds`, shares are those of the time that was fitted.
-
-    Raises:
-        ValueError: no sample has a positive time.
     """
     kept = [sample for sample in samples if sample.total_seconds > 0]
     if not kept:

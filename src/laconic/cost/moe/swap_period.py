@@ -91,9 +91,6 @@ class SwapPeriod:
     A query finds a swap (`found`) or, where one has been found, weighs it by the tokens of its own step (`weighed`).
     Queries come 1, 2, 4, ... steps after a swap, sooner where the losses will have reached its cost, but never so often
     that they take more than QUERY_SHARE of the all-to-alls' time.
-
-    Raises:
-        ConfigError: the cost is negative, or periods are no range.
     """
 
     cost_seconds: float

@@ -37,9 +37,6 @@ def compare(
 
     The report is one file without references to anything outside it. Files missing inside a run show as "-" and are
     named under the table.
-
-    Raises:
-        DataError: a directory is no run, or `out` cannot be written.
     """
     runs = load_runs(run_dirs)
     rows = summary_rows(runs)

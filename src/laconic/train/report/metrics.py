@@ -119,11 +119,7 @@ class MetricsWriter:
 
 
 def check_tensorboard() -> None:
-    """Check that TensorBoard is installed.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Check that TensorBoard is installed."""
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError("tensorboard is True, but TensorBoard is not installed: pip install 'laconic[tensorboard]'")
 
