@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from laconic.errors import ConfigError
@@ -98,7 +98,7 @@ class Parser(argparse.ArgumentParser):
             choices = [str(choice) for choice in action.choices or ()]
             meant = nearest(wrong[1].strip("'"), choices)
             return f"{name} is {_clipped(wrong[1])}, but it must be one of {', '.join(choices)}{meant}"
-        return f"{name}: {problem}"
+        return f"{name} {problem}" if problem.startswith("is ") else f"{name}: {problem}"
 
     def _unknown(self, argument: str) -> str:
         if not argument.startswith("-") or re.fullmatch(r"-\d.*", argument):
@@ -131,6 +131,17 @@ def flag_hint(name: str, known: Iterable[str], tables: Iterable[str] = ()) -> st
 
     hint = nearest(name, known, tables).replace("did you mean ", "did you mean --")
     return re.sub(r"(it is called )(\S+)", flag, hint)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of a flag that takes a whole number from `least` on."""
+
+    def integer(text: str) -> int:
+        if (number := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"is {number}, but it must be at least {least}")
+        return number
+
+    return integer
 
 
 def add_json(parser: argparse.ArgumentParser, text: str = "print the result as one JSON document") -> None:

@@ -173,7 +173,7 @@ class WireRates:
         Raises:
             ConfigError: the file cannot be read or is not valid.
         """
-        return load_json(path, "wire rates", cls.from_dict)
+        return load_json(path, "wire rates", cls.from_dict, "measure with laconic profile, or name another file")
 
 
 def default_path() -> Path:

@@ -33,7 +33,7 @@ def save_json(values: Any, path: str | Path) -> None:
     write_whole(path, json.dumps(values, indent=1) + "\n")
 
 
-def load_json(path: str | Path, noun: str, read: Callable[[Any], T], remedy: str = "run laconic profile again") -> T:
+def load_json(path: str | Path, noun: str, read: Callable[[Any], T], remedy: str) -> T:
     """Read a file of rates.
 
     Args:
@@ -44,7 +44,7 @@ def load_json(path: str | Path, noun: str, read: Callable[[Any], T], remedy: str
     try:
         values = parse_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{noun} are {str(path)!r}, but it must be a file: {error}") from error
+        raise ConfigError(f"{noun} are {str(path)!r}, but it must be a file: {error}; {remedy}") from error
     except ValueError as error:
         raise ConfigError(f"{noun} {path} are not JSON: {error}; {remedy}") from error
     try:

@@ -159,7 +159,8 @@ class InferenceRates:
         Raises:
             ConfigError: a file cannot be read, or see `with_experts`.
         """
-        rates = load_json(path, "inference rates", cls.from_dict)
+        remedy = "measure with laconic profile --infer, or name another file"
+        rates = load_json(path, "inference rates", cls.from_dict, remedy)
         return rates if expert_path is None else rates.with_experts(cls.load(expert_path))
 
 

@@ -167,7 +167,7 @@ class MoERates:
         Raises:
             ConfigError: the file cannot be read.
         """
-        return load_json(path, "moe rates", cls.from_dict)
+        return load_json(path, "moe rates", cls.from_dict, "measure with laconic profile --moe, or name another file")
 
 
 def default_moe_path() -> Path:
