@@ -71,10 +71,9 @@ def infer_paper(options: Options) -> list[Table]:
 @cache
 def _shape(model: str, layers: int) -> InferenceShape:
     """The model as the paper cuts it: layers with experts only, no embedding, shared experts one by one."""
-    config = MODELS[_NAMES[model]]
-    shape = InferenceShape.from_config(config, latent_cache=True, name=model)
-    products = 3 * int(config.get("n_shared_experts", 1))
-    return replace(shape, num_layers=layers, num_dense_layers=0, vocab_size=0, shared_products=products)
+    # DeepSeek caches its latent vectors there, and has two shared experts.
+    own = {"cache_values": 512 + 64, "shared_products": 6} if model == "DeepSeek" else {}
+    return replace(MODELS[_NAMES[model]], name=model, num_layers=layers, num_dense_layers=0, vocab_size=0, **own)
 
 
 def _line(alpha: float, beta: float, scale: float = 1.0) -> Line:

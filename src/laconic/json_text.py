@@ -6,7 +6,10 @@ import json
 import math
 import re
 import sys
-from typing import Any
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _LONG_NUMBER = re.compile("[0-9]{309}")  # whole numbers of fewer digits are floats, too
 
@@ -27,6 +30,48 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text, object_pairs_hook=unique_names, parse_int=integer, parse_float=_real)
     except RecursionError:
         raise ValueError("lists and tables are nested too deeply") from None
+
+
+def read_record(cls: type[T], data: Any) -> T:
+    """Read a dataclass from what `dataclasses.asdict` gave, its values of their types and in their ranges, all there.
+
+    Raises:
+        ValueError: it is something else; the message names the field, its value and the rule.
+    """
+    from pydantic import TypeAdapter, ValidationError  # late: many commands read none
+
+    try:
+        text = json.dumps(data)
+        record = TypeAdapter(cls).validate_json(text, strict=True)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        where = ".".join(map(str, wrong["loc"])) or "it"
+        if wrong["type"] == "missing":
+            raise ValueError(f"{where} is missing") from None
+        rule = re.sub(r"^\w+ should", "it must", wrong["msg"])
+        raise ValueError(f"{where} is {short(repr(wrong['input']))}, but {rule}") from None
+    except RecursionError:
+        raise ValueError("lists and tables are nested too deeply") from None
+    name = first_difference(json.loads(json.dumps(asdict(record))), json.loads(text))  # type: ignore[call-overload]
+    if name is not None:
+        raise ValueError(f"{name} is missing, or not known here")
+    return record
+
+
+def first_difference(known: Any, data: Any) -> str | None:
+    """Name the first field in which two values of JSON differ; None if none does, and "" for the values themselves."""
+    if isinstance(known, dict) and isinstance(data, dict):
+        pairs = {name: (known.get(name), data.get(name)) for name in {**known, **data}}
+        if (only := next((name for name in pairs if (name in known) != (name in data)), None)) is not None:
+            return str(only)
+    elif isinstance(known, list) and isinstance(data, list) and len(known) == len(data):
+        pairs = dict(enumerate(zip(known, data, strict=True)))
+    else:
+        return None if known == data and isinstance(known, bool) == isinstance(data, bool) else ""
+    for name, (ours, theirs) in pairs.items():
+        if (inner := first_difference(ours, theirs)) is not None:
+            return f"{name}.{inner}".removesuffix(".")
+    return None
 
 
 def _integer(text: str) -> int:

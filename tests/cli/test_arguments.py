@@ -137,7 +137,7 @@ def test_an_argument_too_many_is_named(args: list[str], capsys: pytest.CaptureFi
         (["completion"], "shell is missing"),
         (["completion", "bsh"], "shell is 'bsh', but it must be one of bash, zsh, fish; did you mean bash?"),
         (["zip", ""], "FILE|DIR: the path is empty"),
-        (["zip", "x", "--jobs", "-1"], "--jobs: '-1' is not a number of threads"),
+        (["zip", "x", "--jobs", "-1"], "--jobs is -1, but it must be at least 1"),
         (["zip", "x", "--best", "--code", "raw"], "--best is a code of its own; leave out --code raw"),
         (["zip", "x", "--code", "best"], "--code is 'best', but it must be one of auto, tiered, window, raw"),
         (["run", "--json", "script.py"], "script is missing"),

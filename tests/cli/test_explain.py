@@ -63,7 +63,9 @@ def test_without_rates_the_remedy_is_named(
 ) -> None:
     monkeypatch.setenv("LACONIC_WIRE_RATES", str(tmp_path / "none.json"))
     assert main(["explain"]) == 2
-    assert "none.json does not exist; measure this cluster with laconic profile" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "none.json', but it must be a file" in error
+    assert "measure with laconic profile, or name another file" in error
 
 
 def test_a_world_that_is_none_is_refused(record: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,7 +80,7 @@ def test_a_world_that_is_none_is_refused(record: str, capsys: pytest.CaptureFixt
         (["--moe", "--nbytes", "4MB"], "--nbytes is given, but would have no effect with --moe"),
         (["--rates", "--world", "4", "--dtype", "float16"], "--world and --dtype are given, but would have no effect"),
         (["--world", "0"], "world is 0"),
-        (["--ranks-per-node", "0"], "0 ranks per node"),
+        (["--ranks-per-node", "0"], "--ranks-per-node is 0, but it must be at least 1"),
     ],
 )
 def test_flags_without_effect_and_zeros_are_refused(

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from laconic.cost.comm.rates import Line
 from laconic.cost.infer import (
+    MODELS,
     Arrivals,
     InferenceRates,
-    InferenceShape,
     Search,
     Split,
     Steady,
@@ -222,7 +222,7 @@ def test_tables_and_json_say_what_was_chosen() -> None:
 @pytest.mark.ci
 def test_thirty_two_workers_are_planned_quickly() -> None:
     """Under one second where it runs alone; processor time here, with room for slow machines."""
-    shape = InferenceShape.load("qwen3-235b-a22b")
+    shape = MODELS["qwen3-235b-a22b"]
     line = Line(2e-5, 4e-15)
     rates = InferenceRates(line, line, LinkPair(Line(2e-5, 2.5e-11), Line(2e-5, 2.5e-11)), 4e-13)
     for rate in (1, 20):

@@ -235,7 +235,7 @@ def test_damaged_plans_are_refused(tmp_path: Path) -> None:
         (lambda d: d["world"].update(rings=2), "the plan's world.rings is not"),
         (lambda d: d["settings"].update(offload=True), "the plan's settings.offload is not"),
         (lambda d: d["batch"].update(rings=2), "damaged: TypeError.*'rings'"),
-        (lambda d: d["schedule"][0].pop(), "the plan's schedule is not"),
+        (lambda d: d["schedule"][0].pop(), "the plan's schedule.0 is not"),
         (lambda d: d.update(notes=[]), "the plan's notes is not"),
         (lambda d: d.update(version=True), "the plan's version is not"),
         (lambda d: d["model"]["names"].pop(), "kinds that it does not describe"),

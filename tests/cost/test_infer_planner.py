@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from laconic.cost.comm.rates import Line
 from laconic.cost.infer import (
+    MODELS,
     Arrivals,
     InferenceCostModel,
     InferenceRates,
-    InferenceShape,
     Search,
     Split,
     WorkerRates,
@@ -144,7 +144,7 @@ def test_greedy_is_among_the_orders_and_never_makes_a_choice_worse(
 def test_greedy_is_chosen_where_it_is_faster() -> None:
     line = Line(2e-5, 4e-15)
     rates = InferenceRates(line, line, LinkPair(Line(2e-5, 2.5e-11), Line(2e-5, 2.5e-11)), 4e-13)
-    costs = InferenceCostModel(InferenceShape.load("deepseek-v2"), rates, Workload.prefill(4096, 1024))
+    costs = InferenceCostModel(MODELS["deepseek-v2"], rates, Workload.prefill(4096, 1024))
     asas, both = (
         choose(costs, Workers(32, 80 * 10**9), Search(orders=orders)).best for orders in (("ASAS",), ("ASAS", "greedy"))
     )
@@ -427,7 +427,7 @@ def test_impossible_searches_are_refused(make: object, message: str) -> None:
 
 def test_thirty_two_workers_are_planned_quickly() -> None:
     """Under one second by a wide margin where it runs alone; processor time here, with room for slow machines."""
-    shape = InferenceShape.load("qwen3-235b-a22b")
+    shape = MODELS["qwen3-235b-a22b"]
     rates = InferenceRates(
         Line(2e-5, 4e-15), Line(2e-5, 4e-15), LinkPair(Line(2e-5, 2.5e-11), Line(2e-5, 2.5e-11)), 4e-13
     )

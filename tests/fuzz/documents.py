@@ -25,7 +25,7 @@ from laconic.activations.recognize.plan import ActivationPlan
 from laconic.cost import Batch, Job, Plan, Settings, load_plan
 from laconic.cost.comm.rates import WireRates
 from laconic.cost.hardware.compute import Sensitivity
-from laconic.cost.infer import InferenceRates, InferenceShape
+from laconic.cost.infer import InferenceRates
 from laconic.cost.moe import MoERates
 from laconic.cost.planner.policy import by_bits
 from laconic.errors import LaconicError
@@ -216,16 +216,6 @@ _CHAT = {
     "logprobs": True,
     "top_logprobs": 2,
 }
-_LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 100,
-    "torch_dtype": "bfloat16",
-}
-_MIXTRAL = {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
 
 
 def _bodies(body: dict[str, Any]) -> Callable[[], list[bytes]]:
@@ -259,9 +249,6 @@ DOCUMENTS = {
     ),
     "pipeline": Target(
         lambda data: bool(PipelineSchedule.parse(_text(data))), _golden("pipeline.txt"), refusals=REFUSALS
-    ),
-    "inference_model_config": Target(
-        _as_file("config.json", InferenceShape.load), _bodies(_MIXTRAL), change=changed_json, refusals=REFUSALS
     ),
     "config": Target(_as_file("c.toml", _read_config), _golden("run/config.toml"), refusals=REFUSALS),
     "manifest": Target(

@@ -110,9 +110,12 @@ def test_loads_place_experts_and_say_what_that_gains(tmp_path: Path) -> None:
     [
         ("{", "are not JSON.*let the engine write one"),
         ("{}", "is no laconic expert loads file"),
-        ('{"format": "laconic expert loads", "version": 1, "loads": [], "lods": []}', "the file names 'lods'"),
+        ('{"format": "laconic expert loads", "version": 1, "loads": [], "lods": []}', "lods is .* not known here"),
         (json.dumps({"format": "laconic expert loads", "version": 2}), "version is 2"),
-        (json.dumps({"format": "laconic expert loads", "version": 1, "loads": [[1, -1]]}), "whole numbers from 0 on"),
+        (
+            json.dumps({"format": "laconic expert loads", "version": 1, "loads": [[1, -1]]}),
+            "loads.0.1 is -1, but it must be greater than",
+        ),
         (json.dumps({"format": "laconic expert loads", "version": 1, "loads": [[1, 1]]}), "name another file"),
     ],
 )

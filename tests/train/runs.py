@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from laconic.activations import decompress_activations
-from laconic.train.config.recipes import recipe
+from laconic.train.config.recipes import RECIPES
 from laconic.train.config.schema import TrainConfig
 from laconic.train.config.toml import load_config
 from laconic.train.distributed.world import World
@@ -43,7 +43,7 @@ _TINY: dict[str, Any] = {
 
 
 AGOQ: dict[str, Any] = {
-    f"{table}.{name}": value for table, values in recipe("agoq").items() for name, value in values.items()
+    f"{table}.{name}": value for table, values in RECIPES["agoq"].items() for name, value in values.items()
 }
 """Everything compressed."""
 

@@ -57,13 +57,13 @@ def test_saved_copies_and_loads_are_taken() -> None:
         ({"copies": [[[5, 0], [6, 0]], []]}, "are 2 on process 0, but moe.copies is 1"),
         ({"copies": [[[5, 1]], []]}, "expert 5 on process 1, which holds it already"),
         ({"copies": [[[5, 0], [5, 0]], []]}, "expert 5 on process 0, which holds it already"),
-        ({"copies": [[[5.5, 0]], []]}, "expert 5.5 on process 0, but both must be integers"),
+        ({"copies": [[[5.5, 0]], []]}, "copies.0.0.0 is 5.5, but it must be a valid integer"),
         ({"copies": [[]]}, "argument 2 is longer"),
         ({"loads": [[1] * 8]}, "argument 2 is longer"),
-        ({"loads": [[1] * 6, [1] * 8]}, "loads of layer 0 are .* but they must be 8 integers from 0 on"),
-        ({"loads": [[1] * 8, [-1] * 6]}, "loads of layer 1 are .* but they must be 6 integers from 0 on"),
-        ({"busiest": [float("nan"), 1.0]}, "busiest is .* but it must be two finite numbers"),
-        ({"busiest": [1.0]}, "index out of range"),
+        ({"loads": [[1] * 6, [1] * 8]}, "loads of layer 0 are .* but there are 8 experts"),
+        ({"loads": [[1] * 8, [-1] * 6]}, "loads.1.0 is -1, but it must be greater than or equal to 0"),
+        ({"busiest": [float("nan"), 1.0]}, "busiest.0 is nan, but it must be a finite number"),
+        ({"busiest": [1.0]}, "busiest.1 is missing"),
     ],
 )
 def test_saved_copies_that_cannot_be_are_refused(changes: dict[str, Any], why: str) -> None:

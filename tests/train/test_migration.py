@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from laconic.cost.moe.swap_period import SwapPeriod
 from laconic.errors import CheckpointError
 from laconic.moe.experts.modules import GatedExperts
 from laconic.moe.gates import SoftmaxGate
@@ -18,7 +20,7 @@ from laconic.train.moe import migration
 from laconic.train.moe.migration import Migration
 from tests.damaged import damaged_texts
 
-PERIODS = [{"cost_seconds": 1.0, "pairs": [[0, 3]]}, {"cost_seconds": 1.0}]
+PERIODS = [asdict(SwapPeriod(1.0, pairs=pairs)) for pairs in (((0, 3),), ())]
 SAVED: dict[str, Any] = {
     **{"expert_parallel": 2, "num_experts": [4, 3], "num_swaps": 5, "periods": PERIODS},
     "slots": [[1, 0, 2, 3], [0, 1, 2]],

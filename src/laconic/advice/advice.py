@@ -191,7 +191,6 @@ class Advice:
 
 
 def _draw_link(axes: Axes, link: Link, step_seconds: float) -> None:
-    """A bar for each way to average the gradients, in steps of the exact model; those that pay in blue."""
     rows = link.rows[::-1]  # the first on top
     colors = ["tab:blue" if row.pays else "0.5" for row in rows]
     bars = axes.barh([row.name for row in rows], [row.seconds / step_seconds for row in rows], color=colors)

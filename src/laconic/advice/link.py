@@ -83,11 +83,7 @@ class Link:
         return {**vars(self), "nbytes_per_second": self.nbytes_per_second, "rows": rows}
 
     def text(self, step_seconds: float) -> str:
-        """The table, beside a step of so many seconds.
-
-        Args:
-            step_seconds: forward and backward of the exact model.
-        """
+        """The table, beside a step of so many seconds."""
         exact = self.rows[0]
         table = [
             [

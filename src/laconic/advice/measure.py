@@ -281,11 +281,6 @@ def timed(step: Callable[[], object], device: torch.device) -> tuple[float, floa
 
 
 def _check(model: nn.Module, rounds: int) -> None:
-    """Refuse what cannot be measured.
-
-    Raises:
-        ModelError: says what, and what to pass instead.
-    """
     if not isinstance(model, nn.Module):
         raise ModelError(f"model is a {type(model).__name__}, but it must be a torch.nn.Module")
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:

@@ -67,8 +67,6 @@ def compare(
 
     Args:
         got, expected: gradients by name; None where a parameter got none.
-        tolerance: relative.
-        allowed: more, for some parameters.
     """
     scale = _root_mean_square(expected)
     found = []
@@ -114,7 +112,6 @@ def in_doubles(x: Tensor) -> Tensor:
 
 
 def _is_scaled(error: float, slope: float) -> bool:
-    """Whether a factor explains the error."""
     return math.isfinite(slope) and abs(abs(slope - 1) - error) <= 0.05 * error
 
 

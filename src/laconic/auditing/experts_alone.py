@@ -56,8 +56,6 @@ _MAX_NAMES = 3
 
 @dataclass(frozen=True, eq=False)
 class _Noted:
-    """The sample of a layer's first call."""
-
     x: Tensor
     """[n, M]."""
     routing: Routing
@@ -150,7 +148,6 @@ class ExpertsWatch:
         return None
 
     def _compare(self, name: str, layer: MoELayer, ranks: ExpertRanks) -> list[str]:
-        """What differs in a layer, in words."""
         noted = self._noted[name]
         why = _no_gradients(layer, ranks)
         if why is not None:
@@ -271,7 +268,6 @@ class _Alone:
         """Whether the layer's backward gives the gradients of its experts alone.
 
         Args:
-            made: of the layer.
             averaged: whether it averages gradients of experts over their replicas, as DDP does those of the others.
         """
         dtypes = {self._noted.x.dtype, self._noted.out.dtype}
@@ -415,7 +411,6 @@ def _called(experts: nn.Module, parameters: dict[str, Tensor], rows: Tensor) -> 
 
 
 def _cut_out(experts: nn.Module, number: int) -> dict[str, Tensor] | None:
-    """The parameters of one expert, [1, ...] each; None if they are not all cut by expert."""
     if getattr(experts, "adapters", ()):
         return None  # PEFT's add to all experts' parameters at once
     if is_sharded_by_fsdp(experts) or any(not name.startswith("placement.") for name, _ in experts.named_buffers()):
@@ -428,7 +423,6 @@ def _cut_out(experts: nn.Module, number: int) -> dict[str, Tensor] | None:
 
 
 def _no_gradients(layer: MoELayer, ranks: ExpertRanks) -> str | None:
-    """Why its gradients cannot be compared."""
     if not ranks.differ:
         return f"as ranks share tokens in {type(layer.dispatcher).__name__}"
     if is_sharded_by_fsdp(layer.experts):

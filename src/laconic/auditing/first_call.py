@@ -62,12 +62,10 @@ def audit_first_call(model: nn.Module, *, agrees: bool = True) -> None:
 
 def audit_now(
     called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, agrees: bool, model: nn.Module | None = None
-) -> AuditReport:
+) -> None:
     """Audit a module with the arguments of its call, print the line, and wait for its optimizer's first step.
 
     Args:
-        called: a model, or a part of one.
-        args, kwargs: of the call.
         agrees: as in `audit_first_call`.
         model: that `called` is a part of; None if it is one itself.
 
@@ -84,15 +82,10 @@ def audit_now(
         name = next(name for name, module in model.named_modules() if module is called)
         report = replace(report, left_out=(*report.left_out, f"what is not in {name}, which is called by itself"))
     _say(report)
-    return report
 
 
 def say_left_out(reason: str) -> None:
-    """Print the line of an audit that compares nothing.
-
-    Args:
-        reason: why, such as "all, as no batch is there".
-    """
+    """Print the line of an audit that compares nothing."""
     _say(AuditReport(left_out=(reason,)))
 
 
@@ -199,11 +192,7 @@ class _FirstStep:
         return True
 
     def after(self) -> None:
-        """Compare the weights of all ranks.
-
-        Raises:
-            AuditError: they differ.
-        """
+        """Compare the weights of all ranks."""
         model = self.model()
         if model is None or self.replicas is None or self.replicas.size() == 1:
             return

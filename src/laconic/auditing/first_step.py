@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from laconic.activations.forwards.replacement import check_module, replacements_of
-from laconic.activations.whole_model.head import CausalForward
+from laconic.activations.forwards.replacement import check_module
+from laconic.activations.whole_model.head import has_chunked_loss
 from laconic.activations.whole_model.report import is_out_of_memory
 from laconic.activations.whole_model.suspended import is_compressed, unwrapped
 from laconic.auditing.batch import first_rows, num_rows
@@ -134,9 +134,7 @@ def audit(
         part = TrainingCall(inner, batch if rows is None else first_rows(batch, rows, _TOKENS), loss_of, autocast)
         return part.loss(inner, part.arguments())
 
-    size = num_rows(batch)
-    cuts: list[int | None] = [None] if size is None or size <= _ROWS else [_ROWS, None]
-    return audit_loss(inner, [partial(loss, rows) for rows in cuts], optimizer=optimizer, group=group)
+    return audit_loss(inner, _cut(loss, batch), optimizer=optimizer, group=group)
 
 
 def audit_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, agrees: bool) -> AuditReport:
@@ -157,9 +155,12 @@ def audit_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
         with torch.enable_grad():
             return find_loss(model(*found[0], **found[1]))[0]
 
-    size = num_rows((args, dict(kwargs)))
-    cuts: list[int | None] = [None] if size is None or size <= _ROWS else [_ROWS, None]
-    return audit_loss(model, [partial(loss, rows) for rows in cuts], agrees=agrees)
+    return audit_loss(model, _cut(loss, (args, dict(kwargs))), agrees=agrees)
+
+
+def _cut(loss: Callable[[int | None], Tensor], batch: Any) -> list[Callable[[], Tensor]]:
+    size = num_rows(batch)
+    return [partial(loss, rows) for rows in ((None,) if size is None or size <= _ROWS else (_ROWS, None))]
 
 
 def audit_loss(
@@ -242,7 +243,6 @@ class _Audit:
 
     @property
     def _has_more_of_ours(self) -> bool:
-        """Whether gradients, the optimizer or layers of experts are laconic's."""
         stores = any(isinstance(owner_of(p), CompressedGradients) for p in self._model.parameters())
         return stores or isinstance(_bare(self._optimizer), AdamW8bit) or has_experts(self._model)
 
@@ -279,7 +279,6 @@ class _Audit:
         return [rank for rank, vote in enumerate(self._votes(int(holds))) if vote]
 
     def _votes(self, own: int) -> list[int]:
-        """A number of each rank."""
         if self._num_ranks == 1:
             return [own]
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
@@ -354,7 +353,7 @@ class _Audit:
                 faults.append(AuditError(f"the first step runs exactly, but not compressed: {error}"))
             return None
 
-        is_chunked = _is_chunked(self._model)
+        is_chunked = has_chunked_loss(self._model)
         bits: bool | None = None if is_chunked else True
         allowed: dict[str, float] = {}
         outcome = run("unrounded")
@@ -508,7 +507,6 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _bare(optimizer: Optimizer | None) -> Any:
-    """The optimizer in Accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
@@ -523,10 +521,6 @@ def _total_error(outcome: Outcome, exact: Outcome) -> tuple[int, float]:
             difference += float((in_doubles(one) - values)[finite].square().sum())
             number, size = number + 1, size + float(values[finite].square().sum())
     return number, math.sqrt(difference / size) if size else 0.0
-
-
-def _is_chunked(model: nn.Module) -> bool:
-    return any(isinstance(forward, CausalForward) for part in model.modules() for forward in replacements_of(part))
 
 
 def _own_errors(again: Outcome, exact: Outcome) -> dict[str, float]:

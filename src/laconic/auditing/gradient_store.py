@@ -89,7 +89,6 @@ def _sample(gradient: Tensor) -> Tensor:
 
 
 def _largest(sample: Tensor) -> Tensor:
-    """The largest magnitude of each block."""
     padded = torch.nn.functional.pad(sample.abs(), (0, -len(sample) % _BLOCK))
     return padded.view(-1, _BLOCK).amax(-1)
 

@@ -42,11 +42,6 @@ _ROUNDING = 1e-3
 def check_updates(optimizer: AdamW8bit, gradients: Mapping[Tensor, Tensor], names: Mapping[Tensor, str]) -> int:
     """Compare two steps of the optimizer's code with exact AdamW; returns how many parameters were compared.
 
-    Args:
-        optimizer: stays as it is.
-        gradients: of its parameters.
-        names: of its parameters, for errors.
-
     Raises:
         AuditError: an update is another one.
     """
@@ -103,11 +98,7 @@ class _Exact:
         return -rate * (decay * parameter + self._m / (1 - beta1**step) / root)
 
     def take(self, name: str, state: Mapping[str, Any]) -> None:
-        """Go on from the moments of a state, if that holds codes.
-
-        Raises:
-            AuditError: they are not the exact ones to the nearest code.
-        """
+        """Go on from the moments of a state, if that holds codes."""
         if not is_coded(state):
             return
         self._is_coded = True

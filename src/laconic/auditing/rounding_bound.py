@@ -48,12 +48,10 @@ class Rounding:
 
 
 def _of_dtype(x: Tensor) -> Tensor:
-    """What rounding to the dtype of x may add."""
     return x.float().abs() * (2 * torch.finfo(x.dtype).eps) + torch.finfo(torch.float32).tiny
 
 
 def _bound(x: Tensor, format: BlockFormat) -> Tensor:
-    """The bound of each value of x, fp32 of the same shape."""
     if x.dim() == 0:
         return _bound(x.view(1), format).view(())
     length, size = x.shape[-1], format.block_size

@@ -41,7 +41,6 @@ class Runs:
 
     Args:
         model: whose parameters' gradients are wanted; a wrapper of DDP is looked through.
-        loss: forward of the batch.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[], Tensor]) -> None:

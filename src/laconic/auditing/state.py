@@ -27,9 +27,6 @@ class ModelState:
     modules and their compressed forwards hold (what lies in a list is not looked into); whether modules are in
     training; what layers of experts, their dispatchers and hooks (meters, balancers) hold; random states of torch on
     the CPU and all CUDA devices, of NumPy and of Python; numbers of rounding.
-
-    Args:
-        model: may be wrapped and sharded.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -20,13 +20,9 @@ class TrainingCall:
     """Forward and loss of a model on one batch, the same random numbers each time.
 
     Args:
-        model: whose forward takes the batch.
         batch: a dict (or another mapping) of keyword arguments, a tuple or list of positional ones, or one tensor.
         loss_of: the loss of what the model returns; None looks for one, see `find_loss`.
         autocast: dtype of torch.autocast around forward and loss; None is without.
-
-    Raises:
-        ModelError: the batch holds no tensor.
     """
 
     def __init__(self, model: nn.Module, batch: Any, loss_of: LossOf | None, autocast: torch.dtype | None) -> None:
@@ -66,11 +62,7 @@ class TrainingCall:
         return args, kwargs
 
     def loss(self, model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
-        """The loss of one forward.
-
-        Raises:
-            ModelError: there is no loss that depends on parameters.
-        """
+        """The loss of one forward."""
         args, kwargs = arguments
         torch.manual_seed(0)  # the same dropout each time
         cast = nullcontext() if self._autocast is None else torch.autocast(self.device.type, self._autocast)
@@ -95,9 +87,6 @@ def find_loss(output: Any) -> tuple[Tensor, str]:
     `output.loss` or `output["loss"]`, then a single number (alone, or first of a tuple), then a weighted sum of all
     floating-point tensors that depend on parameters. Its weights are random numbers, the same each time: the sum of
     squares behind a layer norm, say, hardly depends on parameters, and its gradient is rounding errors.
-
-    Raises:
-        ModelError: there is none of these.
     """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, Tensor) and _is_number(named):

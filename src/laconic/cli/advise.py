@@ -96,7 +96,6 @@ def _from_directory(options: argparse.Namespace, device: torch.device) -> tuple[
 
 
 def _from_function(options: argparse.Namespace) -> tuple[Any, Any, LossOf | None]:
-    """What the function of a file returns."""
     for name in _MADE_UP:
         if getattr(options, name) is not None:
             raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from laconic.errors import ConfigError
@@ -26,12 +26,7 @@ class Parser(argparse.ArgumentParser):
         self._given: list[str] = []
 
     def parse_args(self, args: Sequence[str], namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse `args`; `--help` prints and exits with 0.
-
-        Raises:
-            ConfigError: a flag is unknown, lacks its value, is given by two names or takes a list and is given twice, a
-                value is wrong or empty, or an argument is missing or too many.
-        """
+        """Parse `args`; `--help` prints and exits with 0."""
         self._given = list(args)
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
@@ -57,9 +52,6 @@ class Parser(argparse.ArgumentParser):
         Args:
             flags: as they are written, "--out".
             why: they have none, as the end of a sentence.
-
-        Raises:
-            ConfigError: one of them was given.
         """
         refused = {self._option_string_actions[flag] for flag in flags}
         unused = dict.fromkeys(one for one in self._flags_given() if self._option_string_actions.get(one) in refused)
@@ -106,7 +98,7 @@ class Parser(argparse.ArgumentParser):
             choices = [str(choice) for choice in action.choices or ()]
             meant = nearest(wrong[1].strip("'"), choices)
             return f"{name} is {_clipped(wrong[1])}, but it must be one of {', '.join(choices)}{meant}"
-        return f"{name}: {problem}"
+        return f"{name} {problem}" if problem.startswith("is ") else f"{name}: {problem}"
 
     def _unknown(self, argument: str) -> str:
         if not argument.startswith("-") or re.fullmatch(r"-\d.*", argument):
@@ -139,6 +131,17 @@ def flag_hint(name: str, known: Iterable[str], tables: Iterable[str] = ()) -> st
 
     hint = nearest(name, known, tables).replace("did you mean ", "did you mean --")
     return re.sub(r"(it is called )(\S+)", flag, hint)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of a flag that takes a whole number from `least` on."""
+
+    def integer(text: str) -> int:
+        if (number := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"is {number}, but it must be at least {least}")
+        return number
+
+    return integer
 
 
 def add_json(parser: argparse.ArgumentParser, text: str = "print the result as one JSON document") -> None:

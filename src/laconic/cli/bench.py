@@ -13,7 +13,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laconic.cli.arguments import Parser, add_json
+from laconic.cli.arguments import Parser, add_json, at_least
 from laconic.cli.output import json_only
 from laconic.cli.progress import working
 from laconic.errors import ConfigError
@@ -127,31 +127,28 @@ def make_parser() -> Parser:
         description="Measure plans of inference: all requests at once for tokens per second, Poisson arrivals for "
         "latency. Every plan's engine is up for the whole run, and plans take turns.",
     )
-    parser.add_argument("--model", metavar="DIR", help="directory with config.json and safetensors (default: random)")
-    parser.add_argument(
-        "--plans", default="unsplit,naive,pppipe,findep", metavar="KIND,...", help="to compare (default: all four)"
-    )
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="that count (default: 3)")
+    add = parser.add_argument
+    add("--model", metavar="DIR", help="directory with config.json and safetensors (default: random)")
+    add("--plans", default="unsplit,naive,pppipe,findep", metavar="KIND,...", help="to compare (default: all four)")
+    add("--rounds", type=at_least(1), default=3, metavar="N", help="that count (default: 3)")
     add_json(parser)
-    parser.add_argument("--output", metavar="DIR", help="where to write bench_infer.json and bench_infer.png")
-    work = parser.add_argument_group("requests")
-    work.add_argument("--prompts", metavar="FILE", help="text, a prompt a paragraph (default: docstrings of laconic)")
-    work.add_argument("--requests", type=int, default=16, metavar="N", help="of a round (default: 16)")
-    work.add_argument("--max-prompt-tokens", type=int, default=128, metavar="N", help="longer are cut (default: 128)")
-    work.add_argument("--max-new-tokens", type=int, default=16, metavar="N", help="of each request (default: 16)")
-    work.add_argument("--rates", metavar="R,...",
+    add("--output", metavar="DIR", help="where to write bench_infer.json and bench_infer.png")
+    add = parser.add_argument_group("requests").add_argument
+    add("--prompts", metavar="FILE", help="text, a prompt a paragraph (default: docstrings of laconic)")
+    add("--requests", type=at_least(1), default=16, metavar="N", help="of a round (default: 16)")
+    add("--max-prompt-tokens", type=at_least(1), default=128, metavar="N", help="longer are cut (default: 128)")
+    add("--max-new-tokens", type=at_least(1), default=16, metavar="N", help="of each request (default: 16)")
+    add("--rates", metavar="R,...",
         help="arrivals per second (default: half of what the slowest plan finishes when all come at once)")  # fmt: skip
-    work.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals (default: 0)")
-    engine = parser.add_argument_group("engines")
-    engine.add_argument("--attention", type=int, default=1, metavar="N", help="attention workers, split (default: 1)")
-    engine.add_argument("--experts", type=int, default=1, metavar="N", help="expert workers, split (default: 1)")
-    engine.add_argument("--dtype", default="auto", help="float32, bfloat16, float16, or auto (the checkpoint's)")
-    engine.add_argument(
-        "--cache-tokens", type=int, default=8192, metavar="N", help="of all micro-batches together (default: 8192)"
-    )
-    engine.add_argument("--batch-tokens", type=int, default=256, metavar="N", help="of a forward (default: 256)")
-    engine.add_argument("--micro-batches", default="1,2", metavar="N,...", help="r1 that plans may choose (1,2)")
-    engine.add_argument("--slices", default="1,2", metavar="N,...", help="r2 that plans may choose (1,2)")
+    add("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals (default: 0)")
+    add = parser.add_argument_group("engines").add_argument
+    add("--attention", type=at_least(1), default=1, metavar="N", help="attention workers, split (default: 1)")
+    add("--experts", type=at_least(1), default=1, metavar="N", help="expert workers, split (default: 1)")
+    add("--dtype", default="auto", help="float32, bfloat16, float16, or auto (the checkpoint's)")
+    add("--cache-tokens", type=int, default=8192, metavar="N", help="of all micro-batches together (default: 8192)")
+    add("--batch-tokens", type=int, default=256, metavar="N", help="of a forward (default: 256)")
+    add("--micro-batches", default="1,2", metavar="N,...", help="r1 that plans may choose (1,2)")
+    add("--slices", default="1,2", metavar="N,...", help="r2 that plans may choose (1,2)")
     return parser
 
 
@@ -159,10 +156,6 @@ def _checked(options: argparse.Namespace) -> tuple[list[Kind], list[int], list[i
     """Return kinds, numbers of micro-batches and of slices, and rates; refuse what breaks a rule before any work."""
     from laconic.infer.bench.plans import KINDS
 
-    for name in ("rounds", "requests", "max_prompt_tokens", "max_new_tokens", "attention", "experts"):
-        if getattr(options, name) < 1:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} is {getattr(options, name)}, but it must be at least 1")
     given = [each.strip() for each in options.plans.split(",")]
     kinds = [kind for kind in KINDS if kind in given]
     if unknown := [each for each in given if each not in KINDS]:

@@ -60,7 +60,6 @@ def run(args: Sequence[str]) -> int:
 
 
 def _tested(world: World) -> dict[str, Any]:
-    """All results, the same on every rank."""
     ranks = world.gather(_facts())
     problems = [
         f"{name} differs: " + ", ".join(f"{version} on rank {rank}" for rank, version in _first_of_each(ranks, name))

@@ -22,8 +22,6 @@ _PATHS = "files"
 
 @dataclass(frozen=True)
 class _Flag:
-    """A flag as shells see it."""
-
     names: tuple[str, ...]
     help: str
     takes: str | tuple[str, ...] | None

@@ -83,9 +83,10 @@ def diagnose() -> Diagnosis:
     problems += [f"{name}: {result}" for name, result in self_test.items() if result != "ok"]
     if not backends.get("gloo"):
         problems.append("this torch has no gloo backend, so several processes cannot talk on CPU")
-    versions = {"laconic": laconic.__version__, "python": platform.python_version(), **_versions(), **_cuda_versions()}
+    own = {"laconic": laconic.__version__, "python": platform.python_version()}
+    packages = {package: _version(package) for package in _PACKAGES} | {"torch": torch.__version__}  # with its build
     return Diagnosis(
-        versions=versions,
+        versions=own | packages | _cuda_versions(),
         machine=_machine(),
         kernels=kernels,
         devices=_devices(),
@@ -129,10 +130,6 @@ def render(diagnosis: Diagnosis) -> str:
 def _kernel_text(kernel: dict[str, str]) -> str:
     isa = f" ({kernel['isa']})" if kernel.get("isa") else ""
     return f"{kernel.get('implementation', '?')}{isa}: {kernel.get('reason', '')}"
-
-
-def _versions() -> dict[str, str | None]:
-    return {package: _version(package) for package in _PACKAGES} | {"torch": torch.__version__}  # which names its build
 
 
 def _version(package: str) -> str | None:

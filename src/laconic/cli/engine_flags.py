@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from laconic.cli.arguments import at_least
 from laconic.errors import ConfigError
 from laconic.options import EXPERT_FORMATS
 
@@ -25,62 +26,59 @@ def add_engine_flags(parser: argparse.ArgumentParser, **defaults: str) -> None:
     """Add --model and the flags of workers and plan.
 
     Args:
-        parser: of the command.
         defaults: for the help: what is expected of prompt, output and requests where nothing is said.
     """
     defaults = {"prompt": "512", "output": "128", "requests": "8"} | defaults
     parser.add_argument("--model", metavar="DIR", required=True, help="directory with config.json and safetensors")
-    workers = parser.add_argument_group("workers")
-    workers.add_argument("--attention", type=int, default=1, metavar="N", help="attention workers (default: 1)")
-    workers.add_argument("--experts", type=int, metavar="N",
+    add = parser.add_argument_group("workers").add_argument
+    add("--attention", type=int, default=1, metavar="N", help="attention workers (default: 1)")
+    add("--experts", type=int, metavar="N",
         help="expert workers; 0 serves the whole model (default: 1, 0 for a model without experts; --plan auto may do"
         " without)")  # fmt: skip
-    workers.add_argument("--dtype", default="auto", help="float32, bfloat16, float16, or auto (the checkpoint's)")
-    workers.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of all workers (default: cpu)")
-    workers.add_argument("--expert-device", choices=("cpu", "cuda"), help="of expert workers (default: --device)")
-    workers.add_argument("--cache-tokens", type=int, default=4096, metavar="N", help="of a micro-batch (default: 4096)")
-    workers.add_argument("--batch-tokens", type=int, default=256, metavar="N", help="of a forward (default: 256)")
-    workers.add_argument("--payload", choices=("auto", "raw", "lossless", "int8"), default="raw",
+    add("--dtype", default="auto", help="float32, bfloat16, float16, or auto (the checkpoint's)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="of all workers (default: cpu)")
+    add("--expert-device", choices=("cpu", "cuda"), help="of expert workers (default: --device)")
+    add("--cache-tokens", type=int, default=4096, metavar="N", help="of a micro-batch (default: 4096)")
+    add("--batch-tokens", type=int, default=256, metavar="N", help="of a forward (default: 256)")
+    add("--payload", choices=("auto", "raw", "lossless", "int8"), default="raw",
         help="rows and sums between workers: as they are, in fewer bytes with the same tokens, in 8 bits with others,"
         " or raw or lossless by measured rates (default: raw)")  # fmt: skip
-    workers.add_argument("--link", choices=("tcp", "group"), default="tcp",
+    add("--link", choices=("tcp", "group"), default="tcp",
         help="how rows and sums travel: over connections of our own, or a process group of torch.distributed"
         " (default: tcp)")  # fmt: skip
-    workers.add_argument("--expert-format", choices=EXPERT_FORMATS, default="exact",
+    add("--expert-format", choices=EXPERT_FORMATS, default="exact",
         help="in which expert workers hold the experts' matrices: as they are, or rounded to 8, 6, 5 or 4 bits"
         " (default: exact)")  # fmt: skip
-    workers.add_argument(
-        "--max-restarts", type=int, default=0, metavar="N", help="of all workers after one was lost (default: 0)"
-    )
-    workers.add_argument(
+    add("--max-restarts", type=int, default=0, metavar="N", help="of all workers after one was lost (default: 0)")
+    add(
         "--expert-loads",
         metavar="FILE",
         help="rows that each expert was chosen for: experts are placed by it if it is there, and the end writes it",
     )
-    workers.add_argument(
+    add(
         "--redundant-experts",
         type=int,
         default=0,
         metavar="N",
         help="further copies in each layer of the experts that have most to do by --expert-loads (default: 0)",
     )
-    plan = parser.add_argument_group("plan (see `laconic.schedule.inference.InferencePlan`)")
-    plan.add_argument("--plan", choices=("auto",), help="auto: what the flags below do not say is chosen by --rates")
-    plan.add_argument("--micro-batches", type=int, metavar="N", help="r1 (default: 1)")
-    plan.add_argument("--slices", type=int, metavar="N", help="r2 (default: 1)")
-    plan.add_argument("--order", choices=("ASAS", "AASS", "greedy"), help="of the attention workers (default: ASAS)")
-    plan.add_argument("--slicing", choices=("tokens", "experts"), help="what a slice is a part of (default: tokens)")
-    plan.add_argument("--shared-first", action="store_true", help="shared experts before rows leave (PPPipe)")
-    auto = parser.add_argument_group("--plan auto")
-    auto.add_argument("--rates", metavar="FILE", help="written by laconic profile --infer (default: where it writes)")
-    auto.add_argument("--expert-rates", metavar="FILE",
+    add = parser.add_argument_group("plan (see `laconic.schedule.inference.InferencePlan`)").add_argument
+    add("--plan", choices=("auto",), help="auto: what the flags below do not say is chosen by --rates")
+    add("--micro-batches", type=at_least(1), metavar="N", help="r1 (default: 1)")
+    add("--slices", type=at_least(1), metavar="N", help="r2 (default: 1)")
+    add("--order", choices=("ASAS", "AASS", "greedy"), help="of the attention workers (default: ASAS)")
+    add("--slicing", choices=("tokens", "experts"), help="what a slice is a part of (default: tokens)")
+    add("--shared-first", action="store_true", help="shared experts before rows leave (PPPipe)")
+    add = parser.add_argument_group("--plan auto").add_argument
+    add("--rates", metavar="FILE", help="written by laconic profile --infer (default: where it writes)")
+    add("--expert-rates", metavar="FILE",
         help="the same, of machines like those of expert workers (default: all machines are alike)")  # fmt: skip
     for name, what in (
         ("prompt", "tokens of a prompt"),
         ("output", "tokens of an answer"),
         ("requests", "requests in flight together"),
     ):
-        auto.add_argument(f"--expect-{name}", type=int, metavar="N", help=f"{what} (default: {defaults[name]})")
+        add(f"--expect-{name}", type=int, metavar="N", help=f"{what} (default: {defaults[name]})")
 
 
 def serve_if_not_first(options: argparse.Namespace) -> None:
@@ -132,9 +130,6 @@ def _plan(options: argparse.Namespace) -> InferencePlan | AutoPlan:
         "order": options.order,
         "slicing": options.slicing,
     }
-    for flag, value in ("micro-batches", options.micro_batches), ("slices", options.slices):
-        if value is not None and value < 1:
-            raise ConfigError(f"--{flag} is {value}, but it must be at least 1")
     fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     expected = {name: getattr(options, f"expect_{name}") for name in _EXPECTED}
     if options.plan is None:

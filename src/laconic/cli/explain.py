@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from laconic.cli.arguments import Parser, add_json
+from laconic.cli.arguments import Parser, add_json, at_least
 from laconic.cli.layer_flags import LAYER_FLAGS, add_layer, layer_shape
 from laconic.cli.output import print_json
 from laconic.cost.comm.explain import SWEEP_NBYTES, explain_one, explain_sweep, explained, rates_text
@@ -31,8 +31,6 @@ def run(args: Sequence[str]) -> int:
     if options.moe:
         return _explain_moe(options)
     path = options.record or default_path()
-    if options.record is None and not path.exists():
-        raise ConfigError(f"{path} does not exist; measure this cluster with laconic profile, or give --record FILE")
     rates = WireRates.load(path)
     if options.json:
         return _print_data(options, path, rates)
@@ -82,8 +80,6 @@ def _print_data(options: argparse.Namespace, path: Path, rates: WireRates) -> in
 def _explain_moe(options: argparse.Namespace) -> int:
     """Candidate configurations of a layer with balanced routing, by the rates that `laconic profile --moe` measured."""
     path = Path(options.record) if options.record else default_moe_path()
-    if options.record is None and not path.exists():
-        raise ConfigError(f"{path} does not exist; measure with laconic profile --moe, or give --record FILE")
     rates, shape = MoERates.load(path), layer_shape(options)
     if options.rates and options.json:
         print_json({"path": path, "rates": rates.to_dict()})
@@ -92,12 +88,7 @@ def _explain_moe(options: argparse.Namespace) -> int:
         print(f"rates of {path}\n")
         print(moe_rates_text(rates))
         return 0
-    nodes, per_node = rates.wire.layout
-    per_node = max(1, per_node) if options.ranks_per_node is None else options.ranks_per_node
-    num_ranks = max(2, nodes * per_node) if options.world is None else options.world
-    for name, value in (("world", num_ranks), ("ranks-per-node", per_node), ("esp", options.esp), ("ep", options.ep)):
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name} is {value}, but it must be at least 1")
+    num_ranks, per_node = _layout(options, rates.wire)
     ep = max(1, num_ranks // options.esp) if options.ep is None else options.ep
     grid = GridLayout(num_ranks, options.mp, ep, options.esp, min(per_node, num_ranks))
     shape.check(grid)
@@ -121,14 +112,18 @@ def _explain_moe(options: argparse.Namespace) -> int:
     return 0
 
 
-def _group_shape(options: argparse.Namespace, rates: WireRates) -> GroupShape:
+def _layout(options: argparse.Namespace, rates: WireRates) -> tuple[int, int]:
     nodes, per_node = rates.layout
     per_node = max(1, per_node) if options.ranks_per_node is None else options.ranks_per_node
-    num_ranks = max(2, nodes * per_node) if options.world is None else options.world
-    if num_ranks < 1 or per_node < 1 or (per_node <= num_ranks and num_ranks % per_node):
+    return max(2, nodes * per_node) if options.world is None else options.world, per_node
+
+
+def _group_shape(options: argparse.Namespace, rates: WireRates) -> GroupShape:
+    num_ranks, per_node = _layout(options, rates)
+    if per_node <= num_ranks and num_ranks % per_node:
         raise ConfigError(
-            f"world is {num_ranks} with {per_node} ranks per node, but both must be positive and the first a multiple"
-            " of the second; give --world and --ranks-per-node"
+            f"world is {num_ranks} with {per_node} ranks per node, but it must be a multiple of them; give --world and "
+            "--ranks-per-node"
         )
     return GroupShape(num_ranks, min(per_node, num_ranks))
 
@@ -146,8 +141,8 @@ def make_parser() -> Parser:
     add("--nbytes", metavar="SIZE", help="of one rank's input, for example 4MB: the shard of an all-gather, the whole "
         "of what is reduced or exchanged")  # fmt: skip
     add("--dtype", default="bfloat16", choices=list(ITEM_NBYTES), help="default: %(default)s")
-    add("--world", type=int, metavar="N", help="ranks (default: as measured)")
-    add("--ranks-per-node", type=int, metavar="L", help="default: as measured")
+    add("--world", type=at_least(1), metavar="N", help="ranks (default: as measured)")
+    add("--ranks-per-node", type=at_least(1), metavar="L", help="default: as measured")
     add("--record", metavar="FILE", help=f"written by laconic profile (default: {default_path()})")
     add("--rates", action="store_true", help="print what was measured instead")
     add_json(parser)

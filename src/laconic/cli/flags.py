@@ -28,12 +28,6 @@ _METAVARS = {int: "INT", float: "FLOAT", str: "STR"}
 def parse_flags(cls: type, args: Sequence[str], own: Sequence[Setting], prog: str) -> dict[str, Any]:
     """Parse `args` of a command over the section `cls`.
 
-    Args:
-        cls: root of the settings.
-        args: of the command.
-        own: flags of the command that are no settings.
-        prog: name of the command.
-
     Returns:
         What was given, by dotted name; "help" is the flag for it.
 
@@ -78,11 +72,7 @@ def _negated(name: str) -> str:
 
 
 def _normalized(args: Sequence[str], known: Sequence[Setting], prog: str) -> tuple[list[str], dict[str, Any]]:
-    """Spell `args` as the parser does, and collect the values of free tables by dotted names.
-
-    Raises:
-        ConfigError: a flag is not known.
-    """
+    """Spell `args` as the parser does, and collect the values of free tables by dotted names."""
     by_name = {_spelled(one.name): one for one in known} | {"help": Setting("help", bool)}
     booleans = [name for name, one in by_name.items() if one.kind is bool]
     negatives = {spelling: name for name in booleans for spelling in (_negated(name), f"no-{name}")}
@@ -138,7 +128,6 @@ def _flags_of(section: str, pair: str, by_name: Mapping[str, Setting]) -> list[s
 
 
 def _toml_value(text: str) -> Any:
-    """Parse `text` as a TOML value (number, true, list, quoted string); anything else is a plain string."""
     try:
         return parse_toml(f"value = {text}")["value"]
     except TooDeepError:
@@ -148,7 +137,6 @@ def _toml_value(text: str) -> Any:
 
 
 def _add_flag(group: Any, one: Setting, text: str) -> None:
-    """Add the flag of a setting, with `text` as its help."""
     flag, text = f"--{_spelled(one.name)}", _escaped(text)
     if one.kind is bool:
         group.add_argument(flag, dest=one.name, action="store_true", help=text)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from laconic.cli.arguments import Parser, add_json
+from laconic.cli.arguments import Parser, add_json, at_least
 from laconic.cli.output import print_json
 from laconic.cost.infer import (
     MODELS,
@@ -27,7 +27,6 @@ from laconic.cost.infer import (
 )
 from laconic.cost.infer.choice_text import arrivals_text, candidate_name, choice_text, infer_rates_text
 from laconic.cost.infer.planner import busy_shares, group_costs
-from laconic.cost.infer.shape import is_read
 from laconic.cost.sizes import parse_nbytes
 from laconic.errors import ConfigError, PlanError
 from laconic.json_text import parse_json
@@ -56,8 +55,6 @@ def _plan(parser: Parser, options: argparse.Namespace) -> int:
         for flag, size in (("--memory", options.memory), ("--expert-memory", options.expert_memory))
     )
     path = Path(options.rates or default_infer_path())
-    if options.rates is None and not path.exists():
-        raise ConfigError(f"{path} does not exist; measure with laconic profile --infer, or give --rates FILE")
     if options.show_rates:
         flags = {string for action in parser.flags() for string in action.option_strings}
         parser.refuse(
@@ -76,7 +73,7 @@ def _plan(parser: Parser, options: argparse.Namespace) -> int:
     if options.model is None or options.workers is None or memory_nbytes is None:
         raise PlanError("a model, --workers and --memory are needed: laconic infer plan DIR --workers 8 --memory 48GB")
     _check_flags(parser, options)
-    shape = replace(_shape(options), expert_format=options.expert_format)
+    shape = _shape(options)
     taken = options.prompt + options.output
     if shape.positions is not None and taken > shape.positions:
         raise PlanError(
@@ -113,22 +110,7 @@ def _plan(parser: Parser, options: argparse.Namespace) -> int:
     return 0
 
 
-_LEAST = {
-    "workers": 1,
-    "prompt": 1,
-    "output": 0,
-    "requests": 1,
-    "max-micro-batches": 1,
-    "max-slices": 1,
-    "item-nbytes": 1,
-}
-
-
 def _check_flags(parser: Parser, options: argparse.Namespace) -> None:
-    for flag, least in _LEAST.items():
-        value = getattr(options, flag.replace("-", "_"))
-        if value is not None and value < least:
-            raise PlanError(f"--{flag} is {value}, but it must be a whole number from {least} on")
     if options.workers == 1:
         of_experts = ["--attention-workers", "--expert-memory", "--expert-rates", "--expert-format"]
         parser.refuse(of_experts, "with --workers 1, which runs the whole model")
@@ -146,11 +128,13 @@ def _check_flags(parser: Parser, options: argparse.Namespace) -> None:
 
 
 def _shape(options: argparse.Namespace) -> InferenceShape:
-    if is_read(options.model):
-        return InferenceShape.load(options.model, options.item_nbytes)
-    from laconic.infer.transformers_seam import planned_shape
+    shape = MODELS.get(options.model)
+    if shape is None:
+        from laconic.infer.transformers_seam import planned_shape  # late: names need no torch
 
-    return planned_shape(options.model, options.item_nbytes)
+        shape = planned_shape(options.model, options.item_nbytes)
+    item_nbytes = options.item_nbytes or shape.item_nbytes
+    return replace(shape, item_nbytes=item_nbytes, expert_format=options.expert_format)
 
 
 def _refuse_flags(beside: str, given: Mapping[str, bool]) -> None:
@@ -271,28 +255,28 @@ def make_parser() -> Parser:
     )
     parser.add_argument("model", nargs="?", help=f"directory with a config.json, or one of {', '.join(MODELS)}")
     add = parser.add_argument_group("workers").add_argument
-    add("--workers", type=int, metavar="N", help="processes or GPUs in all")
+    add("--workers", type=at_least(1), metavar="N", help="processes or GPUs in all")
     add("--memory", metavar="SIZE", help="of each, for example 48GB or 80GiB")
     add("--expert-memory", metavar="SIZE", help="of each expert worker (default: --memory)")
     add("--attention-workers", type=int, metavar="N", help="fix how many run attention (default: as is best)")
     add("--expert-format", choices=EXPERT_FORMATS, default="exact",
         help="in which expert workers hold experts; unsplit workers hold them exactly (default: exact)")  # fmt: skip
     add = parser.add_argument_group("requests").add_argument
-    add("--prompt", type=int, default=1024, metavar="N", help="tokens of a prompt (default: %(default)s)")
-    add("--output", type=int, default=256, metavar="N", help="tokens of an answer (default: %(default)s)")
-    add("--requests", type=int, metavar="N", help="requests that wait (default: as many as fit)")
+    add("--prompt", type=at_least(1), default=1024, metavar="N", help="tokens of a prompt (default: %(default)s)")
+    add("--output", type=at_least(0), default=256, metavar="N", help="tokens of an answer (default: %(default)s)")
+    add("--requests", type=at_least(1), metavar="N", help="requests that wait (default: as many as fit)")
     add("--arrivals", type=float, metavar="RATE", help="requests/s that keep arriving: plan for their latency instead")
     add("--phase", choices=("prefill", "decode", "both"), default="both", help="default: %(default)s")
     add("--routing", metavar="FILE", help="JSON list: share of rows that choose each expert (default: uniform)")
     add = parser.add_argument_group("search").add_argument
-    add("--max-micro-batches", type=int, default=8, metavar="N", help="largest r1 (default: %(default)s)")
-    add("--max-slices", type=int, default=16, metavar="N", help="largest r2 (default: %(default)s)")
+    add("--max-micro-batches", type=at_least(1), default=8, metavar="N", help="largest r1 (default: %(default)s)")
+    add("--max-slices", type=at_least(1), default=16, metavar="N", help="largest r2 (default: %(default)s)")
     add = parser.add_argument_group("rates").add_argument
     add("--rates", metavar="FILE", help=f"written by laconic profile --infer (default: {default_infer_path()})")
     add("--expert-rates", metavar="FILE", help="the same, written on machines like those of expert workers, where these"
         " differ from attention workers'; links are those of --rates (default: all machines are alike)")  # fmt: skip
     add("--show-rates", action="store_true", help="print what was measured instead")
-    add("--item-nbytes", type=int, metavar="N", help="bytes of a weight (default: the configuration's dtype)")
+    add("--item-nbytes", type=at_least(1), metavar="N", help="bytes of a weight (default: the configuration's dtype)")
     add = parser.add_argument_group("output").add_argument
     add("--for", dest="for_server", choices=["vllm-afd"], help="print vLLM commands with vllm-afd-plugin, as a script")
     add("--host", help="address of the ranks in these commands (default: 127.0.0.1)")

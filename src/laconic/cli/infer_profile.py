@@ -41,9 +41,6 @@ def measure_infer(
 
     Args:
         shape: sizes of the products: model_dim x hidden_dim and back.
-        dtype: of weights and activations.
-        device: this process's.
-        quick: few sizes, for a smoke test.
         beside_host: the world is two ranks over gloo, the first on a CUDA device and the second on the CPU. The device
             alone is measured, and messages between both.
     """
@@ -97,7 +94,6 @@ def fit_products(points: Sequence[tuple[int, int, float]], item_nbytes: int) -> 
 
     Args:
         points: rows, values of the weights and seconds of every product; at least three.
-        item_nbytes: of a weight.
 
     Returns:
         The line by multiply-adds, with its worst relative error, and gamma, in seconds per byte. None is negative.

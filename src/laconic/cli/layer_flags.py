@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from laconic.cli.arguments import at_least
 from laconic.cost.comm.rates import ITEM_NBYTES
 from laconic.cost.moe.shape import LayerShape
 
@@ -25,8 +26,8 @@ LAYER_FLAGS = (*(f"--{name}" for name in _NUMBERS), "--ep")
 def add_layer(add: Callable[..., object]) -> None:
     """Add the flags of the layer and of its process groups, except `--dtype`; `add` is argparse's `add_argument`."""
     for name, (default, meaning) in _NUMBERS.items():
-        add(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning} (default: %(default)s)")
-    add("--ep", type=int, default=None, metavar="N", help="ranks that experts are spread over (default: all / esp)")
+        add(f"--{name}", type=at_least(1), default=default, metavar="N", help=f"{meaning} (default: %(default)s)")
+    add("--ep", type=at_least(1), metavar="N", help="ranks that experts are spread over (default: all / esp)")
 
 
 def layer_shape(options: argparse.Namespace) -> LayerShape:

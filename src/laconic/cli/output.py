@@ -26,9 +26,6 @@ def print_json(data: Any) -> None:
 def json_only(wanted: bool = True) -> Iterator[Callable[[Any], None]]:
     """Keep stdout for one document: what the block, its libraries and its child processes print goes to stderr.
 
-    Args:
-        wanted: whether --json was given; otherwise nothing changes.
-
     Yields:
         A function to call once with the result; it is printed when the block has ended without an exception.
     """

@@ -111,7 +111,6 @@ def run(args: Sequence[str]) -> int:
 
 
 def _sequences(options: argparse.Namespace, micro_batches: int) -> int:
-    """Sequences of a micro-batch."""
     if options.batch_size is None:
         return 1 if options.batch is None else int(options.batch)
     if options.batch is not None:
@@ -126,7 +125,6 @@ def _sequences(options: argparse.Namespace, micro_batches: int) -> int:
 
 
 def _length(options: argparse.Namespace) -> int:
-    """Tokens of a sample."""
     return _USUAL_LENGTH if options.sequence_length is None else int(options.sequence_length)
 
 
@@ -174,7 +172,6 @@ def _job(options: argparse.Namespace) -> Job:
 
 
 def _check_largest(options: argparse.Namespace) -> None:
-    """Refuse what --largest cannot go with."""
     if options.memory is None:
         raise PlanError("--largest asks which model fits, so it needs --memory, for example --memory 24GB")
     for name, value in (
@@ -190,8 +187,6 @@ def _check_largest(options: argparse.Namespace) -> None:
 
 
 def _largest(options: argparse.Namespace, choices: Callable[[Job], Chosen], budget: int) -> tuple[Job, Chosen]:
-    """The deepest model of these sizes that fits, traced as it is, and what is chosen for it."""
-
     def found(job: Job) -> Chosen | None:
         try:
             chosen = choices(job)
@@ -208,7 +203,6 @@ def _largest(options: argparse.Namespace, choices: Callable[[Job], Chosen], budg
 
 
 def _check_sizes(options: argparse.Namespace) -> None:
-    """Refuse sizes beside a directory, and too few without one."""
     given = [name for name in _ALL_SIZES if (size := getattr(options, name)) is not None and size is not False]
     if options.model is not None and given:
         raise PlanError(

@@ -97,11 +97,7 @@ def _measure_moe(world: World, path: Path, options: argparse.Namespace) -> int:
 
 
 def _is_beside_host(world_size: int, local_world_size: int, name: str) -> bool:
-    """Return whether one of two processes measures this machine's only CUDA device, and the other one is the host's.
-
-    Raises:
-        ConfigError: there is one CUDA device for several processes, and more than two in all.
-    """
+    """Return whether one of two processes measures this machine's only CUDA device, and the other one is the host's."""
     import torch
 
     if local_world_size == 1 or torch.cuda.device_count() != 1:
@@ -145,7 +141,6 @@ def _finish(
 
 
 def _shown(world: World, what: str) -> AbstractContextManager[Callable[[str], None]]:
-    """Show the progress of the first process; the others are silent."""
     return working(what) if world.is_main else nullcontext(lambda text: None)
 
 

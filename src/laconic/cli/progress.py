@@ -28,7 +28,6 @@ def progress_bar(total_nbytes: Callable[[], int], what: str) -> Iterator[Callabl
 
     Args:
         total_nbytes: returns the bytes of the whole work; called only if something is shown.
-        what: label of the bar, or of the lines.
 
     Yields:
         A function to call, from any thread, with each number of further bytes done.
@@ -52,9 +51,6 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
     """Show that the block, whose amount of work is not known, still runs: what it does, and for how long.
 
     Lines go where stderr is when the block begins, so that they are seen even if it hides what libraries write there.
-
-    Args:
-        what: is done, e.g. "measuring the model".
 
     Yields:
         A function to call with what is done from now on; elsewhere than on a terminal each is a line.
@@ -84,8 +80,6 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
 
 
 class _Lines:
-    """Prints a line about the bytes done so far, every few seconds."""
-
     def __init__(self, total_nbytes: Callable[[], int], what: str) -> None:
         self._total_nbytes, self._what = total_nbytes, what
         self._total: int | None = None
@@ -135,7 +129,6 @@ def _same_stream() -> Iterator[TextIO]:
 
 
 def _tqdm(stream: TextIO) -> Any:
-    """tqdm's class, where `stream` is a terminal and tqdm is installed."""
     if not stream.isatty():
         return None
     try:

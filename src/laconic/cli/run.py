@@ -48,7 +48,7 @@ def run(args: Sequence[str]) -> int:
     if savings.refusal is not None and not savings.is_forked:  # which the script, or a thread of it, has caught
         raise savings.refusal
     if not savings.is_forked and os.environ.get("RANK", "0") == "0":
-        children = spawned.summaries()
+        children = spawned.summaries
         trains_in_children = bool(children) and not savings.models and not savings.optimizers
         summary = children[0] if trains_in_children else summarize(savings, groups)
         summary |= {"spawned": len(children), "own": not trains_in_children}
@@ -74,7 +74,6 @@ def _flags_behind(parser: Parser, arguments: Sequence[str]) -> list[str]:
 
 
 def _check_json(file: str | None) -> None:
-    """Check before the script runs that the summary can be written."""
     if file is None:
         return
     if not file.endswith(".json"):  # a script's name where the file's is missing must not be written over

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from laconic.cli.arguments import Parser
+from laconic.cli.arguments import Parser, at_least
 from laconic.cli.engine_flags import add_engine_flags, serve_if_not_first, start_engine
 from laconic.errors import ConfigError
 
@@ -25,8 +25,6 @@ def run(args: Sequence[str]) -> int:
     options = make_parser().parse_args(args)
     if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"the server needs {' and '.join(missing)}: pip install 'laconic[serve]'")
-    if options.drain_seconds < 0:
-        raise ConfigError(f"--drain-seconds is {options.drain_seconds}, but it must be at least 0")
     api_key = _api_key(options.api_key_file)
     if api_key is None and not _is_loopback(options.host):
         raise ConfigError(
@@ -80,37 +78,33 @@ def make_parser() -> Parser:
         description="Serve a Hugging Face model, its experts in processes of their own, as OpenAI's API does.",
     )
     add_engine_flags(parser)
-    server = parser.add_argument_group("server")
-    server.add_argument("--name", help="what clients call the model (default: the directory's name)")
-    server.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
-    server.add_argument("--port", type=int, default=8000, help="port to listen at; 0 takes a free one (default: 8000)")
-    server.add_argument(
+    add = parser.add_argument_group("server").add_argument
+    add("--name", help="what clients call the model (default: the directory's name)")
+    add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
+    add("--port", type=int, default=8000, help="port to listen at; 0 takes a free one (default: 8000)")
+    add(
         "--api-key-file",
         metavar="FILE",
         help=f"file with the key that clients must send (default: the variable {_KEY_VARIABLE}, if it is set)",
     )
-    server.add_argument(
-        "--max-waiting", type=int, default=128, metavar="N", help="requests that wait for room; more get 429"
-    )
-    server.add_argument(
+    add("--max-waiting", type=int, default=128, metavar="N", help="requests that wait for room; more get 429")
+    add(
         "--default-max-tokens",
         type=int,
         metavar="N",
         help="most tokens of a chat's answer whose request does not say (default: the model's, or all that fit)",
     )
-    server.add_argument("--tool-call-parser", choices=["hermes", "llama3_json", "mistral"],
+    add("--tool-call-parser", choices=["hermes", "llama3_json", "mistral"],
         help="how the model writes calls of tools (default: by its chat template)")  # fmt: skip
-    server.add_argument("--allowed-origins", nargs="+", default=[], metavar="ORIGIN",
+    add("--allowed-origins", nargs="+", default=[], metavar="ORIGIN",
         help="pages whose scripts may ask, such as https://a.example; '*' is all (default: none)")  # fmt: skip
-    server.add_argument("--max-connections", type=int, metavar="N",
+    add("--max-connections", type=int, metavar="N",
         help="connections at once (default: 1024, or fewer as `ulimit -n` allows)")  # fmt: skip
-    server.add_argument("--max-connections-per-address", type=int, metavar="N",
+    add("--max-connections-per-address", type=int, metavar="N",
         help="connections of one client's address at once (default: three quarters of all)")  # fmt: skip
-    server.add_argument(
-        "--head-seconds", type=int, default=10, metavar="S", help="for a request's head to arrive (default: 10)"
-    )
-    server.add_argument(
-        "--drain-seconds", type=int, default=30, metavar="S", help="for requests to end at a stop (default: 30)"
+    add("--head-seconds", type=int, default=10, metavar="S", help="for a request's head to arrive (default: 10)")
+    add(
+        "--drain-seconds", type=at_least(0), default=30, metavar="S", help="for requests to end at a stop (default: 30)"
     )
     return parser
 

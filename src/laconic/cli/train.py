@@ -15,7 +15,7 @@ from laconic.cli.flags import flags_parser, parse_flags
 from laconic.cli.output import json_only
 from laconic.errors import ConfigError
 from laconic.train.config.dotted_names import flat_settings, nested_settings
-from laconic.train.config.recipes import RECIPES, recipe
+from laconic.train.config.recipes import RECIPES
 from laconic.train.config.schema import TrainConfig
 from laconic.train.config.settings import Setting
 from laconic.train.config.toml import build_config, dump_config, json_schema, merge, read_toml
@@ -81,9 +81,6 @@ def resolve(args: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
 
     Layers, weakest first: defaults; the --recipe; with --resume, the config.toml saved in the run directory; what the
     --plan was made for; the --config file; flags. `--help` prints, with the resolved values as defaults, and exits 0.
-
-    Raises:
-        ConfigError: also for a --recipe that the resumed run does not follow: it decides nothing there.
     """
     given = parse_flags(TrainConfig, args, _OWN_FLAGS, _PROG)
     own = {one: given.pop(one) for one in ("help", *(flag.name for flag in _OWN_FLAGS)) if one in given}
@@ -93,7 +90,7 @@ def resolve(args: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
     from_file = {} if path is None else read_toml(path)
     asked = merge(from_file, nested_settings(given))
     layers = [dataclasses.asdict(TrainConfig())]
-    named = recipe(own["recipe"]) if "recipe" in own else {}
+    named = RECIPES[own["recipe"]] if "recipe" in own else {}
     if not asked.get("resume"):  # a saved run has no line for a field that is not set, which a recipe must not fill
         layers.append(named)
     if asked.get("resume"):

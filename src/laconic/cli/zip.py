@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laconic.cli import output
-from laconic.cli.arguments import Parser, add_json
+from laconic.cli.arguments import Parser, add_json, at_least
 from laconic.cli.progress import progress_bar
 from laconic.output_lines import say
 
@@ -78,12 +78,7 @@ def make_parser() -> Parser:
 
 
 def path_of(text: str) -> Path:
-    """Parse a path, for argparse.
-
-    Raises:
-        ArgumentTypeError: the path is empty, as of an unset variable; it would mean the working directory. Or it has no
-            name, as /.
-    """
+    """Parse a path, for argparse."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty")
     path = Path(text)
@@ -98,15 +93,9 @@ def path_of(text: str) -> Path:
 def add_jobs(parser: argparse.ArgumentParser) -> None:
     """Add the flag --jobs to `parser`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    parser.add_argument("--jobs", metavar="N", type=_positive, default=cores, help=f"threads (default: {cores})")
+    parser.add_argument("--jobs", metavar="N", type=at_least(1), default=cores, help=f"threads (default: {cores})")
 
 
 def print_json(made: Summary, seconds: float) -> None:
     """Print a result and the seconds it took as JSON."""
     output.print_json({**dataclasses.asdict(made), "path": made.path, "seconds": seconds})
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of threads, which is at least 1")
-    return int(text)

@@ -17,9 +17,6 @@ def parse_nbytes(text: str, name: str = "memory") -> int:
     Args:
         text: a number and its unit. A number alone is taken where the name says that it counts bytes.
         name: of the flag, for the message.
-
-    Raises:
-        PlanError: the text is no such size, has no unit, or is not positive.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:

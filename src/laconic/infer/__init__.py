@@ -15,6 +15,7 @@ from laconic.infer.recording import Recording
 from laconic.infer.run_trace import RunTrace, TraceSummary, WorkerUse
 from laconic.infer.sampling import ChosenToken, Sampling
 from laconic.infer.torchrun_rank import serve_rank
+from laconic.infer.transformers_seam import planned_shape
 from laconic.infer.workers import WorkerReport
 from laconic.schedule.inference import InferencePlan
 
@@ -31,5 +32,6 @@ __all__ = [
     "TraceSummary",
     "WorkerReport",
     "WorkerUse",
+    "planned_shape",
     "serve_rank",
 ]

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from laconic.cost.hardware.rates_file import check_format, check_known, load_json, save_json
+from pydantic import Field
+
+from laconic.cost.hardware.rates_file import load_json, read_rates, save_json
 from laconic.errors import ConfigError
 from laconic.infer.split import Split
 from laconic.moe.placement.search import place
@@ -73,16 +77,13 @@ def save_loads(path: Path, loads: Sequence[Sequence[int]]) -> None:
         save_json({"format": _FORMAT, "version": _VERSION, "loads": [list(layer) for layer in loads]}, path)
 
 
+@dataclass(frozen=True)
+class _Loads:
+    loads: list[list[Annotated[int, Field(ge=0)]]]
+
+
 def _read(data: object) -> list[list[int]]:
-    check_format(data, _FORMAT, _VERSION, _REMEDY)
-    assert isinstance(data, dict), "it has a format"
-    check_known(data, ("format", "version", "loads"), "the file")
-    loads = data.get("loads")
-    if not isinstance(loads, list) or not all(
-        isinstance(layer, list) and all(type(load) is int and load >= 0 for load in layer) for layer in loads
-    ):
-        raise ConfigError("loads must be a list for each layer, of whole numbers from 0 on; measure them again")
-    return loads
+    return read_rates(_Loads, data, _FORMAT, _VERSION, _REMEDY).loads
 
 
 def _over_mean(loads: Sequence[Sequence[int]], held: Sequence[Sequence[Sequence[int]]]) -> float:

@@ -148,9 +148,6 @@ def check_fsdp_not_dropped(state: Any) -> None:
 
     In one process, where nothing could be sharded, it is a UserWarning.
 
-    Args:
-        state: an AcceleratorState, or PartialState.
-
     Raises:
         ConfigError: every one of several processes would hold the whole model.
     """
@@ -171,7 +168,6 @@ def check_fsdp_not_dropped(state: Any) -> None:
 
 
 def _check_spread(accelerator: Any) -> None:
-    """Refuse what would train experts that are spread over processes wrongly."""
     if accelerator.distributed_type in _WITHOUT_GRADIENTS:
         raise ConfigError(
             f"experts are spread over processes, but {accelerator.distributed_type.value} would shard and reduce them"
@@ -246,7 +242,6 @@ def _load_models(models: list[nn.Module], input_dir: str) -> None:
 
 
 def _reduce_in(accelerator: Any, model: nn.Module, attached: Attached, gradients: CompressedGradients) -> None:
-    """Let `gradients` take the place of DDP in an accelerator."""
     prepare_model, backward = accelerator.prepare_model, accelerator.backward
 
     def prepare(prepared: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

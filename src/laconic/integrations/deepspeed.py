@@ -128,7 +128,6 @@ def _gather_by_layer(model: nn.Module) -> None:
 
 
 def _settings(config: Mapping[str, Any] | str | PathLike[str]) -> dict[str, Any]:
-    """A copy of DeepSpeed's configuration."""
     if isinstance(config, Mapping):
         return deepcopy(dict(config))
     if not isinstance(config, str | PathLike):
@@ -145,7 +144,6 @@ def _settings(config: Mapping[str, Any] | str | PathLike[str]) -> dict[str, Any]
 
 
 def _hyperparameters(settings: dict[str, Any], wanted: str) -> dict[str, Any]:
-    """Those of the configuration's optimizer, which is taken out."""
     section = settings.pop("optimizer", None)
     if section is None:
         raise ConfigError(

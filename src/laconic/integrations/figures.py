@@ -27,10 +27,6 @@ def measure_first_call(model: nn.Module, then: Callable[[Measurement, Measuremen
 
     Where a host calls a part of the model that has most of its parameters instead (a language model's decoder), it is a
     call of that. What cannot be called once more stays unmeasured: models that are sharded or compiled.
-
-    Args:
-        model: converted.
-        then: gets what the call keeps for backward, exact and compressed.
     """
     _FirstCall(model, then)
 

@@ -226,7 +226,6 @@ class LaconicCallback(TrainerCallback):
 
 
 def _check(trainer: Any, config: LaconicConfig) -> None:
-    """Refuse what the trainer and the configuration cannot do together."""
     arguments: TrainingArguments = trainer.args
     _check_arguments(arguments, config)
     check_fsdp_not_dropped(trainer.accelerator.state)
@@ -260,7 +259,6 @@ def _check(trainer: Any, config: LaconicConfig) -> None:
 
 
 def _check_optim(arguments: TrainingArguments, config: LaconicConfig) -> None:
-    """Refuse an optimizer of the arguments beside that of the configuration."""
     if arguments.optim not in _ADAMW or arguments.optim_args:
         raise ConfigError(
             f"optimizer is {config.optimizer!r}, but optim is {OptimizerNames(arguments.optim).value!r} with "
@@ -296,12 +294,10 @@ def _groups_of_one_process(trainer: Any) -> AbstractContextManager[object]:
 
 
 def _bare(optimizer: Any) -> Any:
-    """Return the optimizer that Accelerate has wrapped."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _check_optimizer(trainer: Any) -> None:
-    """Refuse an optimizer that a subclass makes instead of the one the configuration asks for."""
     made = _bare(trainer.optimizer)
     if trainer.laconic.optimizer == "host" or isinstance(made, AdamW8bit):
         return

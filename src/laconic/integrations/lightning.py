@@ -213,7 +213,6 @@ class LaconicCallback(Callback):
 
 
 def _check_spread(trainer: Trainer) -> None:
-    """Refuse what would train experts that are spread over processes wrongly."""
     strategy = trainer.strategy
     if not isinstance(strategy, DDPStrategy) or isinstance(strategy, LaconicStrategy):
         raise ConfigError(

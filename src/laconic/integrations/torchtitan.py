@@ -93,7 +93,6 @@ def _compressed(kind: Any) -> Any:
 
 
 def _check(config: Any) -> None:
-    """Refuse a trainer's configuration under which nothing would be packed."""
     checkpointing = getattr(config, "activation_checkpoint", None)
     if isinstance(checkpointing, FullAC.Config | SelectiveAC.Config):
         name = type(checkpointing).__qualname__.partition(".")[0]

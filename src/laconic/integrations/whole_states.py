@@ -115,7 +115,6 @@ def _cut(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _part(name: str, value: Any, parameter: DTensor, group: dict[str, Any], bits: int) -> Any:
-    """Return this process's part of an entry of a parameter's state."""
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.dim() == 0:
         return value
     like: Any = parameter

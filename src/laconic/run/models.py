@@ -19,9 +19,8 @@ from torch.nn.parallel import DataParallel
 
 from laconic.activations import compress_activations, decompress_activations
 from laconic.activations.forwards.checkpoint import runs_twice
-from laconic.activations.forwards.replacement import replacements_of
 from laconic.activations.recognize.largest_parts import numel_of
-from laconic.activations.whole_model.head import CausalForward
+from laconic.activations.whole_model.head import has_chunked_loss
 from laconic.activations.whole_model.report import UNMEASURED, Call, Measurement, Report, measure
 from laconic.activations.whole_model.suspended import is_compressed, measure_both, unwrapped
 from laconic.auditing import audit_now, say_left_out
@@ -43,9 +42,6 @@ class Wishes:
         loss: "exact" or "chunked", as in `compress_activations`; None is "exact".
         optimizer: "adamw8bit" or "adamw4bit" makes every `torch.optim.AdamW` an `AdamW8bit` or `AdamW4bit`.
         audit: whether the first training call of a model is compared with the exact computation.
-
-    Raises:
-        ConfigError: one of them has no such value, or attention does nothing beside 16 bits.
     """
 
     activations: int | None = None
@@ -82,8 +78,6 @@ class Wishes:
 
 @dataclass(frozen=True)
 class _Part:
-    """What one call kept."""
-
     module: weakref.ref[nn.Module]
     is_whole: bool
     before: Measurement
@@ -187,9 +181,7 @@ class Model:
     def is_chunked(self) -> bool:
         """Whether its loss is computed without its logits."""
         module = self.module()
-        return module is not None and any(
-            isinstance(found, CausalForward) for part in module.modules() for found in replacements_of(part)
-        )
+        return module is not None and has_chunked_loss(module)
 
     def has_attention(self) -> bool:
         """Whether attention is recognized in it."""
@@ -286,13 +278,7 @@ _CHECKPOINTED = (
 
 
 def model_of(called: nn.Module, trained: Collection[int], alive: Iterable[nn.Module]) -> nn.Module:
-    """The smallest module that holds `called` and the most of the parameters that are trained.
-
-    Args:
-        called: a module.
-        trained: identities of the parameters of all optimizers.
-        alive: all modules of the script.
-    """
+    """The smallest module that holds `called` and the most of the parameters that are trained."""
     parents: defaultdict[int, list[nn.Module]] = defaultdict(list)
     for module in alive:
         for child in list(module._modules.values()):  # another thread may be adding some
@@ -332,7 +318,6 @@ def _interpreted(model: nn.Module) -> Iterator[None]:
 
 
 def _unsupported(model: nn.Module) -> str | None:
-    """Why a model must not be converted; None if it may be."""
     for module in model.modules():
         if isinstance(module, DataParallel):
             return "DataParallel copies modules in every step; use DistributedDataParallel"

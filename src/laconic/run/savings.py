@@ -223,7 +223,6 @@ class Savings:
         self._unwatch_if_all_is_met()
 
     def _is_frozen(self, module: nn.Module) -> bool:
-        """Whether an optimizer trains parameters of a module, but none requires a gradient now."""
         parameters = list(module.parameters())
         return not any(p.requires_grad for p in parameters) and any(id(p) in self._trained for p in parameters)
 
@@ -243,7 +242,6 @@ class Savings:
         return model
 
     def _num_steps(self, module: nn.Module) -> int:
-        """Steps that optimizers of its parameters have made."""
         held = {id(parameter) for parameter in module.parameters()}
         return max(
             (
@@ -339,11 +337,7 @@ class Savings:
         self.models = [model for model in self.models if model.module() is not module] + [found]
 
     def _check_flags(self, optimizer: Optimizer, trained: set[int]) -> None:
-        """Hold what the flags ask for against what was done with the models that an optimizer trains.
-
-        Raises:
-            Refusal: it was not done, or not in most of what it was asked for.
-        """
+        """Hold what the flags ask for against what was done with the models that an optimizer trains."""
         models = [model for model in self.models if model.has_any(trained)]
         done = [model for model in models if model.left_exact is None]
         left = [model for model in models if model.left_exact is not None]

@@ -23,10 +23,6 @@ class Script:
     Args:
         name: path of the file; or, with `is_module`, name of a module or of a package with a `__main__`.
         arguments: those the script finds in `sys.argv[1:]`.
-        is_module: see `name`.
-
-    Raises:
-        ConfigError: there is no such file.
     """
 
     def __init__(self, name: str, arguments: Sequence[str], *, is_module: bool = False) -> None:

@@ -52,27 +52,18 @@ class _Reached:
 class Spawned:
     """Context manager in which processes that are spawned get the savings, too.
 
-    Args:
-        wishes: what to switch on in them.
-        zip: the flag `--zip`.
+    Attributes:
+        summaries: after the block, what the processes that trained wrote when they ended, the first one first.
     """
 
     def __init__(self, wishes: Wishes, zip: str) -> None:
         self._wishes, self._zip = wishes, zip
-        self._found: list[dict[str, Any]] = []
+        self.summaries: list[dict[str, Any]] = []
 
     def __enter__(self) -> Spawned:
         self._process = os.getpid()
         # Made when a process is spawned: nothing is left of a script that spawns none, whatever kills it.
         self._folder = os.path.join(tempfile.gettempdir(), f"laconic-run-{secrets.token_hex(8)}")
-        try:
-            self._reach_spawned()
-        except BaseException:
-            self._let_go()
-            raise
-        return self
-
-    def _reach_spawned(self) -> None:
         spawned = self
 
         def start(process: Any) -> None:
@@ -83,18 +74,10 @@ class Spawned:
             BaseProcess.start(process)
 
         SpawnProcess.start = start  # type: ignore[method-assign, assignment]
-
-    @staticmethod
-    def _let_go() -> None:
-        if "start" in vars(SpawnProcess):
-            del SpawnProcess.start  # that of its base again
+        return self
 
     def __exit__(self, *_: object) -> None:
-        self._let_go()
+        del SpawnProcess.start  # that of its base again
         if os.getpid() == self._process:  # and not a process that the script forked
-            self._found = [json.loads(path.read_text("utf-8")) for path in sorted(Path(self._folder).glob("*.json"))]
+            self.summaries = [json.loads(path.read_text("utf-8")) for path in sorted(Path(self._folder).glob("*.json"))]
             shutil.rmtree(self._folder, ignore_errors=True)
-
-    def summaries(self) -> list[dict[str, Any]]:
-        """After the block: what the processes that trained wrote when they ended, the first one first."""
-        return self._found

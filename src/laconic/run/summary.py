@@ -141,7 +141,6 @@ def _model_lines(model: dict[str, Any]) -> list[str]:
 
 
 def _less(before: int, after: int) -> str:
-    """How many times less `after` is."""
     if after < before:
         return f"{before / max(1, after):.2f}x less"
     return "no less" if after == before else f"{after / max(1, before):.2f}x more"

@@ -112,11 +112,7 @@ class ZippedGroups:
         return group, its_store
 
     def _leave(self, is_member: bool, backend: str | None, options: Any) -> None:
-        """Note why a group is left as it is.
-
-        Raises:
-            Refusal: coding was asked for by name.
-        """
+        """Note why a group is left as it is."""
         if backend is not None:
             why = f"its backend is {backend}, neither gloo nor nccl"
         else:

@@ -80,7 +80,6 @@ def _kept(config: TrainConfig) -> dict[str, Any]:
 def _first_loss(
     model: nn.Module, task: Task, config: TrainConfig, world: World, parallel_state: ParallelState
 ) -> Tensor:
-    """Run a forward of this process's first micro-batch and return its loss, 0-dim."""
     places = parallel_state.replica, parallel_state.num_replicas
     batch = task.training_batch(global_indices(0, config.batch_size, config.micro_batches, 0, *places))
     with autocast(model, world.device, config.precision):

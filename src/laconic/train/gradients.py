@@ -146,9 +146,7 @@ class ExpertParallelGradients(Gradients):
 
     Args:
         model: plain, or wrapped in DDP or FSDP2.
-        experts: which of its parameters are experts.
         grid: which processes have the same experts.
-        config: of the run.
     """
 
     def __init__(self, model: nn.Module, experts: Parallelized, grid: Grid, config: TrainConfig) -> None:
@@ -213,8 +211,6 @@ class OverlappedGradients(ExpertParallelGradients):
 
     Args:
         model: wrapped in FSDP2, or else bare.
-        experts, grid, config: as in `ExpertParallelGradients`.
-        group: over which the dense gradients are averaged.
     """
 
     def __init__(
@@ -319,9 +315,7 @@ def make_gradients(
     """The gradients of `model` as the configuration asks; all processes call it together.
 
     Args:
-        config, parallel_state: of the run.
         model: as in `Gradients`, except that with 8 or 12 bits it is not wrapped in DDP.
-        experts: of the model, if it has expert parallelism.
     """
     if config.optimizer.update_in_backward:
         return PassingGradients(model)

@@ -31,7 +31,6 @@ def build_classifier(config: ModelConfig, corpus: ImageCorpus, seed: int) -> Pre
         config: `path`, a directory as save_pretrained writes it, with or without weights; or `family` (resnet,
             afi_resnet, ...) with the fields of its configuration in `extra`.
         corpus: decides number and names of classes, and channels, of a model made from a family name.
-        seed: of random weights.
 
     Raises:
         ConfigError: the family, a field or the directory is not usable.
@@ -80,11 +79,7 @@ def build_classifier(config: ModelConfig, corpus: ImageCorpus, seed: int) -> Pre
 
 
 def _name_classes(config: Any, corpus: ImageCorpus, path: str) -> None:
-    """Give the labels of a saved model the names of the data's classes, by which an exported model answers.
-
-    Raises:
-        DataError: the model knows a class of the data under another label.
-    """
+    """Give the labels of a saved model the names of the data's classes, by which an exported model answers."""
     names, known = dict(enumerate(corpus.classes)), {name: label for label, name in config.id2label.items()}
     if all(name == str(label) for label, name in names.items()):
         return  # of arrays, which name none
@@ -127,11 +122,7 @@ def _check_fit(model: Any, corpus: ImageCorpus) -> None:
 
 
 def check_batch_norm(model: nn.Module, micro_batch_size: int) -> None:
-    """Check that batch normalization has more than one image to normalize over.
-
-    Raises:
-        ConfigError: a micro-batch has one image and `model` normalizes over batches.
-    """
+    """Check that batch normalization has more than one image to normalize over."""
     if micro_batch_size == 1 and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         raise ConfigError(
             "batch_size gives one image per micro-batch, but the model has batch normalization and needs at least 2; "

@@ -80,7 +80,6 @@ class Launch:
 
 
 def _read(file: Path) -> Launch | None:
-    """The launch in `file`; None if there is no such file, or another content."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         restarts = tuple(Restart(**restart) for restart in content["restarts"])
@@ -138,8 +137,6 @@ def record_launch(
     """Write into `run_dir` that its run belongs to `launch`.
 
     Args:
-        launch: of this process.
-        run_dir: of the run.
         goes_on: whether the launch has begun the run before.
         checkpoints: names of all checkpoints, the newest first.
         chosen: the one that the run continues from; None: it begins.

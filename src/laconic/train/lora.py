@@ -36,9 +36,6 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> str | None:
 
     Returns:
         A hash of the frozen weights; None without lora.r.
-
-    Raises:
-        ConfigError: peft is missing, model.path holds no weights, or lora.target_modules names what cannot be adapted.
     """
     lora, path = config.lora, str(config.model.path)
     if lora.r is None:
@@ -89,11 +86,7 @@ def freeze_in_bf16(model: nn.Module, config: TrainConfig) -> None:
 
 
 def with_adapters(model: Any, config: TrainConfig, base: str | None) -> Any:
-    """`model` as a PeftModel with new adapters, to load a checkpoint into its `get_base_model()`.
-
-    Raises:
-        CheckpointError: the hash of its weights is not `base`, so the adapters were trained on others.
-    """
+    """`model` as a PeftModel with new adapters, to load a checkpoint into its `get_base_model()`."""
     made = _peft_config(config)
     if _hash(model) != base:
         raise CheckpointError(
@@ -154,13 +147,11 @@ def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
 
 
 def _shared(model: nn.Module) -> set[int]:
-    """Ids of the parameters that several modules have."""
     times = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     return {one for one, count in times.items() if count > 1}
 
 
 def _hash(model: nn.Module) -> str:
-    """A hash of all parameters with their names."""
     sha = hashlib.sha256()
     for name, parameter in model.named_parameters():
         sha.update(f"{name} {tuple(parameter.shape)} {int(digest(parameter))}\n".encode())

@@ -38,7 +38,6 @@ def build_model(
     """Build the model `config` describes: parameters fp32, on the CPU, in training mode.
 
     Args:
-        config: of the model.
         vocab_size, eos_token_id: from the tokenizer; they shape a model made from a family name, a directory keeps its
             own.
         max_sequence_length: tokens of the longest input the model must take.
@@ -123,11 +122,7 @@ def check_extra(config: ModelConfig, known: Collection[str]) -> None:
 
 
 def check_config(hf_config: Any, origin: str) -> None:
-    """Check that a configuration names no code on the hub, which transformers would fetch and run.
-
-    Raises:
-        ModelError: it does.
-    """
+    """Check that a configuration names no code on the hub, which transformers would fetch and run."""
     for part in (hf_config, hf_config.get_text_config()):
         chosen = getattr(part, "_attn_implementation", None)
         if isinstance(chosen, str) and "/" in chosen:

@@ -55,11 +55,7 @@ def resolve_defaults(config: TrainConfig) -> TrainConfig:
 
 
 def check_path(config: ModelConfig) -> None:
-    """Refuse a model.path that is no directory of a model, where no hub may be asked, or one of adapters.
-
-    Raises:
-        ConfigError, ModelError: as the first line says.
-    """
+    """Refuse a model.path that is no directory of a model, where no hub may be asked, or one of adapters."""
     if config.path is not None and (Path(config.path) / "adapter_config.json").is_file():
         raise ModelError(
             f"model.path {config.path!r} holds an adapter_config.json, so its weights belong to a model elsewhere; "
@@ -87,11 +83,7 @@ def how_to_get_a_model(directory: Path) -> str:
 
 
 def find_weights(directory: Path) -> str | None:
-    """The file that from_pretrained will load weights (or their index) from; None when `directory` holds no weights.
-
-    Raises:
-        ModelError: there are weights that from_pretrained does not load; the message names them.
-    """
+    """The file that from_pretrained will load weights (or their index) from; None when `directory` holds no weights."""
     for name in _LOADABLE:
         if (directory / name).is_file():
             return name
@@ -119,9 +111,6 @@ def own_tokenizer(path: str, allow_download: bool = False) -> str:
     """The value of data.tokenizer for the model at `path`: its own files, or "bytes" for a model of bytes.
 
     `path` may be the name of a model on the hub with `allow_download`.
-
-    Raises:
-        ConfigError: there is no tokenizer and the model is not one of bytes.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -146,7 +135,6 @@ def tokenizer_files(directory: Path) -> list[str]:
 
 
 def _num_entries(directory: Path) -> Any:
-    """The vocabulary's size in config.json; None if it cannot be read."""
     try:
         config = parse_json((directory / "config.json").read_bytes())
         return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")

@@ -254,7 +254,6 @@ def _trial_tokens(model: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def _trial(model: nn.Module) -> Tensor:
-    """Logits for a few tokens, without dropout."""
     training = model.training
     model.eval()
     try:

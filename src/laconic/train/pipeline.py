@@ -240,7 +240,6 @@ class Pipeline:
 
 
 def _named(parts: LocalChunks) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of all parts under their names in the whole model."""
     return [(name.partition(".")[2], parameter) for name, parameter in parts.named_parameters()]
 
 

@@ -58,9 +58,6 @@ def run(
     """Train as `config` says; all processes call it together.
 
     Args:
-        config: of the run.
-        world: the processes.
-        stop: asks this process to stop.
         launch: what has started the processes. A run in `config.run_dir` that the same launch has begun goes on, from
             the newest good checkpoint or from the beginning.
         begin_step: called with the number of each step, from 1, when it begins.
@@ -166,7 +163,6 @@ class _Run:
 
 
 def _prepare(config: TrainConfig, world: World, lock: RunLock, launch: Launch | None) -> _Run:
-    """Check settings, load data, make the model and all that trains it, and load the checkpoint, if any."""
     started = time.monotonic()
     config, parallel_state, run_dir, goes_on = _check_settings(config, world, lock, launch)
     for name, value, idle in (("zip", config.zip, "on"), ("gradients.reduce", config.gradients.reduce, "q8")):
@@ -199,7 +195,6 @@ def _prepare(config: TrainConfig, world: World, lock: RunLock, launch: Launch | 
 
 
 def _train(run: _Run, stop: StopRequest, begin_step: Callable[[int], None]) -> int:
-    """Run the steps that are left, and sum up; return the exit code."""
     config, world, run_dir, steps, first_step = run.config, run.world, run.run_dir, run.steps, run.first_step
     if first_step >= config.steps:
         if not world.gather(_has_summary(run_dir, first_step))[0]:  # the run was killed after its last checkpoint
@@ -265,7 +260,6 @@ def _check_settings(
 
 
 def _has_summary(run_dir: Path, done: int) -> bool:
-    """Whether summary.json is there and about a run of `done` steps or more."""
     try:
         return int(json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["steps"]) >= done
     except (OSError, ValueError, KeyError, TypeError):
@@ -276,9 +270,6 @@ def _check_agreement(config: TrainConfig, world: World) -> None:
     """Check that all processes have the same settings and versions; all of them call it together.
 
     Paths may differ; their contents are compared where they are read.
-
-    Raises:
-        ConfigError: on every process; the message names a difference.
     """
     local = {*_LOCAL, *(one.name for one in settings_of(TrainConfig) if one.is_path)}
     settings = flat_settings(asdict(config))

@@ -64,9 +64,6 @@ class RunLock:
         """Take the lock of `run_dir`, which is made if it does not exist.
 
         May wait a minute to see whether a holder on another machine is alive.
-
-        Raises:
-            ConfigError: another run holds it, or the directory cannot be written.
         """
         file = run_dir / LOCK_FILE
         try:
@@ -80,11 +77,7 @@ class RunLock:
         threading.Thread(target=self._beat, name="run lock", daemon=True).start()
 
     def check(self) -> None:
-        """Check that the lock is still held.
-
-        Raises:
-            CheckpointError: it was lost, for example to a run on another machine that found this one silent.
-        """
+        """Check that the lock is still held."""
         if self._file is not None and (self._lost or _token_of(self._file) != self._token):
             self._lost = True
             raise CheckpointError(
@@ -150,7 +143,6 @@ def keep_for_launch(run_dir: Path, launch: str) -> Iterator[None]:
 
     Args:
         run_dir: need not exist yet.
-        launch: id of the launch, as of `RunLock` in these processes.
     """
     file, done = run_dir / LOCK_FILE, threading.Event()
 
@@ -191,7 +183,6 @@ def _exclusive(file: Path) -> Iterator[IO[bytes]]:
 
 
 def _parsed(stream: IO[bytes]) -> dict[str, Any]:
-    """The holder of the lock; empty if there is none, or if it died while it wrote."""
     stream.seek(0)
     try:
         content = parse_json(stream.read())
@@ -247,7 +238,6 @@ def _is_of_launch(holder: dict[str, Any], launch: str | None, launcher: int) -> 
 
 
 def _is_alive(holder: dict[str, Any]) -> bool | None:
-    """Whether the process that `holder` names is there; None if it cannot be seen from here."""
     if not holder:
         return False
     if (holder["host"], holder["machine"]) != (socket.gethostname(), _machine()):

@@ -45,8 +45,6 @@ def timeline_of_pipeline(
     """The contents of timeline.json for a pipeline.
 
     Args:
-        step: number of the step, from 1.
-        schedule: in a few words.
         ranks: name, machine, end of the all-reduce by the rank's clock, and passes of each rank (as TaskTime, named as
             `str(Action)` does).
     """

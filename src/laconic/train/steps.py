@@ -99,9 +99,6 @@ class Steps:
         """Run the steps after `first_step`, with evaluations and checkpoints.
 
         Args:
-            run_logger: of the run.
-            stop: asks this process to stop.
-            first_step: steps done before.
             save: writes a checkpoint after so many steps.
             begin_step: called with the number of each step, from 1, when it begins.
 
@@ -228,11 +225,7 @@ def make_steps(
 
 
 def _local_steps(model: nn.Module, converted: Conversion, config: TrainConfig) -> LocalSteps:
-    """What brings processes together that train `model` apart; all of them call it together.
-
-    Raises:
-        ConfigError, ModelError: the model cannot be trained so.
-    """
+    """What brings processes together that train `model` apart; all of them call it together."""
     if converted.routers is not None:
         raise ConfigError(
             f"local_steps is {config.local_steps}, but routers of a mixture-of-experts model are counted and balanced "
@@ -251,7 +244,6 @@ def _local_steps(model: nn.Module, converted: Conversion, config: TrainConfig) -
 
 
 def _local_words(config: TrainConfig) -> str:
-    """The line of the log on local steps."""
     outer = config.outer
     parts = f" in {outer.fragments} fragments" if outer.fragments > 1 else ""
     merged = f", merged {outer.delay} steps later" if outer.delay else ""

@@ -27,11 +27,6 @@ class Task(ABC):
     A batch is whatever `loss` understands; it has `to(device)`. The methods that are not abstract fit a model that is
     any module and has no files of its own.
 
-    Args:
-        config: of the run, resolved.
-        world: its processes; all of them make the task together.
-        parallel_state: how they share the work.
-
     Raises:
         ConfigError, DataError: the settings or the data cannot be used.
     """

@@ -173,7 +173,6 @@ class Trainer:
                 self._routers.clear()
 
     def _audited_loss(self, model: nn.Module, samples: Any) -> torch.Tensor:
-        """What backward starts from, of some samples."""
         if self._routers is None:
             return self._loss(model, samples)
         self._routers.begin()
@@ -275,7 +274,6 @@ class Trainer:
         return self._task.num_units(range(first * self._config.batch_size, last * self._config.batch_size))
 
     def _counted_parameters(self) -> list[nn.Parameter]:
-        """Parameters whose gradients make up this process's part of the norm."""
         return list(self.model.parameters()) if self._pipeline is None else self._pipeline.counted
 
     def _forward_backward(self, step: int, record: bool = False) -> torch.Tensor:
@@ -327,7 +325,6 @@ class Trainer:
         return loss, loss if of_routers is None else loss + of_routers
 
     def _measured_loss(self, samples: Any) -> torch.Tensor:
-        """`_loss` of the model in training; the first time also a measurement."""
         if self.saved_nbytes is not None:
             return self._loss(self.model, samples)
         with SavedTensorTracker(plain_model(self.model)) as tracker:
@@ -351,7 +348,6 @@ class Trainer:
             yield self._task.training_batch(indices).to(self._world.device)
 
     def _loss(self, model: nn.Module, samples: Any) -> torch.Tensor:
-        """The task's mean loss on a batch, fp32."""
         with autocast(model, self._world.device, self._config.precision):
             return self._task.loss(model, samples)
 

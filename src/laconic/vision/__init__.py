@@ -40,28 +40,13 @@ __all__ = [
     "count_macs",
 ]
 
-_HOME = {
-    "AFI": "integration",
-    "Integrated": "integration",
-    "integrate": "integration",
-    "concatenate": "integration",
-    "AFIStage": "resnet",
-    "AFIResNetConfig": "resnet",
-    "AFIResNetForImageClassification": "resnet",
-    "AFIResNetModel": "resnet",
-    "afi_resnet50": "resnet",
-    "afi_resnet101": "resnet",
-    "afi_resnet152": "resnet",
-    "AFIDenseNet": "densenet",
-    "afi_densenet121": "densenet",
-    "count_macs": "macs",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'laconic.vision' has no attribute {name!r}")
-    return getattr(import_module(f"laconic.vision.{_HOME[name]}"), name)
+    for home in ("macs", "integration", "densenet", "resnet") if name in __all__ else ():
+        module = import_module(f"laconic.vision.{home}")
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(f"module 'laconic.vision' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

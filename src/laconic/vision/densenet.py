@@ -53,8 +53,6 @@ class _Block(nn.Module):
 
 
 class _Transition(nn.Module):
-    """Half the channels, half the height and width."""
-
     def __init__(self, in_channels: int) -> None:
         super().__init__()
         self.norm = nn.BatchNorm2d(in_channels)
@@ -72,11 +70,9 @@ class AFIDenseNet(nn.Module):
     DenseNet computes.
 
     Args:
-        num_classes: width of the classifier; 0 leaves it out.
         depths: layers per block, at least 1 each.
         growth: channels of each layer's feature.
         bottleneck: channels inside a layer, as a multiple of growth.
-        in_channels: of the images.
         small_inputs: a stem for images of about 32 x 32: a 3 x 3 convolution of stride 1 without pooling.
         reduction: channels per hidden unit of a block's `AFI`.
         drop_rate: probability of dropout before the classifier, in [0, 1).
@@ -140,12 +136,6 @@ def afi_densenet121(
     """AFI-DenseNet-121: DenseNet-121 with attention over the features of each block, 256 parameters more.
 
     A reconstruction (see `AFIDenseNet`); no number of the paper is about it.
-
-    Args:
-        num_classes: width of the classifier.
-        in_channels: of the images.
-        small_inputs: a stem for images of about 32 x 32.
-        drop_rate: probability of dropout before the classifier, in [0, 1).
 
     Raises:
         ModelError: drop_rate is not in [0, 1).

@@ -85,7 +85,6 @@ class AFIResNetConfig(ResNetConfig):
 
 @cache
 def _fields() -> tuple[str, ...]:
-    """Names that a configuration has, those of Hugging Face included."""
     reference = AFIResNetConfig()
     names = {name for name in dir(reference) if not name.startswith("_")} | {"name_or_path"}
     return tuple(sorted(name for name in names if not callable(getattr(reference, name, None))))
@@ -146,9 +145,6 @@ class AFIResNetModel(_AFIWeights, ResNetModel):
     """Hugging Face's ResNet without classifier, with an `AFIStage` in place of every stage of two or more blocks.
 
     A stage of one block has nothing to attend to and stays a ResNet's.
-
-    Args:
-        config: depths, widths, stem.
 
     Raises:
         ModelError: depths and widths are not of one length, or a depth is below 1; drop_path_rate is not in [0, 1), or

@@ -42,13 +42,7 @@ _PREPROCESSING = {
 def _build(
     kind: Callable[..., TimmModel], make: Callable[..., nn.Module], pretrained: bool, options: dict[str, Any]
 ) -> nn.Module:
-    """Build a model as timm builds its own; what timm passes to every model and is unset (None) is dropped.
-
-    Raises:
-        ConfigError: pretrained weights are asked for, or their configuration is given; or features_only is left out,
-            but options of its features are given.
-        TypeError: an option is nobody's.
-    """
+    """Build a model as timm builds its own; what timm passes to every model and is unset (None) is dropped."""
     name = make.__name__
     if pretrained:
         raise ConfigError("pretrained is True, but it must be False: there are no trained weights of AFI-Nets")

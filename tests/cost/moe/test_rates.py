@@ -159,11 +159,11 @@ def test_rates_survive_their_file(tmp_path: Path) -> None:
     [
         ({"version": 0}, "version is 0, but this laconic reads version 1 of laconic moe rates"),
         ({"format": "x"}, "this is no laconic moe rates file"),
-        ({"gemm": None}, "gemm is None, but it must be a table"),
-        ({"overlap": 2}, r"overlap is 2, but it must be a number between 0 and 1"),
-        ({"grouped": 1}, "grouped is 1, but it must be true or false"),
-        ({"groups": {"tp": {}}}, "must be a table|groups names 'tp'"),
-        ({"codecs": {"int8": {}}}, "codecs names 'int8'"),
+        ({"gemm": None}, "gemm is None, but it must be an object"),
+        ({"overlap": 2}, "overlap is 2, but it must be less than or equal to 1"),
+        ({"grouped": 1}, "grouped is 1, but it must be a valid boolean"),
+        ({"groups": {"tp": {}}}, "groups.tp.* is 'tp', but it must match"),
+        ({"codecs": {"int8": {}}}, "codecs.int8.* is 'int8', but it must match"),
         ({"wire": {}}, "this is no laconic wire rates file"),
     ],
 )
@@ -182,7 +182,7 @@ def test_overheads_of_routes_survive_their_file(tmp_path: Path) -> None:
     assert known.overhead_of("flat") == known.overhead_of("flat", "tiered") == both
     assert known.overhead_of("depth 1") is None
     data = known.to_dict()
-    with pytest.raises(ConfigError, match="overheads is None, but it must be a table; run laconic profile again"):
+    with pytest.raises(ConfigError, match=r"overheads is missing, .*; measure with laconic profile --moe"):
         MoERates.from_dict({name: value for name, value in data.items() if name != "overheads"})
     data["overheads"]["flat raw"]["forward"]["alpha_seconds"] = -1
     assert MoERates.from_dict(data).overheads["flat raw"]["forward"].alpha_seconds == -1
@@ -192,14 +192,14 @@ def test_overheads_of_routes_survive_their_file(tmp_path: Path) -> None:
 
 
 def test_what_the_file_has_besides_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the file names 'sharing', but it must be one of format, version, wire"):
+    with pytest.raises(ConfigError, match=r"sharing is .* not known here"):
         MoERates.from_dict(rates().to_dict() | {"sharing": 0.75})
 
 
 def test_the_level_names_of_a_file_are_checked() -> None:
     data = rates(groups={"inter1": link(1e-9)}).to_dict()
     data["groups"] = {"inter0": data["groups"]["inter1"]}
-    with pytest.raises(ConfigError, match="groups names 'inter0', but it must be one of mp"):
+    with pytest.raises(ConfigError, match=r"groups.inter0.* is 'inter0', but it must match"):
         MoERates.from_dict(data)
 
 

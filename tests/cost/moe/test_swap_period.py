@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
@@ -21,6 +20,7 @@ from laconic.cost.moe.swap_period import (
     query_seconds,
 )
 from laconic.errors import ConfigError
+from laconic.json_text import read_record
 
 PAIRS = ((0, 5),)
 
@@ -95,7 +95,7 @@ def test_state_survives_json() -> None:
     policy = SwapPeriod(2.0, min_period=2)
     policy.found(4, PAIRS, 0.5)
     assert not policy.weighed(6, 0.25)
-    again = SwapPeriod(**json.loads(json.dumps(asdict(policy))))
+    again = read_record(SwapPeriod, asdict(policy))
     assert again == policy
     for step, gain in ((8, 0.5), (10, 0.5), (12, 1.0)):
         assert again.weighed(step, gain) == policy.weighed(step, gain)

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from laconic.activations.backward.derivatives import is_transformed
 from laconic.activations.forwards.base import LinearForward
-from laconic.activations.forwards.replacement import ModelReplacement
+from laconic.activations.forwards.replacement import ModelReplacement, replacements_of
 from laconic.activations.keep.choice import Packing
 from laconic.activations.recognize.sites import Site
 from laconic.activations.recognize.trial import usual_numbers
@@ -232,6 +232,11 @@ class HeadForward(LinearForward):
             )
         _, offsets = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
         return VocabularyShard(offsets[0], weight.shape[0], mesh.get_group())
+
+
+def has_chunked_loss(model: nn.Module) -> bool:
+    """Whether a loss in it is computed in chunks."""
+    return any(isinstance(forward, CausalForward) for part in model.modules() for forward in replacements_of(part))
 
 
 class CausalForward(ModelReplacement):

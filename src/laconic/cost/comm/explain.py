@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from operator import attrgetter
 from typing import Any
 
 from laconic.cost.comm.rates import CODES, ITEM_NBYTES, Line, WireRates
@@ -19,15 +20,12 @@ def explain_one(operation: str, nbytes: int, dtype: str, group: GroupShape, rate
     """Every candidate for one message, best first, and the choice.
 
     Args:
-        operation, dtype, group, rates: as in `decide`.
         nbytes: of the input of one rank, see `decide`.
 
     Raises:
         ConfigError: the operation or dtype is not known.
     """
-    numel = _numel(nbytes, dtype)
-    levels = (1, 2)
-    choice = decide(operation, numel, dtype, group, rates, levels=levels)
+    choice, found = _decided(operation, nbytes, dtype, group, rates)
     rows = [
         [
             c.codec + (", ring" if c.ring else ""),
@@ -36,7 +34,7 @@ def explain_one(operation: str, nbytes: int, dtype: str, group: GroupShape, rate
             format_seconds(c.seconds),
             f"{choice.raw_seconds / c.seconds:.2f}x",
         ]
-        for c in sorted(candidates(operation, numel, dtype, group, rates, levels=levels), key=_seconds)
+        for c in found
     ]
     title = f"{operation} of {format_nbytes(nbytes)} per rank, {dtype}, {_group_text(group)}"
     table = columns(["codec", "chunks", "levels", "predicted", "over raw"], rows)
@@ -51,10 +49,8 @@ def explain_sweep(operation: str, dtype: str, group: GroupShape, rates: WireRate
     """
     rows = []
     for nbytes in SWEEP_NBYTES:
-        numel = _numel(nbytes, dtype)
-        choice = decide(operation, numel, dtype, group, rates, levels=(1, 2))
-        found = list(candidates(operation, numel, dtype, group, rates, levels=(1, 2)))
-        best = [min((c.seconds for c in found if c.codec == codec), default=None) for codec in (RAW, *CODES)]
+        choice, found = _decided(operation, nbytes, dtype, group, rates)
+        best = [next((c.seconds for c in found if c.codec == codec), None) for codec in (RAW, *CODES)]
         cells = ["-" if seconds is None else format_seconds(seconds) for seconds in best]
         rows.append([format_nbytes(nbytes), *cells, _choice_text(choice)])
     title = f"{operation}, {dtype}, {_group_text(group)}; sizes are those of one rank's input"
@@ -63,9 +59,7 @@ def explain_sweep(operation: str, dtype: str, group: GroupShape, rates: WireRate
 
 def explained(operation: str, nbytes: int, dtype: str, group: GroupShape, rates: WireRates) -> dict[str, Any]:
     """The same as `explain_one` as data: operation, nbytes, choice and candidates, best first."""
-    numel = _numel(nbytes, dtype)
-    choice = decide(operation, numel, dtype, group, rates, levels=(1, 2))
-    found = sorted(candidates(operation, numel, dtype, group, rates, levels=(1, 2)), key=_seconds)
+    choice, found = _decided(operation, nbytes, dtype, group, rates)
     return {
         "operation": operation,
         "nbytes": nbytes,
@@ -110,18 +104,17 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
-def _numel(nbytes: int, dtype: str) -> int:
+def _decided(
+    operation: str, nbytes: int, dtype: str, group: GroupShape, rates: WireRates
+) -> tuple[AlgorithmChoice, list[Candidate]]:
     if dtype not in ITEM_NBYTES:
         raise ConfigError(f"dtype is {dtype!r}, but it must be one of {', '.join(ITEM_NBYTES)}; others are never coded")
-    return nbytes // ITEM_NBYTES[dtype]
-
-
-def _seconds(candidate: Candidate) -> float:
-    return candidate.seconds
+    numel = nbytes // ITEM_NBYTES[dtype]
+    found = candidates(operation, numel, dtype, group, rates, levels=(1, 2))
+    return decide(operation, numel, dtype, group, rates, levels=(1, 2)), sorted(found, key=attrgetter("seconds"))
 
 
 def _gigabytes(line: Line) -> str:
-    """Gigabytes per second of large messages."""
     return f"{1e-9 / line.seconds_per_byte:.3f}" if line.seconds_per_byte else "-"
 
 

@@ -12,17 +12,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from laconic.cost.hardware.rates_file import (
-    cached_path,
-    check_format,
-    check_known,
-    load_json,
-    read_number,
-    read_table,
-    save_json,
-)
+from pydantic import Field
+
+from laconic.cost.hardware.rates_file import cached_path, load_json, read_rates, save_json
 from laconic.errors import ConfigError
 
 SEND = "send"
@@ -39,14 +33,25 @@ ITEM_NBYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "f
 _FORMAT, _VERSION = "laconic wire rates", 1
 _PATH_VARIABLE = "LACONIC_WIRE_RATES"
 
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def _one_of(names: Iterable[str]) -> Any:
+    return Field(pattern=f"^({'|'.join(names)})$")
+
+
+Dtype = Annotated[str, _one_of(ITEM_NBYTES)]
+_Lines = Mapping[Annotated[str, _one_of(OPERATIONS)], "Line"]
+
 
 @dataclass(frozen=True)
 class Line:
     """seconds(nbytes) = alpha_seconds + seconds_per_byte * nbytes."""
 
-    alpha_seconds: float
-    seconds_per_byte: float
-    error: float = 0.0
+    alpha_seconds: NonNegative
+    seconds_per_byte: NonNegative
+    error: NonNegative = 0.0
     """Largest relative error of the line at the measured sizes."""
 
     def seconds(self, nbytes: float) -> float:
@@ -61,18 +66,18 @@ class LinkRates:
     Bytes count what one process sends, see `sent_nbytes` in laconic.cost.comm.seconds.
     """
 
-    world: int
-    operations: Mapping[str, Line]
+    world: Annotated[int, Field(ge=2)]
+    operations: _Lines
     """Raw operations of the backend."""
-    chunk_seconds: float
+    chunk_seconds: NonNegative
     """Fixed overhead of each further chunk of a message: calls, latency that is not overlapped, and the exchange of
     lengths where one is needed."""
-    overlap: float
+    overlap: Share
     """Share of the shorter of coding and transfer that overlaps the longer: 0 where they use the same core, 1 where
     they are independent."""
-    extra: Mapping[str, Line] = field(default_factory=dict)
+    extra: _Lines = field(default_factory=dict)
     """Seconds of a coded operation that its phases do not explain, by raw bytes sent."""
-    travels: Mapping[str, Line] = field(default_factory=dict)
+    travels: Mapping[Annotated[str, _one_of((*OPERATIONS, RING))], Line] = field(default_factory=dict)
     """Transport of coded messages: `all_to_all`, ... as exchanges between every two ranks, and `RING`, one message to
     the next rank and one from the previous. Where one is missing, `operations` has the closest line."""
 
@@ -108,7 +113,7 @@ class CodecRates:
     encode: Line
     decode: Line
     decode_add: Line
-    ratio: float
+    ratio: Annotated[float, Field(ge=0.01, le=1e6)]
     """Original bytes over message bytes, on Gaussian data."""
 
 
@@ -116,13 +121,13 @@ class CodecRates:
 class WireRates:
     """Everything that a choice depends on; the same on all ranks of a group."""
 
-    links: Mapping[str, LinkRates]
+    links: Mapping[Annotated[str, _one_of(GROUP_KINDS)], LinkRates]
     """By kind of group."""
-    codecs: Mapping[str, Mapping[str, CodecRates]]
+    codecs: Mapping[Dtype, Mapping[Annotated[str, _one_of(CODES)], CodecRates]]
     """By dtype and code."""
     device: str = "cpu"
     """Type of the device whose tensors were sent."""
-    layout: tuple[int, int] = (0, 0)
+    layout: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] = (0, 0)
     """Nodes and ranks per node that were measured."""
     hosts: tuple[str, ...] = ()
     """Names of the machines it was measured on."""
@@ -150,29 +155,12 @@ class WireRates:
 
     @classmethod
     def from_dict(cls, data: Any) -> WireRates:
-        """The inverse of `to_dict`.
-
-        Raises:
-            ConfigError: a field is missing or impossible; the message names it.
-        """
-        check_format(data, _FORMAT, _VERSION)
-        check_known(data, ("format", "version", *cls.__dataclass_fields__), "the file")
-        links = {kind: read_link(value, f"links.{kind}") for kind, value in read_table(data, "links", "").items()}
-        codecs = read_codecs(data)
-        check_known(links, GROUP_KINDS, "links")
-        check_known(codecs, ITEM_NBYTES, "codecs")
-        for dtype, codes in codecs.items():
-            check_known(codes, CODES, f"codecs.{dtype}")
-        if not links:
+        """The inverse of `to_dict`."""
+        rates = read_rates(cls, data, _FORMAT, _VERSION)
+        if not rates.links:
             raise ConfigError("links is empty, but one kind of group must have been measured; run laconic profile")
-        layout = data.get("layout", [0, 0])
-        if not (isinstance(layout, list) and len(layout) == 2 and all(type(n) is int and n >= 0 for n in layout)):
-            raise ConfigError(f"layout is {layout!r}, but it must be nodes and ranks per node; run laconic profile")
-        hosts = data.get("hosts", [])
-        if not (isinstance(hosts, list) and all(isinstance(host, str) for host in hosts)):
-            raise ConfigError(f"hosts is {hosts!r}, but it must be a list of names; run laconic profile")
-        device, source = (str(data.get(name, default)) for name, default in (("device", "cpu"), ("source", "")))
-        return cls(links, codecs, device, (layout[0], layout[1]), tuple(hosts), source)
+        check_links(rates.links, "links")
+        return rates
 
     def save(self, path: str | Path) -> None:
         """Write the rates as JSON, whole or not at all."""
@@ -185,7 +173,7 @@ class WireRates:
         Raises:
             ConfigError: the file cannot be read or is not valid.
         """
-        return load_json(path, "wire rates", cls.from_dict)
+        return load_json(path, "wire rates", cls.from_dict, "measure with laconic profile, or name another file")
 
 
 def default_path() -> Path:
@@ -201,9 +189,6 @@ def fit_line(points: Iterable[tuple[float, float]]) -> Line:
 
     Relative, so that the small sizes, which decide alpha, count as much as the large ones. With two unknowns the
     constrained optimum is the free one or one of those on the two edges.
-
-    Raises:
-        ValueError: no point has a positive time.
     """
     kept = [(nbytes, seconds) for nbytes, seconds in points if seconds > 0]
     if not kept:
@@ -229,55 +214,10 @@ def fit_line(points: Iterable[tuple[float, float]]) -> Line:
     return Line(alpha, beta, max(map(abs, errors((alpha, beta)))))
 
 
-# --- reading untrusted JSON ---
-
-
-def read_line(data: Any, where: str) -> Line:
-    """The line at `where` in a file.
-
-    Raises:
-        ConfigError: a number is missing or out of range.
-    """
-    alpha, beta, error = (read_number(data, name, where) for name in ("alpha_seconds", "seconds_per_byte", "error"))
-    return Line(alpha, beta, error)
-
-
-def read_link(data: Any, where: str) -> LinkRates:
-    """The link at `where` in a file.
-
-    Raises:
-        ConfigError: a field is missing or impossible.
-    """
-    tables = {}
-    for name in ("operations", "extra", "travels"):
-        lines = read_table(data, name, where)
-        check_known(lines, (*OPERATIONS, RING) if name == "travels" else OPERATIONS, f"{where}.{name}")
-        tables[name] = {key: read_line(value, f"{where}.{name}.{key}") for key, value in lines.items()}
-    if "all_to_all" not in tables["operations"]:
-        raise ConfigError(f"{where}.operations has no all_to_all, by which coded messages travel; run laconic profile")
-    world = data.get("world")
-    if type(world) is not int or world < 2:
-        raise ConfigError(f"{where}.world is {world!r}, but it must be a whole number from 2 on; run laconic profile")
-    chunk_seconds, overlap = read_number(data, "chunk_seconds", where), read_number(data, "overlap", where, most=1.0)
-    return LinkRates(world, tables["operations"], chunk_seconds, overlap, tables["extra"], tables["travels"])
-
-
-def read_codecs(data: Any) -> dict[str, dict[str, CodecRates]]:
-    """The table `codecs` of a file of rates: by dtype and name.
-
-    Raises:
-        ConfigError: a field is missing or impossible.
-    """
-    return {
-        dtype: {
-            name: _read_codec(value, f"codecs.{dtype}.{name}") for name, value in read_table(table, None, dtype).items()
-        }
-        for dtype, table in read_table(data, "codecs", "").items()
-    }
-
-
-def _read_codec(data: Any, where: str) -> CodecRates:
-    """The codec at `where`."""
-    names = ("encode", "decode", "decode_add")
-    encode, decode, add = (read_line(read_table(data, name, where), f"{where}.{name}") for name in names)
-    return CodecRates(encode, decode, add, read_number(data, "ratio", where, least=0.01, most=1e6))
+def check_links(links: Mapping[str, LinkRates], where: str) -> None:
+    """Check that links can carry coded messages."""
+    for name, link in links.items():
+        if "all_to_all" not in link.operations:
+            raise ConfigError(
+                f"{where}.{name}.operations has no all_to_all, by which coded messages travel; run laconic profile"
+            )

@@ -149,15 +149,9 @@ def decide(
         operation: one of `OPERATIONS`.
         numel: elements of the input of one rank: the shard of all_gather, all chunks of reduce_scatter, all_to_all and
             scatter, the whole of the others.
-        dtype: "bfloat16", ...
-        group: its ranks and nodes.
-        rates: measured rates.
         ratio: original over message bytes by code, where it has been observed; else that of Gaussian data.
         levels: numbers of levels that the caller can carry out.
         tries: whether the caller measures what calls take and leaves off: then what may gain is worth a try.
-
-    Raises:
-        ConfigError: the operation is not known.
     """
     if operation not in OPERATIONS:
         raise ConfigError(f"operation is {operation!r}, but it must be one of {', '.join(OPERATIONS)}")
@@ -210,15 +204,7 @@ def pays(coded_seconds: float, raw_seconds: float, latency_seconds: float) -> bo
 
 
 def send_pays(numel: int, dtype: str, code: str, group: GroupShape, rates: WireRates) -> bool:
-    """Whether a message from one rank to another gains enough by `code` if it is encoded, sent and decoded as a whole.
-
-    Args:
-        numel: elements of the message.
-        dtype: "bfloat16", ...
-        code: one of `CODES`.
-        group: ranks and nodes of the two ranks' group.
-        rates: measured rates.
-    """
+    """Whether a message from one rank to another gains enough by `code` if it is coded, sent and decoded whole."""
     codec = rates.codecs.get(dtype, {}).get(code)
     nbytes = numel * ITEM_NBYTES.get(dtype, 1)
     if codec is None or nbytes < MIN_CODED_NBYTES:
@@ -230,8 +216,6 @@ def send_pays(numel: int, dtype: str, code: str, group: GroupShape, rates: WireR
 
 
 class _Call(NamedTuple):
-    """The arguments of `decide` and `candidates`."""
-
     operation: str
     numel: int
     dtype: str
@@ -242,7 +226,6 @@ class _Call(NamedTuple):
 
 
 def _choose(call: _Call, tries: bool) -> tuple[Candidate, Candidate]:
-    """The best raw candidate, and the one to take."""
     found = list(candidates(*call))
     simple = found[0]
     raw = min((c for c in found if c.codec == RAW), key=lambda candidate: candidate.seconds)

@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from laconic.cost.memory.job import Job
 from laconic.cost.memory.saved_tensors import Choice, Unit
 from laconic.errors import PlanError
-from laconic.json_text import parse_json
+from laconic.json_text import parse_json, read_record
 from laconic.options import BLOCK_CODES, CODE_BITS
 
 EXPOSED_OFFLOAD = 0.25
@@ -33,15 +35,14 @@ class Hardware:
 
     @classmethod
     def named(cls, name: str) -> Hardware:
-        """One of the devices that are shipped.
-
-        Raises:
-            PlanError: no device of this name is.
-        """
+        """One of the devices that are shipped."""
         known = _data("hardware.json")
         if name not in known:
             raise PlanError(f"hardware is {name!r}, but it must be one of {', '.join(known)}")
         return cls(name, **{key: float(entry["value"]) for key, entry in known[name].items()})
+
+
+_Table = Mapping[str, Mapping[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]]
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,9 @@ class Sensitivity:
             estimated from `Hardware`.
     """
 
-    errors: Mapping[str, Mapping[str, float]]
+    errors: _Table
     source: str
-    time_shares: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    time_shares: _Table = field(default_factory=dict)
 
     @classmethod
     def default(cls) -> Sensitivity:
@@ -66,11 +67,7 @@ class Sensitivity:
 
     @classmethod
     def load(cls, path: str | Path) -> Sensitivity:
-        """Read what `laconic plan --calibrate` wrote.
-
-        Raises:
-            PlanError: the file cannot be read or is no such table.
-        """
+        """Read what `laconic plan --calibrate` wrote."""
         try:
             return cls.from_dict(parse_json(Path(path).read_text(encoding="utf-8")))
         except PlanError as error:
@@ -85,31 +82,16 @@ class Sensitivity:
         """From {"format": "laconic sensitivity", "errors": {kind: {code: error}}, "source": text}."""
         if not isinstance(data, dict) or data.get("format") != "laconic sensitivity":
             raise PlanError("calibration is no laconic sensitivity; write one with laconic plan --calibrate")
-        tables = []
-        for name in ("errors", "time_shares"):
-            try:
-                table = {
-                    str(kind): {str(code): float(value) for code, value in by_code.items()}
-                    for kind, by_code in data.get(name, {}).items()
-                }
-            except (AttributeError, TypeError, ValueError) as error:
-                raise PlanError(f"calibration has no table of numbers under {name!r}: {error!r}") from error
-            for kind, by_code in table.items():
-                for code, value in by_code.items():
-                    if not 0 <= value < float("inf"):
-                        raise PlanError(
-                            f"{name} says {value} for {kind} at {code}, but it must be finite, not negative"
-                        )
-            tables.append(table)
-        return cls(tables[0], str(data.get("source", "")), tables[1])
+        tables = {"source": "", "time_shares": {}} | {key: value for key, value in data.items() if key != "format"}
+        try:
+            return read_record(cls, tables)
+        except ValueError as error:
+            raise PlanError(f"calibration: {error}; write it again with laconic plan --calibrate") from error
 
     def squared_error(self, unit: Unit, choice: Choice, num_units: int) -> float:
         """A unit's share of the squared relative error, if all `num_units` of its kind share it equally.
 
         A choice that was not measured for the kind counts like the next coarser one that was.
-
-        Raises:
-            PlanError: neither it nor a coarser one was measured.
         """
         if choice.code is None or choice.recompute or unit.num_elements is None:
             return 0.0

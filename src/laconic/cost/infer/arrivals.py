@@ -220,9 +220,6 @@ def steady(pricing: _Pricing, way: _Way, prefill_batch: int, at_least: int = 1) 
     """Size the batch of decoding for one way and batch of prefill; None if it cannot carry the load.
 
     Args:
-        pricing: seconds and room.
-        way: workers and plan.
-        prefill_batch: m_a of prefill.
         at_least: an m_a of decoding below which the load is surely not carried.
     """
     arrivals, tokens = pricing.arrivals, pricing.arrivals.output - 1
@@ -349,7 +346,6 @@ def _best(pricing: _Pricing, kind: Kind, workers: Workers, search: Search) -> St
 
 
 def _groups(pricing: _Pricing, kind: Kind, workers: Workers, search: Search) -> Iterator[list[_Way]]:
-    """Yield the ways of each split and r1 together."""
     shape, total = pricing.shape, workers.without_split(pricing.rates)
     if kind == "replicated":
         yield [_Way(kind, Split(1, 1), InferencePlan(), total)]

@@ -65,7 +65,6 @@ def choice_text(model: InferenceCostModel, workers: Workers, choice: Choice, tit
 
 
 def _bottleneck(model: InferenceCostModel, one: Candidate) -> str:
-    """Name what is busy for the largest part of a pass, then the others."""
     (name, most), *others = sorted(busy_shares(model, one).items(), key=lambda share: -share[1])
     return f"{name}, busy for {most:.0%} of a pass; {', '.join(f'{name} {share:.0%}' for name, share in others)}"
 

@@ -168,7 +168,6 @@ class InferenceCostModel:
 
         Args:
             rows: tokens of all attention workers, before they are copied to their k experts.
-            workers: over which the experts are spread.
             group, num_groups: which part of each worker's experts computes.
         """
         key = (rows, workers, group if self.shares else 0, num_groups)
@@ -209,8 +208,6 @@ class InferenceCostModel:
 
         Args:
             batch: requests on each attention worker; a fraction for a slice of tokens.
-            split: the workers.
-            num_groups: into which each worker's experts are cut.
         """
         shape = self.shape
         if self.deduplicated:
@@ -242,8 +239,6 @@ class InferenceCostModel:
 
         Args:
             batch: m_a, requests of one micro-batch on one attention worker.
-            split: the workers.
-            plan: its number of slices and how they are cut.
         """
         slices, by_experts = plan.num_slices, plan.slicing == "experts"
         rows = batch * self.workload.new_tokens * self.hosts(split)
@@ -279,11 +274,7 @@ class InferenceCostModel:
         return self.rates.product_seconds(batch, shape.vocab_size * shape.hidden_size, 1, shape.item_nbytes)
 
     def layer_times(self, batch: float, split: Split, plan: InferencePlan) -> tuple[BlockTimes, ...]:
-        """Predict all layers: dense ones, taken to be the first, those with experts, and the output projection.
-
-        Args:
-            batch, split, plan: as in `block_times`.
-        """
+        """Predict all layers: dense ones, taken to be the first, those with experts, and the output projection."""
         shape = self.shape
         dense = (self.dense_times(batch),) * shape.num_dense_layers if shape.num_dense_layers else ()
         head = (BlockTimes(self.head_seconds(batch), 0.0, (), (), ()),) if shape.vocab_size else ()

@@ -85,7 +85,6 @@ class Fixed:
         """Yield each plan that is left, the plainest first.
 
         Args:
-            search: limits of what is chosen.
             most_micro_batches: that have requests.
             most_rows, most_experts: into so many slices of tokens, and of experts, a micro-batch can be cut.
         """
@@ -265,7 +264,6 @@ def engine_seconds(
     """Predict the seconds of all requests under one plan.
 
     Args:
-        shape, rates, demand, limits: as in `choose_for_engine`.
         split: the workers; with `experts` 0 all of them run the whole model.
         plan: micro-batches without requests do nothing, and slices without rows are not sent.
     """
@@ -308,11 +306,7 @@ def engine_step_seconds(
     limits: EngineLimits,
     plan: InferencePlan,
 ) -> float:
-    """Predict a pass of decoding of one micro-batch, from its first task to its last, while the others decode, too.
-
-    Args:
-        shape, rates, split, demand, limits, plan: as in `engine_seconds`.
-    """
+    """Predict a pass of decoding of one micro-batch, from its first task to its last, while the others decode, too."""
     batches, plan = _batches(split, demand, limits, plan)
     model = InferenceCostModel(shape, rates, batches.decode)
     if not split.experts:

@@ -267,9 +267,7 @@ def plans_of(kind: Kind, slicing: Slicing, search: Search, *, shared: bool = Tru
     """List the plans of a kind that the search allows, each once.
 
     Args:
-        kind: of a split candidate.
         slicing: one of the search's; a single slice counts as the first of them.
-        search: limits.
         shared: whether there are shared experts; without, as with one micro-batch, all orders are the same.
     """
     most = range(1, search.max_micro_batches + 1)
@@ -289,15 +287,7 @@ def plans_of(kind: Kind, slicing: Slicing, search: Search, *, shared: bool = Tru
 def priced(
     model: InferenceCostModel, kind: Kind, split: Split, batch: int, plan: InferencePlan, num_groups: int = 1
 ) -> Candidate:
-    """Price a split candidate by simulating all its layers.
-
-    Args:
-        model: seconds and bytes.
-        kind: name of the candidate.
-        split, batch: workers, and m_a, of each group.
-        plan: of each group.
-        num_groups: that share the requests.
-    """
+    """Price a split candidate by simulating all its layers."""
     group = group_costs(model, num_groups)
     seconds = pass_seconds(group, kind, split, batch, plan)
     return _candidate(model, kind, split, group.hosts(split), batch, plan, seconds, num_groups)
@@ -334,7 +324,6 @@ def _batches(model: InferenceCostModel, hosts: int, r1: int, most: int) -> Itera
 def _best_split(
     model: InferenceCostModel, workers: Workers, kind: Kind, plans: Iterable[InferencePlan], capacity: _Capacity
 ) -> list[Candidate]:
-    """The best split candidate of a kind, in a list; an empty one if none fits."""
     by_r1: dict[int, list[InferencePlan]] = {}
     for plan in plans:
         by_r1.setdefault(plan.num_micro_batches, []).append(plan)
@@ -402,14 +391,12 @@ def group_costs(model: InferenceCostModel, num_groups: int) -> InferenceCostMode
 
 
 def _whole(group: InferenceCostModel, size: int) -> Split:
-    """The workers of an unsplit group in both roles."""
     return Split(group.hosts(Split(size, size)), size)
 
 
 def _unsplit(
     model: InferenceCostModel, workers: Workers, kind: Kind, capacity: _Capacity, search: Search
 ) -> Iterator[Candidate]:
-    """Candidates in which workers run the whole model."""
     total = workers.without_split(model.rates)
     sizes = range(2, min(total, model.shape.num_experts) + 1) if kind == "sharded" else (1,)
     for size, r1 in product(sizes, search.unsplit_micro_batches if kind == "sharded" else (1,)):
@@ -427,10 +414,7 @@ def pass_seconds(model: InferenceCostModel, kind: Kind, split: Split, batch: int
     """Predict a pass of any kind by one group of workers.
 
     Args:
-        model: seconds of tasks.
-        kind: of the candidate.
         split: the group's workers; for `sharded`, its size twice, for `replicated` Split(1, 1).
-        batch: m_a.
         plan: of the group; for unsplit kinds only its number of micro-batches counts.
     """
     if kind == "replicated":
@@ -450,7 +434,6 @@ def replicated_seconds(model: InferenceCostModel, batch: int) -> float:
 
 
 def _around_seconds(model: InferenceCostModel, batch: int) -> float:
-    """Seconds of dense layers and the output projection of one micro-batch."""
     seconds = model.head_seconds(batch)
     if model.shape.num_dense_layers:
         dense = model.dense_times(batch)
@@ -481,12 +464,7 @@ def sharded_seconds(times: BlockTimes, num_micro_batches: int, num_layers: int) 
 
 
 def busy_shares(model: InferenceCostModel, one: Candidate) -> dict[str, float]:
-    """Predict in which part of a pass each kind of worker, and the busier direction of the links, has work.
-
-    Args:
-        model: seconds of tasks.
-        one: a split candidate.
-    """
+    """Predict in which part of a pass each kind of worker, and the busier direction of the links, has work."""
     assert one.split is not None
     layers = group_costs(model, one.num_groups).layer_times(one.batch, one.split, one.plan)
     busy = {
@@ -503,7 +481,6 @@ def _best(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _plainest(candidates: list[Candidate]) -> Candidate:
-    """The plainest of those that are as fast as the fastest."""
     fastest = max(one.tokens_per_second for one in candidates)
     near = (one for one in candidates if one.tokens_per_second >= fastest * (1 - _TIE))
     return min(near, key=lambda one: one.plainness)

@@ -10,18 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from laconic.cost.comm.rates import Line, read_line
-from laconic.cost.hardware.rates_file import (
-    cached_path,
-    check_format,
-    check_known,
-    load_json,
-    read_number,
-    read_table,
-    save_json,
-)
+from pydantic import Field
+
+from laconic.cost.comm.rates import Line, NonNegative
+from laconic.cost.hardware.rates_file import cached_path, load_json, read_rates, save_json
 from laconic.errors import ConfigError
 
 _FORMAT, _VERSION = "laconic inference rates", 2
@@ -62,7 +56,7 @@ class WorkerRates:
 
     gemm: Line
     """A matrix product, by multiply-adds."""
-    read_seconds_per_byte: float = 0.0
+    read_seconds_per_byte: NonNegative = 0.0
     """Reading weights."""
     grouped: bool = True
     """As in InferenceRates."""
@@ -80,9 +74,9 @@ class InferenceRates:
     """The attention kernel, by heads * (query, key) pairs * (d_k + d_v). Masked pairs do not count."""
     link: LinkPair
     """Between the workers of any split that `links` does not name."""
-    read_seconds_per_byte: float = 0.0
+    read_seconds_per_byte: NonNegative = 0.0
     """Reading weights, cached keys and cached values, beside the arithmetic on them."""
-    links: Mapping[str, LinkPair] = field(default_factory=dict)
+    links: Mapping[Annotated[str, Field(pattern=r"^[1-9]\d*:[1-9]\d*$")], LinkPair] = field(default_factory=dict)
     """By split, attention workers : expert workers, as "3:5"."""
     grouped: bool = True
     """Whether one call multiplies the rows of all experts of a worker; otherwise each active expert has its own."""
@@ -112,9 +106,6 @@ class InferenceRates:
 
     def with_experts(self, measured: InferenceRates) -> InferenceRates:
         """Return these rates with expert workers on machines of another kind; links stay.
-
-        Args:
-            measured: on machines of that kind.
 
         Raises:
             ConfigError: one of both says already what expert workers are.
@@ -150,25 +141,9 @@ class InferenceRates:
         Raises:
             ConfigError: a value is missing or impossible; the message names it.
         """
-        check_format(data, _FORMAT, _VERSION, "measure with laconic profile --infer")
-        check_known(data, ("format", "version", *cls.__dataclass_fields__), "the file")
-        gemm, attention = (read_line(read_table(data, name, ""), name) for name in ("gemm", "attention"))
-        links = {name: _read_pair(pair, f"links.{name}") for name, pair in read_table(data, "links", "").items()}
-        for name in links:
-            sides = name.split(":")
-            if len(sides) != 2 or not all(side.isdecimal() and int(side) > 0 for side in sides):
-                raise ConfigError(f"links names {name!r}, but it must be numbers of workers such as 3:5")
-        return cls(
-            gemm,
-            attention,
-            _read_pair(data.get("link"), "link"),
-            read_number(data, "read_seconds_per_byte", "inference rates"),
-            links,
-            _read_grouped(data, "grouped"),
-            _read_exchange(data.get("exchange")),
-            str(data.get("source", "")),
-            None if data.get("experts") is None else _read_worker(data["experts"], "experts"),
-        )
+        if isinstance(data, dict):  # files leave it out where there is none
+            data = {"experts": None} | data
+        return read_rates(cls, data, _FORMAT, _VERSION, "measure with laconic profile --infer")
 
     def save(self, path: str | Path) -> None:
         """Write the rates as JSON, whole or not at all."""
@@ -179,43 +154,14 @@ class InferenceRates:
         """Read what `save` wrote.
 
         Args:
-            path: of the file.
             expert_path: of the file of expert workers, if they are machines of another kind.
 
         Raises:
             ConfigError: a file cannot be read, or see `with_experts`.
         """
-        rates = load_json(path, "inference rates", cls.from_dict)
+        remedy = "measure with laconic profile --infer, or name another file"
+        rates = load_json(path, "inference rates", cls.from_dict, remedy)
         return rates if expert_path is None else rates.with_experts(cls.load(expert_path))
-
-
-def _read_pair(data: Any, where: str) -> LinkPair:
-    table = read_table(data, None, where)
-    return LinkPair(*(read_line(read_table(table, name, where), f"{where}.{name}") for name in ("dispatch", "combine")))
-
-
-def _read_exchange(data: Any) -> ExchangeCosts:
-    table = read_table(data, None, "exchange")
-    ends = (read_line(read_table(table, name, "exchange"), f"exchange.{name}") for name in ("attention", "experts"))
-    return ExchangeCosts(*ends)
-
-
-def _read_worker(data: Any, where: str) -> WorkerRates:
-    table = read_table(data, None, where)
-    check_known(table, WorkerRates.__dataclass_fields__, where)
-    gemm, exchange = (
-        read_line(read_table(table.get(name), None, f"{where}.{name}"), f"{where}.{name}")
-        for name in ("gemm", "exchange")
-    )
-    reading = read_number(table, "read_seconds_per_byte", where)
-    return WorkerRates(gemm, reading, _read_grouped(table, f"{where}.grouped"), exchange)
-
-
-def _read_grouped(table: Mapping[str, Any], where: str) -> bool:
-    grouped = table.get("grouped")
-    if not isinstance(grouped, bool):
-        raise ConfigError(f"{where} is {grouped!r}, but it must be true or false; run laconic profile --infer again")
-    return grouped
 
 
 def default_infer_path() -> Path:

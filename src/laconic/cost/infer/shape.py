@@ -1,29 +1,16 @@
-"""Sizes of a mixture-of-experts model that decide seconds and bytes of its inference, from its configuration."""
+"""Sizes of a mixture-of-experts model that decide seconds and bytes of its inference."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
-from typing import Any
 
-from laconic.cost.comm.rates import ITEM_NBYTES
 from laconic.errors import PlanError
 from laconic.json_text import parse_json
 from laconic.options import CODE_BITS, EXPERT_BLOCK_SIZE, EXPERT_FORMATS, refused
 
-FAMILIES = ("deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-"""`model_type`s whose configurations say all sizes."""
-
-MODELS: Mapping[str, Mapping[str, Any]] = parse_json(
-    (resources.files("laconic.cost") / "data" / "infer_models.json").read_text(encoding="utf-8")
-)
-"""Configurations of FinDEP's two models, by name: the fields that `InferenceShape.from_config` reads."""
-
-_MOST_LAYERS = 100_000
 _SCALE_BITS = 16
-_QUANTIZED = "quantization_config"
 _SEE = "; see the model's config"
 
 
@@ -37,7 +24,7 @@ class InferenceShape:
 
     name: str = ""
     family: str = ""
-    """model_type of the configuration, if it was made from one."""
+    """model_type of the configuration."""
     hidden_size: int
     """M."""
     num_layers: int
@@ -167,207 +154,14 @@ class InferenceShape:
         full = self.num_full_layers / self.num_layers
         return full * length + (1 - full) * self.sliding_window
 
-    @classmethod
-    def load(cls, model: str | Path, item_nbytes: int | None = None) -> InferenceShape:
-        """Read a model by a name of `MODELS`, or its directory or config.json.
-
-        Args:
-            model: name or path.
-            item_nbytes: bytes of a value; None: those of the configuration's dtype.
-
-        Raises:
-            PlanError: it is neither, or see `from_config`.
-        """
-        if str(model) in MODELS:
-            return cls.from_config(MODELS[str(model)], item_nbytes, str(model))
-        path = Path(model)
-        path = path / "config.json" if path.is_dir() else path
-        try:
-            config = parse_json(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise PlanError(
-                f"model is {str(model)!r}, but it must be a directory with a config.json, or one of "
-                f"{', '.join(MODELS)}: {error}"
-            ) from error
-        except ValueError as error:
-            raise PlanError(f"configuration {path} is not JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise PlanError(f"configuration {path} is a {type(config).__name__}, but it must be a table")
-        return cls.from_config(config, item_nbytes, path.resolve().parent.name)
-
-    @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], item_nbytes: int | None = None, name: str = "", *, latent_cache: bool = False
-    ) -> InferenceShape:
-        """Read a Hugging Face configuration.
-
-        Args:
-            config: of one of `FAMILIES`.
-            item_nbytes: bytes of a value; None: those of the configuration's dtype, or 2.
-            name: of the model, for tables.
-            latent_cache: DeepSeek's attention caches its latent vectors, not keys and values of all heads.
-
-        Raises:
-            PlanError: the family is not known, a field is missing, or weights are quantized.
-        """
-        reader, nbytes = _Reader(config, latent_cache), item_nbytes or _item_nbytes(config)
-        return cls(**reader.fields(), name=name, family=reader.family, item_nbytes=nbytes)
-
-
-def is_read(model: str | Path) -> bool:
-    """Return whether `InferenceShape.load` is to be asked for a model: not where it does not know the family."""
-    path = Path(model)
-    try:
-        config = parse_json((path / "config.json" if path.is_dir() else path).read_bytes())
-    except (OSError, ValueError):  # a name, or what it refuses
-        return True
-    return not isinstance(config, dict) or config.get("model_type") in (None, *FAMILIES)
-
-
-class _Reader:
-    """Turns one configuration into the arguments of `InferenceShape`."""
-
-    def __init__(self, config: Mapping[str, Any], latent_cache: bool) -> None:
-        self.config = config
-        self.latent_cache = latent_cache
-        if "model_type" not in config:
-            raise PlanError("the configuration has no model_type; give a directory that save_pretrained wrote")
-        self.family = str(config["model_type"])
-        if self.family not in FAMILIES:
-            raise PlanError(
-                f"model_type is {self.family!r}, but a configuration alone says the sizes of {', '.join(FAMILIES)}; "
-                "laconic infer plan DIR and plan='auto' count those of other models"
-            )
-        if config.get(_QUANTIZED):
-            raise PlanError(f"{_QUANTIZED} is set, but weights must be unquantized; plan the unquantized model")
-
-    def size(self, name: str, otherwise: int | None = None) -> int:
-        value = self.config.get(name)
-        value = otherwise if value is None else value
-        check_whole(name, value, 0, _SEE)
-        assert value is not None
-        return value
-
-    def entries(self, name: str) -> list[Any] | None:
-        value = self.config.get(name)
-        if not (value is None or isinstance(value, list)):
-            raise PlanError(f"{name} is {value!r}, but it must be a list or null{_SEE}")
-        return value
-
-    def fields(self) -> dict[str, Any]:
-        hidden, layers = self.size("hidden_size"), self.size("num_hidden_layers")
-        if layers > _MOST_LAYERS:
-            raise PlanError(f"num_hidden_layers is {layers}, but it must be at most {_MOST_LAYERS}{_SEE}")
-        deepseek, gpt_oss = self.family.startswith("deepseek"), self.family == "gpt_oss"
-        attention = self._latent_attention(hidden) if deepseek else self._grouped_attention(hidden)
-        small = attention.pop("small") + 2 * hidden  # the norms in front of attention and experts
-        dense = self._num_dense_layers(layers)
-        if deepseek:
-            experts, width = self.size("n_routed_experts"), self.size("moe_intermediate_size")
-            shared = self.size("n_shared_experts", 0) * width
-        elif self.family.startswith("qwen"):
-            experts, width = self._num_experts(), self.size("moe_intermediate_size")
-            shared = self.size("shared_expert_intermediate_size") if self.family == "qwen2_moe" else 0
-        else:
-            experts = self._num_experts()
-            width, shared = self.size("intermediate_size"), 0
-        small_moe = (hidden if shared and not deepseek else 0) + (experts if gpt_oss else 0)
-        window, full = self._windows(layers)
-        return {
-            "hidden_size": hidden,
-            "num_layers": layers,
-            "num_dense_layers": dense,
-            **attention,
-            "sliding_window": window,
-            "num_full_layers": full,
-            "num_experts": experts,
-            "top_k": self.size("num_experts_per_tok"),
-            "expert_hidden": width,
-            "shared_hidden": shared,
-            "dense_hidden": self.size("intermediate_size") if dense else 0,
-            "small_parameters": layers * small + (layers - dense) * small_moe + hidden,
-            "expert_biases": 2 * width + hidden if gpt_oss else 0,
-            "vocab_size": self.size("vocab_size"),
-            "tied": bool(self.config.get("tie_word_embeddings", False)),
-            "positions": self.size("max_position_embeddings", 0) or None,
-        }
-
-    def _num_experts(self) -> int:
-        """Routed experts of a layer; transformers has two names for them, also within a family."""
-        return self.size("num_local_experts" if "num_local_experts" in self.config else "num_experts")
-
-    def _grouped_attention(self, hidden: int) -> dict[str, int]:
-        heads = self.size("num_attention_heads")
-        kv_heads = self.size("num_key_value_heads", heads)
-        head = self.size("head_dim", {"qwen3_moe": 128, "gpt_oss": 64}.get(self.family, hidden // max(1, heads)))
-        query, kv = heads * head, kv_heads * head
-        small = 0
-        biases = {"qwen2_moe": ("qkv_bias", True), "gpt_oss": ("attention_bias", True), "mixtral": ("", False)}
-        field, usual = biases.get(self.family, ("attention_bias", False))
-        if self.config.get(field, usual):
-            small += query + 2 * kv + (hidden if field == "attention_bias" else 0)
-        small += {"qwen3_moe": 2 * head, "olmoe": query + kv, "gpt_oss": heads}.get(self.family, 0)
-        return {
-            "num_heads": heads,
-            "key_dim": head,
-            "value_dim": head,
-            "attention_parameters": 2 * hidden * (query + kv),
-            "cache_values": 2 * kv,
-            "small": small,
-        }
-
-    def _latent_attention(self, hidden: int) -> dict[str, int]:
-        heads, latent = self.size("num_attention_heads"), self.size("kv_lora_rank")
-        rope, key, value = (self.size(name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
-        rank = self.size("q_lora_rank") if self.config.get("q_lora_rank") is not None else 0
-        query = heads * (key + rope)
-        products = [hidden * rank, rank * query] if rank else [hidden * query]
-        products += [hidden * (latent + rope), latent * heads * (key + value), heads * value * hidden]
-        bias = rank + latent + rope + hidden if self.config.get("attention_bias") else 0
-        return {
-            "num_heads": heads,
-            "key_dim": key + rope,
-            "value_dim": value,
-            "attention_parameters": sum(products),
-            "attention_products": len(products),
-            "cache_values": latent + rope if self.latent_cache else heads * (key + rope + value),
-            "small": rank + latent + bias,  # norms of the latent vectors, and biases
-        }
-
-    def _num_dense_layers(self, layers: int) -> int:
-        if self.family.startswith("deepseek"):
-            return min(layers, self.size("first_k_dense_replace", 0))
-        if not self.family.startswith("qwen"):
-            return 0
-        step, only = self.size("decoder_sparse_step", 1), self.entries("mlp_only_layers") or ()
-        return sum(layer in only or not step or (layer + 1) % step != 0 for layer in range(layers))
-
-    def _windows(self, layers: int) -> tuple[int | None, int]:
-        """Window, and number of layers without one."""
-        usual = {"gpt_oss": 128, "mixtral": 0, "qwen2_moe": 4096, "qwen3_moe": 4096}
-        asked = self.family in usual and (not self.family.startswith("qwen") or self.config.get("use_sliding_window"))
-        window = self.size("sliding_window", usual[self.family]) if asked else 0
-        if not window:
-            return None, layers
-        if self.family in ("mixtral", "qwen3_moe"):
-            return window, 0
-        last = self.size("max_window_layers", 28) if self.family == "qwen2_moe" else layers
-        kinds = self.entries("layer_types")
-        if kinds is None:  # by turns
-            kinds = ["full_attention" if layer % 2 or layer >= last else "sliding_attention" for layer in range(layers)]
-        full = sum(kind == "full_attention" for kind in kinds[:layers])
-        return (window if full < layers else None), full
-
-
-def _item_nbytes(config: Mapping[str, Any]) -> int:
-    return ITEM_NBYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
-
 
 def check_whole(name: str, value: object, least: int, remedy: str = "") -> None:
-    """Check one of the numbers that a prediction starts from.
-
-    Raises:
-        PlanError: it is no whole number from `least` on; `remedy` ends the message.
-    """
+    """Check one of the numbers that a prediction starts from."""
     if type(value) is not int or value < least:
         raise PlanError(f"{name} is {value!r}, but it must be a whole number from {least} on{remedy}")
+
+
+_SIZES = parse_json((resources.files("laconic.cost") / "data" / "infer_models.json").read_text(encoding="utf-8"))
+
+MODELS: Mapping[str, InferenceShape] = {name: InferenceShape(name=name, **sizes) for name, sizes in _SIZES.items()}
+"""Sizes of FinDEP's two models, by name."""

@@ -214,11 +214,7 @@ _NOT_COUNTED: Mapping[str, str] = {
 
 
 def check_together(layout: Layout, settings: Settings) -> None:
-    """Check what settings ask of the layout, whatever the model is.
-
-    Raises:
-        PlanError: they contradict each other.
-    """
+    """Check what settings ask of the layout, whatever the model is."""
     if not settings.update_in_backward:
         return
     rules = (

@@ -42,7 +42,6 @@ def expert_gradients_nbytes(job: Job, stages: list[Stage]) -> int:
 
 
 def _experts(job: Job, stages: list[Stage]) -> list[tuple[int, int, int]]:
-    """List rows, columns and parts of the experts' parameters."""
     # Experts are cut over the processes that share them, and what each of these has is sharded over the rest.
     cut = max(job.layout.data_parallel if job.layout.sharded else 1, job.layout.expert_parallel)
     return [(count * rows, columns, cut) for stage in stages for count, rows, columns in stage.experts()]

@@ -166,7 +166,6 @@ def _activations_nbytes(
     state: Mapping[int, int],
     point: PeakPoint,
 ) -> Counter[str]:
-    """Bytes of activations on the device at a peak point, by kind."""
     activations: Counter[str] = Counter()
     for stage in stages:
         for name, (kind, nbytes, _) in kept[stage.index].items():
@@ -182,7 +181,6 @@ def _activations_nbytes(
 
 
 def _buffers_nbytes(job: Job, stages: list[Stage], schedule: PipelineSchedule, rank: int) -> dict[str, int]:
-    """Estimated bytes of communication buffers."""
     layout, model = job.layout, job.model
     buffers: dict[str, int] = {}
     if layout.sharded and layout.data_parallel > 1:

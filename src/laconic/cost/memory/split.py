@@ -12,11 +12,7 @@ def balanced_split(sizes: Sequence[int], num_chunks: int, last: int = 0) -> tupl
 
     Args:
         sizes: of the layers: their work, or parameters, which stand for it.
-        num_chunks: into how many consecutive chunks they are cut.
         last: size of what comes with the last chunk (head).
-
-    Raises:
-        PlanError: there are fewer layers than chunks.
     """
     if len(sizes) < num_chunks:
         raise PlanError(

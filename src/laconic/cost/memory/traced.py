@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from laconic.cost.memory.saved_tensors import Unit
 from laconic.errors import PlanError
+from laconic.json_text import read_record
 
 POINTS = ("forward", "loss", "backward", "end")
 """Moments at which a rank's memory can be largest, see laconic.cost.memory.peak."""
@@ -203,42 +204,18 @@ class TracedModel:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TracedModel:
-        """Read what `to_dict` gave; the errors of damaged data are the caller's to catch."""
+        """Read what `to_dict` gave.
 
-        def unit(entry: Mapping[str, Any]) -> Unit:
-            packed = tuple((str(code), int(nbytes)) for code, nbytes in entry["packed"])
-            return Unit(**{**entry, "packed": packed, "sites": tuple(entry["sites"])})
-
-        def numbers(entries: Any) -> Any:
-            return tuple(tuple(int(n) for n in entry) for entry in entries)
-
-        def layer(entry: Mapping[str, Any]) -> TracedLayer:
-            read = {"tensors": numbers(entry["tensors"]), "experts": numbers(entry["experts"])}
-            return TracedLayer(**{**entry, **read, "units": tuple(map(unit, entry["units"]))})
-
-        given = {one.name: data[one.name] for one in fields(cls)}
-        if not isinstance(given["setting"], Mapping):
-            raise PlanError(
-                f"the plan's model.setting is {given['setting']!r}, but it must be a table of what was traced; write "
-                "the plan again with laconic plan"
-            )
-        model = cls(
-            **given
-            | {name: tuple(map(unit, given[name])) for name in ("first_units", "last_units")}
-            | {name: numbers(given[name]) for name in ("first_tensors", "last_tensors")}
-            | {
-                "layers": tuple(map(layer, given["layers"])),
-                "names": tuple(map(str, given["names"])),
-                "kinds": tuple(map(int, given["kinds"])),
-                "tied_tensor": None if given["tied_tensor"] is None else tuple(map(int, given["tied_tensor"])),
-                "layer_input": tuple(map(int, given["layer_input"])),
-                "workspace": {point: Workspace(**given["workspace"][point]) for point in POINTS},
-            }
-        )
-        if (
-            len(model.names) != len(model.kinds)
-            or not model.names
-            or not set(model.kinds) <= set(range(len(model.layers)))
-        ):
+        Raises:
+            PlanError: it is something else.
+        """
+        try:
+            model = read_record(cls, data)
+        except ValueError as error:
+            raise PlanError(f"the plan's model.{error}; write the plan again with laconic plan") from error
+        kinds = set(model.kinds)
+        if len(model.names) != len(model.kinds) or not kinds or not kinds <= set(range(len(model.layers))):
             raise PlanError("the plan's layers have kinds that it does not describe; write it again with laconic plan")
+        if set(model.workspace) != set(POINTS):
+            raise PlanError(f"the plan's model.workspace has not all of {', '.join(POINTS)}; write it again")
         return model

@@ -33,10 +33,6 @@ def layer_times(
     Every chunk pays a line's start-up; its bytes and multiply-adds are divided among them.
 
     Args:
-        shape: of the layer.
-        grid: layout of the ranks.
-        rates: of the cluster.
-        backward: direction.
         coding, load: see `parm_routes`.
 
     Raises:
@@ -64,13 +60,9 @@ def fsmoe_route(
     """Price the route with its best number of chunks, in one direction.
 
     Args:
-        shape: of the layer.
-        grid: layout of the ranks.
-        rates: of the cluster.
         degree: number of chunks; None: the best one by simulation.
         gradient_seconds: of the dense gradients that are reduced inside (backward), beside the steps in
             `Route.seconds`.
-        backward: direction.
         coding, load: see `parm_routes`.
 
     Raises:

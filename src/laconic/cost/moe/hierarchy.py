@@ -51,9 +51,6 @@ def hit_share(num_experts: int, top_k: int, num_groups: int) -> float:
     """Return the share of tokens that have an expert in a given one of `num_groups` groups: k of E experts, all alike.
 
     1 - C(E - E/R, K) / C(E, K).
-
-    Raises:
-        ConfigError: the groups do not divide the experts, or `top_k` is not from 1 to E.
     """
     if num_groups < 1 or num_experts % num_groups:
         raise ConfigError(f"num_groups is {num_groups}, but it must divide num_experts = {num_experts}")
@@ -79,11 +76,7 @@ class RowCounts:
 
     @classmethod
     def of_vectors(cls, vectors: Iterable[Sequence[float]], levels: Levels) -> RowCounts:
-        """Make the counts from the vector of each rank, see `count_vector`, in order of ranks.
-
-        Raises:
-            ConfigError: vectors have another shape.
-        """
+        """Make the counts from the vector of each rank, see `count_vector`, in order of ranks."""
         import numpy as np
 
         table = np.stack([np.asarray(vector) for vector in vectors])
@@ -121,8 +114,6 @@ def count_vector(
     Args:
         tokens, experts: [a], entry i sends token tokens[i] to expert experts[i] (a slot, see
             laconic.moe.placement.expert_map).
-        num_experts: E.
-        levels: of the ranks.
 
     Raises:
         ConfigError: experts do not divide over the ranks, or an id is out of range.
@@ -227,13 +218,6 @@ def depth_seconds(
     """Predict the seconds of one direction (dispatch; combine mirrors it), by level. Their sum is t_d.
 
     Beside the links' time, a level sorts a rank's rows (`MoERates.copy`), which the paper leaves out.
-
-    Args:
-        counts: rows of all ranks.
-        depth: number of stages.
-        row_nbytes: of a row with its ids and weights.
-        rates: of the cluster.
-        coding: if rows are coded in transit.
     """
     seconds = {}
     for stage in counts.levels.stages(depth):
@@ -296,12 +280,8 @@ def level_lines(
     of nothing sent and of what is sent now.
 
     Args:
-        levels: of the ranks.
-        depth: number of stages.
         fullest: by `Stage.num_groups`, rows of all ranks that go to the fullest group now.
         row_nbytes: of a row with its ids and weights.
-        rates: of the cluster.
-        coding: if rows are coded in transit.
     """
     costs = []
     for stage in levels.stages(depth):

@@ -14,17 +14,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
 from math import fsum
+from typing import Annotated
+
+from pydantic import Field
+
+from laconic.cost.comm.rates import NonNegative
 
 
 @dataclass(frozen=True)
 class Overhead:
     """Seconds of one route in one direction without links, gate and experts."""
 
-    alpha_seconds: float
+    alpha_seconds: Annotated[float, Field(ge=-3600, allow_inf_nan=False)]
     """May be negative: a line of a group includes announcements, which a route with agreed sizes does not need."""
-    seconds_per_row: float = 0.0
-    seconds_per_byte: float = 0.0
-    error: float = 0.0
+    seconds_per_row: NonNegative = 0.0
+    seconds_per_byte: NonNegative = 0.0
+    error: NonNegative = 0.0
     """Largest error at the measured sizes, as a share of the whole time there."""
 
     def seconds(self, num_rows: float, nbytes: float) -> float:
@@ -50,9 +55,6 @@ def fit_overhead(samples: Iterable[Sample], *, rounds: int = 3) -> Overhead:
     With three unknowns the constrained optimum is the free one or one with some of them 0, so all seven are tried.
     A sample that was disturbed is long, and as a share of itself its error counts less, so that a fit would come out
     too short by the noise's variance. After the first of `rounds`, shares are those of the time that was fitted.
-
-    Raises:
-        ValueError: no sample has a positive time.
     """
     kept = [sample for sample in samples if sample.total_seconds > 0]
     if not kept:

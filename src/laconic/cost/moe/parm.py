@@ -39,10 +39,6 @@ def parm_routes(
     """Price baseline, S1 and S2 of a layer, in one direction.
 
     Args:
-        shape: of the layer.
-        grid: layout of the ranks.
-        rates: of the cluster.
-        backward: direction.
         coding: of the rows in all-to-alls.
         load: rows of the busiest expert rank over the mean.
 

@@ -7,40 +7,23 @@ matrix product is its multiply-adds. Published constants count other things and 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from laconic.cost.comm.rates import (
-    ITEM_NBYTES,
-    CodecRates,
-    Line,
-    LinkRates,
-    WireRates,
-    read_codecs,
-    read_line,
-    read_link,
-)
+from pydantic import Field
+
+from laconic.cost.comm.rates import CodecRates, Dtype, Line, LinkRates, Share, WireRates, check_links
 from laconic.cost.comm.seconds import RAW, GroupShape, chunk_numbers, coded_seconds, pays, sent_nbytes
-from laconic.cost.hardware.rates_file import (
-    cached_path,
-    check_format,
-    check_known,
-    load_json,
-    read_number,
-    read_table,
-    save_json,
-)
+from laconic.cost.hardware.rates_file import cached_path, check_format, load_json, read_rates, save_json
 from laconic.cost.moe.overhead import Overhead
 from laconic.errors import ConfigError
 from laconic.topology import GROUPS
 
 _FORMAT, _VERSION = "laconic moe rates", 1
-_LEVEL = re.compile(r"inter[1-9][0-9]*|intra[0-9]+")
+_Group = Annotated[str, Field(pattern=rf"^({'|'.join(GROUPS)}|inter[1-9][0-9]*|intra[0-9]+)$")]
 _NOTHING = Line(0.0, 0.0)
-_LONGEST_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -78,12 +61,12 @@ class MoERates:
     """A matrix product, by multiply-adds (m*k*n)."""
     copy: Line = _NOTHING
     """Moving rows within a rank (sort, gather, sum), by bytes of the rows."""
-    groups: Mapping[str, LinkRates] = field(default_factory=dict)
+    groups: Mapping[_Group, LinkRates] = field(default_factory=dict)
     """Links of groups that were measured themselves, by name: those of GROUPS, and the levels inter1, inter2, ...,
     intra0 (all ranks), intra1, ... Other groups take the line of their kind."""
-    codecs: Mapping[str, Mapping[str, CodecRates]] = field(default_factory=dict)
+    codecs: Mapping[Dtype, Mapping[str, CodecRates]] = field(default_factory=dict)
     """By dtype and name, beside the lossless ones of `wire`: 8-bit blocks, for example."""
-    overlap: float = 1.0
+    overlap: Share = 1.0
     """Share of the shorter operation that overlaps when one inside nodes and one between nodes run at once."""
     grouped: bool = True
     """Whether one call multiplies the rows of all experts of a rank; otherwise there is a call for each."""
@@ -112,11 +95,7 @@ class MoERates:
         """Predict one operation of a group.
 
         Args:
-            operation: name of the collective.
-            group: name of the group.
-            group_shape: its ranks and nodes.
             nbytes: of the input of one rank, as in `laconic.cost.comm.seconds.decide`.
-            coding: if its input is coded.
 
         Raises:
             ConfigError: the code was not measured on that dtype.
@@ -170,29 +149,12 @@ class MoERates:
         Raises:
             ConfigError: a value is missing or impossible; the message names it.
         """
-        check_format(data, _FORMAT, _VERSION, "measure with laconic profile --moe")
-        check_known(data, ("format", "version", *cls.__dataclass_fields__), "the file")
-        wire = WireRates.from_dict(data.get("wire"))
-        gemm, copy = (read_line(read_table(data, name, ""), name) for name in ("gemm", "copy"))
-        groups = {name: read_link(link, f"groups.{name}") for name, link in read_table(data, "groups", "").items()}
-        for name in groups:
-            if name not in GROUPS and not _LEVEL.fullmatch(name):
-                known = ", ".join(GROUPS)
-                raise ConfigError(f"groups names {name!r}, but it must be one of {known}, or a level as inter1, intra0")
-        codecs = read_codecs(data)
-        check_known(codecs, ITEM_NBYTES, "codecs")
-        overlap, grouped = read_number(data, "overlap", "moe rates", most=1.0), data.get("grouped")
-        if not isinstance(grouped, bool):
-            raise ConfigError(f"grouped is {grouped!r}, but it must be true or false; run laconic profile --moe again")
-        overheads = {
-            route: {
-                direction: _read_overhead(read_table(found, direction, route), f"overheads.{route}.{direction}")
-                for direction in ("forward", "backward")
-            }
-            for route, found in read_table(data, "overheads", "").items()
-        }
-        source = str(data.get("source", ""))
-        return cls(wire, gemm, copy, groups, codecs, overlap, grouped, source, overheads)
+        remedy = "measure with laconic profile --moe"
+        wire = WireRates.from_dict(check_format(data, _FORMAT, _VERSION, remedy).get("wire"))
+        bare = {name: value for name, value in data["wire"].items() if name not in ("format", "version")}
+        rates = read_rates(cls, data | {"wire": bare}, _FORMAT, _VERSION, remedy)
+        check_links(rates.groups, "groups")
+        return replace(rates, wire=wire)
 
     def save(self, path: str | Path) -> None:
         """Write the rates as JSON, whole or not at all."""
@@ -205,14 +167,7 @@ class MoERates:
         Raises:
             ConfigError: the file cannot be read.
         """
-        return load_json(path, "moe rates", cls.from_dict)
-
-
-def _read_overhead(data: Any, where: str) -> Overhead:
-    alpha = read_number(data, "alpha_seconds", where, least=-_LONGEST_SECONDS)
-    return Overhead(
-        alpha, *(read_number(data, name, where) for name in ("seconds_per_row", "seconds_per_byte", "error"))
-    )
+        return load_json(path, "moe rates", cls.from_dict, "measure with laconic profile --moe, or name another file")
 
 
 def default_moe_path() -> Path:

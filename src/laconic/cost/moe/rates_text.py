@@ -59,5 +59,4 @@ def moe_rates_text(rates: MoERates) -> str:
 
 
 def _per_second(line: Line) -> str:
-    """Format billions of the line's units per second, for large sizes."""
     return f"{1e-9 / line.seconds_per_byte:.3f}" if line.seconds_per_byte else "-"

@@ -75,9 +75,6 @@ class RouteBuilder:
     Attributes:
         load: rows of the busiest expert rank over the mean of all; 1 is balanced.
         backward: matrix products count twice (dX and dW); transposing an operation between ranks is the caller's task.
-
-    Raises:
-        ConfigError: the grid does not divide the layer, or `load` is below 1.
     """
 
     shape: LayerShape

@@ -76,8 +76,6 @@ def candidates_text(
     """Format a table of candidates, forward and backward together, fastest first, and the reason of the choice.
 
     Args:
-        candidates: to compare.
-        title: above the table.
         measured: seconds of those that were run; the choice is one of them.
         chosen: the choice; None: see `best_plan`.
 
@@ -121,7 +119,6 @@ def candidates_text(
 
 
 def _columns(parts: Sequence[Mapping[str, float]]) -> list[str]:
-    """List the parts that every table has, and the unexplained one where there is any."""
     return [name for name in _PARTS if name != UNEXPLAINED or any(one[name] for one in parts)]
 
 

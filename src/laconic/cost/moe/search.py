@@ -114,9 +114,6 @@ def best_plan(seconds: Mapping[LayerPlan, float]) -> LayerPlan:
     """Return the plainest of the plans that are as fast as the fastest: whole within `MIN_GAIN`, else within `_TIE`.
 
     A more complicated plan has to win clearly, since neither predictions nor measurements are exact.
-
-    Raises:
-        ConfigError: there are no plans.
     """
     if not seconds:
         raise ConfigError("candidates are empty, but one is needed to choose; allow at least one path and codec")
@@ -157,9 +154,6 @@ class CostModel:
     Attributes:
         counts: rows between ranks, where N_MP = N_ESP = 1; `RowCounts.uniform` if the routing is not known.
         load: rows of the busiest expert rank over the mean, elsewhere.
-
-    Raises:
-        ConfigError: the grid does not divide the layer.
     """
 
     shape: LayerShape

@@ -60,13 +60,6 @@ def query_seconds(
     """Predict one query of a layer's routing: gather a sample of tokens, price all swaps on one rank, tell the plan.
 
     Two products per number of groups.
-
-    Args:
-        num_tokens: of a rank.
-        num_experts: E.
-        num_groups: of the levels, see `LevelCost`.
-        group_shape: ranks and nodes of the EP group.
-        rates: of the cluster.
     """
     most = sampled_tokens(group_shape.num_ranks)
     entries = group_shape.num_ranks * min(num_tokens, most) * num_experts
@@ -86,7 +79,6 @@ def query_distance(query_seconds: float, step_seconds: float) -> int:
     """Return the least steps between queries with which they take QUERY_SHARE of `step_seconds`, 1 .. MAX_PERIOD.
 
     Args:
-        query_seconds: of one query.
         step_seconds: of all that a swap could shorten, the layer's all-to-alls in a step.
     """
     return max(1, math.ceil(min(query_seconds / max(QUERY_SHARE * step_seconds, 1e-30), float(MAX_PERIOD))))
@@ -99,9 +91,6 @@ class SwapPeriod:
     A query finds a swap (`found`) or, where one has been found, weighs it by the tokens of its own step (`weighed`).
     Queries come 1, 2, 4, ... steps after a swap, sooner where the losses will have reached its cost, but never so often
     that they take more than QUERY_SHARE of the all-to-alls' time.
-
-    Raises:
-        ConfigError: seconds are negative or no numbers, steps are no integers, or periods are no range.
     """
 
     cost_seconds: float
@@ -123,20 +112,10 @@ class SwapPeriod:
     """Gain per step of the swap found, by the last query that weighed it."""
 
     def __post_init__(self) -> None:
-        for name in ("min_period", "max_period", "next_step", "last_swap", "last_look"):
-            if type(value := getattr(self, name)) is not int and not (name == "last_swap" and value is None):
-                raise ConfigError(f"{name} is {value!r}, but it must be an integer")
-        for name in ("cost_seconds", "lost_seconds", "last_gain_seconds"):
-            value = getattr(self, name)
-            if type(value) not in (int, float) and not (name == "last_gain_seconds" and value is None):
-                raise ConfigError(f"{name} is {value!r}, but it must be a number")
         if not self.cost_seconds >= 0:
             raise ConfigError(f"cost_seconds is {self.cost_seconds}, but seconds must not be negative")
         if not 1 <= self.min_period <= self.max_period:
             raise ConfigError(f"min_period is {self.min_period}, but it must be from 1 to max_period {self.max_period}")
-        self.pairs = tuple((a, b) for a, b in self.pairs)  # JSON has lists
-        if not all(type(slot) is int for pair in self.pairs for slot in pair):
-            raise ConfigError(f"pairs are {self.pairs}, but slots must be integers")
 
     def due(self, step: int) -> bool:
         """Return whether to query in this step."""
@@ -146,8 +125,6 @@ class SwapPeriod:
         """Record that a query found `pairs`, none if nothing gains; set the next query.
 
         Args:
-            step: of the query.
-            pairs: of slots.
             gain_seconds: per step, by the tokens that they were chosen by; only decides when to query next. Pass
                 DIRECTIONS times `SwapPlan.gain_seconds`.
             distance: least steps to the next query, see `query_distance`.
@@ -164,7 +141,6 @@ class SwapPeriod:
         A swap that loses in all is given up.
 
         Args:
-            step: of the query.
             gain_seconds: per step, by tokens of this step, negative if the swap would lose.
             distance: least steps to the next query, see `query_distance`.
         """

@@ -20,9 +20,6 @@ def most_layers(job: Job, choices: Callable[[Job], Chosen | None]) -> int:
         job: of a traced model whose layers are one list; their number does not matter.
         choices: what is chosen for a job of another depth; None where that does not fit. A model that fits must also
             fit with fewer layers.
-
-    Raises:
-        PlanError: not even one layer on each chunk of the pipeline fits; or more than 50,000 layers do.
     """
 
     def fits(num_layers: int) -> bool:

@@ -77,7 +77,6 @@ def _one_if_any(flag: Hashable, columns: Mapping[Any, float]) -> _Rule:
 
 
 def _packed(groups: Iterable[_Group]) -> dict[tuple[_Group, _Option], float]:
-    """The options of groups that are not exact, with the most units that can have them."""
     return {(group, option): len(group.units) for group in groups for option in group.options if option.choice != EXACT}
 
 
@@ -94,7 +93,6 @@ def _arguments(stage: Stage) -> tuple[str, int]:
 
 
 def _kinds(stage: Stage) -> dict[int | None, list[int]]:
-    """The layers of a stage by kind, such as the window of their attention."""
     kinds: dict[int | None, list[int]] = {}
     for layer in stage.layers:
         kinds.setdefault(stage.job.model.kinds[layer], []).append(layer)
@@ -105,10 +103,7 @@ class IntegerProgram:
     """The choices of a rank that holds `stages`, as a mixed-integer linear program.
 
     Args:
-        job: whose rank.
-        rank, stages: of the pipeline.
         states: micro-batches in flight by stage, at the maximal states of its schedule.
-        costs: the objective.
         words: allowed choices, see `policy.CHOICES`.
     """
 
@@ -146,18 +141,13 @@ class IntegerProgram:
         return None if values is None else self._named(values)
 
     def smallest_budget_nbytes(self) -> int:
-        """The smallest budget that `solve` can meet.
-
-        Raises:
-            PlanError: no budget suffices, as some unit has no choice.
-        """
+        """The smallest budget that `solve` can meet."""
         values = self._run({_PEAK: 1.0}, inf)
         if values is None:
             raise PlanError("no choice is left for some unit; allow one of 16 and 8, which the head can have")
         return round(values[_PEAK] * _SCALE)
 
     def _every_unit_is_decided(self) -> Iterable[_Rule]:
-        """Each unit has one choice, or its layer runs again."""
         stage_of = {stage.index: stage for stage in self._stages}
         for group in self._groups:
             terms: dict[Hashable, float] = {(group, option): 1 for option in group.options}
@@ -235,7 +225,6 @@ class IntegerProgram:
         return [point for point in peak_points(self._job, self._stages) if state[point.stage] > 0]
 
     def _num_in_flight(self, group: _Group, state: Mapping[int, int], point: PeakPoint) -> float:
-        """Micro-batches of a group's units in flight at a peak point."""
         count = state[group.stage]
         if group.stage != point.stage:
             return count
@@ -298,7 +287,6 @@ class IntegerProgram:
 
 
 def _groups(stage: Stage, costs: Costs, words: Sequence[str]) -> list[_Group]:
-    """Alike units of a stage with what may be chosen for them."""
     shape = stage.job.model
     alike: dict[tuple[str, int | None], list[Unit]] = {}
     for unit in stage.units():

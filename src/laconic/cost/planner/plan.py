@@ -18,7 +18,7 @@ from laconic.cost.memory.traced import TracedModel
 from laconic.cost.planner.policy import Chosen
 from laconic.durable import write_whole
 from laconic.errors import PlanError
-from laconic.json_text import parse_json
+from laconic.json_text import first_difference, parse_json
 
 _FORMAT = "laconic plan"
 _VERSION = 1
@@ -148,7 +148,7 @@ class Plan:
             _ = plan.prediction.peak_nbytes, plan.job.split  # refused if layers, stages and choices do not fit
             # What was predicted may change with the cost model, and nothing is run by it
             known = json.loads(json.dumps(plan.to_dict())) | {"predicted": None}
-            name = _first_difference(known, data | {"predicted": None})
+            name = first_difference(known, data | {"predicted": None})
         except KeyError as error:
             raise PlanError(f"the plan has no {error.args[0]!r}; write it again with laconic plan") from error
         except (TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
@@ -191,18 +191,6 @@ class Plan:
                     f"the plan is for a model with {name} = {mine!r}, but this model has {theirs.get(name)!r}; make a "
                     "plan for this model with laconic plan"
                 )
-
-
-def _first_difference(known: Any, data: Any) -> str | None:
-    """Name the first field in which two values of JSON differ; None if none does."""
-    if isinstance(known, dict) and isinstance(data, dict):
-        for name in [*known, *(name for name in data if name not in known)]:
-            if name not in known or name not in data:
-                return str(name)
-            if (inner := _first_difference(known[name], data[name])) is not None:
-                return f"{name}.{inner}".removesuffix(".")
-        return None
-    return None if known == data and type(known) is type(data) else ""
 
 
 def load_plan(path: str | Path) -> Plan:

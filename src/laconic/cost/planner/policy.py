@@ -74,7 +74,6 @@ def choose(
     """The cheapest choices with which no rank exceeds its budget.
 
     Args:
-        job: the run.
         budget_nbytes: of each rank's device.
         allowed: words of `ALL_CHOICES`.
         sensitivity, hardware: cost of choices; None takes the shipped tables, for an H100.
@@ -192,8 +191,6 @@ def describe(
 
 
 class _Costs:
-    """Error and time of every choice, for one job."""
-
     def __init__(self, job: Job, sensitivity: Sensitivity, hardware: Hardware, weights: Weights) -> None:
         self._job, self._sensitivity, self._hardware, self._weights = job, sensitivity, hardware, weights
         self._num_units: dict[str, int] = {}

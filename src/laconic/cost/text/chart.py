@@ -9,11 +9,7 @@ from laconic.errors import PlanError
 
 
 def save_chart(prediction: Prediction, path: str | Path, budget_nbytes: int | None = None, title: str = "") -> None:
-    """Write a PNG (or whatever the name's ending says).
-
-    Raises:
-        PlanError: matplotlib is missing, or does not know the ending.
-    """
+    """Write a PNG (or whatever the name's ending says)."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""A plan as text: bytes of every rank, and the choices of every stage."""
+"""A plan as text: bytes of every rank, choices of every stage, and switches that make the largest terms smaller."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from laconic.cost.memory.job import Job
 from laconic.cost.memory.saved_tensors import EXACT
 from laconic.cost.planner.policy import Chosen
 from laconic.cost.sizes import format_nbytes
-from laconic.cost.text.remedies import largest_terms_text
 from laconic.text_columns import columns
 
 
 def _describe_job(job: Job) -> str:
-    """Model, world, batch and settings in four lines."""
     model, layout, settings, batch = job.model, job.layout, job.settings, job.batch
     stages = f"{layout.stages} stages" if layout.stages > 1 else "no pipeline"
     if layout.stages_per_rank > 1:
@@ -58,7 +56,7 @@ def plan_text(job: Job, chosen: Chosen, budget_nbytes: int | None) -> str:
     if job.not_counted:
         uncounted = "".join(f"\n  moe.{name} ({what})" for name, what in job.not_counted.items())
         parts.append(f"not counted, if the run has them; experts are shared by one raw all-to-all here:{uncounted}")
-    parts.append(largest_terms_text(job, chosen))
+    parts.append(_largest_terms(job, chosen))
     return "\n\n".join(parts)
 
 
@@ -93,7 +91,6 @@ def _memory_table(chosen: Chosen) -> str:
 
 
 def _choice_table(job: Job, chosen: Chosen) -> str:
-    """For every stage, the choices of each kind of site with their counts."""
     header = ["stage", "layers", "norm", "attention", "mlp", "other", "run again"]
     rows = []
     for stage in job.stages():
@@ -116,8 +113,46 @@ def _counted(names: Counter[str]) -> str:
 
 
 def _short(count: int) -> str:
-    """A large number in thousands, millions or billions."""
     for unit, size in (("billion", 1e9), ("million", 1e6)):
         if count >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count:,}"
+
+
+def _largest_terms(job: Job, chosen: Chosen) -> str:
+    """The three largest terms of the fullest rank, a line each: name, bytes, and what to switch on."""
+    fullest = max(chosen.prediction.ranks, key=lambda rank: rank.total_nbytes)
+    largest = sorted(fullest.kinds.items(), key=lambda item: -item[1])[:3]
+    buffers = max(fullest.buffers_nbytes, key=fullest.buffers_nbytes.__getitem__, default="")
+    terms = [(name, nbytes, _remedy(name, job, chosen, buffers)) for name, nbytes in largest if nbytes]
+    width = max(len(name) for name, _, _ in terms)
+    sizes = [format_nbytes(nbytes) for _, nbytes, _ in terms]
+    room = max(map(len, sizes))
+    lines = [f"  {name:<{width}}  {size:>{room}}  {told}" for (name, _, told), size in zip(terms, sizes, strict=True)]
+    return "\n".join(["largest there, and what makes it smaller:", *lines])
+
+
+def _remedy(term: str, job: Job, chosen: Chosen, buffers: str) -> str:
+    """The first switch that is not on yet and makes a term smaller; `buffers` is the largest kind of these."""
+    layout, settings = job.layout, job.settings
+    spread = "more --dp" if layout.sharded and layout.data_parallel > 1 else "--fsdp with --dp 2 or more"
+    if term == "optimizer" and settings.optimizer == "adamw":
+        return "--optimizer adamw8bit"
+    if term == "gradients" and settings.gradient_bits > 8:
+        alone = layout.micro_batches == layout.stages == layout.expert_parallel == 1
+        alone &= settings.optimizer != "adamw" and (layout.sharded or layout.data_parallel == 1)
+        return "--gradients 8" + ", or --update-in-backward" * alone
+    if term in ("parameters", "gradients", "optimizer"):
+        return f"{spread}, or more --stages"
+    if term == "buffers" and buffers == "pipeline receive":
+        return "fewer --micro-batches"
+    if term == "buffers" and buffers in ("gathered parameters", "gradient reduction"):
+        more = "--stages 2 or more: " if layout.stages == 1 else ""
+        return f"{more}embedding and output projection are gathered whole"
+    if term == "logits" and settings.loss != "chunked":
+        return "--loss chunked"
+    if term == "activations" and chosen.policy == "exact":
+        return "--policy uniform4, or --memory SIZE, which chooses"
+    if term == "activations" and not chosen.recomputed and chosen.policy != "budget":
+        return "--memory SIZE, which also chooses what runs again"
+    return "fewer tokens per micro-batch: --batch, --sequence-length, or more --tp"

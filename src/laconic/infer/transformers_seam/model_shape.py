@@ -1,8 +1,8 @@
-"""Sizes of a model for the planner of inference: by its configuration, or counted in the model itself.
+"""Sizes of a model for the planner of inference, counted in the model itself.
 
-Families of `laconic.cost.infer.FAMILIES` are read from config.json. Any other is built without memory and runs once
-without numbers, with notes in the place of attention and experts: what attention is given says how wide heads and
-caches are, and the parameters of each layer fall to attention, experts, or what runs beside them.
+It is built without memory and runs once without numbers, with notes in the place of attention and experts: what
+attention is given says how wide heads and caches are, and the parameters of each layer fall to attention, experts, or
+what runs beside them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic.cost.infer import InferenceShape
-from laconic.cost.infer.shape import is_read
+from laconic.cost.infer import MODELS, InferenceShape
 from laconic.errors import PlanError
 from laconic.infer.transformers_seam.loading import find_experts, num_positions, quiet_transformers, read_config
 from laconic.infer.transformers_seam.versions import check_transformers
@@ -26,52 +25,51 @@ _NOTES = "laconic_notes"
 
 
 def planned_shape(model: str | Path, item_nbytes: int | None = None) -> InferenceShape:
-    """Return the sizes of a model that can be planned: one of `laconic.cost.infer.MODELS`, or any that is served.
+    """Return the sizes of a model that the engine serves.
 
-    That is named by its directory, or its config.json. `item_nbytes` None are those of the configuration's dtype. A
-    PlanError if it is neither, or has no experts that an expert worker could hold; counting a family needs
-    transformers.
+    Layers that differ have the mean number of parameters, and of heads and experts the largest number. What runs
+    beside attention and experts in a layer that has experts counts as shared experts.
+
+    Args:
+        model: a directory with a config.json, or that file; weights are not read.
+        item_nbytes: bytes of a value; None: those of the configuration's dtype.
+
+    Raises:
+        PlanError: it is neither; the model has no experts that an expert worker could hold, or does not run without
+            numbers.
+        ModelError: the directory holds no model that can be served.
+        ConfigError: transformers is missing.
     """
-    if is_read(model):
-        return InferenceShape.load(model, item_nbytes)
-    check_transformers()
     path = Path(model)
     if not path.is_dir() and path.name != "config.json":
         raise PlanError(
-            f"model is {str(model)!r}, but its family is counted in a model, which needs the name config.json"
+            f"model is {str(model)!r}, but it must be a directory with a config.json, that file, or one of "
+            f"{', '.join(MODELS)}"
         )
-    return counted_shape(path if path.is_dir() else path.parent, item_nbytes)
-
-
-def counted_shape(model_dir: Path, item_nbytes: int | None = None) -> InferenceShape:
-    """Count the sizes of the model in a directory, whose weights are not read; see the module.
-
-    Layers that differ have the mean number of parameters, and of heads and experts the largest number. What runs beside
-    attention and experts in a layer that has experts counts as shared experts. A PlanError if it has no experts that an
-    expert worker could hold, or does not run without numbers.
-    """
+    check_transformers()
     from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 
+    model_dir = path if path.is_dir() else path.parent
     config = read_config(model_dir)
     with quiet_transformers():
-        model, blocks = find_experts(config)
+        built, blocks = find_experts(config)
     if not blocks:
-        why = "; ".join(unknown_experts(model)[:1]) or "it is dense"
+        why = "; ".join(unknown_experts(built)[:1]) or "it is dense"
         raise PlanError(
             f"{str(model_dir)!r} is a {config.model_type} model without experts that an expert worker could hold"
             f" ({why}); it is served whole, and there is nothing to plan"
         )
-    names = {id(module): name for name, module in model.named_modules()}
-    experts = {name: model.get_submodule(name) for name in blocks}
-    calls, top_ks = _run(model, blocks, config.model_type)
+    names = {id(module): name for name, module in built.named_modules()}
+    experts = {name: built.get_submodule(name) for name in blocks}
+    calls, top_ks = _run(built, blocks, config.model_type)
     text = config.get_text_config()
     # As the paged cache has it: many families give attention a mask alone.
     windowed = group_layers_by_attn_type(text).get("sliding_attention", [])
-    return _Counted(model, blocks, experts, calls, names).shape(
+    return _Counted(built, blocks, experts, calls, names).shape(
         name=model_dir.resolve().name,
         family=config.model_type,
         top_k=max(top_ks),
-        item_nbytes=item_nbytes or model.dtype.itemsize,
+        item_nbytes=item_nbytes or built.dtype.itemsize,
         positions=num_positions(config),
         sliding_window=text.sliding_window if windowed else None,
         num_full_layers=len(calls) - len(windowed),

@@ -38,11 +38,9 @@ def export(
     not at all.
 
     Args:
-        run_dir: of the run.
         out_dir: new, or an empty directory.
         checkpoint: a name (step-00000200) or a step; None means the latest.
         zipped: whether `laconic zip` is applied to the result.
-        merge: see above.
 
     Raises:
         ConfigError: `run_dir` is no run, or none with adapters to merge, or `out_dir` is not empty.
@@ -92,7 +90,6 @@ def export(
 
 
 def _config_with_adapters(run: Path) -> TrainConfig | None:
-    """The settings of a run that trained adapters; None for another."""
     if not (run / "config.toml").is_file():
         return None
     config = load_config(run / "config.toml")
@@ -100,7 +97,6 @@ def _config_with_adapters(run: Path) -> TrainConfig | None:
 
 
 def _adapted_model(found: Checkpoint, config: TrainConfig, merge: bool) -> Any:
-    """The PeftModel of a checkpoint, or the model of transformers with its adapters merged."""
     from transformers import AutoModelForCausalLM
 
     path = str(config.model.path)
@@ -117,7 +113,6 @@ def _adapted_model(found: Checkpoint, config: TrainConfig, merge: bool) -> Any:
 
 
 def _whole_model(found: Checkpoint, run: Path) -> Any:
-    """The model of a checkpoint that holds all weights."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification, GenerationConfig
 
     of_images = (run / PREPROCESSOR_FILE).is_file()

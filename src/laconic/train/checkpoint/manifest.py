@@ -18,11 +18,7 @@ _PLAIN_FILE = re.compile(r"[A-Za-z0-9._-]+")
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint in `path`, without its own checksum, every field of the right type.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged or of another version.
-    """
+    """The manifest of the checkpoint in `path`, without its own checksum, every field of the right type."""
     file = path / MANIFEST
     if not path.is_dir():
         raise CheckpointError(f"checkpoint {path} does not exist")
@@ -61,11 +57,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def check_file(file: Path, record: Mapping[str, Any]) -> None:
-    """Compare `file` with the size and SHA-256 of `record`, its entry in the manifest.
-
-    Raises:
-        CheckpointError: the file is missing, or one of them differs.
-    """
+    """Compare `file` with the size and SHA-256 of `record`, its entry in the manifest."""
     where = f"checkpoint {file.parent} is damaged: {file.name}"
     if not file.is_file():
         raise CheckpointError(f"{where} is missing")

@@ -88,7 +88,6 @@ def _stopped_before_a_save(run_dir: Path) -> bool:
 
 
 def _check_identity(now: dict[str, Any], then: dict[str, Any], path: Path) -> None:
-    """Check that the settings `now` are those `then`, of the checkpoint at `path`."""
     # Through JSON, like the manifest: tuples become lists.
     here = flat_settings(json.loads(json.dumps(now)))
     there = flat_settings({name: then.get(name) for name in now})

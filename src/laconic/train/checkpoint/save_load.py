@@ -101,14 +101,9 @@ def save_checkpoint(
     removed.
 
     Args:
-        run_dir: of the run.
-        world: the processes.
         model: plain, DDP- or FSDP2-wrapped, or the chunks of a pipeline.
-        optimizer: of the model.
-        step: optimizer steps done.
         identity: settings that must not change when the run is continued.
         texts: file name -> text stored beside the state.
-        keep: number of checkpoints to keep.
         zipped: whether shards are losslessly shortened (docs/zip.md); loading takes both kinds.
         adapters: whether frozen weights are left out, as they are those of another directory.
         allowed: called before anything is written; raises if nothing may be.
@@ -183,10 +178,6 @@ def find_checkpoint(run_dir: Path, world: World, name: str | None = None) -> Che
     """The checkpoint called `name` ("step-00000200", or just its step), or `latest`, every byte of it verified.
 
     All processes call it together; they share the reading.
-
-    Raises:
-        CheckpointError: there is none, or a file is missing, truncated or altered: the message names the file, what was
-            expected and found, and the newest checkpoint that is good.
     """
     root = run_dir / "checkpoints"
     # What there is, as the first process sees it: listings of a shared file system may differ for a while.
@@ -214,9 +205,6 @@ def newest_good_checkpoint(run_dir: Path, world: World, without: Collection[str]
 
     All processes call it together; they share the reading. One that is damaged is logged and passed over. What a save
     that was cut short has left is put right: `latest` names the found one, and no temporary directory stays.
-
-    Raises:
-        CheckpointError: the directory cannot be read.
     """
     root = run_dir / "checkpoints"
     error, present = None, []
@@ -326,11 +314,7 @@ def load_checkpoint(
 
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module, adapters: bool = False) -> None:
-    """Load only the weights of `checkpoint` into the plain `model`, in this process alone; of `adapters` only these.
-
-    Raises:
-        CheckpointError: they do not fit.
-    """
+    """Load only the weights of `checkpoint` into the plain `model`, in this process alone; of `adapters` only these."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
         state = {"model": _without_aliases(model.state_dict(), _frozen(model) if adapters else ())}
@@ -384,11 +368,7 @@ def _text_of_betas(optimizer: torch.optim.Optimizer) -> dict[str, str]:
 
 
 def _saved_betas(checkpoint: Checkpoint) -> BetaRanges | None:
-    """The ranges that `_text_of_betas` wrote; None if the checkpoint has none.
-
-    Raises:
-        CheckpointError: they cannot be read.
-    """
+    """The ranges that `_text_of_betas` wrote; None if the checkpoint has none."""
     text = checkpoint.text(BETAS_FILE)
     if text is None:
         return None
@@ -430,7 +410,6 @@ def _apart(local: LocalSteps, rank: int) -> dict[str, torch.Tensor]:
 def _room_for_apart(
     stored: Mapping[str, Any], of_rank: str, with_error: bool, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Empty tensors for what a checkpoint has of local steps, of the process whose keys begin with `of_rank`."""
     own = [part for part in _OWN if with_error or part != "error"]
     beginnings = tuple([f"outer/{part}/" for part in _OUTER] + [f"{of_rank}{part}/" for part in own])
     return {
@@ -442,7 +421,6 @@ def _room_for_apart(
 
 @torch.no_grad()
 def _load_apart(local: LocalSteps, apart: Mapping[str, torch.Tensor], of_rank: str, step: int) -> None:
-    """Let local steps go on from the loaded model, their common point, and what `_room_for_apart` made room for."""
     state: dict[str, Any] = {"steps": step, "common": local.parameters()}
     for prefix, parts in (("outer/", _OUTER), (of_rank, _OWN)):
         for part in parts:
@@ -452,7 +430,6 @@ def _load_apart(local: LocalSteps, apart: Mapping[str, torch.Tensor], of_rank: s
 
 
 def _frozen(model: nn.Module) -> set[tuple[int, torch.Size]]:
-    """What `_without_aliases` knows parameters without a gradient by."""
     return {_identity(parameter) for parameter in model.parameters() if not parameter.requires_grad}
 
 
@@ -479,11 +456,7 @@ def _nbytes(state: Any) -> int:
 
 @contextmanager
 def _shared_outcome(world: World, path: Path) -> Iterator[None]:
-    """Run the block, without collectives, on every process; if it fails on any, raise the same error on all.
-
-    Raises:
-        CheckpointError: with the failure of the lowest rank that has one.
-    """
+    """Run the block, without collectives, on every process; if it fails on any, raise the same error on all."""
     error: str | None = None
     cause: BaseException | None = None
     try:
@@ -507,9 +480,6 @@ def _outcome_of_dcp(world: World, path: Path) -> Iterator[None]:
 
     What fails between its steps is known here only: the others wait in DCP's collectives, where no message of ours
     reaches them, and learn of it as soon as this process ends.
-
-    Raises:
-        CheckpointError: a failure of this process, or one that all have been told.
     """
     try:
         yield
@@ -575,7 +545,6 @@ def _publish(temporary: Path, wanted: Path, keep: int) -> Path:
 
 
 def _clear_leftovers(root: Path) -> None:
-    """Remove what a save that was killed has left behind."""
     for leftover in root.glob(".*-step-*"):
         shutil.rmtree(leftover)
 
@@ -587,7 +556,6 @@ def _point_latest(root: Path, name: str) -> None:
 
 
 def _newest_good(root: Path, world: World, names: Iterable[str]) -> Checkpoint | None:
-    """The first good checkpoint of `names`, which are the same on all processes."""
     for name in names:
         with contextlib.suppress(CheckpointError):
             return _verified(root / name, world)

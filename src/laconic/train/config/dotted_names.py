@@ -35,11 +35,6 @@ def nearest(name: str, known: Iterable[str], tables: Iterable[str] = ()) -> str:
     A name may be right but in the wrong table; misspelt, shortened or an abbreviation, in its own table
     or in another; or an entry of a table with free names.
 
-    Args:
-        name: what was given.
-        known: names that may be meant.
-        tables: tables with free names.
-
     Returns:
         `; did you mean X?` for the nearest of the `known` names, or an empty string.
     """

@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 
 
 def plan_settings(plan: Plan) -> dict[str, Any]:
-    """Return values for fields of TrainConfig, as nested tables, that make a run the planned one.
-
-    Raises:
-        PlanError: the plan has what cannot be trained: tensor or expert parallelism, bf16 parameters, gradients
-            in 16 bits.
-    """
+    """Return values for fields of TrainConfig, as nested tables, that make a run the planned one."""
     model, batch, layout, settings = plan.job.model, plan.job.batch, plan.job.layout, plan.job.settings
     if layout.tensor_parallel != 1:
         raise PlanError(
@@ -66,18 +61,7 @@ def plan_settings(plan: Plan) -> dict[str, Any]:
 def check_plan(
     plan: Plan, config: TrainConfig, parallel_state: ParallelState, model_config: PretrainedConfig, chunked_loss: bool
 ) -> None:
-    """Check that a run is the one that `plan` was made for.
-
-    Args:
-        plan: the plan.
-        config: settings of the run.
-        parallel_state: processes of the run.
-        model_config: of the model that is trained.
-        chunked_loss: whether the run computes its loss in chunks.
-
-    Raises:
-        PlanError: the run differs; the message names the first difference.
-    """
+    """Check that a run is the one that `plan` was made for."""
     replicas = parallel_state.num_replicas
     world: dict[str, Any] = {
         "stages": parallel_state.num_stages,

@@ -38,12 +38,7 @@ class Setting:
 
 @cache
 def settings(cls: type, prefix: str = "") -> tuple[Setting, ...]:
-    """List the settings of a section in order, each section followed by its own.
-
-    Args:
-        cls: of the section.
-        prefix: of names.
-    """
+    """List the settings of a section in order, each section followed by its own."""
     hints, docs = get_type_hints(cls, include_extras=True), field_docs(cls)
     found: list[Setting] = []
     for field in dataclasses.fields(cls):

@@ -45,11 +45,7 @@ def load_config(path: str | os.PathLike[str] | None = None, overrides: Mapping[s
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the TOML file at `path` as nested dicts, its keys and types checked against TrainConfig.
-
-    Raises:
-        ConfigError: the file cannot be read or is not TOML, a key is unknown, or a value has the wrong type.
-    """
+    """Read the TOML file at `path` as nested dicts, its keys and types checked against TrainConfig."""
     name = os.fspath(path)
     try:
         values = parse_toml(Path(path).read_bytes().decode())
@@ -90,11 +86,7 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_config(config: TrainConfig, path: str | os.PathLike[str]) -> None:
-    """Write `config` as TOML so that `load_config(path) == config`; the file appears whole or not at all.
-
-    Raises:
-        ConfigError: the file cannot be written, or a value cannot be written as TOML.
-    """
+    """Write `config` as TOML so that `load_config(path) == config`; the file appears whole or not at all."""
     try:
         write_whole(Path(path), dump_config(config))
     except OSError as error:
@@ -153,11 +145,6 @@ def _dump(config: Any, prefix: str) -> list[str]:
 
 
 def _toml(values: Mapping[str, Any], name: str) -> str:
-    """Write `values` as TOML; `name` is what the message of an error calls them.
-
-    Raises:
-        ConfigError: a value has no TOML form.
-    """
     try:
         return tomli_w.dumps(values).rstrip("\n")
     except TypeError as error:

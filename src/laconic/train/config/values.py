@@ -114,12 +114,7 @@ def refuse_unused(section: object, names: Iterable[str], rule: str) -> None:
 
 
 def check_table(table: object, name: str) -> None:
-    """Check that the values of the free table `name` can be written into config.toml.
-
-    Raises:
-        ConfigError: a text has a NUL or a surrogate in it, an integer needs more than 64 bits, or a value is a date,
-            which no model takes and no checkpoint can hold.
-    """
+    """Check that the values of the free table `name` can be written into config.toml."""
     if isinstance(table, str) and _NO_TEXT.search(table):
         raise ConfigError(_message(name, table, _TEXT))
     if isinstance(table, int) and not -MAX_INT - 1 <= table <= MAX_INT:
@@ -136,13 +131,7 @@ def check_table(table: object, name: str) -> None:
 
 
 def refusal(errors: Iterable[ErrorDetails], cls: type, source: str | None = None) -> ConfigError:
-    """Turn what pydantic found wrong into a ConfigError in laconic's words, with the first few of the errors.
-
-    Args:
-        errors: of the ValidationError.
-        cls: the section whose values were validated.
-        source: name of the file that the values came from, if any.
-    """
+    """Turn what pydantic found wrong into a ConfigError in laconic's words, with the first few of the errors."""
     found = list(errors)
     messages = [_wording(error, cls, source) for error in found[:_MAX_ERRORS]]  # each compares with all known names
     more = [f"and {len(found) - _MAX_ERRORS} more"] if len(found) > _MAX_ERRORS else []
@@ -150,7 +139,6 @@ def refusal(errors: Iterable[ErrorDetails], cls: type, source: str | None = None
 
 
 def _wording(error: ErrorDetails, cls: type, source: str | None) -> str:
-    """Word one error."""
     kind, limits = error["type"], error.get("ctx", {})
     if kind == "value_error":
         return str(limits["error"])

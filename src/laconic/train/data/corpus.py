@@ -57,11 +57,7 @@ class TokenStream:
         return int(self._ends[-1]) if self._ends.size else 0
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Tokens [start, start + count) of the stream, int64 [count].
-
-        Raises:
-            IndexError: the range leaves the stream.
-        """
+        """Tokens [start, start + count) of the stream, int64 [count]."""
         if start < 0 or count < 0 or start + count > len(self):
             raise IndexError(f"tokens [{start}, {start + count}) are outside the stream of {len(self)}")
         out = np.empty(count, np.int64)
@@ -99,11 +95,7 @@ class TokenDataset:
     """Windows of a stream: window i holds tokens [i * T, i * T + T], so inputs and targets are its first and last T."""
 
     def __init__(self, stream: TokenStream, sequence_length: int) -> None:
-        """`sequence_length` is T.
-
-        Raises:
-            DataError: the stream is shorter than one window (T + 1 tokens).
-        """
+        """`sequence_length` is T."""
         self._stream = stream
         self._sequence_length = sequence_length
         self._num_samples = (len(stream) - 1) // sequence_length
@@ -130,11 +122,7 @@ class TokenDataset:
 
 
 def check_vocab(corpus: TokenCorpus | Examples, vocab_size: int) -> None:
-    """Check that a model with `vocab_size` embeddings has every id of the corpus.
-
-    Raises:
-        DataError: it lacks one.
-    """
+    """Check that a model with `vocab_size` embeddings has every id of the corpus."""
     if corpus.max_token >= vocab_size:
         raise DataError(
             f"the data holds token id {corpus.max_token}, but the model's vocabulary ends at {vocab_size - 1}; "
@@ -266,7 +254,6 @@ def held_out(count: int, fraction: float) -> npt.NDArray[np.bool_]:
 
 
 def _hashed(index: _Ranges) -> npt.NDArray[np.float64]:
-    """`split_mix` of each index, as numbers in [0, 1)."""
     value = index.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

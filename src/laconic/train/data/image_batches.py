@@ -31,13 +31,7 @@ class ImageBatch(NamedTuple):
 
 
 class ImageBatches:
-    """Takes batches from images.
-
-    Args:
-        corpus: the images.
-        images: flips and crops.
-        seed: of the order of samples, flips and crops.
-    """
+    """Takes batches from images."""
 
     def __init__(self, corpus: ImageCorpus, images: ImagesConfig, seed: int) -> None:
         self._corpus, self._seed = corpus, seed
@@ -63,7 +57,6 @@ class ImageBatches:
         return ImageBatch((pixels - self._mean) / self._std, torch.from_numpy(images.labels[chosen]))
 
     def _augmented(self, image: Tensor, index: int) -> Tensor:
-        """`image`, fp32 [C, H, W], flipped or not, and cropped from itself with a black border."""
         bits = split_mix(split_mix(self._seed) ^ split_mix(~index & (1 << 64) - 1))
         if self._flip and bits & 1:
             image = image.flip(-1)

@@ -67,10 +67,6 @@ def read_splits(
 
     Returns:
         One or two splits, and the names of the classes if the dataset has some.
-
-    Raises:
-        ConfigError: the library `datasets` is missing, or a column that the configuration names.
-        DataError: the files are damaged, no column holds images or labels, or several could.
     """
     try:
         from datasets import ClassLabel, Image, Value
@@ -166,7 +162,6 @@ def _split_of(file: Path, path: Path) -> str:
 
 
 def _chosen(path: Path, field: str, wanted: str | None, fitting: list[str], columns: Iterable[str]) -> str:
-    """The column that is asked for, or the only one that fits."""
     what = "images" if field == "image_column" else "labels (ClassLabel, integers or strings)"
     if wanted is not None and wanted not in fitting:
         raise ConfigError(

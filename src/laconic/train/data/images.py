@@ -81,10 +81,6 @@ def load_images(data: DataConfig, images: ImagesConfig) -> ImageCorpus:
     IDX files (train-images-idx3-ubyte, t10k-..., also .gz); or images.npy and labels.npy; or a dataset of the Hugging
     Face library. An .npz file holds x_train and y_train, x_test and y_test, or images and labels. Where there are no
     validation images, `validation_fraction` of them is held out.
-
-    Raises:
-        ConfigError: not exactly one path is given, or Pillow is missing.
-        DataError: files are missing, damaged or of different sizes, labels are not classes, or there is one class only.
     """
     if len(data.paths) != 1:
         raise ConfigError(
@@ -121,7 +117,6 @@ def load_images(data: DataConfig, images: ImagesConfig) -> ImageCorpus:
 
 
 def _hold_out(images: ImageSet, fraction: float, path: Path) -> tuple[ImageSet, ImageSet | None]:
-    """Split off `fraction` of the images, chosen by the hash of their index."""
     if fraction == 0:
         return images, None
     held_out = np.array([split_mix(index) < fraction * 2**64 for index in range(len(images))])
@@ -137,7 +132,6 @@ _Sets = tuple[ImageSet, ImageSet | None, tuple[str, ...] | None]
 
 
 def _read(path: Path, config: ImagesConfig) -> _Sets:
-    """Training images, validation images if they are apart, and the classes' names if they have some."""
     if path.is_dir():
         names = {entry.name for entry in path.iterdir()}
         if is_dataset(path):
@@ -181,7 +175,6 @@ def _no_columns(config: ImagesConfig, path: Path) -> None:
 
 
 def _dataset(path: Path, config: ImagesConfig) -> _Sets:
-    """Read a Hugging Face dataset: its split "train", and the first of those for validation."""
     splits, classes = read_splits(path, config, _VALIDATION_NAMES)
     shape: list[tuple[int, ...]] = []
     sets = [_decoded(rows.files(), rows.labels, rows.origin, config, shape) for rows in splits]
@@ -214,7 +207,6 @@ def _subfolders(path: Path) -> list[str]:
 
 
 def _read_files(part: Path, classes: list[str], config: ImagesConfig, shape: list[tuple[int, ...]]) -> ImageSet:
-    """Read all image files of the class folders."""
     files: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
@@ -272,7 +264,6 @@ def _decoded(
 
 
 def _pixels(image: Image, config: ImagesConfig, name: str) -> npt.NDArray[np.uint8]:
-    """Pixels of an image, uint8 [C, H, W], converted and resized as the configuration says."""
     if config.mode is not None:
         image = image.convert(config.mode)
     elif image.mode not in ("L", "RGB"):

@@ -63,12 +63,7 @@ class Examples:
 
 
 def load_examples(config: DataConfig, sequence_length: int) -> Examples:
-    """Read and tokenize the files of `config`; what is cut or left out is logged.
-
-    Raises:
-        DataError: a file or a line of it, which is named, is none of the two forms or has an empty answer; the
-            tokenizer has no chat template; nothing is left.
-    """
+    """Read and tokenize the files of `config`; what is cut or left out is logged."""
     if not config.paths:
         raise DataError(f"data.paths is empty, but instructions must be given: name .jsonl files; {_REMEDY}")
     tokenizer = load_tokenizer(config.tokenizer or "bytes", config.end_of_document)
@@ -165,11 +160,7 @@ def _texts(files: Sequence[Path], render: _Render) -> Iterator[_Text]:
 
 
 def _conversation(messages: Any, render: _Render, where: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a conversation, and where in it the assistant's answers are.
-
-    Raises:
-        DataError: it is no conversation with answers, or the template does not write it as one text that grows.
-    """
+    """The text of a conversation, and where in it the assistant's answers are."""
     if not isinstance(messages, list) or not all(
         isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
     ):

@@ -38,9 +38,6 @@ def global_indices(step: int, batch_size: int, accumulation: int, micro: int, ra
 
     Step `step` owns the indices [step * batch_size, (step + 1) * batch_size) whatever the number of processes;
     consecutive ranges go to micro-batches, then to processes.
-
-    Raises:
-        ConfigError: batch_size cannot be divided evenly.
     """
     per_process, rest = divmod(batch_size, accumulation * world)
     if rest or not per_process:

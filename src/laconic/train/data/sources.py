@@ -39,9 +39,6 @@ def find_files(paths: Sequence[str]) -> list[Path]:
 
     A directory contributes its files with a suffix in _TEXT_SUFFIXES, at any depth, hidden ones left out; links are
     followed. No paths mean `standard_library_files()`.
-
-    Raises:
-        DataError: a path does not exist or cannot be read, or a pattern or directory gives nothing.
     """
     if not paths:
         return standard_library_files()
@@ -97,9 +94,6 @@ def read_documents(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
 
     A .jsonl or .ndjson file holds one document per line, the string under `text_key`; any other file is one document,
     cut after line ends into pieces of about 64 KiB.
-
-    Raises:
-        DataError: the file cannot be read or is not text; the message names the file and the line or byte.
     """
     if is_jsonl(path):
         for number, record in read_records(path):
@@ -117,11 +111,7 @@ def read_documents(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
 
 
 def read_records(path: Path) -> Iterator[tuple[int, Any]]:
-    """The values of a JSONL file with the numbers of their lines, from 1; empty lines are passed over.
-
-    Raises:
-        DataError: the file is none, cannot be read, or a line is no JSON; the message names the file and the line.
-    """
+    """The values of a JSONL file with the numbers of their lines, from 1; empty lines are passed over."""
     if not is_jsonl(path):
         raise DataError(f"data.paths names {path}, but it must be a .jsonl file, with a JSON value on each line")
     try:

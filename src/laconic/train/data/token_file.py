@@ -67,9 +67,6 @@ class TokenFile:
         """Open `<stem>.bin` and `<stem>.idx`.
 
         Sizes and the index are always checked; `verify` also reads the whole .bin (about 1 GB/s).
-
-        Raises:
-            DataError: a file is missing, cut short, changed, or of another version.
         """
         bin_path, idx_path = _paths(stem)
         try:

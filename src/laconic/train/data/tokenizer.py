@@ -68,9 +68,6 @@ class JsonTokenizer:
             merges.txt, a SentencePiece model, ...), which is converted.
         end_of_document: the token that ends a document; None looks for the eos_token of the tokenizer_config.json
             beside the file, then for well-known names.
-
-    Raises:
-        DataError: there is no tokenizer, it cannot be read, or it has no such token.
     """
 
     def __init__(self, path: Path, end_of_document: str | None = None) -> None:
@@ -147,11 +144,7 @@ def bytes_per_token(tokenizer: Tokenizer, ids: npt.ArrayLike) -> float | None:
 
 
 def load_tokenizer(spec: str, end_of_document: str | None = None) -> Tokenizer:
-    """The tokenizer that `spec` names: "bytes", a tokenizer.json or a directory that holds one.
-
-    Raises:
-        DataError: see `JsonTokenizer`.
-    """
+    """The tokenizer that `spec` names: "bytes", a tokenizer.json or a directory that holds one."""
     if spec == "bytes":
         if end_of_document is not None:
             raise DataError("data.end_of_document is set, but the bytes tokenizer has its own (id 256): leave it out")
@@ -165,7 +158,6 @@ def load_tokenizer(spec: str, end_of_document: str | None = None) -> Tokenizer:
 
 
 def _converted(directory: Path) -> bytes:
-    """The tokenizer.json that transformers makes of the files in `directory`."""
     try:
         from transformers import AutoTokenizer
 

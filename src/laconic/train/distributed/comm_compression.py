@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from laconic.collectives.policy.selector import choose, prepare
 from laconic.collectives.runtime import torch_compat
 from laconic.cost.comm.seconds import MIN_CODED_NBYTES, MIN_GAIN, NOT_PREPARED, RAW, TOO_SMALL
 from laconic.errors import CheckpointError, ModelError
-from laconic.json_text import parse_json
+from laconic.json_text import parse_json, read_record
 from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.parallel_state import ParallelState
 from laconic.train.distributed.world import World
@@ -55,8 +55,6 @@ def zip_model(
     adds in the order of ranks, while torch may send less between nodes and does not wait for Python.
 
     Args:
-        modules: wrapped in DDP or FSDP2.
-        config, world, parallel_state: of the run.
         saved: the state of the run that continues here, from its checkpoint.
 
     Returns:
@@ -72,14 +70,14 @@ def zip_model(
     state = None
     ddp = [module for module in modules if isinstance(module, DistributedDataParallel)]
     if codec == "auto" and ddp and config.reduce != "q8":
-        kept = {"num_replicas": None} if saved is None else _kept_sums(saved)
-        if kept["num_replicas"] != parallel_state.num_replicas:
+        kept = None if saved is None else _kept_sums(saved)
+        if kept is None or kept.num_replicas != parallel_state.num_replicas:
             # Stages may differ; they all do as the first process does, whose answer is saved.
             coded, reason = world.gather(_sums_of_ddp(ddp, parallel_state.stage_group, world.device))[0]
-            kept = {"num_replicas": parallel_state.num_replicas, "coded": coded, "reason": reason}
-        state = json.dumps(kept)
-        if not kept["coded"]:
-            return [f"DDP: all_reduce left to torch, {kept['reason']}"], state
+            kept = _Sums(parallel_state.num_replicas, coded, reason)
+        state = json.dumps(asdict(kept))
+        if not kept.coded:
+            return [f"DDP: all_reduce left to torch, {kept.reason}"], state
     lines = []
     for module in modules:
         try:
@@ -90,24 +88,21 @@ def zip_model(
     return list(dict.fromkeys(lines)), state
 
 
-def _kept_sums(saved: str) -> dict[str, Any]:
-    """Return what `zip_model` has saved: for how many replicas, whether DDP's sums went over a codec, and why.
+@dataclass(frozen=True)
+class _Sums:
+    num_replicas: int
+    coded: bool
+    reason: str
 
-    Raises:
-        CheckpointError: it is something else.
-    """
-    kinds = {"num_replicas": int, "coded": bool, "reason": str}
+
+def _kept_sums(saved: str) -> _Sums:
     try:
-        kept = parse_json(saved)
-        for name, kind in kinds.items():
-            if type(kept[name]) is not kind:
-                raise TypeError(f"{name} is {kept[name]!r}, but it must be of type {kind.__name__}")
-    except (ValueError, KeyError, TypeError) as error:
+        return read_record(_Sums, parse_json(saved))
+    except ValueError as error:
         raise CheckpointError(
-            f"{STATE_FILE} of the checkpoint does not say whether DDP's sums went over a codec ({error!r}); continue"
+            f"{STATE_FILE} of the checkpoint does not say whether DDP's sums went over a codec ({error}); continue"
             " from another checkpoint"
         ) from None
-    return {name: kept[name] for name in kinds}
 
 
 def _sums_of_ddp(
@@ -151,9 +146,7 @@ def stage_codec(config: TrainConfig, hidden: Tensor, group: dist.ProcessGroup | 
     The decision is made once: both ends of a message have to know it.
 
     Args:
-        config: of the run.
         hidden: stands for the stages' messages, on any device.
-        group: the stages of one replica.
     """
     if config.zip == "off":
         return None, "between stages: left as it is"

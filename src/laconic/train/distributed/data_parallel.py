@@ -107,7 +107,6 @@ class RunningStatistics:
     After each step they are averaged, so that evaluations and checkpoints do not depend on the rank.
 
     Args:
-        model: plain or wrapped.
         world, num_replicas: with one replica, nothing is averaged.
     """
 

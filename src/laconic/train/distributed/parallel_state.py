@@ -56,7 +56,6 @@ def make_parallel_state(config: TrainConfig, world: World) -> ParallelState:
 
 
 def _group_of(ranks: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
-    """The group of this process among disjoint groups of `ranks`; None if it is in none."""
     own, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
     return own
 

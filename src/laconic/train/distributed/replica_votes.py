@@ -22,10 +22,7 @@ class ReplicaVotes:
 
     Args:
         config: of the run; `verify.every` says how often.
-        world: the processes.
-        parallel_state: their stages; replicas of a stage are compared with each other.
         model: plain, DDP- or FSDP2-wrapped, or the chunks of a pipeline.
-        optimizer: of the model.
         experts: parameters that not all processes hold; None if all do.
         local: of processes that train apart: their common point and outer momentum are compared.
     """
@@ -135,7 +132,6 @@ class ReplicaVotes:
 
 
 def _outer_state(model: nn.Module, local: LocalSteps) -> torch.optim.Optimizer:
-    """The outer momentum as the state of an optimizer over the model's parameters."""
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     outer = torch.optim.SGD(named.values(), lr=0.0)
     for name, momentum in local.momentum().items():

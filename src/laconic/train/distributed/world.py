@@ -38,11 +38,7 @@ class RankInfo:
 
 
 def read_environment(environment: Mapping[str, str]) -> RankInfo | None:
-    """Rank and world size by RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; None without any of the first three.
-
-    Raises:
-        ConfigError: a variable is missing, not a number, or contradicts another; the message names it.
-    """
+    """Rank and world size by RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; None without any of the first three."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     present = [name for name in names if name in environment]
     if not present:

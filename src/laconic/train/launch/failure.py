@@ -115,11 +115,6 @@ def why_no_restart(failure: Failure, earlier: list[Failure], restarts: int) -> s
 
     A signal, a hang or a lost connection has its cause outside of the program, so the same steps may go well. An
     exception may, too, unless it comes before the first step or again in the same one.
-
-    Args:
-        failure: of the last attempt.
-        earlier: those of the attempts before.
-        restarts: how many restarts are allowed in all.
     """
     if failure.kind == "refused":
         return "it would be refused again"
@@ -134,13 +129,11 @@ def why_no_restart(failure: Failure, earlier: list[Failure], restarts: int) -> s
 
 
 def _recorded(failure: ProcessFailure) -> str:
-    """What a worker wrote into its error file, "<class>: <message>", or an empty string."""
     message: Any = failure.error_file_data.get("message")
     return str(message["message"]) if isinstance(message, dict) else ""
 
 
 def _laconic_error(text: str) -> LaconicError | None:
-    """The error that a worker recorded as "<class>: <message>", if it is one of ours."""
     name, _, message = text.partition(": ")
     classes = [LaconicError]
     for cls in classes:

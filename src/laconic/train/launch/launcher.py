@@ -94,11 +94,7 @@ def launch(config: TrainConfig) -> int:
 
 
 def _check_machine(config: TrainConfig) -> None:
-    """Check before a process is started that the batch divides and this machine can hold so many processes.
-
-    Raises:
-        ConfigError: it cannot; too few cores only warn.
-    """
+    """Check before a process is started that the batch divides and this machine can hold so many processes."""
     check_division(config, config.nproc)
     memory, cores = psutil.virtual_memory(), num_cores()
     if config.nproc * _PROCESS_NBYTES > memory.total:
@@ -136,7 +132,6 @@ def _launch_workers(config: TrainConfig) -> int:
 
 
 def _attempt(config: TrainConfig, folder: Path, requests: _StopRequests) -> int | Failure:
-    """Start the processes once and wait for them. Returns the exit code, or why they failed."""
     save_config(config, folder / "config.toml")
     workers = Workers(folder, config.nproc)
     requests.workers = workers
@@ -201,8 +196,6 @@ def _newest(run_dir: Path) -> str | None:
 
 
 class _StopRequests:
-    """Requests to stop that this process has got, and the workers they are passed on to."""
-
     def __init__(self) -> None:
         self.codes: list[int] = []
         """The exit code that the first request stands for; empty without one."""
@@ -247,7 +240,6 @@ def _quiet_elastic() -> Iterator[None]:
 
 
 def _exposure(environment: Mapping[str, str]) -> str:
-    """A line for the user about the interfaces on which an externally configured process group listens."""
     interface = environment.get("GLOO_SOCKET_IFNAME") or environment.get("NCCL_SOCKET_IFNAME")
     where = f"on {interface}" if interface else "on the address of its host name"
     return (

@@ -32,8 +32,6 @@ LOOPBACK = "127.0.0.1"
 
 
 class _Local(RendezvousHandler):
-    """A rendezvous of one agent, whose store is in its own memory."""
-
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         self._store = HashStore()

@@ -27,12 +27,7 @@ def step_file(folder: Path, rank: int) -> StepFile:
 
 
 class Workers:
-    """The processes of one attempt at a run.
-
-    Args:
-        folder: of the attempt.
-        num_ranks: number of processes.
-    """
+    """The processes of one attempt at a run."""
 
     def __init__(self, folder: Path, num_ranks: int) -> None:
         self._files = [step_file(folder, rank) for rank in range(num_ranks)]

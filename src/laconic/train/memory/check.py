@@ -91,12 +91,7 @@ def check_memory(
 
 
 class Forecast:
-    """Watches a trainer until its third update; then `check` holds what was measured, and predicted if there is a plan.
-
-    Args:
-        parallel_state, trainer: of the run.
-        plan: that the run follows, if any.
-    """
+    """Watches a trainer until its third update; then `check` holds what was measured, and predicted by a plan."""
 
     def __init__(self, parallel_state: ParallelState, trainer: Trainer, plan: Plan | None) -> None:
         self.check: MemoryCheck | None = None
@@ -132,7 +127,6 @@ def _gradient_nbytes(parameter: Tensor) -> int:
 
 
 def _state_tensors(state: Any) -> Iterator[Tensor]:
-    """All tensors of an optimizer's state, but the counters of steps."""
     if isinstance(state, Tensor):
         if state.dim() > 0:
             yield local_part(state)

@@ -79,11 +79,7 @@ def build_meta(source: Any) -> nn.Module:
 
 
 def config_as(path: str, family: str) -> Any:
-    """The configuration in a directory, read as one of another family; of a model with towers its language model.
-
-    Raises:
-        ConfigError: there is no config.json, the family is not known, or not what the configuration says.
-    """
+    """The configuration in a directory, read as one of another family; of a model with towers its language model."""
     from transformers import CONFIG_MAPPING
 
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
@@ -132,7 +128,6 @@ def _config_of(path: str) -> Any:
 
 
 def _class_of(path: str, config: Any) -> Any:
-    """The class that a config names under `architectures`."""
     import transformers
 
     name = next(iter(config.architectures or ()), None)
@@ -146,7 +141,6 @@ def _class_of(path: str, config: Any) -> Any:
 
 
 def _trained_class(path: str, family: str) -> str:
-    """The class with a loss that transformers has for a family."""
     from transformers.models.auto import modeling_auto
 
     for task in ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION"):
@@ -160,11 +154,7 @@ def _trained_class(path: str, family: str) -> str:
 
 
 def usual_loss(output: Any) -> Tensor:
-    """The `loss` of what a model returns, or the mean square of its first floating-point tensor.
-
-    Raises:
-        PlanError: it has neither.
-    """
+    """The `loss` of what a model returns, or the mean square of its first floating-point tensor."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
@@ -188,14 +178,8 @@ def made_up_batches(
     """Random images or tokens with labels that the model's forward takes: keyword arguments for so many samples.
 
     Args:
-        model: of transformers.
         sequence_length: tokens of a sample of text; None takes `usual_length`.
         image_size: pixels of a side; None takes the configuration's, or 224.
-        usual_length: see `sequence_length`.
-
-    Raises:
-        PlanError: a size is given that the model has no use for; the forward takes neither `pixel_values` nor
-            `input_ids`, or refuses all kinds of labels.
     """
     config: Any = model.config
     accepted = set(inspect.signature(type(model).forward).parameters)

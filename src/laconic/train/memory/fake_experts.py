@@ -28,8 +28,6 @@ def spread_evenly(model: nn.Module, expert_parallel: int, device: str) -> None:
     """Replace the experts of a model on the meta device by the part that one of so many processes has.
 
     Args:
-        model: whose forward is traced.
-        expert_parallel: processes that share the experts of a layer.
         device: "cuda" or "cpu", by which weighted sums of rows are made.
 
     Raises:

@@ -211,7 +211,6 @@ def _grouped_flops(a: Tensor, b: Tensor, *rest: Any, **kwargs: Any) -> int:
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **kwargs: Any) -> int:
-    """Scores and weighted values; half of them are masked if attention is causal."""
     is_causal = rest[1] if len(rest) > 1 else kwargs.get("is_causal", False)
     whole = 2 * query.numel() * key.shape[-2] + 2 * query.numel() // query.shape[-1] * key.shape[-2] * value.shape[-1]
     return whole // 2 if is_causal else whole
@@ -270,7 +269,6 @@ def _without_values() -> Iterator[None]:
 
 
 def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Replace parameters and buffers by fake tensors on the CPU; what is shared stays shared."""
     made: dict[int, Any] = {}
 
     def fake(tensor: Tensor) -> Tensor:

@@ -100,8 +100,6 @@ def trace_config(
     Args:
         source: directory with a config.json, or that file; a configuration of transformers; or a model like it.
         batch: one micro-batch: samples, and tokens of each where the model takes tokens.
-        precision: of the run.
-        chunked: whether the loss is computed in chunks.
         device: "cuda" or "cpu", where losses are computed in smaller tiles.
         expert_parallel: processes that share the experts of a layer; with 1 they are the model's own modules.
         sequence_length: that of the batch if somebody has asked for it, which a model of images refuses.
@@ -143,12 +141,7 @@ def trace_model(
     Args:
         model: with sites and with layers in an nn.ModuleList or nn.Sequential, in training mode.
         inputs: keyword arguments of a training forward, made while everything is fake.
-        batch: that `inputs` makes, for the record.
         precision: of the run; bf16 parameters are made where it has them.
-        config: by which a run is recognized.
-        chunked: whether the loss is computed in chunks.
-        device: "cuda" or "cpu", where losses are computed in smaller tiles.
-        expert_parallel: processes that share the experts of a layer; with 1 they are the model's own modules.
 
     Raises:
         ModelError: it has no experts that could be shared.
@@ -245,7 +238,6 @@ def _steps(
     device: str,
     num_logits: int,
 ) -> Iterator[tuple[str, Step]]:
-    """A step of each variant."""
     name = type(runs.model).__name__
     try:
         with runs.inside():
@@ -355,7 +347,6 @@ def _likeness(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _is_number(name: str) -> bool:
-    """Whether an attribute of this name tells which layer it is."""
     return name.endswith(("idx", "index", "_id", "number", "layer_num"))
 
 
@@ -392,7 +383,6 @@ class _Repeated(nn.Module):
 
 
 def _give(given: dict[str, Any], times: int, block: nn.Module, args: Any, output: Any) -> None:
-    """Keep what a layer gave for so many that repeat it."""
     if times > 0:
         given.update(output=output, left=times)
 
@@ -424,7 +414,6 @@ def _layer(
     tensors: Sequence[tuple[str, nn.Parameter]],
     autocast: bool,
 ) -> TracedLayer:
-    """One kind of layers, of which these ran."""
     first, last = names[0], names[-1]
     own = [site for site in sites if site.name == last or site.name.startswith(f"{last}.")]
     kept = {variant: _within(last, found) for variant, found in saved.items()}
@@ -567,7 +556,6 @@ def _ends(sites: Sequence[Site], saved: _Saved, layer: int) -> tuple[tuple[Unit,
 def _workspace(
     steps: Mapping[str, Step], behind: _Saved, is_inside: Callable[[str], bool], first_layer: str, casts: int
 ) -> dict[str, Workspace]:
-    """Bytes that are alive beside what is saved, from exact and packed steps."""
     found: dict[str, dict[str, int]] = {}
     for variant in _WITH_PEAKS:
         step = steps[variant]
@@ -607,7 +595,6 @@ def _within(block: str, found: Mapping[str, int]) -> dict[str, int]:
 
 
 def _cast_nbytes(tensors: Sequence[tuple[str, Tensor]]) -> int:
-    """Bytes of the copies in bf16 that autocast makes of matrices."""
     return sum(2 * p.numel() for _, p in tensors if p.dim() == 2)
 
 

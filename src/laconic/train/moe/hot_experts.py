@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, FiniteFloat
 from torch import Tensor
 
 from laconic.errors import CheckpointError, ConfigError
-from laconic.json_text import parse_json
+from laconic.json_text import parse_json, read_record
 from laconic.moe.dispatch.staged import experts_per_rank
 from laconic.moe.huggingface import Parallelized
 from laconic.moe.parallel.grid import Grid
@@ -24,15 +25,22 @@ STATE_FILE = "expert_copies.json"
 """Name of the file in a checkpoint that holds `HotExperts.state`."""
 
 
+@dataclass(frozen=True)
+class _State:
+    expert_parallel: int | None
+    num_per_rank: int
+    num_experts: list[int]
+    copies: list[list[tuple[int, int]]]
+    loads: list[list[Annotated[int, Field(ge=0, lt=2**63)]]]
+    busiest: tuple[FiniteFloat, FiniteFloat] | None
+
+
 class HotExperts:
     """Chooses which experts have copies by the tokens that they got since the last choice.
 
     Copies change how sums are rounded, so a resumed run begins with those that it had.
 
     Args:
-        model: layers whose experts are copied.
-        grid: process groups of the layers.
-        config: `[moe]` of the run.
         saved: return value of `state` in the checkpoint that the run continues from. With another number of processes
             or experts there are no copies until the next choice.
 
@@ -59,7 +67,6 @@ class HotExperts:
         """Count the tokens of a step, and choose copies if it is time; all processes call it together.
 
         Args:
-            done: number of steps done, this one included.
             loads: tokens of each expert over all processes, by layer.
             skipped: whether the step's update was left out; then nothing is chosen after it.
         """
@@ -107,44 +114,27 @@ class HotExperts:
 
     def _restore(self, saved: str) -> None:
         try:
-            state = parse_json(saved)
-            for name, value in self._sharers().items():
-                if type(state[name]) is not type(value):
-                    raise TypeError(f"{name} is {state[name]!r}, but it must be of type {type(value).__name__}")
-            if any(state[name] != value for name, value in self._sharers().items()):
+            state = read_record(_State, parse_json(saved))
+            if any(getattr(state, name) != value for name, value in self._sharers().items()):
                 return
             placements = [placement_of(layer, number) for number, layer in enumerate(self._layers)]
             homes = [placement.slots.tolist() for placement in placements]
-            tables = [
-                _checked_copies(copies, slots, self._grid.ep.size(), self._config.copies, f"layer {number}")
-                for number, (copies, slots) in enumerate(zip(state["copies"], homes, strict=True))
-            ]
-            loads = [
-                torch.tensor(_checked_load(load, len(slots), f"layer {number}"), dtype=torch.int64, device="cpu")
-                for number, (load, slots) in enumerate(
-                    zip(state["loads"], homes if state["loads"] else [], strict=True)
-                )
-            ]
-            busiest = None if state["busiest"] is None else (float(state["busiest"][0]), float(state["busiest"][1]))
-            if not all(math.isfinite(ratio) for ratio in busiest or ()):
-                raise ValueError(f"busiest is {state['busiest']}, but it must be two finite numbers")
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            IndexError,
-            RuntimeError,
-        ) as error:  # RuntimeError: of torch, too large
+            for number, (copies, slots) in enumerate(zip(state.copies, homes, strict=True)):
+                _check_copies(copies, slots, self._grid.ep.size(), self._config.copies, f"layer {number}")
+            for number, (load, slots) in enumerate(zip(state.loads, homes if state.loads else [], strict=True)):
+                if len(load) != len(slots):
+                    raise ValueError(f"loads of layer {number} are {load}, but there are {len(slots)} experts")
+        except ValueError as error:
             raise CheckpointError(
-                f"{STATE_FILE} of the checkpoint does not say which experts have copies ({error!r}); continue from"
+                f"{STATE_FILE} of the checkpoint does not say which experts have copies ({error}); continue from"
                 " another one"
             ) from None
-        for placement, slots, copies in zip(placements, homes, tables, strict=True):
+        for placement, slots, copies in zip(placements, homes, state.copies, strict=True):
             placement.copies = ExpertCopies(copies, self._grid.ep, slots) if copies else None
-        self._loads, self._busiest = loads, busiest
+        self._loads = [torch.tensor(load, dtype=torch.int64, device="cpu") for load in state.loads]
+        self._busiest = state.busiest
 
     def _sharers(self) -> dict[str, Any]:
-        """Return what has to be equal for saved copies to apply."""
         return {
             "expert_parallel": self._config.expert_parallel,
             "num_per_rank": self._config.copies,
@@ -152,32 +142,17 @@ class HotExperts:
         }
 
 
-def _checked_copies(copies: Any, homes: Sequence[int], size: int, most: int, name: str) -> list[tuple[int, int]]:
-    """Return the (expert, process) of a layer's saved copies if it can have them.
-
-    Raises:
-        ValueError, TypeError: they are no pairs of integers, name an expert or a process that there is not or an expert
-            that the process holds already, or are more than `most` on a process.
-    """
+def _check_copies(copies: Sequence[tuple[int, int]], homes: Sequence[int], size: int, most: int, name: str) -> None:
+    """Check that a layer can have these copies, (expert, process) each."""
     num_homes = experts_per_rank(len(homes), size)
     held = {(expert, home // num_homes) for expert, home in enumerate(homes)}
-    pairs = [(expert, rank) for expert, rank in copies]
-    for expert, rank in pairs:
-        what = f"copies of {name} have expert {expert!r} on process {rank!r}"
-        if type(expert) is not int or type(rank) is not int:
-            raise TypeError(f"{what}, but both must be integers")
+    for expert, rank in copies:
+        what = f"copies of {name} have expert {expert} on process {rank}"
         if not (0 <= expert < len(homes) and 0 <= rank < size):
             raise ValueError(f"{what}, but there are {len(homes)} experts and {size} processes, from 0 on")
         if (expert, rank) in held:
             raise ValueError(f"{what}, which holds it already")
         held.add((expert, rank))
-    for rank, number in Counter(rank for _, rank in pairs).items():
+    for rank, number in Counter(rank for _, rank in copies).items():
         if number > most:
             raise ValueError(f"copies of {name} are {number} on process {rank}, but moe.copies is {most}")
-    return pairs
-
-
-def _checked_load(load: Any, num_experts: int, name: str) -> list[int]:
-    if len(load) != num_experts or not all(type(number) is int and number >= 0 for number in load):
-        raise ValueError(f"loads of {name} are {load}, but they must be {num_experts} integers from 0 on")
-    return list(load)

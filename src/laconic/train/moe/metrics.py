@@ -75,7 +75,6 @@ class ExpertMeter(Hook):
     """Hook that counts tokens, rows and bytes in the training forwards of its layers, until `take`.
 
     Args:
-        world: all processes of the run.
         num_processes: size of an EP group.
         levels: numbers of groups of an EP group at each level, without the first and the last.
     """
@@ -186,7 +185,6 @@ def schedule_of(layer: MoELayer) -> str:
 
 
 def _code_of(dispatcher: Dispatcher) -> str:
-    """Name the codec of a dispatcher's rows."""
     if isinstance(dispatcher, HierarchicalDispatcher) and dispatcher.inner_codec is not dispatcher.codec:
         return f"{_name_of(dispatcher.codec)} between nodes"
     return _name_of(getattr(dispatcher, "codec", "raw"))
@@ -231,7 +229,6 @@ def moved_rows(tokens: Tensor, ranks: Tensor, place: int, groups: Sequence[int],
 
 
 def _ratio(load: Sequence[int]) -> float:
-    """Largest load divided by the mean."""
     return max(load) * len(load) / sum(load)
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
 from laconic.cost.moe.rates import MoERates, default_moe_path
 from laconic.cost.moe.swap_period import SwapPeriod
 from laconic.errors import CheckpointError, ConfigError
-from laconic.json_text import parse_json
+from laconic.json_text import parse_json, read_record
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.huggingface import Parallelized
 from laconic.moe.parallel.grid import Grid
@@ -25,15 +26,21 @@ STATE_FILE = "experts.json"
 """Name of the file in a checkpoint that holds `Migration.state`."""
 
 
+@dataclass(frozen=True)
+class _State:
+    expert_parallel: int | None
+    num_experts: list[int]
+    num_swaps: int
+    slots: list[list[Annotated[int, Field(ge=0, lt=2**63)]]]
+    periods: list[SwapPeriod]
+
+
 class Migration:
     """Migrates experts while all layers dispatch hierarchically; with one all-to-all, experts stay where they are.
 
     All processes call each method together.
 
     Args:
-        model: layers whose experts migrate.
-        grid: process groups of the layers.
-        config: `[moe]` of the run.
         optimizer: of the experts; its state migrates with them.
         saved: return value of `state` in the checkpoint that the run continues from. Experts take the places that they
             had, if as many processes share as many experts now; otherwise they begin in logical order.
@@ -106,47 +113,28 @@ class Migration:
             self._periods = self._balancer.periods
 
     def _restore(self, saved: str) -> None:
-        """Move experts to their saved places, unless the run was saved with other EP groups or numbers of experts.
-
-        Raises:
-            CheckpointError: `saved` cannot be read.
-        """
+        """Move experts to their saved places, unless the run was saved with other EP groups or numbers of experts."""
         try:
-            state = parse_json(saved)
-            for name, value in self._sharers().items():
-                if type(state[name]) is not type(value):
-                    raise TypeError(f"{name} is {state[name]!r}, but it must be of type {type(value).__name__}")
-            if any(state[name] != value for name, value in self._sharers().items()):
+            state = read_record(_State, parse_json(saved))
+            if any(getattr(state, name) != value for name, value in self._sharers().items()):
                 return
-            least = self._config.swap_every
-            self._periods = [replace(SwapPeriod(**period), min_period=least) for period in state["periods"]]
-            if not all(type(slot) is int for one in state["slots"] for slot in one):
-                raise TypeError(f"slots are {state['slots']}, but they must be integers")
-            slots = [torch.tensor(one, dtype=torch.int64, device="cpu") for one in state["slots"]]
-            if type(state["num_swaps"]) is not int:
-                raise TypeError(f"num_swaps is {state['num_swaps']!r}, but it must be an integer")
-            self.count = state["num_swaps"]
-            if state["periods"] and len(self._periods) != len(self._layers):
+            self._periods = [replace(period, min_period=self._config.swap_every) for period in state.periods]
+            if self._periods and len(self._periods) != len(self._layers):
                 raise ValueError(f"periods are {len(self._periods)}, but there are {len(self._layers)} layers")
+            slots = [torch.tensor(one, dtype=torch.int64, device="cpu") for one in state.slots]
             for number, (layer, one) in enumerate(zip(self._layers, slots, strict=True)):
                 self._mover.placement(number).check(one)
                 wanted = self._periods[number].pairs if self._periods else ()
                 if not all(0 <= place < layer.gate.num_experts for pair in wanted for place in pair):
                     raise ValueError(f"pairs of layer {number} are {wanted}, which are not all slots of it")
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            RuntimeError,
-        ) as error:  # RuntimeError: of torch, too large
+        except ValueError as error:
             raise CheckpointError(
-                f"{STATE_FILE} of the checkpoint does not say where experts are ({error!r}); continue from another one"
+                f"{STATE_FILE} of the checkpoint does not say where experts are ({error}); continue from another one"
             ) from None
+        self.count = state.num_swaps
         self._mover.move([*slots])
 
     def _sharers(self) -> dict[str, Any]:
-        """Return what has to be equal for a saved placement to apply."""
         return {
             "expert_parallel": self._config.expert_parallel,
             "num_experts": [layer.gate.num_experts for layer in self._layers],

@@ -31,8 +31,6 @@ _BIAS_RATE = 1e-3
 
 @dataclass(frozen=True)
 class _Seen:
-    """Decisions of one router in one call."""
-
     probabilities: Tensor
     """fp32 [E], mean over tokens; with a graph."""
     counts: Tensor
@@ -50,7 +48,6 @@ class Routers:
     Args:
         model: gets a forward hook on each router.
         blocks: of `model`, with their routers known.
-        world: all processes of the run.
         aux_loss_coef, z_loss_coef, bias_rate: coefficients of `[moe]`; 0 turns a term off.
     """
 
@@ -94,9 +91,6 @@ class Routers:
 
         Returns:
             fp32, 0-dim, with a graph if any router was called; None if both coefficients are 0.
-
-        Raises:
-            ModelError: the logits of routers have no graph.
         """
         seen = [one for calls in self._seen.values() for one in calls]
         for name, calls in self._seen.items():
@@ -167,8 +161,6 @@ class Routers:
         return f"routers: {found or 'nothing balances them'}"
 
     def _watch(self, name: str, num_experts: int) -> Callable[[nn.Module, Any, Any], None]:
-        """Make the forward hook that records the decisions of router `name`."""
-
         def watch(router: nn.Module, _: Any, out: Any) -> None:
             if not router.training:
                 return
@@ -242,9 +234,6 @@ def _decision(name: str, out: Any, num_experts: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         Logits, fp32 [n, E], and chosen experts, int64 [n, k].
-
-    Raises:
-        ModelError: one of them is missing.
     """
     parts = [part for part in (out if isinstance(out, tuple | list) else (out,)) if isinstance(part, Tensor)]
     logits = [part for part in parts if part.is_floating_point() and part.shape[-1] == num_experts]
@@ -267,9 +256,6 @@ def watch_routers(model: nn.Module, config: TrainConfig, world: World) -> tuple[
     Returns:
         The routers and a line that describes their balancing; None and a line with the reason where nothing balances
         them; None, None for a dense model.
-
-    Raises:
-        ConfigError: this model cannot be balanced as the configuration asks.
     """
     moe = config.moe
     if moe.gate is not None:
@@ -327,11 +313,7 @@ def watch_routers(model: nn.Module, config: TrainConfig, world: World) -> tuple[
 
 
 def _check_alike(model: nn.Module, blocks: Mapping[str, Block], aux_loss_coef: float) -> None:
-    """Check that all layers have the same number of experts, which the balance loss needs.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Check that all layers have the same number of experts, which the balance loss needs."""
     sizes = {block.num_experts for block in blocks.values()}
     if aux_loss_coef and len(sizes) > 1:
         raise ConfigError(

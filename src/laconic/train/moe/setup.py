@@ -40,11 +40,7 @@ _ROWS = BlockFormat("int8", 128)
 
 
 def check_experts(config: TrainConfig, world: World) -> None:
-    """Check that `[moe]` fits the number of processes of the run.
-
-    Raises:
-        ConfigError: the size of an EP group, its levels or the depth does not fit.
-    """
+    """Check that `[moe]` fits the number of processes of the run."""
     moe, size = config.moe, config.moe.expert_parallel or 1
     if world.size % size:
         raise ConfigError(
@@ -75,13 +71,7 @@ def level_sizes(config: TrainConfig) -> tuple[int, ...]:
 
 
 class SpreadExperts:
-    """The expert parallel layers of a run, with their metrics, autotuning, migration and copies.
-
-    Args:
-        model: the layers and their process groups.
-        meter: hook of these layers that counts their traffic.
-        config: of the run.
-    """
+    """The expert parallel layers of a run, with their metrics, autotuning, migration and copies."""
 
     def __init__(self, model: Parallelized, meter: ExpertMeter, config: TrainConfig) -> None:
         self.model = model
@@ -97,9 +87,6 @@ class SpreadExperts:
         """Choose how every layer runs, with `dispatcher = "auto"`; with another one, do nothing.
 
         All processes call it together, before the model is wrapped, as layers are measured on their own.
-
-        Args:
-            example: runs a forward of the model.
 
         Raises:
             ConfigError: nothing can be predicted from the layers or the rates.
@@ -125,7 +112,6 @@ class SpreadExperts:
         """Set up expert migration or copies if the configuration asks for them; all processes call it together.
 
         Args:
-            optimizer: as for `Migration`.
             saved: from a name of `states` to the text in the checkpoint that the run continues from; None if it has
                 none.
 
@@ -172,7 +158,6 @@ class SpreadExperts:
         """Collect the metrics of a step, and migrate or copy experts where that pays; all processes call it together.
 
         Args:
-            done: number of steps done, this one included.
             skipped: whether the step's update was left out; then no expert migrates, and none is copied anew.
 
         Returns:

@@ -37,9 +37,6 @@ def compare(
 
     The report is one file without references to anything outside it. Files missing inside a run show as "-" and are
     named under the table.
-
-    Raises:
-        DataError: a directory is no run, or `out` cannot be written.
     """
     runs = load_runs(run_dirs)
     rows = summary_rows(runs)
@@ -55,7 +52,6 @@ def compare(
 
 
 def _page(runs: Sequence[Run], rows: Sequence[Row], differences: Sequence[Row]) -> str:
-    """A complete HTML document about `runs`, with the tables `rows` and `differences`."""
     data = {
         "version": laconic.__version__,
         "verdicts": [_verdict(run, runs[0]) for run in runs[1:]],
@@ -147,7 +143,7 @@ def _run_data(run: Run, first: Run) -> dict[str, Any]:
         "memory": downsample(run.series("memory_nbytes")),
         "peak_memory": downsample(run.series("peak_memory_nbytes")),
         "wire": _sent(run, "wire_nbytes"),
-        "wire_raw": [] if run.wire_raw_nbytes == run.wire_nbytes else _sent(run, "wire_raw_nbytes"),
+        "wire_raw": [] if run.median("wire_raw_nbytes") == run.median("wire_nbytes") else _sent(run, "wire_raw_nbytes"),
         "sites": sites_chart(run),
         "experts": experts_chart(run),
         "timeline": timeline_chart(run),
@@ -167,13 +163,11 @@ def _smoothed(points: Points) -> Points:
 
 
 def _gap(points: Points, reference: Points) -> Points:
-    """Difference to `reference` at the steps that both have."""
     values = {step: value for step, value in reference if math.isfinite(value)}
     return [(step, value - values[step]) for step, value in points if step in values]
 
 
 def _kinds(value: Any) -> dict[str, float]:
-    """A {kind: bytes per token} table, largest first; empty if the file does not hold one."""
     if not isinstance(value, dict):
         return {}
     kinds = {

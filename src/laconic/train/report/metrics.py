@@ -119,11 +119,7 @@ class MetricsWriter:
 
 
 def check_tensorboard() -> None:
-    """Check that TensorBoard is installed.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Check that TensorBoard is installed."""
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError("tensorboard is True, but TensorBoard is not installed: pip install 'laconic[tensorboard]'")
 
@@ -268,7 +264,6 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cut what follows the last line end: a process died while writing it."""
     if not path.exists():
         return
     with open(path, "r+b") as file:

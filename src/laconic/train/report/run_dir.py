@@ -72,7 +72,6 @@ def claim_run_dir(lock: RunLock, run_dir: Path, resume: bool, world: World, own:
 
 
 def _check(run_dir: Path, resume: bool) -> None:
-    """Check that a run can begin, or go on, in `run_dir`."""
     shown = f"run_dir is {str(run_dir)!r}"
     try:
         if resume:
@@ -103,11 +102,7 @@ def _is_of_a_beginning(name: str) -> bool:
 
 
 def latest_name(run_dir: Path) -> str | None:
-    """The name in `<run_dir>/checkpoints/latest`, or None when there is no such file.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
+    """The name in `<run_dir>/checkpoints/latest`, or None when there is no such file."""
     file = run_dir / "checkpoints" / "latest"
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
@@ -118,11 +113,7 @@ def latest_name(run_dir: Path) -> str | None:
 
 
 def checkpoint_names(run_dir: Path) -> list[str]:
-    """The names of the checkpoints in `run_dir`, newest first; of one step that was saved again, the later one first.
-
-    Raises:
-        CheckpointError: they cannot be listed.
-    """
+    """The names of the checkpoints in `run_dir`, newest first; of a step that was saved again, the later one first."""
     folder = run_dir / "checkpoints"
     try:
         names = os.listdir(folder)

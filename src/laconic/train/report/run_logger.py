@@ -249,8 +249,6 @@ def closing_words(
     """The closing text of a run: results, cost, and what to do next.
 
     Args:
-        summary: as in summary.json.
-        run_dir, config: of the run.
         unit: what speed and bytes are counted per.
         exports: whether the model is one of transformers', which an export needs.
         kept: what the report of the compression measured in fp32, before and after, bytes per unit, or None.
@@ -349,7 +347,6 @@ def _chunks(run: Timeline) -> int:
 
 
 def _wire_words(summary: dict[str, Any]) -> list[str]:
-    """Lines on the bytes that a process sends, and would send uncoded; none for a single process."""
     sent, raw = summary["wire_nbytes_per_step"], summary["wire_raw_nbytes_per_step"]
     if not sent:
         return []

@@ -76,7 +76,7 @@ class Run:
     @property
     def bytes_per_token(self) -> float | None:
         """UTF-8 bytes of text per token of the data, or None."""
-        recorded = _number(self.summary, "bytes_per_token")
+        recorded = number(self.summary, "bytes_per_token")
         if recorded is not None and math.isfinite(recorded) and recorded > 0:
             return float(recorded)
         return 1.0 if self.tokenizer == "bytes" else None
@@ -101,7 +101,7 @@ class Run:
     def validation_accuracy(self) -> float | None:
         """Last share of the validation samples classified correctly; None where the task has no classes."""
         shares = self.series("validation_accuracy")
-        return shares[-1][1] if shares else _number(self.summary, "validation_accuracy")
+        return shares[-1][1] if shares else number(self.summary, "validation_accuracy")
 
     def median(self, field: str) -> float | None:
         """Median of `field` over the steps, without the first one, which pays for warming up."""
@@ -112,7 +112,7 @@ class Run:
     def steps(self) -> int | None:
         """Steps that were trained."""
         losses = [row["step"] for row in self.rows if _is_number(row.get("loss"))]
-        return losses[-1] if losses else _number(self.summary, "steps", int)
+        return losses[-1] if losses else number(self.summary, "steps", int)
 
     def until(self, step: int) -> Run:
         """The run as it was after `step` steps, as far as its metrics tell."""
@@ -120,20 +120,14 @@ class Run:
         return replace(self, rows=[row for row in self.rows if row["step"] <= step], summary=summary)
 
     def _summary_loss(self, key: str) -> float | None:
-        value = _number(self.summary, key)
+        value = number(self.summary, key)
         return None if value is None or self.loss_scale is None else float(value) * self.loss_scale
 
     @property
     def loss(self) -> float | None:
         """Training loss, mean of the last LOSS_WINDOW steps."""
-        means = self._mean_losses()
+        means = self.mean_losses()
         return means[-1] if means else self._summary_loss("loss")
-
-    @property
-    def best_loss(self) -> float | None:
-        """Lowest mean of LOSS_WINDOW consecutive training losses."""
-        means = [mean for mean in self._mean_losses() if math.isfinite(mean)]
-        return min(means, default=None)
 
     @property
     def validation_loss(self) -> float | None:
@@ -151,30 +145,14 @@ class Run:
     def tokens_per_second(self) -> float | None:
         """Tokens, or images, per second, median over steps."""
         name = f"{self.unit}s_per_second"
-        return self.median(name) or _number(self.summary, name)
+        return self.median(name) or number(self.summary, name)
 
     @property
     def peak_memory_nbytes(self) -> float | None:
         """Most memory a process held in any start; of one that was killed (no summary), rank 0 after a step."""
         names = ("peak_memory_nbytes", "earlier_peak_memory_nbytes")
-        of_all = [nbytes for name in names if (nbytes := _number(self.summary, name)) is not None]
+        of_all = [nbytes for name in names if (nbytes := number(self.summary, name)) is not None]
         return max([*of_all, *(value for _, value in self.series("peak_memory_nbytes"))], default=None)
-
-    @property
-    def wire_nbytes(self) -> float | None:
-        """Bytes that a process sends per step, median."""
-        return self.median("wire_nbytes")
-
-    @property
-    def wire_raw_nbytes(self) -> float | None:
-        """Bytes that a process would send per step without lossless coding, median."""
-        return self.median("wire_raw_nbytes")
-
-    @property
-    def wire_ratio(self) -> float | None:
-        """Bytes without lossless coding over bytes sent; None where nothing is sent."""
-        raw, sent = self.wire_raw_nbytes, self.wire_nbytes
-        return raw / sent if raw and sent else None
 
     @property
     def collectives_table(self) -> str | None:
@@ -192,18 +170,8 @@ class Run:
     @property
     def kept_nbytes_per_token(self) -> float | None:
         """Bytes kept for backward per token or image."""
-        kept = _number(self.activations, "after_nbytes_per_token")
-        return kept if kept is not None else _number(self.summary, f"saved_nbytes_per_{self.unit}")
-
-    @property
-    def exact_nbytes_per_token(self) -> float | None:
-        """Bytes that the unmodified model keeps for backward per token, in the precision of the run."""
-        return _number(self.activations, "before_nbytes_per_token")
-
-    @property
-    def bf16_nbytes_per_token(self) -> float | None:
-        """Bytes per token that the unmodified model in bf16 would keep."""
-        return _number(self.summary, f"bf16_nbytes_per_{self.unit}")
+        kept = number(self.activations, "after_nbytes_per_token")
+        return kept if kept is not None else number(self.summary, f"saved_nbytes_per_{self.unit}")
 
     @property
     def activation_setting(self) -> str | None:
@@ -218,7 +186,8 @@ class Run:
         block = self.config.get("activations.block_size")
         return f"{name} b{block}" + ("" if mode == "sites" else f" {mode}")
 
-    def _mean_losses(self) -> list[float]:
+    def mean_losses(self) -> list[float]:
+        """Means of LOSS_WINDOW consecutive training losses."""
         losses = [value for _, value in self.series("loss")]
         window = min(LOSS_WINDOW, len(losses))
         if not window:
@@ -265,11 +234,7 @@ def _in_one_unit(runs: list[Run]) -> list[Run]:
 
 
 def _load_run(path: Path, name: str) -> Run:
-    """Read the run directory `path`.
-
-    Raises:
-        DataError: it does not exist or holds none of a run's files.
-    """
+    """Read the run directory `path`."""
     if not path.is_dir():
         raise DataError(f"{path} is not a directory; give run directories, e.g. runs/20260102-030405")
     if not any((path / file).exists() for file in _FILES):
@@ -324,7 +289,6 @@ def _read_rows(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _rule_broken_by(field: str, value: Any) -> str | None:
-    """What a measurement would have to be; None if it is that."""
     if value is None or field not in (*_LOSSES, *_MEASURES, LOADS):
         return None
     if field == LOADS:
@@ -361,6 +325,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _number(table: Mapping[str, Any], key: str, kind: type[int] | type[float] = float) -> Any:
+def number(table: Mapping[str, Any], key: str, kind: type[int] | type[float] = float) -> Any:
+    """The number under a key of a table, None if there is none."""
     value: Any = table.get(key)
     return kind(value) if _is_number(value) else None

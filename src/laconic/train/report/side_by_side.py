@@ -13,7 +13,7 @@ from laconic.json_text import json_number
 from laconic.text_columns import columns
 from laconic.train.config.dotted_names import flat_settings
 from laconic.train.config.schema import FINE_TUNING_RATE, PRETRAINING_RATE, TrainConfig
-from laconic.train.report.run_reader import LOSS_WINDOW, Run, default_format, last_common_step
+from laconic.train.report.run_reader import LOSS_WINDOW, Run, default_format, last_common_step, number
 
 _MISSING = "-"
 """Stands where a run does not tell."""
@@ -78,7 +78,7 @@ def summary_rows(runs: Sequence[Run]) -> list[Row]:
         row(f"validation loss, best{unit}", lambda run: run.best_validation_loss, loss, equally_long),
         row(f"train loss, last {LOSS_WINDOW} steps{unit}", lambda run: run.loss, loss, equally_long),
         *at_common_step("loss", f"train loss, {LOSS_WINDOW} steps to step", lambda run: run.loss),
-        row(f"train loss, best {LOSS_WINDOW} steps{unit}", lambda run: run.best_loss, loss, equally_long),
+        row(f"train loss, best {LOSS_WINDOW} steps{unit}", _best_loss, loss, equally_long),
         *(
             [row("validation accuracy", lambda run: run.validation_accuracy, _Form("{:.4f}".format, False, False))]
             if any(run.validation_accuracy is not None for run in runs)
@@ -87,11 +87,11 @@ def summary_rows(runs: Sequence[Run]) -> list[Row]:
         row(f"{per}s/s, median", lambda run: run.tokens_per_second, _Form("{:,.0f}".format, True, False)),
         row("peak memory of a process", lambda run: run.peak_memory_nbytes, nbytes),
         row(f"kept for backward per {per}", lambda run: run.kept_nbytes_per_token, nbytes),
-        row("unmodified model keeps", lambda run: run.exact_nbytes_per_token, nbytes),
-        row("unmodified model in bf16 keeps", lambda run: run.bf16_nbytes_per_token, nbytes),
-        row("sent by a process per step", lambda run: run.wire_nbytes, nbytes),
-        row("before lossless coding", lambda run: run.wire_raw_nbytes, nbytes),
-        row("lossless coding's ratio", lambda run: run.wire_ratio, _Form("{:.3f}".format, False, False)),
+        row("unmodified model keeps", lambda run: number(run.activations, "before_nbytes_per_token"), nbytes),
+        row("unmodified model in bf16 keeps", lambda run: number(run.summary, f"bf16_nbytes_per_{run.unit}"), nbytes),
+        row("sent by a process per step", methodcaller("median", "wire_nbytes"), nbytes),
+        row("before lossless coding", methodcaller("median", "wire_raw_nbytes"), nbytes),
+        row("lossless coding's ratio", _wire_ratio, _Form("{:.3f}".format, False, False)),
         *(
             row(label, methodcaller("median", field), _Form("{:.3f}".format, False, lower_is_better))
             for label, field, lower_is_better in (
@@ -101,6 +101,15 @@ def summary_rows(runs: Sequence[Run]) -> list[Row]:
             if any(run.series(field) for run in runs)
         ),
     ]
+
+
+def _best_loss(run: Run) -> float | None:
+    return min(filter(math.isfinite, run.mean_losses()), default=None)
+
+
+def _wire_ratio(run: Run) -> float | None:
+    raw, sent = run.median("wire_raw_nbytes"), run.median("wire_nbytes")
+    return raw / sent if raw and sent else None
 
 
 def config_differences(runs: Sequence[Run]) -> list[Row]:
@@ -142,8 +151,6 @@ def text_table(runs: Sequence[Run], rows: Sequence[Row], differences: Sequence[R
 
 @dataclass(frozen=True)
 class _Form:
-    """Formatting and rating of a measure."""
-
     write: Callable[[float], str]
     relative: bool
     """The difference is a share of the first run's value rather than a number of the same unit."""

@@ -32,9 +32,6 @@ class WandbRun:
     Args:
         run_dir: of the run; wandb's files go to `run_dir`/wandb.
         settings: of the run, shown as its configuration.
-
-    Raises:
-        ConfigError: wandb is not installed, or cannot begin a run.
     """
 
     def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
@@ -86,9 +83,6 @@ def check_wandb() -> None:
     """Check that wandb is installed and, unless it is offline, that it knows whose account it is for.
 
     On a terminal wandb asks for the account.
-
-    Raises:
-        ConfigError: it is not installed, or there is no account.
     """
     if importlib.util.find_spec("wandb") is None:
         raise ConfigError("wandb is True, but Weights & Biases is not installed: pip install 'laconic[wandb]'")

@@ -110,7 +110,6 @@ class InstructionTuning(LanguageModeling):
         return None
 
     def _chosen(self, indices: range) -> npt.NDArray[np.int64]:
-        """Numbers of the examples at `indices` of the run's order."""
         train = self._examples.train
         return train[[sample_id(self._config.seed, index, len(train)) for index in indices]]
 

@@ -47,7 +47,6 @@ class LanguageModeling(Task):
         self.fingerprint = self._corpus.fingerprint
 
     def _begin(self, config: TrainConfig, world: World, parallel_state: ParallelState) -> None:
-        """Take the settings, before any data is read."""
         _check_batch(config, parallel_state.num_replicas)
         self._config = config
         self._device_type = world.device.type
@@ -132,7 +131,6 @@ class LanguageModeling(Task):
         return self._config.data.tokenizer or "bytes"
 
     def _chunks_loss(self, num_entries: int) -> bool:
-        """Decide whether the loss is computed in chunks; with "auto", if there are more logits than one tile holds."""
         from laconic.activations.whole_model.loss import TILES
 
         chosen = self._config.activations
