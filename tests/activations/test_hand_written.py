@@ -221,6 +221,31 @@ def test_a_mixer_that_does_not_repeat_itself_stays_exact_and_the_log_says_so(
         assert relative_error(grad, expected[2][name]) < 0.03, name
 
 
+class Masked(nn.Module):
+    """Attention with a mask, which it returns in front of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.value = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.query(x) @ x.transpose(1, 2)
+        return mask.float(), self.value(torch.softmax(scores.masked_fill(mask == 0, -1e9), -1) @ x)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
+def test_a_mask_of_the_shape_of_the_input_is_no_input(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    exact, found = nn.ModuleList([Masked()]), []
+    model, x = copy.deepcopy(exact), torch.randn(2, 32, 32, requires_grad=True)
+    mask = torch.eye(32).expand(2, 32, 32).logical_or(torch.rand(2, 32, 32) > 0.5).to(dtype)
+    laconic.compress_activations(model, bits=8)
+    for each in (exact, model):
+        (each[0](x, mask)[1] * 2).square().sum().backward()
+        found.append(gradients_of(each))
+    assert relative_error(everything(found[1]), everything(found[0])) < 0.05
+
+
 MAPS: list[Tensor] = []
 
 
