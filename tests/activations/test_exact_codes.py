@@ -114,6 +114,31 @@ def test_half_precision_has_the_same_bits_too(name: str, dtype: torch.dtype) -> 
     assert after < before
 
 
+_INF = float("inf")
+LIMITS: dict[str, Callable[[Tensor], Tensor]] = {
+    "no upper end": lambda x: F.hardtanh(x, 0.0, _INF),
+    "no lower end": lambda x: F.hardtanh(x, -_INF, 0.7),
+    "between the numbers of 16 bits": lambda x: F.hardtanh(x, -0.3, 0.7),
+    "nothing inside": lambda x: F.hardtanh(x, 1.0, 1.001),
+    "threshold": lambda x: F.threshold(x, 0.1, 7.0),
+    "threshold below all": lambda x: F.threshold(x, -1e6, 7.0),
+    "softshrink": lambda x: F.softshrink(x, 0.3),
+    "hardshrink": lambda x: F.hardshrink(x, 0.7),
+    "hardshrink of all": lambda x: F.hardshrink(x, -1.0),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), grid(list(LIMITS), [torch.float32, torch.bfloat16, torch.float16]))
+def test_any_limits_of_a_step_have_its_gradient(name: str, dtype: torch.dtype) -> None:
+    model = Computes(LIMITS[name])
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+    x.view(-1)[:1000] = torch.tensor([0.1, 0.3, -0.3, 0.7, -0.7, 1.0, 1.001, 0.0]).repeat(125)
+    _, expected, _ = step(model, x.to(dtype))
+    laconic.compress_activations(model, mode="hooks", example_inputs={"x": x.to(dtype)})
+    _, got, _ = step(model, x.to(dtype))
+    assert torch.equal(got, expected)
+
+
 # Functions whose derivative jumps, where, and how steep it is elsewhere.
 JUMPS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
     "hardswish": (F.hardswish, 3.0, 1 / 3),

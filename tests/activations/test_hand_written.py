@@ -221,6 +221,31 @@ def test_a_mixer_that_does_not_repeat_itself_stays_exact_and_the_log_says_so(
         assert relative_error(grad, expected[2][name]) < 0.03, name
 
 
+class Masked(nn.Module):
+    """Attention with a mask, which it returns in front of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.value = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.query(x) @ x.transpose(1, 2)
+        return mask.float(), self.value(torch.softmax(scores.masked_fill(mask == 0, -1e9), -1) @ x)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
+def test_a_mask_of_the_shape_of_the_input_is_no_input(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    exact, found = nn.ModuleList([Masked()]), []
+    model, x = copy.deepcopy(exact), torch.randn(2, 32, 32, requires_grad=True)
+    mask = torch.eye(32).expand(2, 32, 32).logical_or(torch.rand(2, 32, 32) > 0.5).to(dtype)
+    laconic.compress_activations(model, bits=8)
+    for each in (exact, model):
+        (each[0](x, mask)[1] * 2).square().sum().backward()
+        found.append(gradients_of(each))
+    assert relative_error(everything(found[1]), everything(found[0])) < 0.05
+
+
 MAPS: list[Tensor] = []
 
 
@@ -559,6 +584,30 @@ def test_functions_of_torch_may_get_their_arguments_by_name(names: tuple[str, st
         found.append((y.detach(), gradients_of(each)))
     assert torch.equal(found[0][0], found[1][0])
     assert relative_error(everything(found[1][1]), everything(found[0][1])) < 0.02
+
+
+class Turning(nn.Module):
+    """Turns what is made of a norm, by lists that it writes to afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places, sizes = [0, 2, 1], [32, 32]
+        y = F.gelu(self.into(x)).permute(places)
+        left, right = y.split(sizes, 1)
+        places[:], sizes[:] = [0, 1, 2], [16, 48]
+        return self.out(torch.cat((right, left), 1).transpose(1, 2)) + self.out(y.transpose(1, 2))  # type: ignore[no-any-return]
+
+
+def test_lists_among_arguments_may_change_later() -> None:
+    model, x = Turning(), torch.randn(4, 64, 64)
+    twin = copy.deepcopy(model)
+    laconic.compress_activations(twin, bits=8)
+    for each in (model, twin):
+        each(x).square().sum().backward()
+    assert relative_error(everything(gradients_of(twin)), everything(gradients_of(model))) < 0.02
 
 
 def test_a_relu_passes_on_the_gradient_of_what_is_not_a_number() -> None:

@@ -310,6 +310,31 @@ def test_num_items_divides_instead_of_the_count() -> None:
         assert torch.equal(linear_cross_entropy(hidden, weight, labels, num_items=num_items), total / 17)
 
 
+@pytest.mark.parametrize("format", [None, BlockFormat("int8")])
+def test_a_divisor_may_change_after_forward(format: BlockFormat | None) -> None:
+    hidden, weight, _, labels = problem((40,), dtype=torch.float32)
+    num_items = torch.tensor(17)
+    of_number, of_tensor = (
+        linear_cross_entropy(hidden, weight, labels, num_items=number, format=format) for number in (17, num_items)
+    )
+    num_items.add_(100)
+    found = (gradients(loss, (hidden, weight)) for loss in (of_tensor, of_number))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_entries_that_a_bias_rules_out_count_nothing(reduction: Any) -> None:
+    hidden, weight, _, labels = problem()
+    bias = torch.zeros(53, dtype=torch.float64)
+    bias[:26] = -torch.inf  # several tiles of them
+    labels = torch.where(labels == IGNORED, labels, labels.clamp(min=26))
+    expected = plain_loss(hidden, weight, labels, bias=bias, reduction=reduction)
+    got = linear_cross_entropy(hidden, weight, labels, bias=bias, reduction=reduction)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    for mine, theirs in zip(gradients(got, (hidden, weight)), gradients(expected, (hidden, weight)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+
+
 def test_autocast_decides_the_dtype_of_the_products() -> None:
     hidden, weight, _, labels = problem((64,), 120, 32, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

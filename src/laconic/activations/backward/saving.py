@@ -21,7 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from laconic.activations.backward.replay import Attributes, Forgetting, Replay, attributes_kept, swapped_parameters
+from laconic.activations.backward.replay import (
+    Attributes,
+    Forgetting,
+    Replay,
+    attributes_kept,
+    swapped_parameters,
+    wanted,
+)
 from laconic.activations.host.storages import laid_out, overlaps
 from laconic.activations.host.traceable import untraced
 from laconic.activations.keep.kept import Kept, Memo, take_all
@@ -288,6 +295,7 @@ class SecondRun(Forgetting):
         "_saved",
         "_strides",
         "_values",
+        "_wanted",
     )
 
     def __init__(
@@ -307,6 +315,7 @@ class SecondRun(Forgetting):
         self._saved: list[int] = []
         self._values: list[Tensor | None] = []
         self._output: Tensor | None = None
+        self._wanted = [(x, x.requires_grad) for x in parameters]
         self._attributes = Attributes((module,), name, numbers=True)
 
     def first(self, *inputs: Tensor) -> Any:
@@ -358,7 +367,14 @@ class SecondRun(Forgetting):
         state = tuple(saved)
         collecting = _Collecting()
         again, parameters = self._replay.again(state), swapped_parameters(self._module, self._own)
-        with again, parameters, attributes_kept((self._module,)), self._attributes.run(), torch.enable_grad():
+        with (
+            again,
+            parameters,
+            wanted(self._wanted),
+            attributes_kept((self._module,)),
+            self._attributes.run(),
+            torch.enable_grad(),
+        ):
             inputs = self._rebuilt(codes, others)
             _push(collecting.collect, collecting.give)
             try:

@@ -148,8 +148,18 @@ def note_parts(func: Callable[..., Any], args: Any, kwargs: Any, result: Any) ->
     whole = found(args[0]) if args and isinstance(args[0], Tensor) else None
     if whole is None or any(isinstance(leaf, Tensor) for leaf in args[1:]):
         return
+    rest, kwargs = kept_arguments(args[1:], kwargs)
     for index, part in enumerate(result if isinstance(result, tuple | list) else ()):
-        attach(part, derive(_part(func, args[1:], kwargs, index), (whole,), (), whole.origin))
+        attach(part, derive(_part(func, rest, kwargs, index), (whole,), (), whole.origin))
+
+
+def kept_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments to call again with in backward: lists, such as of sizes, are the caller's and may change."""
+    return tuple(map(_kept, args)), {name: _kept(value) for name, value in kwargs.items()}
+
+
+def _kept(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _part(func: Callable[..., Any], args: Any, kwargs: Any, index: int) -> Callable[[Tensor], Tensor]:

@@ -30,7 +30,7 @@ from laconic.activations.forwards.base import BlockMode, SiteForward
 from laconic.activations.forwards.checkpoint import runs_twice
 from laconic.activations.forwards.dropout import dropout
 from laconic.activations.forwards.elementwise import activation, is_worth_packing
-from laconic.activations.forwards.feedforward import PARTS, PRODUCTS, is_made, note_parts
+from laconic.activations.forwards.feedforward import PARTS, PRODUCTS, is_made, kept_arguments, note_parts
 from laconic.activations.host.patched import NATIVE, unpatched
 from laconic.activations.keep.choice import Packing
 from laconic.activations.keep.kept import attach, derive, found
@@ -209,5 +209,5 @@ def _note_moved(func: Callable[..., Any], args: Any, kwargs: Any, result: Any) -
     whole = found(args[0]) if args and isinstance(args[0], Tensor) else None
     if whole is None or result is args[0] or not isinstance(result, Tensor):
         return
-    rest = args[1:]
+    rest, kwargs = kept_arguments(args[1:], kwargs)
     attach(result, derive(lambda value: func(value, *rest, **kwargs), (whole,), (), whole.origin))

@@ -116,7 +116,8 @@ class MixerForward(SiteForward):
 
     def inputs(self, args: Any, kwargs: Any) -> list[Tensor]:
         """The tensors among the arguments that are packed: what has another shape is a mask, a position or a bias."""
-        return [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.shape == args[0].shape]
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.shape == args[0].shape]
+        return [x for x in tensors if x.requires_grad and self.ours(x)]  # a mask may have that shape, too
 
     def run_module(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
@@ -210,6 +211,8 @@ class MixerForward(SiteForward):
                 for context in contexts:
                     stack.enter_context(context)
                 output = tree_flatten(self.run_module(*args, **kwargs))[0][0]
+            if not output.requires_grad:  # a mask, say, in front of what does
+                return cotangent.new_zeros(0)
             # A weight that was computed before, as adapters do, has a graph that the call's own backward needs, too.
             grads = torch.autograd.grad(output, wanted, cotangent, allow_unused=True, retain_graph=True)
         return torch.cat([grad.detach().double().flatten() for grad in grads if grad is not None])

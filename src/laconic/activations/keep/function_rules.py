@@ -7,8 +7,10 @@ that gives their output once more. What is not listed stays exact and is not reb
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -73,6 +75,9 @@ def _families() -> dict[Callable[..., Any], str]:
     return {function: name for function, name in found.items() if name not in _NORMS or function is getattr(F, name)}
 
 
+_STEPS = ("relu6", "hardtanh", "hardsigmoid", "hardshrink", "softshrink", "threshold")
+"""Families whose derivative is a step: in bits, or exact where `_tells_apart` says no."""
+
 _NORMS = ("batch_norm", "group_norm", "layer_norm", "rms_norm")
 _FAMILIES = _families()
 
@@ -124,7 +129,7 @@ class Call:
     def may_round(self, tensor: Tensor) -> bool:
         """Whether the function tolerates that this saved tensor is rounded."""
         least = least_numel(self.function, self.args, self.kwargs)
-        if least is None or tensor.numel() < least:
+        if least is None or tensor.numel() < least or self.family in _STEPS:
             return False
         if self.family == "batch_norm":
             # Over a few values the gradient is what is left of terms that almost cancel: rounding drowns it.
@@ -184,15 +189,18 @@ class Call:
                 return x > 0, 1.0, -1.0
             case "relu6" | "hardtanh":
                 low, high = (0.0, 6.0) if self.family == "relu6" else self._limits()
-                return ~((x <= low) | (x >= high)), (low + high) / 2, high
+                if _tells_apart(x.dtype, (low + high) / 2, low, high):
+                    return ~((x <= low) | (x >= high)), (low + high) / 2, high
             case "hardsigmoid":
                 return (x > -3) & (x < 3), 0.0, 6.0
             case "hardshrink" | "softshrink":
                 limit = self.argument("lambd", 0.5)
-                return ~((x >= -limit) & (x <= limit)), 2 * limit + 1, 0.0
+                if _tells_apart(x.dtype, 2 * limit + 1, limit):
+                    return ~((x >= -limit) & (x <= limit)), 2 * limit + 1, 0.0
             case "threshold":
                 limit = self.argument("threshold")
-                return ~(x <= limit), limit + abs(limit) + 1, limit
+                if _tells_apart(x.dtype, limit + abs(limit) + 1, limit):
+                    return ~(x <= limit), limit + abs(limit) + 1, limit
         return None
 
     def side(self, x: Tensor) -> Side | None:
@@ -318,7 +326,8 @@ class Call:
             others |= {name: None for name in ("running_mean", "running_var") if name not in names}
         for name in ("num_groups", "normalized_shape"):
             if name in _SIGNATURES[family]:
-                others[name] = self.argument(name)
+                value = self.argument(name)
+                others[name] = tuple(value) if isinstance(value, list) else value  # the caller's list may change
         function = _FUNCTIONS[family]
 
         def normalize(x: Tensor, *tensors: Tensor) -> Tensor:
@@ -328,6 +337,19 @@ class Call:
             return y
 
         return normalize, tuple(given[name] for name in names)
+
+
+@lru_cache(maxsize=256)
+def _tells_apart(dtype: torch.dtype, passes: float, *limits: float) -> bool:
+    """Whether backward takes `passes` for a value that passes, and a limit in `dtype` for one that does not.
+
+    torch compares 16-bit values with a limit in fp32, which may lie beside that limit in their dtype.
+    """
+    info = torch.finfo(dtype)
+    if not all(abs(value) <= info.max for value in (passes, *limits)):
+        return False
+    is_exact = info.bits > 16 or all((math.frexp(limit)[0] * 2 / info.eps).is_integer() for limit in limits)
+    return is_exact and all(abs(passes - limit) > 2 * info.eps * abs(limit) for limit in limits)
 
 
 def _around_three(x: Tensor, inside: Tensor) -> Tensor:

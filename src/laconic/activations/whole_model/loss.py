@@ -148,7 +148,8 @@ def divisor_of(labels: Tensor, ignore_index: int, num_items: int | float | Tenso
     """What the sum of the losses is divided by: `num_items`, or the number of tokens that count."""
     if num_items is None:
         return (labels != ignore_index).sum()
-    return num_items.to(labels.device) if isinstance(num_items, Tensor) else num_items
+    # A copy: backward reads it, and hosts count on in theirs.
+    return num_items.to(labels.device, copy=True) if isinstance(num_items, Tensor) else num_items
 
 
 def tiled_loss(
@@ -295,6 +296,7 @@ def _statistics(
             if spec.label_smoothing > 0:
                 total[tokens] += logits.sum(1)
             largest = logits.amax(1, keepdim=True)
+            largest.masked_fill_(largest == -torch.inf, 0.0)  # of a tile of entries that a bias rules out
             here = logits.sub_(largest).exp_().sum(1).log_().add_(largest.squeeze(1))
             lse[tokens] = torch.logaddexp(lse[tokens], here)
     return lse, target, total
