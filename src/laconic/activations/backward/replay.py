@@ -29,7 +29,7 @@ def forgetting() -> AbstractContextManager[Any]:
     Gradients stay enabled: torch picks some of its kernels by whether a gradient is wanted, and their bits differ. In a
     graph of torch.compile, which has bits of its own, they are disabled.
     """
-    return torch.no_grad() if torch.compiler.is_compiling() else _FORGETTING
+    return torch.no_grad() if torch.compiler.is_compiling() else FORGETTING
 
 
 def forgets(pack: object) -> bool:
@@ -62,7 +62,7 @@ class _Hooks:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
-_FORGETTING = _Hooks()
+FORGETTING = _Hooks()
 
 
 @contextmanager
@@ -120,22 +120,21 @@ class Attributes:
         self._tensors: dict[Place, tuple[Any, bool, Callable[[], Tensor | None] | None, int | None]] = {}
         self._names: list[Collection[str]] | None = None
 
-    @contextmanager
-    def run(self) -> Iterator[None]:
+    def run(self) -> AbstractContextManager[None]:
         """While the block runs for the first time, note what it finds; after that, have it find the same.
 
         Raises:
             ModelError: a large tensor was changed in place.
         """
-        if self._names is not None:
-            with self._again():
-                yield
-            return
+        return self._first() if self._names is None else self._again()
+
+    @contextmanager
+    def _first(self) -> Iterator[None]:
         found = {
-            (number, name): (value, _version(value), _copy(value))
+            (number, name): (value, _version(value), _copy(value)) if isinstance(value, Tensor) else (value, None, None)
             for number, part in enumerate(self._parts)
             for name, value in part.__dict__.items()
-            if (value is None or isinstance(value, self._kinds)) and name != "training"
+            if (value is None or issubclass(type(value), self._kinds)) and name != "training"
         }
         names = [set(part.__dict__) for part in self._parts]
         yield
@@ -170,7 +169,7 @@ class Attributes:
         assert self._names is not None
         before: dict[Place, Any] = {}
         for number, (part, names) in enumerate(zip(self._parts, self._names, strict=True)):
-            for name in [name for name, x in part.__dict__.items() if isinstance(x, Tensor) and name not in names]:
+            for name in [n for n, x in part.__dict__.items() if issubclass(type(x), Tensor) and n not in names]:
                 before[number, name] = part.__dict__.pop(name)
         absent = {place: _ABSENT for place in before}
         for (number, name), value in given.items():
