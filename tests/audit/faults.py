@@ -569,7 +569,7 @@ def a_forward_adds_a_small_number(patch: Patch) -> None:
 
 @fault("forward runs in another mode", DROPPED)
 def a_compressed_dropout_is_in_evaluation(patch: Patch) -> None:
-    patch.setattr(dropout.DropoutForward, "run", lambda self, x: x * 1.0)
+    patch.setattr(dropout.DropoutForward, "run", lambda self, x, is_traced: x * 1.0)
 
 
 @fault("a loss divided by the wrong count", partial(language, loss="chunked"))
