@@ -49,10 +49,10 @@ def test_result_and_gradients(fused: bool, kind: Literal["rms", "layer"], which:
             if fused:
                 with fused_norms(), torch.no_grad():
                     assert norms._has_kernels(x, weight, bias, spec)
-                    y = norm_again(x, weight, bias, spec, dtype)
+                    y = norm_again(x, weight, bias, spec=spec, dtype=dtype)
                     found = norm_backward(grad, x, weight, bias, spec, needs)
             else:
-                y = norm_again(x, weight, bias, spec, dtype)
+                y = norm_again(x, weight, bias, spec=spec, dtype=dtype)
                 found = norm_backward(grad, x, weight, bias, spec, needs)
             exact = iter(truth(grad, x, weight, bias, spec))
             present = (True, True, *which)
@@ -109,7 +109,7 @@ def test_a_kernel_that_gives_something_else_is_not_used(
     monkeypatch.setattr(norms, name, off)
     with fused_norms(), caplog.at_level(logging.WARNING, "laconic"):
         for _ in range(2):
-            assert torch.equal(norm_again(x, weight, None, spec, x.dtype), normalize(x, weight, None, spec))
+            assert torch.equal(norm_again(x, weight, spec=spec, dtype=x.dtype), normalize(x, weight, None, spec))
     (said,) = caplog.messages
     assert ("result" if wrong == "forward" else "gradient of the weight") in said
 

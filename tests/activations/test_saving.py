@@ -48,8 +48,7 @@ def test_gradients_are_those_of_torch_whatever_view_is_saved(use: str, layout: s
         y = x * 1
         y = {"contiguous": y, "transposed": y.t(), "with gaps": torch.cat((y, y), 1)[:, :6]}[layout]
         if kept:
-            with Instead(y, held(y)):
-                z = USES[use](y, w)
+            z = Instead(y, held(y)).around(USES[use], y, w)
         else:
             z = USES[use](y, w)
         first = torch.autograd.grad(z.square().sum(), (x, w), create_graph=True)
@@ -89,8 +88,7 @@ def test_hooks_around_sites_pack_neither_scales_nor_computed_weights(pruned: boo
 def test_a_factor_that_changes_is_refused() -> None:
     def step(change: Callable[[Tensor], Any]) -> None:
         x, w = torch.randn(4, 8, requires_grad=True) * 1, nn.Parameter(torch.randn(8, 8))
-        with Instead(x, held(x)):
-            y = F.linear(x, w)
+        y = Instead(x, held(x)).around(F.linear, x, w)
         with torch.no_grad():
             change(w)
         y.sum().backward()

@@ -124,7 +124,7 @@ def a_layer_norm_is_differentiated_as_an_rms_norm(patch: Patch) -> None:
 @fault("a value is rebuilt without a parameter", LLAMA)
 def a_norm_is_rebuilt_without_its_weight(patch: Patch) -> None:
     before = functions.norm_again
-    patch.setattr(functions, "norm_again", lambda x, weight, *rest: before(x, torch.ones_like(weight), *rest))
+    patch.setattr(functions, "norm_again", lambda x, weight, **spec: before(x, torch.ones_like(weight), **spec))
 
 
 @fault("a constant is left out", partial(language, family="gemma2"))
@@ -349,15 +349,15 @@ def two_sequences_are_swapped(patch: Patch) -> None:
 
 @fault("a buffer is written again before backward", LLAMA)
 def codes_are_overwritten_by_those_of_the_next_tensor(patch: Patch) -> None:
-    before, buffers = kept.quantized, {}
+    buffers: dict[Any, Tensor] = {}
 
-    def quantized(x: Tensor, *args: Any) -> BlockTensor:
-        made = before(x, *args)
+    def quantize(self: BlockFormat, x: Tensor, *args: Any, **kwargs: Any) -> BlockTensor:
+        made = QUANTIZE(self, x, *args, **kwargs)
         buffer = buffers.setdefault((made.codes.shape, made.codes.dtype), made.codes)
         buffer.data.copy_(made.codes)
         return replace(made, codes=buffer)
 
-    patch.setattr(kept, "quantized", quantized)
+    patch.setattr(BlockFormat, "quantize", quantize)
 
 
 @fault("rounding beyond the format", LLAMA)
@@ -569,7 +569,7 @@ def a_forward_adds_a_small_number(patch: Patch) -> None:
 
 @fault("forward runs in another mode", DROPPED)
 def a_compressed_dropout_is_in_evaluation(patch: Patch) -> None:
-    patch.setattr(dropout.DropoutForward, "run", lambda self, x: x * 1.0)
+    patch.setattr(dropout.DropoutForward, "run", lambda self, x, is_traced: x * 1.0)
 
 
 @fault("a loss divided by the wrong count", partial(language, loss="chunked"))

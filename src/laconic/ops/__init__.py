@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from laconic.ops import native, reference, triton
 from laconic.ops.codebooks import BITS, bits_of
 from laconic.ops.declarations import DIRECT, DTYPES, OPS, implement
@@ -61,15 +59,13 @@ __all__ = [
     "STATE_BLOCK_SIZE",
 ]
 
-_CPU = torch.device("cpu")
-
 
 def _on_cpu(op: str) -> Callable[..., Any]:
     """What computes `op` on the CPU; a family without C++ kernels runs the reference."""
     specification: Callable[..., Any] = getattr(reference, op)
     if native.SELECTION.implementation == "c++":
         kernel = getattr(native, op, None)
-        return checked(op, kernel, lambda _: _CPU) if kernel else specification
+        return checked(op, kernel) if kernel else specification
 
     def call(*arguments: Any) -> Any:
         warn_once("cpu", native.SELECTION.reason)

@@ -30,7 +30,7 @@ def edge_of(x: Tensor) -> Tensor | None:
 
     None where x wants no gradient, and in a graph of torch.compile, of which torch refuses second derivatives itself.
     """
-    if not x.requires_grad or torch.compiler.is_compiling():
+    if not x.requires_grad or (type(x) is not Tensor and torch.compiler.is_compiling()):
         return None
     before = torch.is_grad_enabled()  # which the forward of an autograd function disables
     torch._C._set_grad_enabled(True)

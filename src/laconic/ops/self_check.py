@@ -20,6 +20,7 @@ from laconic.ops import reference
 from laconic.ops.declarations.op import OPS, Arguments, Choices
 
 Implementation = Callable[..., Any]
+_CPU = torch.device("cpu")
 
 
 def examples(op: str) -> Iterator[tuple[Choices, Arguments]]:
@@ -53,8 +54,7 @@ def difference(op: str, implementation: Implementation, arguments: Arguments, de
 
 def _on_cpu() -> AbstractContextManager[object]:
     """New tensors lie on the CPU, whatever the caller's default device is; not by a mode in vain, which costs time."""
-    cpu = torch.device("cpu")
-    return nullcontext() if torch.get_default_device() == cpu else cpu
+    return nullcontext() if torch.get_default_device() == _CPU else _CPU
 
 
 def _tensors(op: str, results: Any, arguments: list[Any]) -> dict[str, Tensor]:
@@ -99,13 +99,15 @@ IS_ON = _is_switched_on()
 """Whether kernels are held against the reference at their first use."""
 
 
-def checked(op: str, implementation: Implementation, device_of: Callable[[Arguments], torch.device]) -> Implementation:
+def checked(
+    op: str, implementation: Implementation, device_of: Callable[[Arguments], torch.device] | None = None
+) -> Implementation:
     """`implementation`, refused if it does not give the reference's bits on a small input.
 
     Args:
         op: one of `OPS` of `declarations`.
         implementation: takes the op's arguments, positional.
-        device_of: the device of the op's arguments.
+        device_of: the device of the op's arguments; None if that is the CPU.
 
     Returns:
         A function like `implementation`. Its first call with each combination of device, dtypes, formats and options
@@ -130,7 +132,7 @@ def checked(op: str, implementation: Implementation, device_of: Callable[[Argume
         return verdicts[key]
 
     def call(*arguments: Any) -> Any:
-        key = (device_of(arguments), *choices_of(*arguments))
+        key = (_CPU if device_of is None else device_of(arguments), *choices_of(*arguments))
         wrong = verdicts.get(key)
         if wrong is None and not (key[0].type == "cuda" and torch.cuda.is_current_stream_capturing()):
             wrong = check(key)

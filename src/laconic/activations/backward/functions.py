@@ -32,13 +32,6 @@ from laconic.ops import GATED_ACTIVATIONS
 from laconic.ops.derivatives import edge_of, gradients
 
 
-def origin_of(y: Tensor) -> str:
-    """The kind of site whose saved tensors rebuild the input of `y`, an output of one of these functions."""
-    node: Any = y.grad_fn  # the context of an autograd function is its node in the graph
-    origin: str = node.origin
-    return origin
-
-
 @dataclass(frozen=True)
 class Activation:
     """An elementwise function and its derivative.
@@ -93,29 +86,14 @@ def norm(
     """
     kept = keep(x, format, "norm")
     y: Tensor
-    if type(x) is Tensor and not torch.compiler.is_compiling():
-        with Instead(x, kept):
-            y = _apply_norm(x, weight, bias, kept, spec, (value,))
+    if type(x) is Tensor:
+        y = Instead(x, kept).around(_apply_norm, x, weight, bias, kept, spec, (value,))
     else:
         y = _Norm.apply(x, weight, bias, kept, spec, (value,), *kept.tensors)
     parameters = tuple([p for p in (weight, bias) if p is not None])
-    attach(y, derive(_NormAgain(spec, y.dtype), (kept,), parameters, "norm"))
+    again = partial(on_rows, partial(norm_again, spec=spec, dtype=y.dtype))
+    attach(y, derive(again, (kept,), parameters, "norm"))
     return y
-
-
-class _NormAgain:
-    """Computes the norm of a rebuilt input."""
-
-    __slots__ = ("_dtype", "_spec")
-
-    def __init__(self, spec: NormSpec, dtype: torch.dtype) -> None:
-        self._spec, self._dtype = spec, dtype
-
-    def __call__(self, x: Tensor, *parameters: Tensor) -> Tensor:
-        return on_rows(self._of_rows, x, *parameters)
-
-    def _of_rows(self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        return norm_again(x, weight, bias, self._spec, self._dtype)
 
 
 class _Norm(torch.autograd.Function):
@@ -168,9 +146,9 @@ def _norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     """`norm_backward`; of DTensors on the rows that this rank holds, where torch's fused kernels can be used."""
-    place = Placed.of(x)
-    if place is None:
+    if not isinstance(x, DTensor):
         return norm_backward(grad, x, weight, bias, spec, needs)
+    place = Placed.of(x)
     assert isinstance(grad, DTensor)
     grad = grad.redistribute(placements=place.placements)
     weight, bias = (None if p is None else local_of(p) for p in (weight, bias))
@@ -285,9 +263,8 @@ def activate(x: Tensor, value: Tensor, activation: str, format: Packing) -> Tens
     forward = ACTIVATIONS[activation].forward
     again = derive(forward, (kept,), (), "mlp")
     has_edge = kept.format is not None and activation in GATED_ACTIVATIONS and x.dim() > 0
-    if type(x) is Tensor and not torch.compiler.is_compiling():
-        with Instead(x, kept):
-            results = _apply_activation(x, kept, activation, (value,), has_edge)
+    if type(x) is Tensor:
+        results = Instead(x, kept).around(_apply_activation, x, kept, activation, (value,), has_edge)
     else:
         results = _Activate.apply(x, kept, activation, (value,), has_edge, *kept.tensors)
     if not has_edge:

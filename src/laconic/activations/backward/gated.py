@@ -50,7 +50,7 @@ class PackedProduct:
         a = self._other
         is_plain = type(a) is Tensor and type(x) is Tensor and a.is_contiguous() and x.is_contiguous()
         is_alike = is_plain and a.shape == x.shape and a.dtype == x.dtype and a.device == x.device
-        if not is_alike or format.is_stochastic or torch.compiler.is_compiling() or _flushes_subnormals():
+        if not is_alike or format.is_stochastic or _flushes_subnormals():
             return None
         self.value, codes, scales = multiply_quantize_blockwise(
             a, x, code=format.code, block_size=format.block_size, scale_dtype=format.scale_dtype
@@ -131,7 +131,7 @@ def gated_product(a: Tensor, b: Tensor, kept: tuple[Kept, Kept], value: Tensor |
             continue
         if factor.retains_grad or factor._backward_hooks:
             continue
-        is_traced = torch.compiler.is_compiling()
+        is_traced = type(a) is not Tensor and torch.compiler.is_compiling()
         how = _Product(
             activated,
             None if is_traced else weakref.ref(factor),

@@ -18,6 +18,7 @@ from torch.nn.functional import layer_norm  # torch's own, whatever a host puts 
 
 from laconic.activations.host.cuda_graph import is_captured
 from laconic.activations.host.traceable import argument_class
+from laconic.ops.constants import constant_tensor
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,22 @@ def norm_formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: No
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps) over the last dimension of x fp32, which is kept with size 1."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.addcmul(_number(eps, x.device), norm, norm, value=1 / max(1, x.shape[-1])).rsqrt_()
+
+
+@constant_tensor
+def _number(value: float, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def _scale(weight: Tensor, spec: NormSpec) -> Tensor:
     return weight.float() + 1.0 if spec.unit_offset else weight.float()
 
 
-def norm_again(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, dtype: torch.dtype) -> Tensor:
+def norm_again(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, spec: NormSpec, dtype: torch.dtype
+) -> Tensor:
     """`normalize` in `dtype`, by torch's fused kernel where there is one."""
     if dtype == x.dtype and _has_kernels(x, weight, bias, spec):
         return _fused(x, weight, bias, spec)
@@ -113,12 +122,12 @@ def _rms_steps(
     """
     inverse_rms = _inverse_rms(x, spec.eps)
     scale = None if weight is None else _scale(weight, spec)
-    dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(
+    dx, dweight, _ = torch.ops.aten.native_layer_norm_backward.default(
         grad, x, x.shape[-1:], torch.zeros_like(inverse_rms), inverse_rms, scale, None, [*needs[:2], False]
     )
     if needs[0]:
-        mean = grad.mean(-1, keepdim=True) if scale is None else (grad @ scale).div_(x.shape[-1]).unsqueeze(-1)
-        dx.add_(mean.mul_(inverse_rms))
+        total = grad.sum(-1, keepdim=True) if scale is None else (grad @ scale).unsqueeze(-1)
+        dx.addcmul_(total, inverse_rms, value=1 / max(1, x.shape[-1]))
     return (dx if needs[0] else None), (dweight if needs[1] else None), None
 
 

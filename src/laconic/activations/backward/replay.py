@@ -35,7 +35,7 @@ def forgetting() -> AbstractContextManager[Any]:
     Gradients stay enabled: torch picks some of its kernels by whether a gradient is wanted, and their bits differ. In a
     graph of torch.compile, which has bits of its own, they are disabled.
     """
-    return torch.no_grad() if torch.compiler.is_compiling() else _FORGETTING
+    return torch.no_grad() if torch.compiler.is_compiling() else FORGETTING
 
 
 def forgets(pack: object) -> bool:
@@ -68,7 +68,7 @@ class _Hooks:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
-_FORGETTING = _Hooks()
+FORGETTING = _Hooks()
 
 
 @contextmanager
@@ -143,17 +143,16 @@ class Attributes:
         self._draws: list[tuple[_Generator, Any]] = []
         self._names: list[Collection[Any]] | None = None
 
-    @contextmanager
-    def run(self) -> Iterator[None]:
+    def run(self) -> AbstractContextManager[None]:
         """While the block runs for the first time, note what it finds; after that, have it find the same.
 
         Raises:
             ModelError: a large tensor was changed in place.
         """
-        if self._names is not None:
-            with self._again():
-                yield
-            return
+        return self._first() if self._names is None else self._again()
+
+    @contextmanager
+    def _first(self) -> Iterator[None]:
         found = self._found()
         names = [set(own) for _, own in self._owners]
         states = [(generator, generator[0]()) for generator in self._generators]
@@ -221,7 +220,7 @@ class Attributes:
         assert self._names is not None
         before: dict[Place, Any] = {}
         for number, ((_, own), names) in enumerate(zip(self._owners, self._names, strict=True)):
-            for name in [name for name, x in own.items() if isinstance(x, Tensor) and name not in names]:
+            for name in [name for name, x in own.items() if issubclass(type(x), Tensor) and name not in names]:
                 before[number, name] = own.pop(name)
         absent = {place: _ABSENT for place in before}
         for (number, name), value in given.items():

@@ -13,8 +13,10 @@ them, such as `save_on_cpu` or a tracker.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ from laconic.activations.keep.witnesses import check_unchanged, glance, glances
 from laconic.errors import ModelError
 
 _push: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
+_innermost_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 _pop: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
@@ -86,7 +89,7 @@ def _changed(tensors: tuple[Tensor, ...]) -> RuntimeError:
 
 @untraced
 class Instead:
-    """While the block runs, autograd saves what rebuilds `x` in its place, and any other tensor as it is.
+    """What autograd saves while a function runs: in the place of `x` what rebuilds it, any other tensor as it is.
 
     Args:
         x: plain; of a contiguous one a view of all of it is saved likewise.
@@ -100,22 +103,22 @@ class Instead:
         self._address, self._numel, self._dtype = x.data_ptr(), x.numel(), x.dtype
         self._gaps = None if x.is_contiguous() else (x.size(), x.stride())
         self._kept = kept
-        self._outer = hooks_around()
+        self._outer = None if _innermost_hooks(False) is None else hooks_around()
 
-    def __enter__(self) -> None:
+    def around(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(*args)`, which saves that."""
         _push(self, _restore)
-
-    def __exit__(self, *_: object) -> None:
-        _pop()
-        del self._kept  # torch holds this object, whose codes hooks around may hold elsewhere
+        try:
+            return function(*args)
+        finally:
+            _pop()
+            del self._kept  # torch holds this object, whose codes hooks around may hold elsewhere
 
     def __call__(self, x: Tensor) -> _Saved:
         """What is saved for `x`."""
-        if x.data_ptr() == self._address and x.numel() == self._numel and x.dtype is self._dtype:
-            if self._gaps is None:
-                return _Rebuilt(self._kept, self._outer, None, _view_of(x))
-            if self._gaps == (x.size(), x.stride()):
-                return _Rebuilt(self._kept, self._outer, None, None)
+        is_it = x.data_ptr() == self._address and x.numel() == self._numel and x.dtype is self._dtype
+        if is_it and (self._gaps is None or self._gaps == (x.size(), x.stride())):
+            return _Rebuilt(self._kept, self._outer, None, x if self._gaps is None else None)
         return _AsItIs(x, self._outer)
 
 
@@ -139,7 +142,7 @@ class InsteadOfCasts(Instead):
     def __call__(self, x: Tensor) -> _Saved:
         """What is saved for `x`."""
         if x.numel() == self._numel and x.dtype is not self._dtype and x.is_contiguous():
-            return _Rebuilt(self._kept, self._outer, x.dtype, _view_of(x))
+            return _Rebuilt(self._kept, self._outer, x.dtype, x)
         weight = self._weight
         if weight is not None and x.numel() == weight.numel() and x.dtype is not weight.dtype:
             is_transposed = not x.is_contiguous()
@@ -158,37 +161,32 @@ class _Saved:
         raise TypeError(f"{type(self).__name__} has to define restore")
 
 
-def _restore(saved: _Saved) -> Tensor:
-    return saved.restore()
-
-
-_View = int | tuple[torch.Size, tuple[int, ...]] | None
-"""How a dense tensor is seen: in rows of so many values, with this size and stride, or as it is."""
-
-
-def _view_of(x: Tensor) -> _View:
-    return x.shape[1] if x.dim() == 2 and x.numel() and x.is_contiguous() else (x.size(), x.stride())
+_restore: Callable[[_Saved], Tensor] = methodcaller("restore")
 
 
 @untraced
 class _Rebuilt(Held, _Saved):
-    """What rebuilds a tensor, in another dtype where there is one, and the view of it that was saved."""
+    """What rebuilds a tensor, in another dtype where there is one, and the view of it that was saved: `x`.
+
+    A dense view is one in rows of so many values, or has a size and a stride; None is the tensor as it is.
+    """
 
     __slots__ = ("_dtype", "_memo", "_view")
 
-    def __init__(self, kept: Kept, outer: tuple[Any, Any] | None, dtype: torch.dtype | None, view: _View) -> None:
+    def __init__(self, kept: Kept, outer: tuple[Any, Any] | None, dtype: torch.dtype | None, x: Tensor | None) -> None:
         super().__init__(kept.tensors, outer)
         kept.memo.announce()
-        self._memo, self._dtype, self._view = kept.memo, dtype, view
+        self._memo, self._dtype = kept.memo, dtype
+        self._view: int | tuple[torch.Size, tuple[int, ...]] | None = None
+        if x is not None:
+            is_rows = x.dim() == 2 and x.numel() and x.is_contiguous()
+            self._view = x.shape[1] if is_rows else (x.size(), x.stride())
 
     def restore(self) -> Tensor:
         """The value that is rebuilt."""
         if torch.is_grad_enabled():  # where backward makes a graph of the gradients
             with torch.no_grad():
-                return self._value()
-        return self._value()
-
-    def _value(self) -> Tensor:
+                return self.restore()
         value = self._memo.take(self.tensors())
         if self._dtype is not None:
             value = value.to(self._dtype)
@@ -366,7 +364,8 @@ class SecondRun(Forgetting):
         others = tuple(islice(saved, len(self._strides) - len(self._memos)))
         state = tuple(saved)
         collecting = _Collecting()
-        again, parameters = self._replay.again(state), swapped_parameters(self._module, self._own)
+        again = self._replay.again(state)
+        parameters = swapped_parameters(self._module, self._own) if self._own else nullcontext()
         with (
             again,
             parameters,
@@ -450,7 +449,7 @@ class Call:
         """
         leaves: Sequence[Any] = (*args, *kwargs.values())
         spec = None
-        if not all(map(is_no_nest, leaves)):  # which is rare, and takes long
+        if not _NESTS.isdisjoint(map(type, leaves)):  # which is rare, and takes long
             leaves, spec = tree_flatten(leaves, is_leaf=is_no_nest)
         return cls(function, num_first, leaves, spec, tuple(kwargs)), [x for x in leaves if isinstance(x, Tensor)]
 
@@ -467,7 +466,10 @@ class Call:
 
 def is_no_nest(value: Any) -> bool:
     """Whether an argument stays the very object that it is, as caches and outputs of models must, registered or not."""
-    return type(value) not in (tuple, list, dict)
+    return type(value) not in _NESTS
+
+
+_NESTS = frozenset({tuple, list, dict})
 
 
 _TENSOR = object()

@@ -36,13 +36,14 @@ from laconic.activations.backward.replay import Replay
 from laconic.activations.backward.rerun import graft, rebuilt
 from laconic.activations.backward.saving import Call, SecondRun, first_tensor
 from laconic.activations.forwards.base import SiteForward
-from laconic.activations.forwards.checkpoint import runs_twice
+from laconic.activations.forwards.checkpoint import is_plain, runs_twice
 from laconic.activations.forwards.replacement import OfModule, follow_copies, forget_copies
 from laconic.activations.host.dtensors import warn_exact
 from laconic.activations.host.storages import overlaps
 from laconic.activations.keep.choice import Packing
+from laconic.activations.keep.exact_codes import Layout
 from laconic.activations.keep.kept import Kept, Tensors, attach, derive, held, pack, whole_of
-from laconic.activations.keep.witnesses import named
+from laconic.activations.keep.witnesses import RUNNING
 from laconic.activations.recognize.sites import Site
 
 _ATTRIBUTE = "_laconic_attention"
@@ -87,16 +88,18 @@ class AttentionCore(OfModule):
     def __call__(self, attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """attend(module, query, key, value, ...) with query [batch, heads, tokens, head_dim]."""
         args, kwargs = _positional(args, kwargs)
-        if len(args) < 4 or not torch.is_grad_enabled() or runs_twice() or is_transformed():
+        is_usual = is_plain()
+        if len(args) < 4 or not (is_usual or (torch.is_grad_enabled() and not runs_twice() and not is_transformed())):
             return attend(*args, **kwargs)
-        module, query, key, value, *rest = args
-        packable = all(_packable(x) for x in (query, key, value))
+        module, qkv, rest = args[0], args[1:4], args[4:]
         own = {name: p for name, p in module._parameters.items() if p is not None}
-        if not packable or not any(x.requires_grad for x in (query, key, value, *own.values())):
+        if not all(map(SiteForward.ours, qkv)) or not any([x.requires_grad for x in (*qkv, *own.values())]):
+            for x in qkv:
+                warn_exact("attention", x)
             return attend(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return self._traced(attend, module, (query, key, value), rest, kwargs)
-        return self._run(attend, module, (query, key, value), own, rest, kwargs)
+        if not is_usual and torch.compiler.is_compiling():
+            return self._traced(attend, module, qkv, rest, kwargs)
+        return self._run(attend, module, qkv, own, rest, kwargs)
 
     def _traced(self, attend: Callable[..., Any], module: nn.Module, qkv: Tensors, rest: Any, kwargs: Any) -> Any:
         """The same in a graph of torch.compile (see laconic.activations.backward.rerun)."""
@@ -116,10 +119,10 @@ class AttentionCore(OfModule):
         module: nn.Module,
         qkv: Tensors,
         own: dict[str, Tensor],
-        rest: list[Any],
+        rest: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        named(self.site.name)
+        RUNNING.site = self.site.name
         decisions = self.habit.decisions(module.training, (*qkv, *rest), kwargs)
         replay = Replay(qkv[0].device, module, decisions, calls_forward=False)
         call, others = Call.of(partial(attend, module), 3, rest, kwargs)
@@ -147,14 +150,10 @@ class AttentionCore(OfModule):
 def _packed(x: Tensor, format: Packing) -> Kept:
     """The `Kept` of a query, key or value [batch, heads, tokens, head_dim] in the order in which it lies in memory."""
     if x.dim() == 4 and not x.is_contiguous() and (turned := x.detach().transpose(1, 2)).is_contiguous():
-        return derive(_turned, (pack(turned, format, "attention"),), (), "attention")
+        return pack(turned, format, "attention", layout=Layout(x.shape, x.stride(), x.dtype))
     if overlaps(x):
         return held(x.detach(), "attention")
     return pack(x, format, "attention")
-
-
-def _turned(x: Tensor) -> Tensor:
-    return x.transpose(1, 2)
 
 
 def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -164,11 +163,6 @@ def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
         return args, kwargs
     rest = {name: value for name, value in kwargs.items() if name not in missing}
     return (*args, *(kwargs[name] for name in missing)), rest
-
-
-def _packable(x: Any) -> bool:
-    warn_exact("attention", x)
-    return SiteForward.ours(x)
 
 
 def _serve_attention_modules() -> None:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from laconic.activations.backward import functions
 from laconic.activations.backward.derivatives import is_transformed
 from laconic.activations.backward.norms import NormSpec
-from laconic.activations.backward.replay import forgetting
+from laconic.activations.backward.replay import FORGETTING
 from laconic.activations.backward.saving import hooks_of_linear
 from laconic.activations.forwards.checkpoint import is_plain, num_modes, runs_twice
 from laconic.activations.forwards.replacement import Replacement
@@ -25,7 +25,7 @@ from laconic.activations.host.dtensors import has_whole_rows, is_packable, warn_
 from laconic.activations.host.patched import overrides_functions
 from laconic.activations.keep.choice import Packing
 from laconic.activations.keep.kept import keep, mark_as_linear
-from laconic.activations.keep.witnesses import named
+from laconic.activations.keep.witnesses import RUNNING
 from laconic.activations.recognize.sites import LinearSpec, Site
 from laconic.activations.recognize.trial import PlainAttributes
 from laconic.ops import DTYPES
@@ -69,7 +69,8 @@ class SiteForward(Replacement):
 
     def parameter(self, name: str) -> Tensor | None:
         """The module's parameter of this name, or what a hook computes in its place (weight norm, pruning)."""
-        return getattr(self.module, name) if name in self._parameters else None
+        own: Tensor | None = self.module._parameters.get(name)
+        return getattr(self.module, name) if own is None and name in self._parameters else own
 
     @property
     def is_parametrized(self) -> bool:
@@ -96,15 +97,15 @@ class SiteForward(Replacement):
         """Whether the saved tensors are not worth packing, because they live for one layer's backward only."""
         return runs_twice() or is_transformed()
 
-    def run(self, x: Tensor) -> Any:
-        """The forward of a call that saves something."""
+    def run(self, x: Tensor, is_traced: bool) -> Any:
+        """The forward of a call that saves something, in a graph of torch.compile if `is_traced`."""
         raise TypeError(f"{type(self).__name__} has to define run")
 
-    def value(self, x: Tensor) -> Tensor:
+    def value(self, x: Tensor, is_traced: bool) -> Tensor:
         """The output of the module's own code, where a gradient is wanted, without saving anything for it."""
-        with forgetting():
+        with torch.no_grad() if is_traced else FORGETTING:
             result: Tensor = self.original(x)
-        return result if torch.compiler.is_compiling() else result.detach()  # see `as_result`
+        return result if is_traced else result.detach()  # see `as_result`
 
     @staticmethod
     def ours(x: Any) -> bool:
@@ -124,12 +125,14 @@ class SiteForward(Replacement):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`run` where the call has to save something that is worth packing, else the original forward."""
-        if len(args) == 1 and not kwargs and is_plain() and type(x := args[0]) is Tensor and x.dtype in DTYPES:
+        depth, is_alone = num_modes(), len(args) == 1 and not kwargs
+        if is_alone and not depth and is_plain() and type(x := args[0]) is Tensor and x.dtype in DTYPES:
             if not self.keeps(x):
                 return self.left(x)
-            named(self.site.name)
-            return self.run(x)
-        if (depth := num_modes()) and not torch.compiler.is_compiling() and (modes := _pop_block_modes(depth)):
+            RUNNING.site = self.site.name
+            return self.run(x, False)
+        is_traced = torch.compiler.is_compiling()
+        if depth and not is_traced and (modes := _pop_block_modes(depth)):
             try:
                 return self(*args, **kwargs)
             finally:
@@ -142,17 +145,19 @@ class SiteForward(Replacement):
         x = args[0]
         if self.stays_exact() or not self.keeps(x):
             return self.left(x)
-        if not torch.compiler.is_compiling():
-            named(self.site.name)
-        return self.run(x)
+        if not is_traced:
+            RUNNING.site = self.site.name
+        return self.run(x, is_traced)
 
     def left(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of a call from which this site saves nothing of its own."""
         return self.original(*args, **kwargs)
 
-    def _noting_origin(self, y: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            self.origin = functions.origin_of(y)
+    def _noting_origin(self, y: Tensor, is_traced: bool) -> Tensor:
+        """`y`, an output of one of `functions`, with the kind of site whose saved tensors rebuild its input noted."""
+        if not is_traced:
+            node: Any = y.grad_fn  # the context of an autograd function is its node in the graph
+            self.origin = node.origin
         return y
 
 
@@ -172,16 +177,19 @@ class NormForward(SiteForward):
 
     def keeps(self, x: Tensor) -> bool:
         """Whether input or parameters need a gradient and the module still computes what was recognized."""
-        own = self.module._parameters.values()
-        wanted = x.requires_grad or any(p is not None and p.requires_grad for p in own)
-        return wanted and not self.is_parametrized and self.attributes.unchanged(self.module)
+        module = self.module
+        if "parametrizations" in module._modules and self.is_parametrized:
+            return False
+        wanted = x.requires_grad or any(p is not None and p.requires_grad for p in module._parameters.values())
+        return wanted and self.attributes.unchanged(module)
 
-    def run(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor, is_traced: bool) -> Tensor:
         """The norm of x, saving x packed."""
         spec = self.site.spec
         assert isinstance(spec, NormSpec)
         weight, bias = self.parameter("weight"), self.parameter("bias")
-        return self._noting_origin(functions.norm(x, self.value(x), spec, self.format, weight=weight, bias=bias))
+        y = functions.norm(x, self.value(x, is_traced), spec, self.format, weight=weight, bias=bias)
+        return self._noting_origin(y, is_traced)
 
 
 class LinearForward(SiteForward):
@@ -211,23 +219,20 @@ class LinearForward(SiteForward):
     def weight(self) -> Tensor:
         """[out_features, in_features] or transposed; under FSDP2 the gathered one while forward runs."""
         weight = self.module._parameters.get("weight")
-        if weight is not None:
-            return weight
-        computed = self.module.weight
+        computed = self.module.weight if weight is None else weight
         assert isinstance(computed, Tensor)
         return computed
 
-    def run(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor, is_traced: bool) -> Tensor:
         """The linear layer of x, saving what rebuilds x."""
         weight: Tensor | None = self.module._parameters.get("weight")
         if weight is None:
             weight = self.weight
-        hooks = None if torch.compiler.is_compiling() else hooks_of_linear(x, weight)
+        hooks = None if is_traced else hooks_of_linear(x, weight)
         if hooks is not None:
             kept = keep(x, self.format, "linear")
             self.origin = kept.origin
-            with hooks(x, kept, weight):
-                y: Tensor = self.original(x)
+            y: Tensor = hooks(x, kept, weight).around(self.original, x)
             mark_as_linear(y)
             return y
         if hooks is None and overrides_functions(weight):
@@ -235,5 +240,5 @@ class LinearForward(SiteForward):
         spec = self.site.spec
         assert isinstance(spec, LinearSpec)
         bias = self.parameter("bias")
-        y = functions.linear(x, weight, self.value(x), spec.transposed, self.format, bias=bias)
-        return self._noting_origin(y)
+        y = functions.linear(x, weight, self.value(x, is_traced), spec.transposed, self.format, bias=bias)
+        return self._noting_origin(y, is_traced)

@@ -118,7 +118,7 @@ class DropoutForward(SiteForward):
         drops = module.training and 0 < module.p < 1 and not module.inplace
         return drops and x.requires_grad and not torch.compiler.is_compiling() and self.code.unchanged(module)
 
-    def run(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor, is_traced: bool) -> Tensor:
         """Dropout of x, saving the mask in bits."""
         assert isinstance(self.module, nn.Dropout)
         y = dropout(x, self.module.p, lambda: self.original(x))

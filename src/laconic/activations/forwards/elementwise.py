@@ -99,6 +99,7 @@ class ElementwiseForward(SiteForward):
             return self.original(*args, **kwargs)
         return run_packed(self, self.format, *args, **kwargs)
 
-    def run(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor, is_traced: bool) -> Tensor:
         """The activation of x, saving x packed."""
-        return self._noting_origin(activation(x, self.value(x), self.activation, self.format))
+        y = activation(x, self.value(x, is_traced), self.activation, self.format)
+        return self._noting_origin(y, is_traced)

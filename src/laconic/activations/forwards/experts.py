@@ -28,7 +28,7 @@ from laconic.activations.forwards.base import SiteForward
 from laconic.activations.host.patched import NATIVE, unpatched
 from laconic.activations.keep.choice import Packing
 from laconic.activations.keep.kept import keep
-from laconic.activations.keep.witnesses import named
+from laconic.activations.keep.witnesses import RUNNING
 from laconic.activations.recognize.sites import Site
 
 
@@ -40,11 +40,11 @@ class RouterForward(SiteForward):
         weight = self.module.weight
         return isinstance(weight, Tensor) and weight.requires_grad
 
-    def run(self, x: Tensor) -> Any:
+    def run(self, x: Tensor, is_traced: bool) -> Any:
         """The router's own forward, whose linear layer saves what rebuilds its input."""
         weight = self.module.weight
         assert isinstance(weight, Tensor)
-        if not torch.compiler.is_compiling():
+        if not is_traced:
             self.origin = keep(x, self.format, "router").origin
         with _LinearOf(weight.shape, self.format):
             return self.original(x)
@@ -105,9 +105,7 @@ class ExpertsForward(SiteForward):
                 result = self.original(x, *args, **kwargs)
             again = self.original(rebuilt(x, self.format, "experts", True), *args, **kwargs)
             return graft(result, again, "experts")
-
-        if not torch.compiler.is_compiling():
-            named(self.site.name)
+        RUNNING.site = self.site.name
         kept = keep(x, self.format, "experts")
         self.origin = kept.origin
         run = SecondRun(

@@ -23,6 +23,7 @@ from laconic.activations.backward import functions
 from laconic.activations.backward.decisions import Habit
 from laconic.activations.backward.replay import Replay, swapped_parameters
 from laconic.activations.forwards.base import BlockMode, SiteForward
+from laconic.activations.forwards.checkpoint import is_plain
 from laconic.activations.forwards.elementwise import activation
 from laconic.activations.forwards.replacement import replacements_of
 from laconic.activations.host.dtensors import is_packable
@@ -46,7 +47,7 @@ class MlpForward(SiteForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's own forward; in training, with its activation and its product replaced while it runs."""
-        if not torch.is_grad_enabled() or self.stays_exact():
+        if not is_plain() and (not torch.is_grad_enabled() or self.stays_exact()):
             return self.original(*args, **kwargs)
         outer, self.activation.block = self.activation.block, self
         try:
@@ -97,13 +98,14 @@ class ActivationForward(SiteForward):
             return False
         return x.requires_grad and self.attributes.unchanged(self.module) and block.may_keep(x)
 
-    def run(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor, is_traced: bool) -> Tensor:
         """The activation of x, saving x packed."""
         block = self.block
         if block is None:  # another thread has just left the block
             y: Tensor = self.original(x)
             return y
-        return block._noting_origin(activation(x, self.value(x), block.spec.activation, block.format))
+        y = activation(x, self.value(x, is_traced), block.spec.activation, block.format)
+        return block._noting_origin(y, is_traced)
 
 
 PRODUCTS = (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__)
@@ -133,7 +135,7 @@ class _Products(BlockMode):
         ours = self._block.activation.serves(a) and self._block.activation.serves(b)
         # What needs no gradient is a mask or a constant, which is exact, and the other factor is not kept for it. A
         # leaf is a parameter, which is there anyway.
-        if not ours or a.shape != b.shape or a.dtype != b.dtype or not all(is_made(x) for x in (a, b)):
+        if not ours or a.shape != b.shape or a.dtype != b.dtype or not (is_made(a) and is_made(b)):
             return False
         return self._block.may_keep(a) and self._block.may_keep(b)
 
@@ -210,7 +212,7 @@ class ProjectionForward(SiteForward):
         """Whether the block runs outside of compiled graphs, which pack gate and up instead."""
         return self.block.running and not torch.compiler.is_compiling()  # a compiled graph packs gate and up instead
 
-    def run(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor, is_traced: bool) -> Tensor:
         """The projection of x by the module's own code, with the note on its output."""
         replay = Replay(x.device, self.module, self.habit.decisions(self.module.training, (x,), {}))
         y, state = replay.run(lambda: self.original(x))

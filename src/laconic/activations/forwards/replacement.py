@@ -12,7 +12,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, cast
 
 import torch
@@ -74,8 +74,15 @@ class Replacement:
         A bound method and not the object, because torch.compile then guards its code, and layers share a graph. A
         pickled method is looked up under its name, which is that of this property.
         """
-        is_own = self.__dict__.get("replaced") is None
-        return MethodType(_like(self._before) if is_own else _like_bound(self._before), self)
+        call = cast(FunctionType, type(self).__call__)
+        if self.__dict__.get("replaced") is None:
+            return MethodType(_like(self._before, call), self)
+        forward = _like.__wrapped__(self._before, call)
+        signature = _signature(self._before)
+        if signature is not None:  # which has no place for what the method is bound to
+            this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+            forward.__signature__ = signature.replace(parameters=[this, *signature.parameters.values()])
+        return MethodType(forward, self)
 
     @property
     def stored(self) -> Callable[..., Any]:
@@ -382,29 +389,10 @@ def _first_name(forward: Callable[..., Any], is_bound: bool) -> str | None:
     return parameters[0].name if by_name else None
 
 
-def _like_bound(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls its first argument with the rest and looks like `original`, which takes the rest only."""
-
-    def forward(replacement: Replacement, /, *args: Any, **kwargs: Any) -> Any:
-        return replacement(*args, **kwargs)
-
+@functools.lru_cache(maxsize=1024)
+def _like(original: Callable[..., Any], call: FunctionType) -> Any:
+    """The code of `call` in a function that looks like `original`; one for all modules of a class."""
+    forward = FunctionType(call.__code__, call.__globals__, "forward", call.__defaults__, call.__closure__)
     functools.update_wrapper(forward, original, updated=())
     forward.__name__ = "forward"  # under which a pickled method is looked up
-    signature = _signature(original)
-    if signature is not None:
-        this = inspect.Parameter("replacement", inspect.Parameter.POSITIONAL_ONLY)
-        parameters = [this, *signature.parameters.values()]
-        forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return forward
-
-
-@functools.lru_cache(maxsize=1024)
-def _like(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for the forward of a class, which takes a module first; one function for all modules of the class."""
-
-    def forward(replacement: Replacement, /, *args: Any, **kwargs: Any) -> Any:
-        return replacement(*args, **kwargs)
-
-    functools.update_wrapper(forward, original, updated=())
-    forward.__name__ = "forward"
     return forward

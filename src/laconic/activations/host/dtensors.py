@@ -48,9 +48,9 @@ class Placed:
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, x: Tensor) -> Placed | None:
-        """Where `x` lies; None for a tensor that is no DTensor."""
-        return cls(x.device_mesh, x.placements, x.shape, x.stride()) if isinstance(x, DTensor) else None
+    def of(cls, x: DTensor) -> Placed:
+        """Where `x` lies."""
+        return cls(x.device_mesh, x.placements, x.shape, x.stride())
 
     def __call__(self, local: Tensor) -> Tensor:
         """The DTensor of which this rank holds `local`."""
@@ -84,8 +84,7 @@ def has_whole_rows(x: Tensor, *parameters: Tensor | None) -> bool:
 
 def on_rows(function: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
     """`function(x, *others)`, of which each row of the result depends on that row of x; of DTensors on local parts."""
-    place = Placed.of(x)
-    return function(x, *others) if place is None else place(function(local_of(x), *map(local_of, others)))
+    return Placed.of(x)(function(*map(local_of, (x, *others)))) if isinstance(x, DTensor) else function(x, *others)
 
 
 def row_dim(x: Tensor) -> int:

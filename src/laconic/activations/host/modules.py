@@ -52,7 +52,7 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
     """`list(module.modules())` in another order and in a twentieth of the time, for what looks in every forward."""
     found, seen = [module], {module}
     for part in found:
-        for child in part._modules.values():
+        for child in part._modules.values() if part._modules else ():
             if child is not None and child not in seen:
                 seen.add(child)
                 found.append(child)

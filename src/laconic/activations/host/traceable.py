@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.ops.codebooks import AFFINE
 
 F = TypeVar("F", bound=Callable[..., Any])
-C = TypeVar("C")
+C = TypeVar("C", bound=Callable[..., Any])
 
 
 _LOSES_GRADIENTS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
@@ -95,6 +95,7 @@ def traceable(function: F) -> F:
         names = tuple([name for name, value in kwargs.items() if value is not None])
         return in_graph(tuple([_fields(x) for x in args]), names, tuple([_fields(kwargs[name]) for name in names]))
 
+    untraced(function)  # so plain tensors that it is given are no graph's
     return call  # type: ignore[return-value]  # it has the signature of `function`
 
 
@@ -130,12 +131,12 @@ def _object(value: Any) -> Any:
     return value
 
 
-def untraced(cls: type[C]) -> type[C]:
-    """Let Dynamo leave the methods of a class alone, where it looks into code of ours between the graphs it breaks."""
-    for method in vars(cls).values():
-        if isinstance(method, FunctionType):
-            torch._dynamo.decorators.skip(method)
-    return cls
+def untraced(code: C) -> C:
+    """Let Dynamo leave alone a function, or a class's methods, where it looks into ours between graphs it breaks."""
+    for function in vars(code).values() if isinstance(code, type) else (code,):
+        if isinstance(function, FunctionType):
+            torch._dynamo.decorators.skip(function)
+    return code
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -161,4 +162,5 @@ def as_result(value: Tensor) -> Tensor:
     from a tensor inside to the view (AOTAutograd, torch 2.13). A detach among these steps would cut the gradient off;
     an unsafe view begins them anew.
     """
-    return torch.ops.aten._unsafe_view(value, value.shape) if torch.compiler.is_compiling() else value.detach()
+    is_traced = type(value) is not Tensor and torch.compiler.is_compiling()
+    return torch.ops.aten._unsafe_view(value, value.shape) if is_traced else value.detach()

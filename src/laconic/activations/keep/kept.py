@@ -34,6 +34,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -44,11 +45,13 @@ from laconic.activations.host.audited import AUDITED
 from laconic.activations.host.dtensors import Placed, local_of
 from laconic.activations.host.storages import place_of
 from laconic.activations.host.streams import record_reader, stream_of
+from laconic.activations.host.traceable import untraced
 from laconic.activations.keep.choice import Offload, Packing
 from laconic.activations.keep.exact_codes import Layout
 from laconic.activations.keep.offload import offloader_of
 from laconic.activations.keep.rounding import quantized
 from laconic.activations.keep.witnesses import (
+    RUNNING,
     Glances,
     Witness,
     check_unchanged,
@@ -141,7 +144,11 @@ class Memo:
             tensors: saved for it.
             after: the incoming gradient of the reader's backward.
         """
-        value = self._value if self._value is not None else in_range(self._rebuild(tensors, after))
+        value = self._value
+        if value is None:
+            value = self._rebuild(tensors, after)
+            if value.dtype is torch.float16:
+                value = in_range(value)
         self.was_taken = True
         self._readers -= 1
         self._value = value if self._readers > 0 else None
@@ -154,7 +161,7 @@ class Memo:
 
 def in_range(value: Tensor) -> Tensor:
     """Clamp a rebuilt fp16 value whose rounding left the range of its dtype; other dtypes have room enough."""
-    if not isinstance(value, Tensor) or value.dtype is not torch.float16:
+    if value.dtype is not torch.float16:
         return value
     largest = torch.finfo(torch.float16).max
     return value.clamp(-largest, largest)
@@ -254,7 +261,10 @@ class _Note(_OfThisTensor):
         if values is not None:  # there are none in a graph that is traced, which sees all writes
             if self._root is not None and self._root is not root():
                 return None
-            if self._address != x.data_ptr() or self._numel != x.numel() or not same(values, x):
+            if self._address != x.data_ptr() or self._numel != x.numel():
+                return None
+            now = glance(x)
+            if (type(now) is not bytes or now != values) and not same(values, x):
                 return None
         return self._kept if self._memo is None else self.unended()
 
@@ -282,6 +292,7 @@ Quantize = Callable[[Tensor, BlockFormat], BlockTensor | None]
 """(x, format) -> what `quantized` makes of x; None where that has to make it itself."""
 
 
+@untraced
 def keep(x: Tensor, format: Packing, origin: str, quantize: Quantize | None = None) -> Kept:
     """The `Kept` of `x`: what is saved for it already, the tensor its producer holds anyway, or packed codes.
 
@@ -295,7 +306,7 @@ def keep(x: Tensor, format: Packing, origin: str, quantize: Quantize | None = No
     if kept is None or (kept.bits is not None and kept.bits < _bits(format)):
         local = x if type(x) is Tensor else local_of(x)
         kept = pack(local, format, origin, quantize=quantize)
-        if kept.bits is not None and not _is_reused(x):
+        if kept.bits is not None and not ((x.is_leaf or local is not x) and _is_reused(x)):
             if local is x:
                 _write(x, kept, lasts=x.requires_grad)
             else:
@@ -322,10 +333,9 @@ def _share(x: Tensor, kept: Kept, *, lasts: bool) -> None:
 
 def _placed(kept: Kept, x: Tensor) -> Kept:
     """The `Kept` of `x` from that of what this rank holds of it."""
-    place = Placed.of(x)
-    if place is None:
+    if not isinstance(x, DTensor):
         return kept
-    placed = derive(place, (kept,), (), kept.origin)
+    placed = derive(Placed.of(x), (kept,), (), kept.origin)
     placed.bits = kept.bits
     return placed
 
@@ -392,6 +402,7 @@ def held(x: Tensor, origin: str) -> Kept:
     return Kept((x,), Memo(_itself), origin)
 
 
+@untraced
 def pack(
     x: Tensor,
     format: Packing,
@@ -413,10 +424,11 @@ def pack(
         quantize: makes the codes in the place of `quantized`; not asked where x stays as it is or has a stand-in.
     """
     block_format = format.format if isinstance(format, Offload) else format
-    is_traced = torch.compiler.is_compiling()
+    is_plain = type(x) is Tensor
+    is_traced = not is_plain and torch.compiler.is_compiling()
     # Only plain tensors have shapes that are numbers for certain.
-    find_size = _known_size if type(x) is Tensor and not is_traced else _packed_size
-    shares, packed_nbytes = find_size(x.shape, block_format, center is None and layout is None)
+    find_size = _known_size if is_plain else _packed_size
+    shares, packed_nbytes = find_size(x.shape, block_format, center is None)
     if center is None and not is_traced and packed_nbytes >= x.numel() * x.element_size():
         return Kept((x,), Memo(_itself if layout is None else partial(_laid_out, layout)), origin)
     if x.is_cuda:
@@ -425,11 +437,13 @@ def pack(
     if shares:
         x = x.reshape(-1)
     if AUDITED.values is not None:
-        return _stood_in(AUDITED.values(x.detach(), block_format, center), laid_out, origin, _bits(format))
+        return _stood_in(AUDITED.values(x.detach(), block_format, center), laid_out, origin, block_format.bits)
     packed = quantize(x.detach(), block_format) if quantize is not None and center is None else None
-    if packed is None:
+    if packed is None and block_format.is_stochastic:
         packed = quantized(x.detach(), block_format, center)
-    witness = witness_of(x, packed.scales, block_format, origin)
+    elif packed is None:
+        packed = block_format.quantize(x.detach(), center=center)
+    witness = witness_of(x, packed.scales, block_format, origin) if RUNNING.watches else None
     saved: Tensors = (packed.codes, packed.scales)
     fetch: Callable[[Tensors], Tensors] | None = None
     # torch.compile traces on tensors of other classes; its graphs keep them on the device.
@@ -440,10 +454,10 @@ def pack(
     if center is not None:
         saved = (*saved, center)
     # Gated products are made from codes of such tensors only.
-    is_plain = fetch is None and center is None and not shares and not block_format.is_stochastic
-    gated_format = block_format if is_plain else None
+    is_whole = fetch is None and center is None and not shares and not block_format.is_stochastic
+    gated_format = block_format if is_whole else None
     dequantize = _Dequantized(block_format, x.shape, x.dtype, witness, fetch, laid_out)
-    return Kept(saved, Memo(dequantize), origin, _bits(format), gated_format, witness=witness)
+    return Kept(saved, Memo(dequantize), origin, BITS[block_format.code], gated_format, None, witness)
 
 
 class _Dequantized:
@@ -483,9 +497,9 @@ class _LaidOut:
         self._shape, self._layout = shape, layout
 
     def __call__(self, values: Tensor) -> Tensor:
-        if self._shape is not None:
-            return values.view(self._shape)
-        return values if self._layout is None else self._layout.unflatten(values)
+        if self._layout is not None:
+            return self._layout.unflatten(values)
+        return values if self._shape is None else values.view(self._shape)
 
 
 def _stood_in(value: Tensor, laid_out: _LaidOut | None, origin: str, bits: int) -> Kept:
@@ -538,11 +552,12 @@ def derive(
 
     With `makes_new` every value of `function` is a tensor that nothing else refers to.
     """
-    tensors = inner[0].tensors if len(inner) == 1 else sum((kept.tensors for kept in inner), ())
-    memos = tuple([kept.memo for kept in inner])
-    counts = tuple([len(kept.tensors) for kept in inner])
-    rebuild = _Derived(function, memos, counts, glances(parameters) if parameters else ())
-    return Kept((*tensors, *parameters), Memo(rebuild, memos, makes_new=makes_new), origin)
+    memos, tensors = tuple(map(_MEMO, inner)), tuple(map(_TENSORS, inner))
+    rebuild = _Derived(function, memos, tuple(map(len, tensors)), glances(parameters))
+    return Kept(sum((*tensors, parameters), ()), Memo(rebuild, memos, makes_new=makes_new), origin)
+
+
+_MEMO, _TENSORS = attrgetter("memo"), attrgetter("tensors")
 
 
 class _Derived:
@@ -586,6 +601,7 @@ def take_all(
     return values
 
 
+@untraced
 def attach(x: Tensor, kept: Kept) -> None:
     """Note on `x` that `kept` rebuilds it: functions that would save `x` for backward save `kept.tensors` instead.
 
@@ -608,6 +624,7 @@ def _write(x: Tensor, kept: Kept, *, lasts: bool) -> None:
         setattr(x, _attribute(x) if x.is_cuda else _ATTRIBUTE, _Note(x, kept, values, lasts=lasts))
 
 
+@untraced
 def found(x: Tensor) -> Kept | None:
     """The `Kept` of `x`, or of a tensor that `x` is a full view of (logits of all tokens are a slice), or None."""
     if type(x) is not Tensor and (local := local_of(x)) is not x:

@@ -32,7 +32,7 @@ from laconic.activations.keep.exact_codes import Layout, as_mask, mask_of_bits
 from laconic.activations.keep.function_rules import Call
 from laconic.activations.keep.kept import Kept, attach, derive, found, known, pack
 from laconic.activations.keep.masked_relu import masked_relu, may_be_masked
-from laconic.activations.keep.witnesses import Glances, check_unchanged, glance, glances, named, same
+from laconic.activations.keep.witnesses import RUNNING, Glances, check_unchanged, glance, glances, same
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 from laconic.ops import DTYPES
@@ -302,7 +302,7 @@ class Packer(TorchFunctionMode):
             return Kept((tensor.detach(),), kept.memo, kept.origin)
         if kept is not None:
             return kept
-        named(call.function.__name__)
+        RUNNING.site = call.function.__name__
         layout, x = Layout.of(tensor), tensor.detach()
         center = call.center(x)
         period = None if center is None else _period(layout, center, format.block_size)

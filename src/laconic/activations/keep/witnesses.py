@@ -44,7 +44,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from laconic.activations.host.audited import AUDITED
-from laconic.activations.host.traceable import is_traced_by_make_fx
+from laconic.activations.host.traceable import is_traced_by_make_fx, untraced
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 from laconic.ops.codebooks import AFFINE, ARITHMETIC, LEVEL_MAX, codebook
@@ -67,24 +67,21 @@ _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class _Root:
-    """The outermost forward of a converted model that runs in a thread.
+    """The outermost forward of a converted model that runs in a thread; `entries` are compared at its end."""
 
-    Attributes:
-        watches: whether what it packs gets witnesses.
-        entries: what is compared at its end.
-    """
-
-    def __init__(self, watches: bool) -> None:
-        self.watches = watches
+    def __init__(self) -> None:
         self.entries: list[_Entry] = []
 
 
 class _Running(threading.local):
+    """What runs in a thread: the site, for errors; whether what is packed gets witnesses."""
+
     root: _Root | None = None
+    watches = True
     site = ""
 
 
-_RUNNING = _Running()
+RUNNING = _Running()
 
 
 class RootForward:
@@ -98,16 +95,17 @@ class RootForward:
         Raises:
             ModelError: a CUDA device has found that something it did earlier was wrong (see `make_checks`).
         """
-        if torch.compiler.is_compiling() or _RUNNING.root is not None or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or RUNNING.root is not None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if _LEFT:
             make_checks()
         self._num_forwards = number = self._num_forwards + 1
-        _RUNNING.root = root = _Root(number <= ALWAYS or number % EVERY == 0)
+        RUNNING.root = root = _Root()
+        RUNNING.watches = number <= ALWAYS or number % EVERY == 0
         try:
             result = forward(*args, **kwargs)
         finally:
-            _RUNNING.root, _RUNNING.site = None, ""
+            RUNNING.root, RUNNING.watches, RUNNING.site = None, True, ""
         if root.entries:
             _compare(root.entries)
         return result
@@ -115,12 +113,7 @@ class RootForward:
 
 def root() -> object | None:
     """What stands for the root forward that runs in this thread; None outside of one."""
-    return _RUNNING.root
-
-
-def named(site: str) -> None:
-    """Say which site runs in this thread, for errors."""
-    _RUNNING.site = site
+    return RUNNING.root
 
 
 @constant_tensor
@@ -157,19 +150,19 @@ def _has_memory(x: Tensor) -> bool:
 _CLASSES = (Tensor, torch.nn.Parameter)
 
 
-def _watches() -> bool:
-    return (_RUNNING.root is None or _RUNNING.root.watches) and not AUDITED.is_running
-
-
+@untraced
 def glance(x: Tensor) -> bytes | Tensor | None:
     """What `same` compares: values of a tensor, on CUDA devices of a forward with witnesses only; None for no real one.
 
     Of a tensor in host memory it takes a microsecond: it is read as memory, past the dispatcher of torch.
     """
-    if torch.compiler.is_compiling():  # Dynamo looks into code of ours that runs between the graphs it breaks
-        return None
     words = _WORDS.get(x.dtype) if type(x) in _CLASSES and x.is_cpu and x.layout is torch.strided else None
-    if words is not None and (x.is_contiguous() or _is_dense(x)):
+    # A tensor without gaps that is not contiguous is a transposed matrix, or images channel by channel.
+    if words is not None and (
+        x.is_contiguous()
+        or ((dim := x.dim()) == 2 and x.stride() == (1, x.shape[0]))
+        or (dim == 4 and x.is_contiguous(memory_format=_CHANNELS_LAST))
+    ):
         address = x.data_ptr()
         if address:
             return _window(address, words, x.numel()).tobytes()
@@ -177,17 +170,9 @@ def glance(x: Tensor) -> bytes | Tensor | None:
     if not _has_memory(x):
         return None
     if x.is_cuda or x.numel() == 0:
-        values = sample(x) if _watches() else None
+        values = sample(x) if RUNNING.watches and not AUDITED.is_running else None
         return b"" if values is None else values
     return sample(x)
-
-
-def _is_dense(x: Tensor) -> bool:
-    """Whether a tensor that is not contiguous has no gaps, being a transposed matrix or images channel by channel."""
-    dim = x.dim()
-    if dim == 2:
-        return x.stride() == (1, x.shape[0])
-    return dim == 4 and x.is_contiguous(memory_format=_CHANNELS_LAST)
 
 
 _STEPS = NUM_PLACES - 1
@@ -213,7 +198,7 @@ def same(before: bytes | Tensor, x: Tensor) -> bool:
         return before == now
     if isinstance(before, Tensor) and isinstance(now, Tensor):
         if before.is_cuda:
-            _record(_Entry(_differs, (), (before, now), (_RUNNING.site,), "a write between two layers"))
+            _record(_Entry(_differs, (), (before, now), (RUNNING.site,), "a write between two layers"))
             return True
         return torch.equal(_bits(before), _bits(now))
     return before == now or x.is_cuda
@@ -221,7 +206,7 @@ def same(before: bytes | Tensor, x: Tensor) -> bool:
 
 def glances(tensors: Sequence[Tensor | None]) -> Glances:
     """What `check_unchanged` compares: glances of the parameters and other floats that backward is going to read."""
-    return tuple([None if x is None or not x.is_floating_point() else glance(x) for x in tensors])
+    return tuple([None if x is None or not x.is_floating_point() else glance(x) for x in tensors]) if tensors else ()
 
 
 def check_unchanged(before: Glances, tensors: Sequence[Tensor | None], what: str = "a parameter") -> None:
@@ -248,7 +233,7 @@ def check_unchanged(before: Glances, tensors: Sequence[Tensor | None], what: str
             continue
         if isinstance(values, Tensor) and isinstance(now, Tensor):
             if values.is_cuda:
-                _record(_Entry(_differs, (), (values, now), (_RUNNING.site,), f"{what} that was changed"))
+                _record(_Entry(_differs, (), (values, now), (RUNNING.site,), f"{what} that was changed"))
                 continue
             is_same = values.dtype == now.dtype and torch.equal(_bits(values), _bits(now))
         else:
@@ -314,7 +299,7 @@ class Witness:
 
 
 def witness_of(x: Tensor, scales: Tensor, format: BlockFormat, origin: str) -> Witness | None:
-    """The witness of a tensor that is packed now; None where there is none (see `sample`).
+    """The witness of a tensor that is packed now, where there is one (see `sample`, `RUNNING.watches`); else None.
 
     Args:
         x: [..., L].
@@ -322,9 +307,9 @@ def witness_of(x: Tensor, scales: Tensor, format: BlockFormat, origin: str) -> W
         format: how it is packed.
         origin: kind of the site, for errors.
     """
-    if not _watches() or type(scales) is not Tensor or (values := sample(x)) is None:
+    if AUDITED.is_running or type(scales) is not Tensor or (values := sample(x)) is None:
         return None
-    site = f"{_RUNNING.site} ({origin})" if _RUNNING.site else origin
+    site = f"{RUNNING.site} ({origin})" if RUNNING.site else origin
     return Witness(values, _scales_in(scales, x.shape, format), format, x.shape, site)
 
 
@@ -388,10 +373,10 @@ def _record(entry: _Entry) -> None:
         entry = replace(entry, stream=torch.cuda.current_stream(entry.parts[0].device))
     task = torch._C._current_graph_task_id()
     if task == -1:
-        if _RUNNING.root is None:
+        if RUNNING.root is None:
             _compare([entry])
         else:
-            _RUNNING.root.entries.append(entry)
+            RUNNING.root.entries.append(entry)
         return
     entries = _PENDING.get(task)
     if entries is None:

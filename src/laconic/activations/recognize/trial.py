@@ -196,18 +196,18 @@ _INTERNAL = vars(nn.Module()).keys() | {"forward", "training", "_is_hf_initializ
 class ForwardCode:
     """The forward of a module's class, and the functions that it calls by name, as they are now."""
 
-    __slots__ = ("_called", "_forward", "_owner")
+    __slots__ = ("_owner", "called", "forward")
 
     def __init__(self, owner: type[nn.Module]) -> None:
         self._owner = owner
-        self._forward = owner.forward
-        self._called = [(home, name, getattr(home, name)) for home, name in called_by(owner.forward)]
+        self.forward = owner.forward
+        self.called = [(home, name, getattr(home, name)) for home, name in called_by(owner.forward)]
 
     def unchanged(self, module: nn.Module) -> bool:
         """Whether a call of the module runs this code."""
-        if type(module).forward is not self._forward:
+        if type(module).forward is not self.forward:
             return False
-        for home, name, value in self._called:  # noqa: SIM110  no generator, which takes twice as long
+        for home, name, value in self.called:  # noqa: SIM110  no generator, which takes twice as long
             if getattr(home, name, None) is not value:
                 return False
         return True
@@ -252,9 +252,13 @@ class PlainAttributes:
 
     def unchanged(self, module: nn.Module) -> bool:
         """Whether the module's code and plain attributes are still the same."""
-        if not self._code.unchanged(module):
+        code = self._code
+        if type(module).forward is not code.forward:
             return False
-        for name, value in self._seen:  # no generators, which take twice as long
+        for home, name, value in code.called:  # no generators, which take twice as long
+            if getattr(home, name, None) is not value:
+                return False
+        for name, value in self._seen:
             if getattr(module, name, _NEVER) != value:
                 return False
         return not self._inside or all(

@@ -171,9 +171,9 @@ class HeadForward(LinearForward):
         """Whether the input is not worth packing; a requested loss is computed in any case."""
         return self.request is None and super().stays_exact()
 
-    def run(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor, is_traced: bool) -> Tensor:
         """The requested loss, as logits of no tokens, or the linear layer of x."""
-        return super().run(x) if self.request is None else self._answer(self.request, x)
+        return super().run(x, is_traced) if self.request is None else self._answer(self.request, x)
 
     @torch.compiler.disable(reason="laconic: a loop over tiles is no graph worth compiling")
     def _answer(self, request: _Request, x: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def is_direct(*tensors: Tensor | None) -> bool:
     So it does in eager mode, for plain tensors on the CPU, as long as no mode, transform or profiler watches ops. A
     kernel reads memory, which is not a subclass's value (a DTensor's, a FakeTensor's), nor that of a negated view.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():  # what else traces does so on tensors of other classes
         return False
     for x in tensors:
         if x is not None and (type(x) is not Tensor or not x.is_cpu or x.is_neg()):

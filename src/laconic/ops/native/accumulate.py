@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from laconic.ops.declarations.accumulate import check_accumulate_blockwise_, check_square_sum_blockwise
-from laconic.ops.native.library import FLOAT_TYPES, isa_number, kernels
+from laconic.ops.native.library import FLOAT_TYPES, ISA_NUMBERS, kernels
 
 __all__ = ["accumulate_blockwise_", "square_sum_blockwise"]
 
@@ -28,8 +28,8 @@ def accumulate_blockwise_(
     """`reference.accumulate_blockwise_` in C++, the same bits; `isa` overrides the instruction set."""
     check_accumulate_blockwise_(codes, scales, residual_codes, residual_scales, gradient, alpha)
     gradient = gradient.contiguous()
-    kernels().accumulate_blockwise(
-        isa_number(isa), torch.get_num_threads(),
+    kernels.accumulate_blockwise(
+        ISA_NUMBERS[isa], torch.get_num_threads(),
         codes.numel(), codes.data_ptr(), scales.data_ptr(), _address(residual_codes), _address(residual_scales),
         gradient.data_ptr(), FLOAT_TYPES[gradient.dtype], alpha,
     )  # fmt: skip
@@ -45,8 +45,8 @@ def square_sum_blockwise(
 ) -> Tensor:
     """`reference.square_sum_blockwise` in C++, the same bits; `isa` overrides the instruction set."""
     check_square_sum_blockwise(codes, scales, residual_codes, residual_scales)
-    total = kernels().square_sum_blockwise(
-        isa_number(isa),
+    total = kernels.square_sum_blockwise(
+        ISA_NUMBERS[isa],
         torch.get_num_threads(),
         codes.numel(),
         codes.data_ptr(),

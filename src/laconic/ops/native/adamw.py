@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laconic.ops.declarations.adamw import checked_step
 from laconic.ops.dynamic_map import dynamic_map_tensor
-from laconic.ops.native.library import FLOAT_TYPES, isa_number, kernels
+from laconic.ops.native.library import FLOAT_TYPES, ISA_NUMBERS, kernels
 
 __all__ = ["adamw8bit_multi_"]
 
@@ -20,7 +20,7 @@ _CPU = torch.device("cpu")
 def adamw8bit_multi_(*arguments: Any, isa: str | None = None) -> None:
     """`reference.adamw8bit_multi_` in C++, the same bits; `isa` overrides the instruction set."""
     step = checked_step(*arguments)
-    number, update, factor = isa_number(isa), kernels().adamw8bit, _address(step.gradient_factor)
+    number, update, factor = ISA_NUMBERS[isa], kernels.adamw8bit, _address(step.gradient_factor)
     scalars = list(astuple(step.scalars))
     signed, unsigned = (dynamic_map_tensor(signed, _CPU, step.bits).data_ptr() for signed in (True, False))
     for tensors, (rows, length) in zip(step.each, step.shapes, strict=True):

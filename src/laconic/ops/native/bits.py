@@ -7,7 +7,7 @@ from torch import Tensor
 
 from laconic.ops import huge_pages
 from laconic.ops.declarations.bits import check_pack_bits, check_select_bits, check_unpack_bits
-from laconic.ops.native.library import isa_number, kernels
+from laconic.ops.native.library import ISA_NUMBERS, kernels
 from laconic.ops.reference.bits import bit_patterns
 
 __all__ = ["pack_bits", "select_bits", "unpack_bits"]
@@ -18,8 +18,8 @@ def pack_bits(x: Tensor, *, isa: str | None = None) -> Tensor:
     codes = huge_pages.empty((check_pack_bits(x),), torch.uint8)
     x = x.contiguous()
     num_bits = 8 * x.element_size()
-    kernels().pack_bits(
-        isa_number(isa),
+    kernels.pack_bits(
+        ISA_NUMBERS[isa],
         torch.get_num_threads(),
         x.data_ptr(),
         x.element_size(),
@@ -38,8 +38,8 @@ def unpack_bits(
     codes = codes.contiguous()
     values = huge_pages.empty((length,), dtype)
     word = (1 << 64) - 1
-    kernels().unpack_bits(
-        isa_number(isa),
+    kernels.unpack_bits(
+        ISA_NUMBERS[isa],
         torch.get_num_threads(),
         codes.data_ptr(),
         length,
@@ -55,8 +55,8 @@ def select_bits(x: Tensor, codes: Tensor, *, isa: str | None = None) -> Tensor:
     check_select_bits(x, codes)
     x, codes = x.contiguous(), codes.contiguous()
     values = huge_pages.empty(x.shape, x.dtype)
-    kernels().select_bits(
-        isa_number(isa),
+    kernels.select_bits(
+        ISA_NUMBERS[isa],
         torch.get_num_threads(),
         x.data_ptr(),
         codes.data_ptr(),

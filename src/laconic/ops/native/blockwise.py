@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
 
 from laconic.ops import huge_pages
 from laconic.ops.codebooks import ARITHMETIC, BITS, LEVEL_MAX, codebook_tensor
@@ -15,16 +16,23 @@ from laconic.ops.declarations.blockwise import (
     check_multiply_quantize_blockwise,
     check_quantize_blockwise,
 )
-from laconic.ops.native.library import FLOAT_TYPES, isa_number, kernels
+from laconic.ops.native.library import FLOAT_TYPES, ISA_NUMBERS, kernels
 
 __all__ = ["codebook_address", "dequantize_blockwise", "multiply_quantize_blockwise", "quantize_blockwise"]
 
 _CPU = torch.device("cpu")
 
 
+@cache
+def _tables(code: str) -> Tensor:
+    with no_dispatch():  # of FakeTensorMode, whose tensors have no memory
+        return codebook_tensor(code, _CPU)
+
+
+@cache
 def codebook_address(code: str) -> int:
-    """Where the tables of a 4-bit code lie; 0 for integers, which have none."""
-    return 0 if code in ARITHMETIC else codebook_tensor(code, _CPU).data_ptr()
+    """Where the tables of a 4-bit code lie, as long as the process lives; 0 for integers, which have none."""
+    return 0 if code in ARITHMETIC else _tables(code).data_ptr()
 
 
 @lru_cache(maxsize=4096)
@@ -63,8 +71,8 @@ def quantize_blockwise(
         x = x.contiguous()
     codes = huge_pages.empty(codes_shape, torch.uint8)
     scales = torch.empty(scales_shape, dtype=scale_dtype, device="cpu")
-    kernels().quantize_blockwise(
-        isa_number(isa), torch.get_num_threads(),
+    kernels.quantize_blockwise(
+        ISA_NUMBERS[isa], torch.get_num_threads(),
         x.data_ptr(), FLOAT_TYPES[x.dtype], rows, x.stride(0) if x.dim() == 2 else length, length, block_size,
         codes.data_ptr(), scales.data_ptr(), FLOAT_TYPES[scale_dtype], BITS[code], LEVEL_MAX[code],
         codebook_address(code), seed is not None, seed or 0, first_index, 0 if center is None else center.data_ptr(),
@@ -124,8 +132,8 @@ def dequantize_blockwise(
     codes, scales = codes.contiguous(), scales.contiguous()
     center = None if center is None else center.contiguous()
     values = huge_pages.empty(shape, dtype)
-    kernels().dequantize_blockwise(
-        isa_number(isa), torch.get_num_threads(),
+    kernels.dequantize_blockwise(
+        ISA_NUMBERS[isa], torch.get_num_threads(),
         codes.data_ptr(), scales.data_ptr(), FLOAT_TYPES[scales.dtype], rows, length, block_size,
         values.data_ptr(), FLOAT_TYPES[dtype], BITS[code], codebook_address(code),
         0 if center is None else center.data_ptr(),

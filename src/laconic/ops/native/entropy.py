@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from laconic.ops.native.library import isa_number, kernels
+from laconic.ops.native.library import ISA_NUMBERS, kernels
 
 
 def encode_blocks(
@@ -12,8 +12,8 @@ def encode_blocks(
 ) -> tuple[int, int, int]:
     """`reference.encode_blocks` in C++; `room` has `max_nbytes`, `isa` overrides the instruction set."""
     numel = data.numel() // itemsize
-    nbytes, *sums = kernels().entropy_encode(
-        isa_number(isa), data.data_ptr(), numel, itemsize, is_rotated, room.data_ptr()
+    nbytes, *sums = kernels.entropy_encode(
+        ISA_NUMBERS[isa], data.data_ptr(), numel, itemsize, is_rotated, room.data_ptr()
     )
     return nbytes, sums[0], sums[1]
 
@@ -23,7 +23,7 @@ def decode_blocks_(
 ) -> tuple[int, int, int]:
     """`reference.decode_blocks_` in C++; GUARD_NBYTES bytes behind `blocks` may be read."""
     numel = out.numel() // itemsize
-    nbytes, *sums = kernels().entropy_decode(
-        isa_number(isa), blocks.data_ptr(), blocks.numel(), numel, itemsize, is_rotated, out.data_ptr()
+    nbytes, *sums = kernels.entropy_decode(
+        ISA_NUMBERS[isa], blocks.data_ptr(), blocks.numel(), numel, itemsize, is_rotated, out.data_ptr()
     )
     return nbytes, sums[0], sums[1]

@@ -12,7 +12,7 @@ from laconic.ops.codebooks import BITS
 from laconic.ops.declarations.gated import check_gated_backward_blockwise, check_gated_product_blockwise
 from laconic.ops.gated_activations import CURVES
 from laconic.ops.native.blockwise import codebook_address
-from laconic.ops.native.library import FLOAT_TYPES, isa_number, kernels
+from laconic.ops.native.library import FLOAT_TYPES, ISA_NUMBERS, kernels
 
 __all__ = ["gated_backward_blockwise", "gated_product_blockwise"]
 
@@ -70,8 +70,8 @@ def _run(
 ) -> None:
     """Write the product to `first`, or with `grad` the gradients of gate and up to `first` and `second`."""
     gate_codes, gate_scales, up_codes, up_scales = [tensor.contiguous() for tensor in packed]
-    kernels().gated_blockwise(
-        isa_number(isa), torch.get_num_threads(),
+    kernels.gated_blockwise(
+        ISA_NUMBERS[isa], torch.get_num_threads(),
         (gate_codes.data_ptr(), gate_scales.data_ptr(), up_codes.data_ptr(), up_scales.data_ptr()),
         FLOAT_TYPES[gate_scales.dtype], math.prod(first.shape[:-1]), first.shape[-1], block_size,
         0 if grad is None else grad.data_ptr(), (first.data_ptr(), 0 if second is None else second.data_ptr()),

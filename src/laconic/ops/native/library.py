@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 from importlib import import_module
-from types import ModuleType
+from typing import Any
 
 import torch
 
 from laconic.errors import ConfigError
 from laconic.ops.selection import Selection, forced_isa, reference_is_forced
 
-__all__ = ["FLOAT_TYPES", "SELECTION", "isa_number", "kernels", "supported_isas"]
+__all__ = ["FLOAT_TYPES", "ISA_NUMBERS", "SELECTION", "kernels", "supported_isas"]
 
-_kernels: ModuleType | None
+kernels: Any
+"""The extension module; None if it was not built."""
 try:
-    _kernels, _missing = import_module("laconic._kernels"), ""
+    kernels, _missing = import_module("laconic._kernels"), ""
 except ImportError as error:
-    _kernels, _missing = None, f"the compiled kernels cannot be imported ({error}); reinstall laconic to build them"
+    kernels, _missing = None, f"the compiled kernels cannot be imported ({error}); reinstall laconic to build them"
 
 FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The enumeration FloatType of csrc/kernels/blockwise.h."""
 
 
-def kernels() -> ModuleType:
-    """The extension module; asserts that it was built."""
-    assert _kernels is not None, _missing
-    return _kernels
-
-
 def supported_isas() -> tuple[str, ...]:
     """Instruction sets of the C++ kernels that this CPU runs, slowest first; empty where they were not built."""
-    return tuple(_kernels.supported_isas()) if _kernels is not None else ()
-
-
-def isa_number(isa: str | None) -> int:
-    """The extension's number of the instruction set `isa`, or of the selected one."""
-    return _selected if isa is None else _ISAS.index(isa)
+    return tuple(kernels.supported_isas()) if kernels is not None else ()
 
 
 def _select() -> Selection:
@@ -53,8 +43,9 @@ def _select() -> Selection:
     return Selection("c++", supported[-1], f"the widest of what this CPU runs: {', '.join(supported)}")
 
 
-_ISAS = supported_isas()
 SELECTION = _select()
 """What runs on CPU tensors in this process."""
 
-_selected = _ISAS.index(SELECTION.isa) if SELECTION.isa else -1
+ISA_NUMBERS: dict[str | None, int] = {isa: number for number, isa in enumerate(supported_isas())}
+"""The extension's number of each instruction set, and under None of the selected one."""
+ISA_NUMBERS[None] = ISA_NUMBERS.get(SELECTION.isa, -1)

@@ -10,7 +10,7 @@ from torch import Tensor
 from laconic.ops.codebooks import BITS
 from laconic.ops.declarations.linear import check_linear_blockwise
 from laconic.ops.native.blockwise import codebook_address
-from laconic.ops.native.library import FLOAT_TYPES, isa_number, kernels
+from laconic.ops.native.library import FLOAT_TYPES, ISA_NUMBERS, kernels
 
 __all__ = ["linear_blockwise"]
 
@@ -22,8 +22,8 @@ def linear_blockwise(
     shape = check_linear_blockwise(x, codes, scales, code, block_size)
     rows, codes, scales = x.detach().float().contiguous(), codes.contiguous(), scales.contiguous()
     out = x.new_zeros(shape)
-    kernels().linear_blockwise(
-        isa_number(isa), torch.get_num_threads(), rows.data_ptr(), math.prod(shape[:-1]), x.shape[-1],
+    kernels.linear_blockwise(
+        ISA_NUMBERS[isa], torch.get_num_threads(), rows.data_ptr(), math.prod(shape[:-1]), x.shape[-1],
         codes.data_ptr(), scales.data_ptr(), FLOAT_TYPES[scales.dtype], block_size, BITS[code],
         codebook_address(code), len(codes), out.data_ptr(), FLOAT_TYPES[x.dtype],
     )  # fmt: skip

@@ -8,7 +8,7 @@ from torch import Tensor
 from laconic.ops import huge_pages
 from laconic.ops.declarations.lossless import check_lossless_decode_, check_lossless_decode_add_, check_lossless_encode
 from laconic.ops.lossless import CODES, DTYPE_NUMBERS, words_of
-from laconic.ops.native.library import isa_number, kernels
+from laconic.ops.native.library import ISA_NUMBERS, kernels
 
 __all__ = ["lossless_decode_", "lossless_decode_add_", "lossless_encode"]
 
@@ -17,8 +17,8 @@ def lossless_encode(x: Tensor, code: str, capacity_nbytes: int | None, *, isa: s
     """`reference.lossless_encode` in C++, the same message; `isa` overrides the instruction set."""
     message = huge_pages.empty([check_lossless_encode(x, code, capacity_nbytes)], torch.uint8)
     words = words_of(x).contiguous()
-    kernels().lossless_encode(
-        isa_number(isa), torch.get_num_threads(),
+    kernels.lossless_encode(
+        ISA_NUMBERS[isa], torch.get_num_threads(),
         words.data_ptr(), DTYPE_NUMBERS[x.dtype], CODES[code], words.numel(), list(words.shape),
         message.data_ptr(), message.numel(), capacity_nbytes is not None,
     )  # fmt: skip
@@ -42,8 +42,8 @@ def lossless_decode_add_(total: Tensor, message: Tensor, *, isa: str | None = No
 
 
 def _decode(out: Tensor, message: Tensor, adds: bool, isa: str | None) -> Tensor:
-    status = kernels().lossless_decode(
-        isa_number(isa),
+    status = kernels.lossless_decode(
+        ISA_NUMBERS[isa],
         torch.get_num_threads(),
         message.data_ptr(),
         message.numel(),

@@ -8,7 +8,7 @@ from torch import Tensor
 from laconic.ops import huge_pages
 from laconic.ops.codebooks import codebook_tensor
 from laconic.ops.declarations.reduce import check_sum_blockwise
-from laconic.ops.native.library import isa_number, kernels
+from laconic.ops.native.library import ISA_NUMBERS, kernels
 
 __all__ = ["sum_blockwise", "sum_requantize_blockwise"]
 
@@ -63,8 +63,8 @@ def _run(
 ) -> None:
     # Shards may be rows of a larger buffer, such as a received message.
     inputs = [_rows(codes), _rows(scales), _rows(residual_codes), _rows(residual_scales)]
-    kernels().sum_blockwise(
-        isa_number(isa), torch.get_num_threads(), codes.shape[0], codes.shape[1],
+    kernels.sum_blockwise(
+        ISA_NUMBERS[isa], torch.get_num_threads(), codes.shape[0], codes.shape[1],
         [(x.data_ptr(), x.stride(0)) if x is not None else (0, 0) for x in inputs],
         codebook_tensor("int4", torch.device("cpu")).data_ptr(), factor, values.data_ptr() if values is not None else 0,
         [x.data_ptr() if x is not None else 0 for x in requantized],

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from laconic.errors import FormatError
 from laconic.ops.declarations.rows import check_sum_rows
-from laconic.ops.native.library import FLOAT_TYPES, isa_number, kernels
+from laconic.ops.native.library import FLOAT_TYPES, ISA_NUMBERS, kernels
 from laconic.ops.reference.rows import BAD_ENTRIES
 
 __all__ = ["sum_rows"]
@@ -19,8 +19,8 @@ def sum_rows(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | Non
     rows, index, offsets = rows.contiguous(), index.contiguous(), offsets.contiguous()
     weights = None if weights is None else weights.contiguous()
     sums = rows.new_empty(num_sums, rows.shape[1])
-    sound = kernels().sum_rows(
-        isa_number(isa), torch.get_num_threads(),
+    sound = kernels.sum_rows(
+        ISA_NUMBERS[isa], torch.get_num_threads(),
         rows.data_ptr(), FLOAT_TYPES[rows.dtype], *rows.shape, index.data_ptr(), len(index),
         offsets.data_ptr(), num_sums, 0 if weights is None else weights.data_ptr(), sums.data_ptr(),
     )  # fmt: skip
