@@ -29,7 +29,7 @@ from laconic.activations.host.tracker import own_storages
 from laconic.activations.keep.choice import Offload, Packing, block_format_of
 from laconic.activations.keep.exact_codes import Layout, as_mask, mask_of_bits
 from laconic.activations.keep.function_rules import Again, Call
-from laconic.activations.keep.kept import Kept, Memo, attach, derive, found, held, known, pack
+from laconic.activations.keep.kept import Kept, Memo, Tensors, attach, derive, found, held, known, pack
 from laconic.activations.keep.masked_relu import masked_relu, may_be_masked
 from laconic.activations.keep.witnesses import check_unchanged, glance, glances, named, same
 from laconic.errors import ModelError
@@ -39,6 +39,7 @@ from laconic.ops.codebooks import AFFINE, LEVEL_MAX
 MIN_NUMEL = 1024
 """Smaller tensors are not worth a call."""
 
+_Unpack = Callable[[Tensors], Tensor]
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """Pack and unpack."""
 
@@ -48,13 +49,7 @@ class _Saved:
 
     __slots__ = ("_memo", "_outer", "_tensors", "_unpack", "_versions")
 
-    def __init__(
-        self,
-        tensors: tuple[Tensor, ...],
-        unpack: Callable[[tuple[Tensor, ...]], Tensor],
-        outer: Hooks | None,
-        memo: Memo | None = None,
-    ) -> None:
+    def __init__(self, tensors: Tensors, unpack: _Unpack, outer: Hooks | None, memo: Memo | None = None) -> None:
         self._tensors: Any = tensors if outer is None else tuple(map(outer[0], tensors))
         self._unpack, self._memo, self._outer = unpack, memo, outer
         self._versions = sum([tensor._version for tensor in tensors])
