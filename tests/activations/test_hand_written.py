@@ -24,7 +24,6 @@ from torch.utils.module_tracker import ModuleTracker
 import laconic
 from laconic.activations import ActivationPlan, Recompute, SavedTensorTracker, find_sites
 from laconic.activations.forwards.checkpoint import checkpoint
-from laconic.activations.forwards.dropout import pack_mask, unpack_mask
 from laconic.activations.forwards.mixer import MixerForward
 from laconic.activations.forwards.replacement import replacements_of
 from laconic.activations.host.storages import place_of
@@ -118,14 +117,6 @@ def test_a_plan_that_leaves_a_child_exact_is_followed_in_the_code_around_it() ->
     )
     assert packed[0] < exact[0]
     assert packed[1] == exact[1]
-
-
-@pytest.mark.parametrize("shape", [(3, 5), (64,), (1,), (2, 3, 7)])
-def test_masks_survive_packing(shape: tuple[int, ...]) -> None:
-    mask = torch.rand(shape) < 0.5
-    bits = pack_mask(mask)
-    assert bits.numel() == -(-mask.numel() // 8)
-    assert torch.equal(unpack_mask(bits, mask.shape), mask)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -79,14 +79,14 @@ def test_known_and_watched_calls_keep_the_same(
     layer = LAYERS[name]()
     first = copy.deepcopy(nn.Sequential(*around, layer, nn.Flatten(2))) if name != "patched" else None
     results = []
-    for calls in (leaves._CALLS, {}):
+    for calls in (leaves._KNOWN, {}):
         model = nn.Sequential(*around, LAYERS[name](), nn.Flatten(2)) if first is None else copy.deepcopy(first)
         if first is None:
             model[3].load_state_dict(layer.state_dict())
             model = nn.Sequential(*copy.deepcopy(around), *model[3:])
         model.to(dtype)
         laconic.compress_activations(model, bits, block_size=64)
-        monkeypatch.setattr(leaves, "_CALLS", calls)
+        monkeypatch.setattr(leaves, "_KNOWN", calls)
         options = dtype, case == "channels last", case == "frozen input", case == "autocast"
         results.append(run(model, *options))
     (known, known_nbytes), (watched, watched_nbytes) = results

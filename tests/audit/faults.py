@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from laconic.activations.backward import decisions, functions, gated, norms, replay, saving
-from laconic.activations.forwards import attention, dropout, elementwise
+from laconic.activations.forwards import attention, dropout, elementwise, leaves
 from laconic.activations.forwards import base as forwards
-from laconic.activations.keep import kept, masked_relu, packer
+from laconic.activations.keep import kept, masked_relu
 from laconic.activations.whole_model import causal_loss, head
 from laconic.auditing import AuditReport
 from laconic.formats import BlockFormat, BlockTensor, QuantizedGradient
@@ -548,15 +548,14 @@ def a_recomputed_module_draws_again(patch: Patch) -> None:
 
 @fault("statistics are updated twice", IMAGES)
 def a_batch_norm_updates_its_statistics_twice(patch: Patch) -> None:
-    before = packer.Packer.run_one
+    of_class, run = leaves._KNOWN[nn.BatchNorm2d]
 
-    def twice(self: Any, call: Any, module: Any, function: Any, x: Tensor) -> Any:
-        if isinstance(module, nn.BatchNorm2d):
-            with torch.no_grad():
-                function(x)
-        return before(self, call, module, function, x)
+    def twice(forward: Any, x: Tensor, format: Any) -> Any:
+        with torch.no_grad():
+            forward.original(x)
+        return run(forward, x, format)
 
-    patch.setattr(packer.Packer, "run_one", twice)
+    patch.setitem(leaves._KNOWN, nn.BatchNorm2d, (of_class, twice))
 
 
 # --- forwards and losses ---

@@ -123,6 +123,19 @@ class Instead:
 
 
 @untraced
+class InsteadOfImage(Instead):
+    """The same for a layer of images. A batch norm saves statistics that it changes, and in training does not read."""
+
+    __slots__ = ()
+
+    def __call__(self, x: Tensor) -> _Saved:
+        """What is saved for `x`."""
+        if x.data_ptr() == self._address and x.numel() == self._numel:
+            return _Rebuilt(self._kept, self._outer, None, None)
+        return _AsItIs(x, self._outer, looks=x.requires_grad)
+
+
+@untraced
 class InsteadOfCasts(Instead):
     """The same for a linear layer under autocast, which saves casts of `x` and of its weight: both are cast again.
 
@@ -185,6 +198,7 @@ class _Rebuilt(Held, _Saved):
     def restore(self) -> Tensor:
         """The value that is rebuilt."""
         if torch.is_grad_enabled():  # where backward makes a graph of the gradients
+            self._memo.lend()
             with torch.no_grad():
                 return self.restore()
         value = self._memo.take(self.tensors())
@@ -201,8 +215,8 @@ class _AsItIs(_Saved):
 
     __slots__ = ("_seen", "_unpack", "_version", "_x")
 
-    def __init__(self, x: Tensor, outer: tuple[Any, Any] | None) -> None:
-        self._seen = glance(x) if x.is_floating_point() else None
+    def __init__(self, x: Tensor, outer: tuple[Any, Any] | None, looks: bool = True) -> None:
+        self._seen = glance(x) if looks and x.is_floating_point() else None
         self._version = x._version
         x = x.detach() if x.requires_grad else x  # an output, with whose node the graph would hold itself
         self._x: Any = x if outer is None else outer[0](x)

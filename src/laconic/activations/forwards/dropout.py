@@ -22,30 +22,12 @@ from laconic.activations.keep.choice import Packing
 from laconic.activations.keep.kept import attach, derive, found
 from laconic.activations.recognize.sites import Site
 from laconic.activations.recognize.trial import ForwardCode
-
-
-def pack_mask(mask: Tensor) -> Tensor:
-    """A mask in bits.
-
-    Args:
-        mask: bool of any shape.
-
-    Returns:
-        uint8 [ceil(numel / 8)]; bit i of byte j is the value i * ceil(numel / 8) + j of the flattened mask.
-    """
-    flat = mask.reshape(-1).view(torch.uint8)
-    rows = nn.functional.pad(flat, (0, -flat.numel() % 8)).view(8, -1)
-    bits = rows[0].clone()
-    for index in range(1, 8):
-        bits |= rows[index] << index
-    return bits
+from laconic.ops import pack_bits, unpack_bits
 
 
 def unpack_mask(bits: Tensor, shape: torch.Size) -> Tensor:
-    """The bool mask of this shape that `pack_mask` packed."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device).unsqueeze(1)
-    flat = (bits.unsqueeze(0) >> shifts).bitwise_and_(1).view(-1)
-    return flat[: shape.numel()].view(torch.bool).view(shape)
+    """The bool mask of this shape that `pack_bits` packed."""
+    return unpack_bits(bits, length=shape.numel()).view(shape)
 
 
 def dropout(x: Tensor, p: float, run: Callable[[], Tensor]) -> Tensor:
@@ -71,11 +53,9 @@ def dropout(x: Tensor, p: float, run: Callable[[], Tensor]) -> Tensor:
     if noise is None or noise.shape != x.shape or noise.dtype not in (torch.bool, x.dtype):
         observe(*saved)
         return y
-    mask = noise if noise.dtype == torch.bool else noise != 0
     # The very operation by which torch makes the noise of a value that stays: bits have to be equal.
     factor = torch.ones((), dtype=x.dtype, device=x.device).div_(1 - p) if noise.dtype != torch.bool else 1 / (1 - p)
-    bits = pack_mask(mask)
-    kept = found(x)
+    bits, kept = pack_bits(noise), found(x)
     dropped: Tensor = _Dropout.apply(x, y.detach(), factor, bits)
     if kept is not None:
         shape = x.shape

@@ -19,12 +19,13 @@ from torch.distributed.tensor import DTensor
 from laconic.activations.backward import functions
 from laconic.activations.backward.derivatives import derivative
 from laconic.activations.forwards.base import SiteForward
-from laconic.activations.forwards.dropout import pack_mask, unpack_mask
+from laconic.activations.forwards.dropout import unpack_mask
 from laconic.activations.forwards.leaves import run_packed
 from laconic.activations.keep.choice import Packing, block_format_of
 from laconic.activations.keep.kept import attach, derive, found, is_linear, keep
 from laconic.activations.recognize.sites import ActivationSpec, Site
 from laconic.activations.recognize.trial import PlainAttributes
+from laconic.ops import pack_bits
 
 
 def is_worth_packing(x: Tensor, activation: str) -> bool:
@@ -50,7 +51,7 @@ def activation(x: Tensor, value: Tensor, name: str, format: Packing) -> Tensor:
     """
     if name != "relu" or isinstance(x, DTensor):  # whose signs, in bits, would have no placements
         return functions.activate(x, value, name, format)
-    kept, signs = keep(x, format, "mlp"), pack_mask(value != 0)  # a NaN passes on, as in torch
+    kept, signs = keep(x, format, "mlp"), pack_bits(value)  # a NaN passes on, as in torch
     y: Tensor = _Relu.apply(x, value, signs)
     # An input that is right on average gives such an output with the signs of the exact one.
     is_unbiased = block_format_of(format).is_stochastic

@@ -2,7 +2,8 @@
 
 Nothing is put in the place of a convolution, a norm over channels, an activation, pooling or dropout. Its own code runs
 under a `Packer`, which knows what backward of each function of torch reads, so a subclass that does more (standardized
-weights, blur, layer scale) is as good as the plain class.
+weights, blur, layer scale) is as good as the plain class. Of the layers that networks have most it is known beforehand
+what they save, so that nothing is watched (`_KNOWN`).
 """
 
 from __future__ import annotations
@@ -12,15 +13,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laconic.activations.backward.derivatives import is_transformed
-from laconic.activations.forwards.checkpoint import runs_twice
+from laconic.activations.backward.saving import InsteadOfImage
+from laconic.activations.forwards.checkpoint import is_plain, runs_twice
 from laconic.activations.forwards.replacement import Replacement
-from laconic.activations.keep.choice import Packing
-from laconic.activations.keep.function_rules import Call
-from laconic.activations.keep.packer import Packer, running_packer
+from laconic.activations.keep.choice import Packing, block_format_of
+from laconic.activations.keep.exact_codes import Layout, mask_of_bits
+from laconic.activations.keep.function_rules import ENOUGH, batch_norm_again, mean_of_channels, relu_again
+from laconic.activations.keep.kept import found
+from laconic.activations.keep.masked_relu import masked_relu, may_be_masked
+from laconic.activations.keep.packer import MIN_NUMEL, Packer, keep_image, note, running_packer
+from laconic.activations.keep.witnesses import RUNNING
+from laconic.ops import DTYPES
 
 
 class LeafForward(Replacement):
@@ -49,57 +55,78 @@ class LeafForward(Replacement):
 
 def run_packed(forward: Replacement, format: Packing, *args: Any, **kwargs: Any) -> Any:
     """The forward that `forward` has replaced; where gradients are wanted, with what it saves packed in `format`."""
-    if not torch.is_grad_enabled() or runs_twice() or is_transformed():
+    if not is_plain() and (not torch.is_grad_enabled() or runs_twice() or is_transformed()):
         return forward.original(*args, **kwargs)
     packer = running_packer()
-    if packer is None:
-        packer, call = Packer(format, checked=False), _only_call(forward, args, kwargs)
-        if call is not None:
-            return packer.run_one(call, forward.module, forward.original, args[0])
-        with packer.active(forward.module):
+    if packer is not None:
+        with packer.packing_as(format):
+            packer.leave_out(forward.module)
             return forward.original(*args, **kwargs)
-    with packer.packing_as(format):
-        packer.leave_out(forward.module)
+    known = _KNOWN.get(type(forward.module))
+    if known is not None and _is_as_known(forward, known[0], args, kwargs):
+        y = known[1](forward, args[0], format)
+        if y is not None:
+            return y
+    with Packer(format, checked=False).active(forward.module):
         return forward.original(*args, **kwargs)
 
 
-def _only_call(forward: Replacement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    """The one call of a function of torch for which a layer of torch's own classes saves; None for any other layer."""
+def _is_as_known(forward: Replacement, of_class: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether a layer of torch's own classes runs the code of its class on an image of values that can be packed."""
+    if len(args) != 1 or kwargs or forward.replaced is not None or type(forward.module).forward is not of_class:
+        return False
+    # Functions of torch are others for subclasses of Tensor, and casts of autocast are what is saved.
+    x = args[0]
+    if type(x) is not Tensor or x.dim() != 4 or x.dtype not in DTYPES or x.numel() < MIN_NUMEL:
+        return False
+    return (x.is_cpu or x.is_cuda) and x.layout is torch.strided and not torch._C._is_any_autocast_enabled()
+
+
+def _convolution(forward: Any, x: Tensor, format: Packing) -> Any:
     module = forward.module
-    forward_of_class, call_of = _CALLS.get(type(module), (None, None))
-    if call_of is None or type(module).forward is not forward_of_class or forward.replaced is not None:
+    weight = module.weight
+    # Without a gradient of its weight it saves nothing that is packed, and padding may be a function of its own.
+    if type(weight) not in (nn.Parameter, Tensor) or not weight.requires_grad or "_conv_forward" in vars(module):
         return None
-    # Functions of torch are others for subclasses of Tensor, and a method that an instance shadows may be anything.
-    if len(args) != 1 or kwargs or type(args[0]) is not Tensor or "_conv_forward" in module.__dict__:
+    if module.padding_mode != "zeros" or isinstance(module.padding, str):
         return None
-    return call_of(module, args[0])
+    RUNNING.site = forward.site.name
+    return InsteadOfImage(x, keep_image(x, format)).around(forward.original, x)
 
 
-def _call_of_convolution(module: Any, x: Tensor) -> Call | None:
-    if module.padding_mode != "zeros":  # padded by a function of its own
+def _batch_norm(forward: Any, x: Tensor, format: Packing) -> Any:
+    module = forward.module
+    mean, variance, *affine = given = (module.running_mean, module.running_var, module.weight, module.bias)
+    wanted = any([tensor is not None and tensor.requires_grad for tensor in (x, *affine)])
+    if not wanted or x.numel() < ENOUGH * x.shape[1]:
         return None
-    return Call(F.conv2d, (x, module.weight), {})
+    RUNNING.site = forward.site.name
+    kept = keep_image(x, format, mean_of_channels)
+    y = InsteadOfImage(x, kept).around(forward.original, x)
+    training = module.training or (mean is None and variance is None)
+    unbiased = block_format_of(format).is_stochastic
+    note(y, kept, batch_norm_again(x, given, training, module.eps, unbiased), makes_new=True)
+    return y
 
 
-def _call_of_batch_norm(module: Any, x: Tensor) -> Call:
-    has_statistics = module.running_mean is not None or module.running_var is not None
-    given = {name: getattr(module, name) for name in ("weight", "bias", "eps")}
-    given["training"] = module.training or not has_statistics
-    if not module.training or module.track_running_stats:
-        given |= {name: getattr(module, name) for name in ("running_mean", "running_var")}
-    return Call(F.batch_norm, (x,), given)
+def _relu(forward: Any, x: Tensor, format: Packing) -> Any:
+    in_place = forward.module.inplace
+    if not may_be_masked(x, in_place):
+        return None
+    kept = None if x.is_leaf else found(x)  # before the call, which may work in place
+    y, bits = masked_relu(x, in_place)
+    if kept is not None:
+        unbiased = block_format_of(format).is_stochastic
+        note(y, kept, relu_again(mask_of_bits(bits, Layout.of(y), 1.0, 0.0) if unbiased else None))
+    return y
 
 
-def _call_of_relu(module: Any, x: Tensor) -> Call:
-    return Call(F.relu, (x, module.inplace), {})
-
-
-_CALLS: dict[type[nn.Module], tuple[Callable[..., Any], Callable[[Any, Tensor], Call | None]]] = {
-    nn.Conv2d: (nn.Conv2d.forward, _call_of_convolution),
-    nn.BatchNorm2d: (nn.BatchNorm2d.forward, _call_of_batch_norm),
-    nn.ReLU: (nn.ReLU.forward, _call_of_relu),
+_KNOWN: dict[type[nn.Module], tuple[Callable[..., Any], Callable[[Any, Tensor, Packing], Any]]] = {
+    nn.Conv2d: (nn.Conv2d.forward, _convolution),
+    nn.BatchNorm2d: (nn.BatchNorm2d.forward, _batch_norm),
+    nn.ReLU: (nn.ReLU.forward, _relu),
 }
-"""Layers of which networks have most: the forward that is known, and the call that it makes."""
+"""Layers of which networks have most: the forward that is known, and what runs it; None leaves that to a packer."""
 
 
 _SAID: list[str] = []

@@ -17,7 +17,7 @@ from laconic.ops import pack_bits, unpack_bits
 from laconic.ops.constants import constant_tensor
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)  # not frozen, which makes an object in three times the time
 class Layout:
     """Shape, strides and dtype of a tensor, to write it down in the order in which it lies in memory.
 

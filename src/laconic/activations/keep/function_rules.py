@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from laconic.activations.keep.tolerant import functions_named, least_numel
 _NOT_READ_ON = ("cpu", "cuda")
 """Devices whose pooling reads no value of its input in backward."""
 
-_ENOUGH = 64
+ENOUGH = 64
 """Values of a channel whose mean is near that of all, and whose batch norm has a gradient that bears rounding."""
 
 _SIGNATURES: dict[str, tuple[str, ...]] = {
@@ -82,6 +82,10 @@ _NORMS = ("batch_norm", "group_norm", "layer_norm", "rms_norm")
 _FAMILIES = _families()
 
 
+Again = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
+"""What computes the output of a call again from its input, and the tensors that it takes after that."""
+
+
 @dataclass(frozen=True)
 class Side:
     """On which side of a jump of the derivative the values of a tensor lie.
@@ -133,7 +137,7 @@ class Call:
             return False
         if self.family == "batch_norm":
             # Over a few values the gradient is what is left of terms that almost cancel: rounding drowns it.
-            return tensor.numel() >= _ENOUGH * tensor.shape[1]
+            return tensor.numel() >= ENOUGH * tensor.shape[1]
         if self.family != "convolution":
             return True
         # A computed weight (standardized, cast by autocast) is exact, like one that is a parameter.
@@ -150,7 +154,7 @@ class Call:
             x: [batch, channels, ...], what the call saves.
 
         Returns:
-            [1, channels, ...] for batch norm, from as many samples as hold `_ENOUGH` values of a channel; [batch,
+            [1, channels, ...] for batch norm, from as many samples as hold `ENOUGH` values of a channel; [batch,
             channels, ...] for group and instance norm. None for other functions, and for small channels of the latter.
         """
         if self.family not in ("batch_norm", "group_norm", "instance_norm") or x.dim() < 2:
@@ -159,8 +163,8 @@ class Call:
             return None
         size, rest = x.shape[2:].numel(), tuple(range(2, x.dim()))
         if self.family == "batch_norm":
-            return x[: max(1, -(-_ENOUGH // max(size, 1)))].mean((0, *rest), keepdim=True)
-        return x.mean(rest, keepdim=True) if size >= _ENOUGH else None
+            return mean_of_channels(x)
+        return x.mean(rest, keepdim=True) if size >= ENOUGH else None
 
     def code(self, tensor: Tensor) -> Coded | None:
         """The exact codes of a tensor that the call saves; None if backward may read all of it."""
@@ -237,10 +241,8 @@ class Call:
             return None
         return as_offsets(tensor, x.shape[-1], kernel, stride, padding, dilation)
 
-    def again(self, *, unbiased: bool = False) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
-        """A function that computes the call's output from its input, and the tensors that it takes after that.
-
-        None for functions that are not known to depend on their first argument and on parameters alone.
+    def again(self, *, unbiased: bool = False) -> Again | None:
+        """None for functions that are not known to depend on their first argument and on parameters alone.
 
         Args:
             unbiased: the input will be right on average only. Batch and group norm and relu become linear in it, with
@@ -257,35 +259,38 @@ class Call:
             case "leaky_relu" if unbiased and self.mask is not None:
                 signs, slope = self.mask, self.argument("negative_slope", 0.01)
                 return (lambda x, *codes: torch.where(signs.decode(codes) > 0, x, slope * x)), signs.tensors
-            case "relu" if unbiased and self.mask is not None:
-                signs = self.mask
-                return (lambda x, *codes: x * signs.decode(codes)), signs.tensors
             case "relu":
-                return torch.relu, ()
+                return relu_again(self.mask if unbiased else None)
             case "relu6":
-                return _with(_FUNCTIONS["hardtanh"], min_val=0.0, max_val=6.0), ()
+                return partial(_FUNCTIONS["hardtanh"], min_val=0.0, max_val=6.0), ()
             case "hardtanh":
                 low, high = self._limits()
-                return _with(_FUNCTIONS["hardtanh"], min_val=low, max_val=high), ()
+                return partial(_FUNCTIONS["hardtanh"], min_val=low, max_val=high), ()
             case "leaky_relu":
-                return _with(_FUNCTIONS[family], negative_slope=self.argument("negative_slope", 0.01)), ()
+                return partial(_FUNCTIONS[family], negative_slope=self.argument("negative_slope", 0.01)), ()
             case "gelu":
-                return _with(_FUNCTIONS[family], approximate=self.argument("approximate", "none")), ()
+                return partial(_FUNCTIONS[family], approximate=self.argument("approximate", "none")), ()
             case "elu":
-                return _with(_FUNCTIONS[family], alpha=self.argument("alpha", 1.0)), ()
+                return partial(_FUNCTIONS[family], alpha=self.argument("alpha", 1.0)), ()
             case "softplus":
                 beta, threshold = self.argument("beta", 1.0), self.argument("threshold", 20.0)
-                return _with(_FUNCTIONS[family], beta=beta, threshold=threshold), ()
+                return partial(_FUNCTIONS[family], beta=beta, threshold=threshold), ()
             case "silu" | "mish" | "hardswish" | "hardsigmoid":
                 return _FUNCTIONS[family], ()
             case "dropout" if self.mask is not None:
                 decode = self.mask.decode
                 return (lambda x, *codes: x * decode(codes)), self.mask.tensors
-            case "batch_norm" | "group_norm" | "layer_norm" | "rms_norm":
-                return self._group_norm_of_exact() if unbiased and self.family == "group_norm" else self._norm(unbiased)
+            case "batch_norm":
+                names = ("input", "running_mean", "running_var", "weight", "bias")
+                x, *given = (self.argument(name) for name in names)
+                return batch_norm_again(
+                    x, given, self.argument("training", False), self.argument("eps", 1e-5), unbiased
+                )
+            case "group_norm" | "layer_norm" | "rms_norm":
+                return self._group_norm_of_exact() if unbiased and family == "group_norm" else self._norm(family)
         return None
 
-    def _group_norm_of_exact(self) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    def _group_norm_of_exact(self) -> Again:
         """Group norm with the statistics of the call's own input."""
         x, groups = self.argument("input").detach(), self.argument("num_groups")
         weight, bias = self.argument("weight"), self.argument("bias")
@@ -302,39 +307,17 @@ class Call:
 
         return normalize, (mean, reciprocal, *(given for given in (weight, bias) if given is not None))
 
-    def _norm(self, unbiased: bool) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
-        # Statistics of the rebuilt input: with those of the exact one, rounding to nearest in a channel that hardly
-        # varies would be divided by a standard deviation of almost nothing.
-        family = self.family
-        assert family is not None
-        names = [name for name in ("running_mean", "running_var", "weight", "bias") if name in _SIGNATURES[family]]
-        training = family == "batch_norm" and bool(self.argument("training", False))
-        if training:
-            names = names[2:]
-        given = {name: self.argument(name) for name in names}
-        if training and unbiased:
-            x = self.argument("input").detach()
-            variance, mean = torch.var_mean(x.float(), (0, *range(2, x.dim())), correction=0)
-            given |= {"running_mean": mean, "running_var": variance}
-            names, training = ["running_mean", "running_var", *names], False
-        # Its statistics are fp32, and torch wants parameters to be of the same dtype.
-        widens = family == "batch_norm" and unbiased
+    def _norm(self, family: str) -> Again:
+        options = {"eps": None if family == "rms_norm" else 1e-5, "num_groups": None, "normalized_shape": None}
+        others = {name: self.argument(name, x) for name, x in options.items() if name in _SIGNATURES[family]}
+        if isinstance(others.get("normalized_shape"), list):  # which the caller may change
+            others["normalized_shape"] = tuple(others["normalized_shape"])
+        given = {name: self.argument(name) for name in ("weight", "bias") if name in _SIGNATURES[family]}
         names = [name for name, value in given.items() if isinstance(value, Tensor)]
-        others: dict[str, Any] = {"eps": self.argument("eps", None if family == "rms_norm" else 1e-5)}
-        if family == "batch_norm":
-            others |= {"training": training, "momentum": 0.0}
-            others |= {name: None for name in ("running_mean", "running_var") if name not in names}
-        for name in ("num_groups", "normalized_shape"):
-            if name in _SIGNATURES[family]:
-                value = self.argument(name)
-                others[name] = tuple(value) if isinstance(value, list) else value  # the caller's list may change
-        function = _FUNCTIONS[family]
+        function: Callable[..., Tensor] = _FUNCTIONS[family]
 
         def normalize(x: Tensor, *tensors: Tensor) -> Tensor:
-            if widens:
-                x, tensors = x.float(), tuple(tensor.float() for tensor in tensors)
-            y: Tensor = function(x, **dict(zip(names, tensors, strict=True)), **others)
-            return y
+            return function(x, **dict(zip(names, tensors, strict=True)), **others)
 
         return normalize, tuple(given[name] for name in names)
 
@@ -352,6 +335,40 @@ def _tells_apart(dtype: torch.dtype, passes: float, *limits: float) -> bool:
     return is_exact and all(abs(passes - limit) > 2 * info.eps * abs(limit) for limit in limits)
 
 
+def mean_of_channels(x: Tensor) -> Tensor:
+    """[1, channels, ...]: about the mean of each, of the first samples of x [batch, channels, ...]."""
+    num_samples = max(1, -(-ENOUGH // max(x.shape[2:].numel(), 1)))
+    return x[:num_samples].mean((0, *range(2, x.dim())), keepdim=True)
+
+
+def relu_again(signs: Coded | None) -> Again:
+    """See `Call.again`; by the signs of the exact input, or those of the rebuilt one."""
+    return (torch.relu, ()) if signs is None else ((lambda x, *codes: x * signs.decode(codes)), signs.tensors)
+
+
+def batch_norm_again(x: Tensor, given: Sequence[Tensor | None], training: bool, eps: float, unbiased: bool) -> Again:
+    """See `Call.again`; `given` are running mean and variance, weight and bias."""
+    mean, variance, weight, bias = given
+    if training:
+        # Statistics of the rebuilt input: with those of the exact one, rounding to nearest in a channel that hardly
+        # varies would be divided by a standard deviation of almost nothing.
+        mean = variance = None
+        if unbiased:
+            variance, mean = torch.var_mean(x.detach().float(), (0, *range(2, x.dim())), correction=0)
+    tensors = (mean, variance, weight, bias)
+    which = tuple([tensor is not None for tensor in tensors])
+    return partial(_batch_norm, which, eps, unbiased), tuple([tensor for tensor in tensors if tensor is not None])
+
+
+def _batch_norm(given: tuple[bool, ...], eps: float, widens: bool, x: Tensor, *tensors: Tensor) -> Tensor:
+    """Batch norm of x with those `tensors` that were given of mean, variance, weight and bias."""
+    if widens:  # exact statistics are fp32, and torch wants parameters to be of the same dtype
+        x, tensors = x.float(), tuple([tensor.float() for tensor in tensors])
+    rest = iter(tensors)
+    mean, variance, weight, bias = [next(rest) if is_given else None for is_given in given]
+    return torch.batch_norm(x, weight, bias, mean, variance, mean is None, 0.0, eps, torch.backends.cudnn.enabled)
+
+
 def _around_three(x: Tensor, inside: Tensor) -> Tensor:
     """x, with the values that are `inside` between -3 and 3, and all others beyond."""
     limit = 3 - 2 * torch.finfo(x.dtype).eps  # the value next to 3
@@ -361,10 +378,6 @@ def _around_three(x: Tensor, inside: Tensor) -> Tensor:
 def _around_zero(x: Tensor, above: Tensor) -> Tensor:
     """x, with the values that are `above` larger than zero, and no others."""
     return torch.where(above, x.clamp(min=torch.finfo(x.dtype).tiny), x.clamp(max=0))
-
-
-def _with(function: Callable[..., Tensor], **options: Any) -> Callable[[Tensor], Tensor]:
-    return lambda x: function(x, **options)
 
 
 def _pair(value: Any) -> tuple[int, int]:

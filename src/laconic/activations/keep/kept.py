@@ -154,6 +154,10 @@ class Memo:
         self._value = value if self._readers > 0 else None
         return value
 
+    def lend(self) -> None:
+        """Note that a graph of the gradients holds what is taken, so that nobody else may change it."""
+        self._makes_new = False
+
     def gives_away(self) -> bool:
         """Whether who took the value last is the only one to have it, and so may change it."""
         return self._makes_new and self._value is None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from laconic.activations.host.streams import record_reader
+from laconic.activations.host.traceable import direct_apply
 from laconic.activations.keep.exact_codes import Layout
 from laconic.ops import pack_bits, select_bits, unpack_bits
 from laconic.ops.declarations.bits import MASK_DTYPES
@@ -36,7 +37,7 @@ def masked_relu(x: Tensor, in_place: bool) -> tuple[Tensor, Tensor]:
         The result, and the bits, uint8 [ceil(numel / 8)], in the order of the result in memory: one where a value is
         positive (or NaN), zero elsewhere.
     """
-    result: tuple[Tensor, Tensor] = _Relu.apply(x, in_place)
+    result: tuple[Tensor, Tensor] = _apply_relu(x, in_place)
     return result
 
 
@@ -51,16 +52,15 @@ class _Relu(torch.autograd.Function):
         codes = pack_bits(ctx.layout.flatten(y))
         ctx.save_for_backward(codes)
         ctx.mark_non_differentiable(codes)
+        ctx.set_materialize_grads(False)
         return y, codes
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, of_codes: Tensor) -> tuple[Tensor, None]:
-        (codes,) = ctx.saved_tensors
-        if is_batched(grad):  # the operation on bits has no rule for that
-            return grad * ctx.layout.unflatten(unpack_bits(codes, length=grad.numel())), None
-        if torch.is_grad_enabled():
-            return _Masked.apply(grad, codes, ctx.layout), None
-        return _masked(grad, codes, ctx.layout), None
+    def backward(ctx: Any, grad: Tensor | None, of_codes: None) -> tuple[Tensor | None, None]:
+        return None if grad is None else _masked(grad, ctx.saved_tensors[0], ctx.layout), None
+
+
+_apply_relu = direct_apply(_Relu)
 
 
 class _Masked(torch.autograd.Function):
@@ -72,14 +72,16 @@ class _Masked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (codes,) = ctx.saved_tensors
-        if is_batched(grad):
-            return grad * ctx.layout.unflatten(unpack_bits(codes, length=grad.numel())), None, None
-        return _Masked.apply(grad, codes, ctx.layout), None, None
+        return _masked(grad, ctx.saved_tensors[0], ctx.layout), None, None
 
 
 def _masked(grad: Tensor, codes: Tensor, layout: Layout) -> Tensor:
     """The gradient [...] where the bit of a value is set, whose order in memory is that of `layout`; else zero."""
+    if is_batched(grad):  # the operation on bits has no rule for that
+        return grad * layout.unflatten(unpack_bits(codes, length=grad.numel()))
+    if torch.is_grad_enabled():
+        result: Tensor = _Masked.apply(grad, codes, layout)
+        return result
     if grad.stride() == layout.stride and grad.dtype in MASK_DTYPES:
         return layout.unflatten(select_bits(layout.flatten(grad), codes))
     mask = layout.unflatten(unpack_bits(codes, length=grad.numel()))

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,35 +24,51 @@ from torch.overrides import TorchFunctionMode
 from laconic.activations.host.audited import AUDITED
 from laconic.activations.host.dtensors import warn_exact
 from laconic.activations.host.patched import NATIVE, unpatched
-from laconic.activations.host.storages import place_of, storages_of
 from laconic.activations.host.streams import record_reader, stream_of
 from laconic.activations.host.tracker import own_storages
 from laconic.activations.keep.choice import Offload, Packing, block_format_of
 from laconic.activations.keep.exact_codes import Layout, as_mask, mask_of_bits
-from laconic.activations.keep.function_rules import Call
-from laconic.activations.keep.kept import Kept, attach, derive, found, known, pack
+from laconic.activations.keep.function_rules import Again, Call
+from laconic.activations.keep.kept import Kept, Memo, Tensors, attach, derive, found, held, known, pack
 from laconic.activations.keep.masked_relu import masked_relu, may_be_masked
-from laconic.activations.keep.witnesses import RUNNING, Glances, check_unchanged, glance, glances, same
+from laconic.activations.keep.witnesses import RUNNING, check_unchanged, glance, glances, same
 from laconic.errors import ModelError
-from laconic.formats import BlockFormat
 from laconic.ops import DTYPES
 from laconic.ops.codebooks import AFFINE, LEVEL_MAX
 
-_MIN_NUMEL = 1024
+MIN_NUMEL = 1024
 """Smaller tensors are not worth a call."""
 
+_Unpack = Callable[[Tensors], Tensor]
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""Pack and unpack."""
 
-@dataclass(frozen=True)
+
 class _Saved:
     """What autograd holds in the place of a tensor: what the hooks around made of `tensors`, and the way back."""
 
-    tensors: tuple[Any, ...]
-    unpack: Callable[[tuple[Tensor, ...]], Tensor]
-    outer: Callable[[Any], Tensor] | None
+    __slots__ = ("_memo", "_outer", "_tensors", "_unpack", "_versions")
+
+    def __init__(self, tensors: Tensors, unpack: _Unpack, outer: Hooks | None, memo: Memo | None = None) -> None:
+        self._tensors: Any = tensors if outer is None else tuple(map(outer[0], tensors))
+        self._unpack, self._memo, self._outer = unpack, memo, outer
+        self._versions = sum([tensor._version for tensor in tensors])
 
     def restore(self) -> Tensor:
-        tensors = self.tensors if self.outer is None else tuple(map(self.outer, self.tensors))
-        return self.unpack(tensors)
+        if torch.is_grad_enabled():  # where backward makes a graph of the gradients
+            if self._memo is not None:
+                self._memo.lend()
+            with torch.no_grad():
+                return self.restore()
+        if self._outer is not None:  # these may be copies, whose versions say nothing
+            return self._unpack(tuple(map(self._outer[1], self._tensors)))
+        if sum([tensor._version for tensor in self._tensors]) != self._versions:  # torch does not look below hooks
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in self._tensors)
+            raise ModelError(
+                f"a tensor that backward needs, one of {shapes}, was changed in place after the forward that saved it, "
+                f"so the gradient would be wrong; call backward before the change, or change a copy"
+            )
+        return self._unpack(self._tensors)
 
 
 class _Running(threading.local):
@@ -69,27 +85,21 @@ def running_packer() -> Packer | None:
     return _RUNNING.packer
 
 
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""Pack and unpack."""
-
-
 def hooks_around() -> Hooks | None:
     """The innermost hooks on saved tensors in this thread, as hooks of ours inside of them use them; None without any.
 
-    A packer among them holds what it is given: codes, scales and computed weights are what is kept already.
+    A packer among them is passed over: codes, scales and computed weights are what is kept already.
     """
     hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     packer = _RUNNING.packer
-    return hooks if hooks is None or packer is None else packer.holding(hooks)
+    return hooks if packer is None or hooks is None or hooks[0] != packer._pack else packer._outer
 
 
 @contextmanager
 def exactly() -> Iterator[None]:
     """While the block runs, the packer around it packs nothing."""
     packer = _RUNNING.packer
-    with ExitStack() as stack:
-        if packer is not None:
-            stack.enter_context(packer.packing_as(None))
+    with nullcontext() if packer is None else packer.packing_as(None):
         yield
 
 
@@ -146,147 +156,98 @@ class Packer(TorchFunctionMode):
             return
         self._own.update(own_storages(module))
 
-    def run_one(self, call: Call, module: nn.Module, function: Callable[..., Any], x: Tensor) -> Any:
-        """`function(x)`, a forward of which autograd saves what `call` saves and nothing else.
-
-        As `active`, at less than half the time: the functions of torch that run need not be watched.
-        """
-        if self._may_mask(call, x):  # nothing is saved that has to be packed
-            return self._during(call, function, (x,), {}, masks=True)
-        self._outer = hooks_around()
-        self.leave_out(module)
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, _Saved.restore):
-                return self._during(call, function, (x,), {}, masks=False)
-        finally:
-            self._seen.clear()  # as in `active`
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if type(func) not in NATIVE:
             func = unpatched(func)
         kwargs = kwargs or {}
         call = Call(func, args, kwargs)
-        # Hooks inside of these, as those of a checkpointed region, expect torch's own saved tensors.
-        masks = call.family == "relu" and self._may_mask(call, call.argument("input")) and self._is_innermost()
-        return self._during(call, func, args, kwargs, masks=masks)
-
-    def _during(self, call: Call, function: Callable[..., Any], args: Any, kwargs: Any, *, masks: bool) -> Any:
-        """`function(*args, **kwargs)`, what it saves packed as that of `call`, with a note on what it returns.
-
-        With `masks` it is a relu, which keeps bits of its own making instead of a tensor that is packed into them.
-        """
         x = call.argument("input") if call.family is not None and torch.is_grad_enabled() else None
         kept = found(x) if isinstance(x, Tensor) and not x.is_leaf else None  # before the call, which may work in place
         before, self._call = self._call, call
         try:
-            if masks and isinstance(x, Tensor):
+            # Hooks inside of these, as those of a checkpointed region, expect torch's own saved tensors.
+            if isinstance(x, Tensor) and self._may_mask(call, x):
                 result, bits = masked_relu(x, call.is_in_place)
                 call.mask = mask_of_bits(bits, Layout.of(result), 1.0, 0.0)
             else:
-                result = function(*args, **kwargs)
+                result = func(*args, **kwargs)
         finally:
             self._call = before
-        if isinstance(x, Tensor) and isinstance(result, Tensor) and result.requires_grad:
-            self._note(call, x, kept, result)
+        if isinstance(x, Tensor) and isinstance(result, Tensor) and result.requires_grad and self.format is not None:
+            kept = kept or (found(x) if x is not result and not x.is_leaf else None)
+            again = None if kept is None else call.again(unbiased=block_format_of(self.format).is_stochastic)
+            if kept is not None and again is not None and result.dtype in DTYPES:
+                # A norm makes a new tensor of anything; dropout and activations may not.
+                note(result, kept, again, makes_new=call.family == "batch_norm")
         return result
 
-    def _may_mask(self, call: Call, x: object) -> bool:
-        """Whether a call is a relu whose result is worth a bit per value."""
-        if call.family != "relu" or self.format is None or not isinstance(x, Tensor) or x.numel() < _MIN_NUMEL:
+    def _may_mask(self, call: Call, x: Tensor) -> bool:
+        if call.family != "relu" or self.format is None or x.numel() < MIN_NUMEL:
             return False
-        return torch.is_grad_enabled() and may_be_masked(x, call.is_in_place)
-
-    def _is_innermost(self) -> bool:
         innermost: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return innermost is not None and getattr(innermost[0], "__self__", None) is self
-
-    def _note(self, call: Call, x: Tensor, kept: Kept | None, result: Tensor) -> None:
-        """Note on the result of a call that it can be computed again, if its input can be rebuilt."""
-        kept = kept or (found(x) if x is not result and not x.is_leaf else None)
-        again = None
-        if kept is not None and self.format is not None:
-            again = call.again(unbiased=block_format_of(self.format).is_stochastic)
-        if kept is None or again is None or result.dtype not in DTYPES:
-            return
-        function, tensors = again
-        inner = kept.memo
-        is_relu = function is torch.relu
-        dtype, states = result.dtype, tuple(map(_state, tensors))
-
-        def rebuild(x: Tensor, *tensors: Tensor) -> Tensor:
-            in_place = is_relu and not torch.is_grad_enabled()  # or the graph of the gradients may have x as well
-            for tensor, state in zip(tensors, states, strict=True):
-                _unchanged(tensor, state)
-            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-                if in_place and inner.gives_away():
-                    return x.relu_()
-                return function(x, *tensors).to(dtype)
-
-        # A norm makes a new tensor of anything; dropout and activations may not.
-        attach(result, derive(rebuild, (kept,), tensors, kept.origin, makes_new=call.family == "batch_norm"))
-
-    def holding(self, hooks: Hooks) -> Hooks:
-        """`hooks`; if they are this packer's, others that pack nothing."""
-        return (self._hold, _Saved.restore) if getattr(hooks[0], "__self__", None) is self else hooks
+        is_innermost = innermost is not None and innermost[0] == self._pack
+        return is_innermost and torch.is_grad_enabled() and may_be_masked(x, call.is_in_place)
 
     def _pack(self, tensor: Tensor) -> _Saved:
-        return self._saved(*(self._packed(tensor) if _is_large(tensor) else _exact(tensor)))
-
-    def _hold(self, tensor: Tensor) -> _Saved:
-        return self._saved(*_exact(tensor))
-
-    def _saved(self, tensors: tuple[Tensor, ...], unpack: Callable[[tuple[Tensor, ...]], Tensor]) -> _Saved:
-        if self._outer is None:
-            return _Saved(tensors, unpack, None)
-        pack, restore = self._outer
-        return _Saved(tuple(map(pack, tensors)), unpack, restore)
-
-    def _packed(self, tensor: Tensor) -> tuple[tuple[Tensor, ...], Callable[[tuple[Tensor, ...]], Tensor]]:
         call = self._call
+        if not _is_large(tensor):
+            return self._exact(tensor)
         storage = tensor.untyped_storage()
-        is_own = storage._cdata in self._own or isinstance(tensor, nn.Parameter) or AUDITED.is_stand_in(storage)
-        if self.format is not None and call is not None and not is_own:
-            coded = call.code(tensor) if call.family is not None else None
+        if storage._cdata in self._own or isinstance(tensor, nn.Parameter) or AUDITED.is_stand_in(storage):
+            return self._exact(tensor)
+        if self.format is not None and call is not None and call.family is not None:
+            coded = call.code(tensor)
             if coded is not None:
                 record_reader(tensor)
-                return coded.tensors, coded.decode
-        kept = None if is_own else self._kept(tensor, storage, call)
-        if kept is not None:
-            record_reader(tensor)
-            memo, shape = kept.memo, tensor.shape  # not `kept`: hooks around may hold its codes elsewhere
-            memo.announce()
-            held = tuple(tensor.detach() for tensor in kept.tensors)
-            side = call.side(tensor) if call is not None and call.family is not None else None
-            if side is None:
-                return held, lambda tensors: _shaped(memo.take(tensors), shape)
-            mask, correct = as_mask(side.mask, Layout.of(side.mask), 1.0, 0.0), side.correct
-            decode = mask.decode
+                return _Saved(coded.tensors, coded.decode, self._outer)
+        kept = self._kept(tensor, storage, call)
+        if kept is None:
+            return self._exact(tensor)
+        record_reader(tensor)
+        memo, shape = kept.memo, tensor.shape  # not `kept`: hooks around may hold its codes elsewhere
+        memo.announce()
+        side = call.side(tensor) if call is not None and call.family is not None else None
+        if side is None:
+            return _Saved(kept.tensors, lambda tensors: _shaped(memo.take(tensors), shape), self._outer, memo)
+        mask, correct = as_mask(side.mask, Layout.of(side.mask), 1.0, 0.0), side.correct
+        decode = mask.decode
 
-            def on_its_side(tensors: tuple[Tensor, ...]) -> Tensor:
-                value = _shaped(memo.take(tensors[:-1]), shape)
-                return correct(value, decode(tensors[-1:]))
+        def on_its_side(tensors: tuple[Tensor, ...]) -> Tensor:
+            value = _shaped(memo.take(tensors[:-1]), shape)
+            return correct(value, decode(tensors[-1:]))
 
-            return (*held, *mask.tensors), on_its_side
-        return _exact(tensor)
+        return _Saved((*kept.tensors, *mask.tensors), on_its_side, self._outer, memo)
+
+    def _exact(self, tensor: Tensor) -> _Saved:
+        # Statistics of a batch norm are saved, changed by its own forward, and not read in backward.
+        seen = glances((tensor,)) if tensor.requires_grad else (None,)
+
+        def unchanged(tensors: tuple[Tensor, ...]) -> Tensor:
+            check_unchanged(seen, tensors)
+            return tensors[0]
+
+        # With the node that made it, the graph would hold itself.
+        return _Saved((tensor.detach(),), unchanged, self._outer)
 
     def _kept(self, tensor: Tensor, storage: torch.UntypedStorage, call: Call | None) -> Kept | None:
         """The packed form of a tensor that a call saves; None if it stays exact."""
-        format = self.format.format if isinstance(self.format, Offload) else self.format
-        if (
-            self.format is None
-            or format is None
-            or tensor.dtype not in DTYPES
-            or format.nbytes((tensor.numel(),)) >= tensor.numel() * tensor.element_size()
-        ):
+        if self.format is None or tensor.dtype not in DTYPES:
+            return None
+        format = block_format_of(self.format)
+        if format.nbytes((tensor.numel(),)) >= tensor.numel() * tensor.element_size():
             return None
         # Flattened and unflattened views of one tensor are the same bytes.
         layout = tensor.numel() if tensor.is_contiguous() else (tensor.shape, tensor.stride())
-        key = (storage._cdata, tensor.storage_offset(), layout, tensor.dtype, tensor._version, stream_of(tensor))
+        place = storage._cdata, tensor.storage_offset(), layout, tensor.dtype
+        key = (*place, tensor._version, stream_of(tensor), format)
         tolerated = call is not None and call.may_round(tensor)
         reference, kept, values = self._seen.get(key, (None, None, None))
         is_known = reference is not None and not reference.expired()
         if not is_known or (values is not None and not same(values, tensor)):
-            kept = self._rounded(tensor, self.format, format, call) if call is not None and tolerated else None
+            kept = None
+            if call is not None and tolerated:
+                RUNNING.site = call.function.__name__
+                kept = keep_image(tensor, self.format, call.center, self.checked)
             values = None if kept is None else glance(tensor)
         elif not tolerated:
             kept = None
@@ -294,36 +255,62 @@ class Packer(TorchFunctionMode):
         self._seen[key] = (StorageWeakRef(storage), kept, values)
         return kept
 
-    def _rounded(self, tensor: Tensor, packing: Packing, format: BlockFormat, call: Call) -> Kept | None:
-        # The batch outlives the step, and the next model that reads it may pack in another format.
-        kept = None if tensor.is_leaf else known(tensor, by_hooks=True)
-        if kept is not None and any(held is tensor for held in kept.tensors):
-            # With the node that made it, the graph would hold itself.
-            return Kept((tensor.detach(),), kept.memo, kept.origin)
-        if kept is not None:
-            return kept
-        RUNNING.site = call.function.__name__
-        layout, x = Layout.of(tensor), tensor.detach()
-        center = call.center(x)
-        period = None if center is None else _period(layout, center, format.block_size)
-        if period is not None:  # the op subtracts while it reads
-            kept = pack(layout.flatten(x).view(-1, len(period)), packing, "hooks", period, layout)
-        elif center is None:
-            kept = pack(layout.flatten(x), packing, "hooks", layout=layout)
-        else:
-            x = (x.float() if x.dtype == torch.float16 else x) - center  # a difference may leave the range of float16
-            flat, dtype = pack(layout.flatten(x), packing, "hooks", layout=layout), tensor.dtype
-            # Nobody else reads what was dequantized, so the center is added in place.
-            kept = derive(lambda x, center: x.add_(center).to(dtype), (flat,), (center,), "hooks")
-        if self.checked and not isinstance(packing, Offload):
-            # Infinities and NaN make the scale of their block NaN, which is below nothing.
-            # A value is at most LEVEL_MAX scales, of an affine code beyond the minimum.
-            limit = torch.finfo(tensor.dtype).max / (LEVEL_MAX[format.code] + (format.code in AFFINE))
-            if not bool((kept.tensors[1].float().abs() <= limit).all()):
-                return None
-        if not tensor.is_leaf:
-            attach(tensor, kept)
-        return kept
+
+def keep_image(
+    x: Tensor, packing: Packing, center_of: Callable[[Tensor], Tensor | None] | None = None, checked: bool = False
+) -> Kept:
+    """What is kept of `x` already, or its codes in the order in which it lies in memory, noted on it.
+
+    Args:
+        x: [batch, channels, ...], or any other floating-point tensor without a center.
+        packing: how it is packed if it has to be packed.
+        center_of: x -> what is subtracted before it is rounded, [1 or batch, channels, ...]; None for nothing.
+        checked: keep x itself where its codes stand for infinity or NaN.
+    """
+    # The batch outlives the step, and the next model that reads it may pack in another format.
+    kept, format = None if x.is_leaf else known(x, by_hooks=True), block_format_of(packing)
+    if kept is not None and (kept.bits is None or kept.bits >= format.bits):
+        is_held = any([tensor is x for tensor in kept.tensors])
+        return held(x.detach(), kept.origin) if is_held else kept  # with its node, the graph would hold itself
+    layout, dtype = Layout.of(x), x.dtype
+    values = x.detach()
+    center = None if center_of is None else center_of(values)
+    period = None if center is None else _period(layout, center, format.block_size)
+    if period is not None:  # the op subtracts while it reads
+        kept = pack(layout.flatten(values).view(-1, len(period)), packing, "hooks", period, layout)
+    elif center is None:
+        kept = pack(layout.flatten(values), packing, "hooks", layout=layout)
+    else:  # a difference may leave the range of float16
+        values = (values.float() if dtype == torch.float16 else values) - center
+        flat = pack(layout.flatten(values), packing, "hooks", layout=layout)
+        # Nobody else reads what was dequantized, so the center is added in place.
+        kept = derive(lambda x, center: x.add_(center).to(dtype), (flat,), (center,), "hooks")
+        kept.bits = flat.bits
+    if checked and not isinstance(packing, Offload):
+        # Infinities and NaN make the scale of their block NaN, which is below nothing.
+        # A value is at most LEVEL_MAX scales, of an affine code beyond the minimum.
+        limit = torch.finfo(dtype).max / (LEVEL_MAX[format.code] + (format.code in AFFINE))
+        if not bool((kept.tensors[1].float().abs() <= limit).all()):
+            return held(x.detach(), "hooks")
+    if not x.is_leaf:
+        attach(x, kept)
+    return kept
+
+
+def note(result: Tensor, kept: Kept, again: Again, *, makes_new: bool = False) -> None:
+    """Note on what was computed of a tensor that is `kept` how it is computed again."""
+    function = partial(_again, again[0], result.dtype, kept.memo)
+    attach(result, derive(function, (kept,), again[1], kept.origin, makes_new=makes_new))
+
+
+def _again(function: Callable[..., Tensor], dtype: torch.dtype, inner: Memo, x: Tensor, *tensors: Tensor) -> Tensor:
+    """The result of a call from its rebuilt input, which `inner` has given."""
+    if function is torch.relu and inner.gives_away():
+        return x.relu_()
+    if not torch._C._is_any_autocast_enabled():
+        return function(x, *tensors).to(dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        return function(x, *tensors).to(dtype)
 
 
 def _period(layout: Layout, center: Tensor, block_size: int) -> Tensor | None:
@@ -341,48 +328,10 @@ def _period(layout: Layout, center: Tensor, block_size: int) -> Tensor | None:
     return each if repeats == 1 else each.repeat(repeats)
 
 
-def _exact(tensor: Tensor) -> tuple[tuple[Tensor, ...], Callable[[tuple[Tensor, ...]], Tensor]]:
-    # With the node that made it, the graph would hold itself.
-    state = _state(tensor)
-    return (tensor.detach(),), lambda tensors: _unchanged(tensors[0], state)
-
-
 def _is_large(tensor: Tensor) -> bool:
     warn_exact("hooks", tensor)
-    return tensor.numel() >= _MIN_NUMEL and tensor.layout == torch.strided and not isinstance(tensor, DTensor)
+    return tensor.numel() >= MIN_NUMEL and tensor.layout == torch.strided and not isinstance(tensor, DTensor)
 
 
 def _shaped(value: Tensor, shape: torch.Size) -> Tensor:
     return value if value.shape == shape else value.view(shape)
-
-
-_State = tuple[tuple[StorageWeakRef, ...], int, Glances]
-
-
-def _state(tensor: Tensor) -> _State:
-    """The storages, the version and, if somebody trains it, some values of what a tensor holds.
-
-    A storage that has been freed leaves its address to none, as long as it is referred to weakly.
-    """
-    # Statistics of a batch norm are saved, changed by its own forward, and not read in backward.
-    storages = tuple(map(StorageWeakRef, storages_of(tensor)))
-    return storages, tensor._version, glances((tensor if tensor.requires_grad else None,))
-
-
-def _unchanged(tensor: Tensor, state: _State) -> Tensor:
-    """The tensor, if nobody changed it in place since it had `state`; torch does not look where hooks are in force.
-
-    A copy, which hooks around ours may make, has not been changed.
-
-    Raises:
-        ModelError: it was.
-    """
-    storages, version, values = state
-    if tensor._version != version and place_of(tensor) == tuple([storage.cdata for storage in storages]):
-        raise ModelError(
-            f"a tensor {list(tensor.shape)} that backward needs was changed in place after the forward that saved it "
-            f"(version {tensor._version} instead of {version}), so the gradient would be wrong; call backward before "
-            f"the change, or change a copy"
-        )
-    check_unchanged(values, (tensor,))
-    return tensor

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FormatError
-from laconic.ops.declarations.op import declare, names, random_bytes, random_values
+from laconic.ops.declarations.op import DIRECT, declare, is_direct, names, random_bytes, random_values
 
 MASK_DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Element types that pack_bits reads and unpack_bits writes."""
@@ -78,7 +78,8 @@ def pack_bits(x: Tensor) -> Tensor:
     Raises:
         FormatError: an argument is outside of these values.
     """
-    return _pack_bits(x)
+    codes: Tensor = (DIRECT["pack_bits"] if is_direct(x) else _pack_bits)(x)
+    return codes
 
 
 _unpack_bits = declare(
@@ -133,4 +134,5 @@ def select_bits(x: Tensor, codes: Tensor) -> Tensor:
     Raises:
         FormatError: an argument is outside of these values.
     """
-    return _select_bits(x, codes)
+    values: Tensor = (DIRECT["select_bits"] if is_direct(x, codes) else _select_bits)(x.detach(), codes)
+    return values

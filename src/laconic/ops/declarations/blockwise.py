@@ -42,7 +42,8 @@ def check_format(code: str, block_size: int, scale_dtype: torch.dtype, scale_fie
         raise FormatError(f"{scale_field} is {scale_dtype}, but it must be one of {names(DTYPES)}")
 
 
-def _check_center(center: Tensor | None, length: int, device: torch.device) -> None:
+def check_center(center: Tensor | None, length: int, device: torch.device) -> None:
+    """Raise FormatError for a center that does not fit rows of this length."""
     if center is None:
         return
     if center.dtype != torch.float32:
@@ -65,7 +66,7 @@ def check_quantize_blockwise(
     if x.dtype not in DTYPES:
         raise FormatError(f"x.dtype is {x.dtype}, but it must be one of {names(DTYPES)}; convert x first")
     length = x.shape[-1] if x.dim() else 1
-    _check_center(center, length, x.device)
+    check_center(center, length, x.device)
     return length, (length * BITS[code] + 7) // 8, (length + block_size - 1) // block_size * scales_per_block(code)
 
 
@@ -120,7 +121,7 @@ def check_dequantize_blockwise(
             f"codes end in {codes.shape[-1]} and scales in {scales.shape[-1]}, but length {length} in {code} with"
             f" block_size {block_size} takes {num_codes} and {num_scales}"
         )
-    _check_center(center, length, codes.device)
+    check_center(center, length, codes.device)
     return (*codes.shape[:-1], length)
 
 

@@ -12,6 +12,7 @@ from torch.utils._mode_utils import no_dispatch
 from laconic.ops import huge_pages
 from laconic.ops.codebooks import ARITHMETIC, BITS, LEVEL_MAX, codebook_tensor
 from laconic.ops.declarations.blockwise import (
+    check_center,
     check_dequantize_blockwise,
     check_multiply_quantize_blockwise,
     check_quantize_blockwise,
@@ -65,7 +66,7 @@ def quantize_blockwise(
     """
     codes_shape, scales_shape, rows, length = _sizes(x.shape, x.dtype, code, block_size, scale_dtype)
     if center is not None:
-        check_quantize_blockwise(x, code, block_size, scale_dtype, center)
+        check_center(center, length, x.device)
         center = center.contiguous()
     if x.dim() != 2 or x.stride(1) != 1:
         x = x.contiguous()
@@ -126,11 +127,13 @@ def dequantize_blockwise(
     isa: str | None = None,
 ) -> Tensor:
     """`reference.dequantize_blockwise` in C++, the same bits; `isa` overrides the instruction set."""
-    if center is not None or not scales.is_cpu or not codes.is_cpu:
+    if not scales.is_cpu or not codes.is_cpu:
         check_dequantize_blockwise(codes, scales, code, block_size, length, dtype, center)
     shape, rows = _value_sizes(codes.shape, codes.dtype, scales.shape, scales.dtype, code, block_size, length, dtype)
     codes, scales = codes.contiguous(), scales.contiguous()
-    center = None if center is None else center.contiguous()
+    if center is not None:
+        check_center(center, length, codes.device)
+        center = center.contiguous()
     values = huge_pages.empty(shape, dtype)
     kernels.dequantize_blockwise(
         ISA_NUMBERS[isa], torch.get_num_threads(),
