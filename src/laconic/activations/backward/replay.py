@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
 from functools import lru_cache, partial
-from pickle import dumps
 from types import CodeType, FunctionType, ModuleType, NoneType, SimpleNamespace
 from typing import Any, cast
 
@@ -157,7 +156,7 @@ class Attributes:
         names = [set(own) for _, own in self._owners]
         states = [(generator, generator[0]()) for generator in self._generators]
         yield
-        self._draws = [(generator, state) for generator, state in states if dumps(generator[0]()) != dumps(state)]
+        self._draws = [(generator, state) for generator, state in states if _differs(generator[0](), state)]
         self._names = [was.union(own) for was, (_, own) in zip(names, self._owners, strict=True)]
         for place, (value, version, copy) in found.items():
             number, name = place
@@ -372,6 +371,15 @@ def _generators_of(value: Any) -> list[_Generator]:
         return [(random.getstate, random.setstate)]
     numpy: Any = sys.modules.get("numpy")
     return [(numpy.random.get_state, numpy.random.set_state)] if value is numpy else []
+
+
+def _differs(state: Any, other: Any) -> bool:
+    """Whether states of a generator differ: tensors, or tuples of numbers and NumPy's arrays."""
+    if isinstance(state, tuple):
+        return any(map(_differs, state, other))
+    if isinstance(state, Tensor):
+        return not torch.equal(state, other)
+    return bool((state != other).any()) if hasattr(state, "any") else bool(state != other)
 
 
 _Generator = tuple[Callable[[], Any], Callable[[Any], object]]
