@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from laconic.errors import ConfigError
-from laconic.topology import GROUPS, GridLayout, Levels, Stage
+from laconic.topology import GROUPS, ExchangeStage, GridLayout, Levels
 
 
 def divisors(number: int) -> list[int]:
@@ -139,8 +139,8 @@ def test_peers_agree_on_who_they_are_and_where(levels: Levels) -> None:
 
 def test_the_papers_levels_are_its_groups() -> None:
     levels = Levels(32, (1, 4, 8, 16))
-    assert levels.stages(1) == (Stage("intra0", 1, 32, 32),)
-    assert levels.stages(2) == (Stage("inter1", 1, 4, 32), Stage("intra1", 4, 32, 32))
+    assert levels.stages(1) == (ExchangeStage("intra0", 1, 32, 32),)
+    assert levels.stages(2) == (ExchangeStage("inter1", 1, 4, 32), ExchangeStage("intra1", 4, 32, 32))
     assert [(stage.fanout, stage.stride) for stage in levels.stages(4)] == [(4, 8), (2, 4), (2, 2), (2, 1)]
     assert [stage.name for stage in levels.stages(4)] == ["inter1", "inter2", "inter3", "intra3"]
 

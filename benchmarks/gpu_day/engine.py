@@ -68,11 +68,11 @@ def _split_error(path: Path, device: str) -> float:
     from laconic.infer.attention_worker import put_remote_experts
     from laconic.infer.expert_share import ExpertShare
     from laconic.infer.remote_experts import RemoteExperts, RemoteLayer
-    from laconic.infer.split import Split
+    from laconic.infer.split import EngineSplit
     from laconic.infer.transformers_seam import load_attention_model, load_experts
     from laconic.schedule.inference import InferencePlan
 
-    split = Split(1, 1)
+    split = EngineSplit(1, 1)
     layers = load_experts(path, torch.float32, lambda count: split.expert_range(0, count))
     ranges = [[split.expert_range(0, layer.num_global_experts)] for layer in layers]
     experts = RemoteExperts([LocalLink(ExpertShare(layers).run)], ranges, InferencePlan(num_slices=1))

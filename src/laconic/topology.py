@@ -118,7 +118,7 @@ class GridLayout:
 
 
 @dataclass(frozen=True)
-class Stage:
+class ExchangeStage:
     """One all-to-all of several: inside each of `num_parents` groups, to one of its `fanout` groups."""
 
     name: str
@@ -212,7 +212,7 @@ class Levels:
         """Ranks of a machine."""
         return self.ranks_per_node or self.num_ranks // (*self.num_groups, 1)[1]
 
-    def stages(self, depth: int) -> tuple[Stage, ...]:
+    def stages(self, depth: int) -> tuple[ExchangeStage, ...]:
         """The stages of an all-to-all of this depth, in the order of dispatch.
 
         Stages 1 ... depth - 1 go from group to group of a level, the last from rank to rank inside of a group.
@@ -226,5 +226,5 @@ class Levels:
                 f" {self.num_groups}"
             )
         used = self.num_groups[:depth]
-        inter = (Stage(f"inter{i}", *pair, self.num_ranks) for i, pair in enumerate(pairwise(used), 1))
-        return (*inter, Stage(f"intra{depth - 1}", used[-1], self.num_ranks, self.num_ranks))
+        inter = (ExchangeStage(f"inter{i}", *pair, self.num_ranks) for i, pair in enumerate(pairwise(used), 1))
+        return (*inter, ExchangeStage(f"intra{depth - 1}", used[-1], self.num_ranks, self.num_ranks))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import laconic
 from laconic.activations import SavedTensorTracker, find_sites
 from laconic.activations.forwards import attention
-from laconic.activations.keep.exact_codes import Layout
+from laconic.activations.keep.exact_codes import MemoryLayout
 from laconic.activations.keep.kept import Kept, Memo
 from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
@@ -36,7 +36,7 @@ from tests.activations.models import (
 def queries_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets attention keep query, key and value as they are, which leaves the second run alone under test."""
 
-    def exact(x: Tensor, format: Any, origin: str, layout: Layout | None = None) -> Kept:
+    def exact(x: Tensor, format: Any, origin: str, layout: MemoryLayout | None = None) -> Kept:
         return Kept((x,), Memo(lambda saved, *_: saved[0] if layout is None else layout.unflatten(saved[0])), origin)
 
     monkeypatch.setattr(attention, "pack", exact)

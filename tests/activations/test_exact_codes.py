@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.activations import SavedTensorTracker
-from laconic.activations.keep.exact_codes import Layout, as_mask
+from laconic.activations.keep.exact_codes import MemoryLayout, as_mask
 from tests.grid import grid
 
 SHAPE = (6, 10, 14, 11)
@@ -240,7 +240,7 @@ def test_masks_come_back_as_values(dtype: torch.dtype) -> None:
     mask = torch.rand(17, 59, generator=torch.Generator().manual_seed(0)) < 0.3
     for zero, one in ((0.0, 1.0), (-1.0, 1.0), (6.0, 3.0), (0.0, 1.4285714626312256)):
         expected = torch.where(mask, torch.tensor(one, dtype=dtype), torch.tensor(zero, dtype=dtype))
-        for bits, layout in ((mask, Layout.of(expected)), (mask.T, Layout.of(expected.T))):
+        for bits, layout in ((mask, MemoryLayout.of(expected)), (mask.T, MemoryLayout.of(expected.T))):
             coded = as_mask(bits, layout, one, zero)
             assert [code.numel() for code in coded.tensors] == [126]
             value = coded.decode(coded.tensors)
@@ -262,7 +262,7 @@ def test_masks_come_back_as_values(dtype: torch.dtype) -> None:
     ],
 )
 def test_a_layout_gives_back_the_values_and_dense_strides(x: Tensor) -> None:
-    layout = Layout.of(x)
+    layout = MemoryLayout.of(x)
     again = layout.unflatten(layout.flatten(x).clone())
     assert torch.equal(again, x)
     is_dense = len(x.untyped_storage()) // 4 == x.numel()

@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 import laconic
 from laconic.activations import ActivationPlan, SavedTensorTracker, Site, find_sites, saved_nbytes_per_token, uniform
-from laconic.activations.whole_model.report import UNMEASURED, Call
+from laconic.activations.whole_model.report import UNMEASURED, TrainingCall
 from laconic.activations.whole_model.suspended import measure_both
 from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
@@ -313,7 +313,7 @@ def test_measuring_holds_no_saved_tensors(mode: Any, backward_at: int | None) ->
 
     laconic.compress_activations(model, bits=8, mode=mode, example_inputs=UNMEASURED)
     handles = [block.norm.register_forward_hook(watch) for block in model]
-    before, after, unmeasured = measure_both(model, Call(model, (x,), {}, is_hosts=True))
+    before, after, unmeasured = measure_both(model, TrainingCall(model, (x,), {}, is_hosts=True))
     for handle in handles:
         handle.remove()
     assert unmeasured is None

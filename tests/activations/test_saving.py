@@ -17,7 +17,7 @@ from torch.nn.utils import prune
 import laconic
 from laconic.activations import SavedTensorTracker
 from laconic.activations.backward.replay import Replay
-from laconic.activations.backward.saving import Call, Instead, SecondRun
+from laconic.activations.backward.saving import BoundFunction, Instead, SecondRun
 from laconic.activations.keep.kept import Kept, Memo
 from laconic.errors import ModelError
 
@@ -277,7 +277,7 @@ def test_tensors_in_nests_of_arguments_are_held_like_others() -> None:
     exact = torch.autograd.grad(code(x, *args, **kwargs).sum(), (x, bias))  # type: ignore[arg-type]
 
     def twice() -> Tensor:
-        call, others = Call.of(code, 1, args, kwargs)
+        call, others = BoundFunction.of(code, 1, args, kwargs)
         assert [id(other) for other in others] == [id(mask), id(bias)]
         y: Tensor = again(call, x * 1, *others)[1]
         return y.sum()

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laconic.collectives import audit
-from laconic.collectives.policy.chooser import Call, Chooser, Refusal
+from laconic.collectives.policy.chooser import CallKind, Chooser, Refusal
 from laconic.collectives.policy.microbench import group_shape_of
 from laconic.cost.comm.rates import WireRates
 from laconic.cost.comm.seconds import (
@@ -39,14 +39,14 @@ from tests.collectives.simulated import made_up_rates
 from tests.distributed.processes import free_port, run_ranks
 
 LARGE = 1 << 23
-CALL = Call("all_gather", LARGE, "bfloat16")
+CALL = CallKind("all_gather", LARGE, "bfloat16")
 
 
 def chooser(num_ranks: int = 4, **more: Any) -> Chooser:
     return Chooser(GroupShape(num_ranks), made_up_rates(**more))
 
 
-def tell(own: Chooser, call: Call, choice: AlgorithmChoice, raw: int, sent: int, nanoseconds: int = 1000) -> None:
+def tell(own: Chooser, call: CallKind, choice: AlgorithmChoice, raw: int, sent: int, nanoseconds: int = 1000) -> None:
     """Observe, and learn it as if all ranks had observed the same."""
     own.observe(call, choice, raw, sent, nanoseconds)
     own.merge_notes([own.note()])
@@ -148,7 +148,7 @@ def test_a_note_that_was_damaged_is_refused() -> None:
 
 
 def simulated(
-    own: Chooser, seconds: Callable[[int, bool], float], num_calls: int, call: Call = CALL
+    own: Chooser, seconds: Callable[[int, bool], float], num_calls: int, call: CallKind = CALL
 ) -> list[AlgorithmChoice]:
     """Calls that take `seconds(number, is_coded)`."""
     choices = []
@@ -240,7 +240,7 @@ def test_ranks_always_agree_whatever_they_observe(num_ranks: int, seed: int, rep
             calls.choice(["all_gather", "all_to_all", "all_reduce"]),
             calls.choice(["bfloat16", "float32"]),
         )
-        call = Call(operation, numel, dtype, calls.choice(["", "gradients"]))
+        call = CallKind(operation, numel, dtype, calls.choice(["", "gradients"]))
         first, *others = (own.choose(call) for own in ranks)
         assert all(other == first for other in others)
         if first.codec != RAW and calls.random() < 0.1:
@@ -269,7 +269,7 @@ def test_what_is_always_raw_is_raw_at_every_call(
     own = Chooser(GroupShape(num_ranks), made_up_rates(rate))
     if own.why_always_raw(operation, numel, dtype) is None:
         return
-    call = Call(operation, numel, dtype)
+    call = CallKind(operation, numel, dtype)
     for number in range(20):
         choice = own.choose(call)
         assert choice.codec == RAW
@@ -282,11 +282,11 @@ def test_calls_refused_in_advance_change_no_choice_and_no_note(seed: int) -> Non
     """A refusal is kept with the call and asked instead of `choose`: as if `choose` had been asked in each call."""
     calls = random.Random(seed)
     asked, own = chooser(), chooser()
-    kept: dict[Call, Refusal | None] = {}
+    kept: dict[CallKind, Refusal | None] = {}
     refused: Counter[str] = Counter()
     numels = [LARGE, 1 << 22][: 1 + seed % 2]  # of one size, data that shrinks does so by the same factor in each call
     for number in range(1000):
-        call = Call(calls.choice(["all_gather", "all_reduce"]), calls.choice(numels), "bfloat16")
+        call = CallKind(calls.choice(["all_gather", "all_reduce"]), calls.choice(numels), "bfloat16")
         right = asked.choose(call)
         nanoseconds = round(calls.uniform(1, 1.2) * 1e6)
         refusal = kept.get(call)

@@ -27,7 +27,7 @@ from laconic.cost.infer.costs import active_experts, reach
 from laconic.cost.infer.planner import replicated_seconds
 from laconic.cost.infer.rates import ExchangeCosts, LinkPair
 from laconic.errors import ConfigError, PlanError
-from laconic.infer.split import Split as EngineSplit
+from laconic.infer.split import EngineSplit
 from laconic.options import EXPERT_ROWS_FROM_CODES
 from laconic.schedule.inference import InferencePlan, Slicing
 from tests.cost.infer_models import LINK, RATES, SLOW_WORKER, model_of, shape_of

@@ -20,7 +20,7 @@ from laconic.collectives import Lossless, Raw, all_reduce, audit
 from laconic.collectives.arguments import copy_if_overwritten
 from laconic.collectives.codec import Codec
 from laconic.collectives.engine import call as engine_call
-from laconic.collectives.engine.call import Call, Exchange
+from laconic.collectives.engine.call import CollectiveCall, Exchange
 from laconic.collectives.runtime.late_checks import left_on, make_checks
 from laconic.train.launch.worker import leave
 from tests.distributed.in_order import is_used_on_cpu
@@ -87,7 +87,7 @@ def checked_anywhere(rank: int, world: int, folder: str, num_steps: int) -> None
     with is_used_on_cpu(), mock.patch.object(engine_call, "_CHUNK_NBYTES", 1 << 13), torch.no_grad():
         for step in range(num_steps):
             kind, numel = KINDS[step % len(KINDS)], shared.choice([5, 700, 9000, 9000])
-            call = Call(kind, (group,), CODEC, torch.bfloat16, torch.device("cpu"))
+            call = CollectiveCall(kind, (group,), CODEC, torch.bfloat16, torch.device("cpu"))
             last_outs, last_rights = outs, rights
             outs, rights = started(call.on((group,)), kind, step, numel)
             assert all(map(torch.equal, last_outs, last_rights))  # what nobody has looked at until then

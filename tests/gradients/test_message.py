@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laconic.gradients.message import Message, Parts, num_blocks
+from laconic.gradients.message import ChunkLayout, Parts, num_blocks
 from tests.ops.shards import shards_of
 
 
@@ -15,7 +15,7 @@ from tests.ops.shards import shards_of
     ("length", "bits", "nbytes"), [(256, 8, 264), (256, 12, 400), (5, 8, 12), (5, 12, 16), (0, 8, 0)]
 )
 def test_row_holds_codes_and_scales_and_no_more(length: int, bits: int, nbytes: int) -> None:
-    assert Message(length, bits).nbytes == nbytes
+    assert ChunkLayout(length, bits).nbytes == nbytes
 
 
 def test_worked_example() -> None:
@@ -26,7 +26,7 @@ def test_worked_example() -> None:
         torch.tensor([0x07, 0x0F], dtype=torch.uint8),
         torch.tensor([0.5]),
     )
-    message = Message(3, bits=12)
+    message = ChunkLayout(3, bits=12)
     buffer = message.zeros(1, torch.device("cpu"))
     message.write(parts, buffer)
     assert bytes(buffer[0].tolist()).hex(" ") == "00 00 00 40 00 00 00 3f 01 ff 7f 07 0f 00 00 00"
@@ -36,7 +36,7 @@ def test_worked_example() -> None:
 @given(st.integers(1, 5), st.integers(1, 1500), st.sampled_from([8, 12]))
 def test_what_is_written_is_read(num_rows: int, length: int, bits: int) -> None:
     flat = Parts(*(x if x is None else x[0] for x in shards_of(torch.randn(1, length), bits)))
-    message = Message(-(-num_blocks(length) // num_rows) * 128, bits)
+    message = ChunkLayout(-(-num_blocks(length) // num_rows) * 128, bits)
     buffer = message.zeros(num_rows, torch.device("cpu"))
     message.write(flat, buffer)
     for one, other in zip(message.read(buffer, length), flat, strict=True):

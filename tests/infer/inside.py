@@ -16,7 +16,7 @@ from laconic.infer.expert_share import ExpertShare
 from laconic.infer.load_check import expected_logits, made_up_trials, try_engine
 from laconic.infer.remote_experts import RemoteExperts, RemoteLayer
 from laconic.infer.sampling import Sampling
-from laconic.infer.split import Split
+from laconic.infer.split import EngineSplit
 from laconic.infer.transformers_seam import (
     CacheLimits,
     Finished,
@@ -42,7 +42,7 @@ class Inside:
         dtype: torch.dtype = torch.float32,
         expert_format: str = "exact",
     ) -> None:
-        split, keep = Split(1, num_experts_workers), partial(keep_experts, expert_format)
+        split, keep = EngineSplit(1, num_experts_workers), partial(keep_experts, expert_format)
         self.shares = [
             ExpertShare(load_experts(path, dtype, lambda count, w=w: split.expert_range(w, count), keep))
             for w in range(num_experts_workers)

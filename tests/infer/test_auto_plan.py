@@ -17,7 +17,7 @@ from laconic.cost.infer.rates import LinkPair
 from laconic.errors import ConfigError, PlanError, ScheduleError
 from laconic.infer import AutoPlan, Engine, InferencePlan
 from laconic.infer.serving_plan import plan_serving
-from laconic.infer.split import Split
+from laconic.infer.split import EngineSplit
 from tests.cost.infer_models import RATES
 from tests.infer.models import NEW_TOKENS, PROMPTS, expected, generated, make
 
@@ -43,7 +43,7 @@ def test_slow_links_make_it_serve_whole_models(model: Path, slow: Path, caplog: 
         caplog.at_level("INFO", logger="laconic"),
         Engine(model, plan="auto", rates=slow, threads=1, batch_tokens=24) as engine,
     ):
-        assert engine.split == Split(2, 0)
+        assert engine.split == EngineSplit(2, 0)
         assert engine.choice is not None
         assert engine.notes[:-1] == (f"plan auto: {engine.choice}",)
         assert [record.message for record in caplog.records] == [f"plan auto: {engine.choice}"]
@@ -53,15 +53,15 @@ def test_slow_links_make_it_serve_whole_models(model: Path, slow: Path, caplog: 
 @pytest.mark.parametrize(
     ("asked", "workers"),
     [
-        ({"payload": "lossless"}, Split(2, 0)),  # which a note says
-        ({"expert_format": "int8"}, Split(1, 1)),
-        ({"expert_device": "cpu"}, Split(1, 1)),
-        ({"expert_loads": "loads.json"}, Split(1, 1)),
-        ({"redundant_experts": 1}, Split(1, 1)),
+        ({"payload": "lossless"}, EngineSplit(2, 0)),  # which a note says
+        ({"expert_format": "int8"}, EngineSplit(1, 1)),
+        ({"expert_device": "cpu"}, EngineSplit(1, 1)),
+        ({"expert_loads": "loads.json"}, EngineSplit(1, 1)),
+        ({"redundant_experts": 1}, EngineSplit(1, 1)),
     ],
 )
 def test_what_needs_expert_workers_keeps_them(
-    model: Path, slow: Path, asked: dict[str, object], workers: Split
+    model: Path, slow: Path, asked: dict[str, object], workers: EngineSplit
 ) -> None:
     limits = EngineLimits(4096, 256)
     serving = plan_serving(model, 1, None, "auto", slow, limits, "auto", traced=False, of_experts=asked)
@@ -82,7 +82,7 @@ def test_expert_workers_of_another_kind_are_priced_by_their_rates(model: Path, s
         )
         for file in (None, of_experts)
     )
-    assert (alike.split, two.split) == (Split(2, 0), Split(1, 1))
+    assert (alike.split, two.split) == (EngineSplit(2, 0), EngineSplit(1, 1))
     assert two.choice is not None
     assert alike.choice is not None
     assert "x of the attention workers alone with the whole model, which is faster: give experts = 0" in two.notes[0]
@@ -97,7 +97,7 @@ def test_fast_links_make_it_split_and_overlap(model: Path, tmp_path: Path) -> No
     FAST.save(tmp_path / "fast.json")
     plan = AutoPlan(tmp_path / "fast.json", prompt=200, output=2, requests=1)
     with Engine(model, plan=plan, threads=1) as engine:
-        assert engine.split == Split(1, 1)
+        assert engine.split == EngineSplit(1, 1)
         assert engine.choice is not None
         assert engine.plan == engine.choice.plan
         assert engine.plan.num_slices > 1
@@ -110,7 +110,7 @@ def test_fast_links_make_it_split_and_overlap(model: Path, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_workers_and_fields_that_are_given_are_kept(model: Path, slow: Path) -> None:
     with Engine(model, experts=1, plan=AutoPlan(slow, num_slices=2, order="AASS"), threads=1) as engine:
-        assert engine.split == Split(1, 1)
+        assert engine.split == EngineSplit(1, 1)
         assert (engine.plan.num_slices, engine.plan.order) == (2, "greedy")
         assert "0." in engine.notes[0].rpartition(" tokens, ")[2]  # how much slower than whole models
         assert engine.generate(PROMPTS[:2], NEW_TOKENS) == expected(model)[:2]

@@ -22,7 +22,7 @@ from laconic.infer.control import LocalWorker
 from laconic.infer.sampling import ChosenToken, sample
 from laconic.infer.server import ByteTokenizer, ServerSettings, create_app
 from laconic.infer.settings import WorkerSettings
-from laconic.infer.split import Split
+from laconic.infer.split import EngineSplit
 from laconic.infer.transformers_seam import Finished
 from laconic.infer.transformers_seam.faulty_batches import FaultyBatches
 from laconic.schedule.inference import InferencePlan
@@ -49,7 +49,7 @@ class Held:
             rank=0,
             model_dir=str(path),
             store="",
-            split=Split(1, 0),
+            split=EngineSplit(1, 0),
             plan=InferencePlan(),
             cache_tokens=cache_tokens,
             batch_tokens=batch_tokens,

@@ -20,7 +20,7 @@ from laconic.errors import CollectiveError, ConfigError
 from laconic.infer import Engine, control, serve_rank
 from laconic.infer.control import RankConnections, check_world, master_store
 from laconic.infer.settings import WorkerSettings
-from laconic.infer.split import Split
+from laconic.infer.split import EngineSplit
 from laconic.shared_secret import enter
 from laconic.train.distributed.world import RankInfo
 from tests.distributed.processes import ROOT, Ending, environment, finish, free_port, is_running, start, wait_until
@@ -48,7 +48,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankConnections, 
 
 
 def settings_of(*ranks: int) -> dict[int, WorkerSettings]:
-    return {rank: WorkerSettings(rank, "/model", "tcp://127.0.0.1:1", Split(1, 2)) for rank in ranks}
+    return {rank: WorkerSettings(rank, "/model", "tcp://127.0.0.1:1", EngineSplit(1, 2)) for rank in ranks}
 
 
 def call(place: tuple[str, int, str], said: bytes, knows_token: bool = True) -> socket.socket:
@@ -125,8 +125,8 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_another_number_of_processes_is_refused(world_size: int) -> None:
     with pytest.raises(ConfigError, match=rf"^WORLD_SIZE is {world_size}, but 1 attention and 2 expert .* 3 processes"):
-        check_world(RankInfo(0, world_size, 0, world_size), Split(1, 2))
-    check_world(RankInfo(0, 3, 0, 3), Split(1, 2))
+        check_world(RankInfo(0, world_size, 0, world_size), EngineSplit(1, 2))
+    check_world(RankInfo(0, 3, 0, 3), EngineSplit(1, 2))
 
 
 def test_engine_and_serve_rank_are_refused_on_the_wrong_rank(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from laconic.infer.messages import Rows
 from laconic.infer.remote_experts import RemoteExperts, RemoteLayer
 from laconic.infer.serving_plan import plan_serving
 from laconic.infer.settings import WorkerSettings
-from laconic.infer.split import Split
+from laconic.infer.split import EngineSplit
 from laconic.infer.transformers_seam import load_attention_model, load_experts
 from laconic.schedule.inference import InferencePlan
 from tests.cost.infer_models import RATES
@@ -56,7 +56,7 @@ def logits(
 ) -> tuple[Tensor, list[Noting], list[str]]:
     """Logits of a model on `device` whose experts are divided between two workers."""
     keep = partial(keep_experts, expert_format)
-    split = Split(1, 2)
+    split = EngineSplit(1, 2)
     links: list[Noting] = []
     for worker in range(2):
         layers = load_experts(path, torch.float32, lambda count, worker=worker: split.expert_range(worker, count), keep)
@@ -207,7 +207,7 @@ def test_an_automatic_plan_is_chosen_by_the_rates_of_the_device(tmp_path: Path, 
     path, limits = make("qwen2_moe", tmp_path), EngineLimits(4096, 256)
     found = plan_serving(path, 1, None, "auto", tmp_path / "rates.json", limits, "auto", False, {}, device)
     # Nobody has counted whether a whole model fits into a CUDA device.
-    assert found.split == (Split(2, 0) if device == "cpu" else Split(1, 1))
+    assert found.split == (EngineSplit(2, 0) if device == "cpu" else EngineSplit(1, 1))
     assert found.choice is not None
     assert "x of as many workers with the whole model" in found.notes[0] or device == "cpu"
 

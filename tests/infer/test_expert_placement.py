@@ -18,7 +18,7 @@ from laconic.infer.expert_placement import check_expert_placement, place_experts
 from laconic.infer.expert_share import ExpertShare
 from laconic.infer.remote_experts import RemoteExperts
 from laconic.infer.settings import WorkerSettings
-from laconic.infer.split import Split
+from laconic.infer.split import EngineSplit
 from laconic.moe.huggingface.experts import FusedExperts
 from laconic.schedule.inference import Slicing
 from tests.infer.models import make
@@ -88,13 +88,13 @@ def test_a_plain_forward_asks_each_expert_once() -> None:
 
 def test_loads_place_experts_and_say_what_that_gains(tmp_path: Path) -> None:
     path = tmp_path / "loads.json"
-    held, note = place_experts(Split(1, 2), (4,), path, 2)
+    held, note = place_experts(EngineSplit(1, 2), (4,), path, 2)
     assert held is None
     assert "is not there yet" in note
     save_loads(path, [[0, 0, 0, 0]])
     assert not path.exists()  # nothing was measured
     save_loads(path, [[90, 10, 5, 5], [1, 1, 1, 1]])
-    held, note = place_experts(Split(1, 2), (4, 4), path, 2)
+    held, note = place_experts(EngineSplit(1, 2), (4, 4), path, 2)
     assert held is not None
     for layer in held:
         assert {expert for worker in layer for expert in worker} == {0, 1, 2, 3}
@@ -102,7 +102,7 @@ def test_loads_place_experts_and_say_what_that_gains(tmp_path: Path) -> None:
     assert all(0 in worker for worker in held[0])
     assert "has 1.00 times the mean, in place of" in note
     assert WorkerSettings.from_json(WorkerSettings(0, "", "", held=held).to_json()).experts_of(0, 1, 4) == held[0][1]
-    assert place_experts(Split(1, 0), (4, 4), path, 0)[0] is None
+    assert place_experts(EngineSplit(1, 0), (4, 4), path, 0)[0] is None
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_file_that_is_none_or_of_another_model_is_refused(text: str, says: str
     path = tmp_path / "loads.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=says):
-        place_experts(Split(1, 2), (4,), path, 0)
+        place_experts(EngineSplit(1, 2), (4,), path, 0)
 
 
 def test_impossible_arguments_are_refused(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_impossible_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="its folder does not exist"):
         check_expert_placement(tmp_path / "none" / "a", 0)
     with pytest.raises(ConfigError, match="have 4 copies; give at most as many"):
-        place_experts(Split(1, 2), (4,), tmp_path / "a", 5)
+        place_experts(EngineSplit(1, 2), (4,), tmp_path / "a", 5)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from laconic.errors import ModelError
 from laconic.infer.attention_worker import AttentionWorker
 from laconic.infer.sampling import Sampling
 from laconic.infer.settings import WorkerSettings
-from laconic.infer.split import Split
+from laconic.infer.split import EngineSplit
 from laconic.infer.transformers_seam import Finished
 from laconic.schedule.inference import InferencePlan
 from tests.infer.models import generated
@@ -57,7 +57,9 @@ def _outcome(family: Family, path: Path) -> str:
     model.eval().save_pretrained(path)
     ended: queue.SimpleQueue[Finished] = queue.SimpleQueue()
     sizes: dict[str, Any] = {"cache_tokens": 512, "batch_tokens": 256}
-    settings = WorkerSettings(rank=0, model_dir=str(path), store="", split=Split(1, 0), plan=InferencePlan(), **sizes)
+    settings = WorkerSettings(
+        rank=0, model_dir=str(path), store="", split=EngineSplit(1, 0), plan=InferencePlan(), **sizes
+    )
     try:
         worker = AttentionWorker(settings, torch.float32, torch.device("cpu"), list, ended.put, lambda tokens: None)
     except ModelError:

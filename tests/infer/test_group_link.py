@@ -27,7 +27,7 @@ from laconic.infer.messages import Header, Rows, pack_rows
 from laconic.infer.payload import INT8, Coder
 from laconic.infer.remote_experts import RemoteExperts
 from laconic.infer.settings import WorkerSettings
-from laconic.infer.split import Split
+from laconic.infer.split import EngineSplit
 from laconic.infer.worker import local_place
 from laconic.train.launch.worker import leave
 from tests.distributed.processes import start_ranks
@@ -414,7 +414,7 @@ def test_a_shared_secret_is_not_left_out(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_launcher_need_not_say_how_many_workers_a_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of all machines would be too many for the devices of one."""
-    settings = WorkerSettings(9, "model", split=Split(8, 8), store="tcp://10.0.0.1:29500", link="group")
+    settings = WorkerSettings(9, "model", split=EngineSplit(8, 8), store="tcp://10.0.0.1:29500", link="group")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert local_place(settings) == (1, 2)
@@ -440,7 +440,7 @@ def test_a_launcher_says_which_worker_of_a_machine_this_is(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
-        local_place(WorkerSettings(9, "model", split=Split(8, 8), store="tcp://10.0.0.1:29500", link="group"))
+        local_place(WorkerSettings(9, "model", split=EngineSplit(8, 8), store="tcp://10.0.0.1:29500", link="group"))
 
 
 @pytest.mark.parametrize("kind", ["tcp", "group"])

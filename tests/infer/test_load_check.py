@@ -21,7 +21,7 @@ from laconic.infer.load_check import difference, made_up_trials
 from laconic.infer.messages import Rows
 from laconic.infer.remote_experts import RemoteExperts
 from laconic.infer.settings import WorkerSettings
-from laconic.infer.split import Split
+from laconic.infer.split import EngineSplit
 from laconic.infer.transformers_seam import CacheLimits, load_attention_model
 from laconic.infer.transformers_seam.sampler import Sampler
 from laconic.schedule.inference import InferencePlan
@@ -52,7 +52,7 @@ def worker(
         rank=0,
         model_dir=str(path),
         store="",
-        split=Split(1, 0),
+        split=EngineSplit(1, 0),
         plan=InferencePlan(num_micro_batches=micro_batches),
         cache_tokens=cache_tokens,
         batch_tokens=batch_tokens,

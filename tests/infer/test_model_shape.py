@@ -13,7 +13,7 @@ from laconic.cli.main import main
 from laconic.cost.infer.engine_plan import EngineLimits
 from laconic.errors import PlanError
 from laconic.infer import AutoPlan
-from laconic.infer.split import Split
+from laconic.infer.split import EngineSplit
 from laconic.infer.transformers_seam import find_experts, planned_shape, read_config
 from tests.cost.infer_models import RATES
 from tests.grid import few
@@ -71,7 +71,7 @@ def test_every_family_that_is_served_is_planned(
     flags = ["--workers", "2", "--memory", "1GB", "--prompt", "64", "--output", "8", "--requests", "4"]
     assert main(["infer", "plan", str(path), *flags, *rates]) == 0
     assert capsys.readouterr().out.count("plan: ") == 2
-    choice = AutoPlan(tmp_path / "rates.json", prompt=64, output=8).choose(path, Split(1, 1), EngineLimits())
+    choice = AutoPlan(tmp_path / "rates.json", prompt=64, output=8).choose(path, EngineSplit(1, 1), EngineLimits())
     assert choice.seconds > 0
 
 

@@ -18,7 +18,7 @@ from laconic.infer.messages import Rows
 from laconic.infer.payload import Coder, prepared_coder
 from laconic.infer.remote_experts import RemoteExperts
 from laconic.infer.settings import WorkerSettings
-from laconic.infer.split import Split
+from laconic.infer.split import EngineSplit
 from laconic.infer.worker import _join_group
 from laconic.schedule.inference import InferencePlan
 from laconic.train.launch.worker import leave
@@ -26,7 +26,7 @@ from tests.collectives.simulated import made_up_rates
 from tests.distributed.processes import run_ranks
 
 NUM_EXPERTS, TOP_K, WIDTH = 5, 2, 192
-SPLIT = Split(1, 2)
+SPLIT = EngineSplit(1, 2)
 PLANS = [InferencePlan(1, r2, "ASAS", slicing) for r2, slicing in product((1, 2, 3, 7), ("tokens", "experts"))]
 NUM_ROWS = (0, 1, 2, 5, 400)
 """Fewer rows than slices leave slices empty; 400 rows are 75 KB and more, which "auto" may code."""

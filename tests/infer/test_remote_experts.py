@@ -19,7 +19,7 @@ from laconic.errors import CollectiveError
 from laconic.infer.expert_share import ExpertShare
 from laconic.infer.messages import Rows
 from laconic.infer.remote_experts import RemoteExperts
-from laconic.infer.split import Split
+from laconic.infer.split import EngineSplit
 from laconic.moe.huggingface.experts import FusedExperts
 from laconic.schedule.inference import InferencePlan, Order, Slicing
 from tests.patience import patient
@@ -53,7 +53,7 @@ class CountingLink(LocalLink):
 
 
 def remote(num_workers: int, plan: InferencePlan) -> tuple[RemoteExperts, list[CountingLink]]:
-    split = Split(1, num_workers)
+    split = EngineSplit(1, num_workers)
     ranges = [split.expert_range(worker, NUM_EXPERTS) for worker in range(num_workers)]
     links = []
     for held in ranges:

@@ -21,7 +21,7 @@ from laconic.errors import CollectiveError, ConfigError
 from laconic.infer import Engine, InferencePlan, RunTrace
 from laconic.infer.recorder import AnswerLog, LayerLog, MessageLog, PassLog, Recorder, WorkerLog
 from laconic.infer.run_trace import clock_offsets
-from laconic.infer.split import Split
+from laconic.infer.split import EngineSplit
 from laconic.schedule.inference import BlockTimes, inference_plan
 from laconic.schedule.streams import Timeline, simulate
 from tests.infer.models import NEW_TOKENS, generated, make
@@ -260,7 +260,7 @@ def made_up() -> list[WorkerLog]:
 
 
 def test_numbers_of_a_run_that_was_made_up() -> None:
-    summary = RunTrace.of(made_up(), Split(1, 1), InferencePlan(), planned_step_seconds=1e-3).summary
+    summary = RunTrace.of(made_up(), EngineSplit(1, 1), InferencePlan(), planned_step_seconds=1e-3).summary
     assert (summary.num_steps, summary.planned_step_seconds) == (2, 1e-3)
     assert summary.makespan_seconds == pytest.approx(550e-6)
     assert summary.step_seconds == pytest.approx(250e-6)
@@ -286,21 +286,21 @@ def shifted(logs: list[WorkerLog], by_ns: int) -> list[WorkerLog]:
 def test_clocks_of_two_machines_are_aligned_by_the_fastest_round_trip(ahead_ns: int) -> None:
     logs = made_up()
     logs[0].passes[1].layers[0].messages[0].arrived_ns += 9_000  # a slower way back says less
-    assert clock_offsets(shifted(logs, ahead_ns), Split(1, 1)) == [0, ahead_ns]
-    aligned, plain = (RunTrace.of(one, Split(1, 1), InferencePlan()) for one in (shifted(logs, ahead_ns), logs))
+    assert clock_offsets(shifted(logs, ahead_ns), EngineSplit(1, 1)) == [0, ahead_ns]
+    aligned, plain = (RunTrace.of(one, EngineSplit(1, 1), InferencePlan()) for one in (shifted(logs, ahead_ns), logs))
     assert aligned.measured.spans == plain.measured.spans
 
 
 def test_processes_of_one_machine_need_no_alignment() -> None:
     logs = made_up()
     logs[1].clock = "here"
-    assert clock_offsets(shifted(logs, 1000), Split(1, 1)) == [0, 0]
+    assert clock_offsets(shifted(logs, 1000), EngineSplit(1, 1)) == [0, 0]
 
 
 def test_steps_whose_answers_are_missing_are_dropped_and_counted() -> None:
     logs = made_up()
     del logs[1].answers[1]
-    summary = RunTrace.of(logs, Split(1, 1), InferencePlan()).summary
+    summary = RunTrace.of(logs, EngineSplit(1, 1), InferencePlan()).summary
     assert (summary.num_steps, summary.num_dropped) == (1, 1)
     assert "1 more were not recorded whole" in str(summary)
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from laconic.infer.generation_config import AnswerDefaults
 from laconic.infer.server import ByteTokenizer, ServerSettings, create_app
-from laconic.infer.server.conversation import Message
+from laconic.infer.server.conversation import ChatMessage
 from laconic.infer.server.tool_calls import PARSERS, CallDelta, NamedCall, RequiredCalls, ToolParser
 from tests.infer.serving import EOS, FakeEngine, running
 
@@ -111,7 +111,9 @@ def test_calls_that_could_not_be_written_again_as_they_are_stay_text(value: str)
     ):
         assert summary(parse(PARSERS.get(kind, RequiredCalls)(), text, 7)) == (text, [])
     with pytest.raises(ValidationError, match="without a name twice and of finite numbers"):
-        Message(role="assistant", tool_calls=[{"id": "x", "function": {"name": "f", "arguments": f'{{"a": {value}}}'}}])
+        ChatMessage(
+            role="assistant", tool_calls=[{"id": "x", "function": {"name": "f", "arguments": f'{{"a": {value}}}'}}]
+        )
 
 
 def test_a_named_call_is_told_as_it_comes() -> None:

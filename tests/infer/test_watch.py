@@ -16,7 +16,7 @@ from laconic.infer.control import Worker
 from laconic.infer.in_flight import Generation, InFlight
 from laconic.infer.sampling import ChosenToken, Sampling
 from laconic.infer.settings import WorkerSettings
-from laconic.infer.split import Split
+from laconic.infer.split import EngineSplit
 from laconic.infer.transformers_seam import Finished
 from laconic.infer.watch import Watch
 from laconic.schedule.inference import InferencePlan
@@ -68,7 +68,7 @@ def test_a_worker_says_how_long_its_slowest_micro_batch_has_stalled(tmp_path: Pa
         ended.add(finished.name)
 
     plan = InferencePlan(num_micro_batches=2)
-    settings = WorkerSettings(0, str(make("llama", tmp_path)), "", Split(1, 0), plan, cache_tokens=512)
+    settings = WorkerSettings(0, str(make("llama", tmp_path)), "", EngineSplit(1, 0), plan, cache_tokens=512)
     worker = AttentionWorker(settings, torch.float32, torch.device("cpu"), list, on_finished, on_tokens)
     assert worker.stalled_seconds == 0
     worker.add("hangs", [1, 2], Sampling(max_new_tokens=3))

@@ -17,7 +17,7 @@ from laconic.collectives.codec import Blockwise, Raw
 from laconic.cost.comm.rates import Line, LinkRates, WireRates
 from laconic.cost.comm.seconds import MIN_GAIN
 from laconic.cost.moe import LayerShape, MoERates, Route, Step
-from laconic.cost.moe.search import Candidate, LayerPlan, best_plan
+from laconic.cost.moe.search import LayerCandidate, LayerPlan, best_plan
 from laconic.errors import ConfigError
 from laconic.formats import BlockFormat
 from laconic.moe import (
@@ -233,7 +233,7 @@ def test_chunks_are_tried_on_every_path_that_is_near() -> None:
         grid=SimpleNamespace(layout=SimpleNamespace(joint=4)),
     )
     route = Route("route", (Step("experts", 0.010),))
-    found = Autotuned._measure(tuned, "layer", [Candidate(plan, route, route) for plan in (flat, deep, far)])
+    found = Autotuned._measure(tuned, "layer", [LayerCandidate(plan, route, route) for plan in (flat, deep, far)])
     assert found.chosen == replace(deep, degree=2)
     assert {deep, replace(deep, degree=2)} <= set(found.seconds)
     assert replace(far, degree=2) not in asked

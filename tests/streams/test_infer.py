@@ -19,7 +19,7 @@ from laconic.infer.messages import Rows, pack_sums, unpack_rows
 from laconic.infer.payload import Coder
 from laconic.infer.recorder import Recorder, now_ns
 from laconic.infer.remote_experts import RemoteExperts
-from laconic.infer.split import Split
+from laconic.infer.split import EngineSplit
 from laconic.moe.huggingface.experts import FusedExperts
 from laconic.schedule.inference import InferencePlan
 from tests.infer.test_remote_experts import NUM_EXPERTS, ORIGINAL, WIDTH
@@ -48,7 +48,7 @@ class Link:
 
 
 def remote(device: torch.device, recorder: Recorder | None = None, shared_first: bool = False) -> RemoteExperts:
-    split = Split(1, NUM_WORKERS)
+    split = EngineSplit(1, NUM_WORKERS)
     ranges = [split.expert_range(worker, NUM_EXPERTS) for worker in range(NUM_WORKERS)]
     links: list[Any] = []
     for held in ranges:
@@ -212,7 +212,7 @@ def grouped(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
 
 
 def over_groups(slicing: Any, expert_format: str = "exact") -> tuple[RemoteExperts, list[OneThread]]:
-    split = Split(1, NUM_WORKERS)
+    split = EngineSplit(1, NUM_WORKERS)
     ranges = [split.expert_range(worker, NUM_EXPERTS) for worker in range(NUM_WORKERS)]
     links = []
     for held in ranges:

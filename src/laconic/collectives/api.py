@@ -37,7 +37,7 @@ from laconic.collectives.arguments import (
 )
 from laconic.collectives.codec import Codec
 from laconic.collectives.engine import uncoded
-from laconic.collectives.engine.call import Call
+from laconic.collectives.engine.call import CollectiveCall
 from laconic.collectives.policy.raw_calls import known_route
 from laconic.collectives.policy.selector import leaves_raw
 from laconic.collectives.runtime.background import Work
@@ -70,7 +70,7 @@ def all_gather(
     if codec == "auto" and leaves_raw(group, ("all_gather",), input.numel(), input, output, groups, async_op):
         return uncoded.all_gather(output, input, groups[0], async_op)
     mine, rows = flatten(input), flatten(output).view(world, -1)
-    return Call("all_gather", groups, codec, input.dtype, input.device).run(
+    return CollectiveCall("all_gather", groups, codec, input.dtype, input.device).run(
         methodcaller("all_gather", rows, mine), output, async_op
     )
 
@@ -110,7 +110,7 @@ def reduce_scatter(
     if codec == "auto" and leaves_raw(group, ("reduce_scatter", op), input.numel(), input, output, groups, async_op):
         return uncoded.reduce_scatter(output, input, groups[0], op, async_op)
     mine, rows = flatten(output), flatten(input).view(world, -1)
-    return Call("reduce_scatter", groups, codec, input.dtype, input.device).run(
+    return CollectiveCall("reduce_scatter", groups, codec, input.dtype, input.device).run(
         methodcaller("reduce_scatter", mine, rows, factor), output, async_op
     )
 
@@ -140,7 +140,7 @@ def all_reduce(
     factor = find_factor(op, tensor, world)
     if codec == "auto" and leaves_raw(group, ("all_reduce", op), tensor.numel(), tensor, None, groups, async_op):
         return uncoded.all_reduce(tensor, groups[0], op, async_op)
-    return Call("all_reduce", groups, codec, tensor.dtype, tensor.device).run(
+    return CollectiveCall("all_reduce", groups, codec, tensor.dtype, tensor.device).run(
         methodcaller("all_reduce", flatten(tensor), factor), tensor, async_op
     )
 
@@ -192,7 +192,7 @@ def all_to_all(
     if codec == "auto" and even and leaves_raw(group, ("all_to_all",), input.numel(), input, output, groups, async_op):
         return uncoded.all_to_all(output, input, groups[0], async_op)
     out, into = flatten(output), flatten(input)
-    call = Call("all_to_all", groups, codec, input.dtype, input.device)
+    call = CollectiveCall("all_to_all", groups, codec, input.dtype, input.device)
     if even:
         rows, own = out.view(world, -1), into.view(world, -1)
         return call.run(methodcaller("all_to_all", rows, own), output, async_op)
@@ -230,7 +230,7 @@ def broadcast(
     known, is_end = ("broadcast", src), root == groups[0].rank()
     if codec == "auto" and leaves_raw(group, known, tensor.numel(), tensor, None, groups, async_op, root, is_end):
         return uncoded.broadcast(tensor, groups[0], root, async_op)
-    return Call("broadcast", groups, codec, tensor.dtype, tensor.device).run(
+    return CollectiveCall("broadcast", groups, codec, tensor.dtype, tensor.device).run(
         methodcaller("broadcast", flatten(tensor), root), tensor, async_op
     )
 
@@ -262,7 +262,7 @@ def gather(
         return uncoded.gather(output, input, groups[0], root, async_op)
     mine = flatten(input)
     rows = None if output is None else flatten(output).view(world, -1)
-    return Call("gather", groups, codec, input.dtype, input.device).run(
+    return CollectiveCall("gather", groups, codec, input.dtype, input.device).run(
         methodcaller("gather", rows, mine, root), output, async_op
     )
 
@@ -296,6 +296,6 @@ def scatter(
         return uncoded.scatter(output, input, groups[0], root, async_op)
     mine = flatten(output)
     rows = None if input is None else flatten(input).view(world, -1)
-    return Call("scatter", groups, codec, output.dtype, output.device).run(
+    return CollectiveCall("scatter", groups, codec, output.dtype, output.device).run(
         methodcaller("scatter", mine, rows, root), output, async_op
     )

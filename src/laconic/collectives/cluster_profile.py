@@ -20,7 +20,7 @@ from torch import Tensor
 from laconic.collectives import api
 from laconic.collectives.codec import Codec, Lossless, Raw
 from laconic.collectives.engine import uncoded
-from laconic.collectives.engine.call import Route
+from laconic.collectives.engine.call import CodecRoute
 from laconic.collectives.policy.microbench import Ranks, codec_rates, gaussian, group_shape_of, host_name, pass_around
 from laconic.collectives.runtime import torch_compat
 from laconic.collectives.runtime.background import Work
@@ -280,4 +280,4 @@ def _num_chunks(operation: str, nbytes: float, world: int) -> int:
     """Number of chunks of the message from one rank to another, if no choice sets it."""
     parts = world if operation in ("reduce_scatter", "all_reduce", "all_to_all", "scatter") else 1
     numel = int(nbytes / _DTYPE.itemsize / parts)
-    return -(-numel // Route(Raw(), None, "").step(numel, _DTYPE))
+    return -(-numel // CodecRoute(Raw(), None, "").step(numel, _DTYPE))

@@ -54,7 +54,7 @@ def num_blocks(length: int) -> int:
 
 
 @dataclass(frozen=True)
-class Message:
+class ChunkLayout:
     """Layout of one chunk in a row of bytes."""
 
     length: int

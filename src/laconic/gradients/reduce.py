@@ -22,7 +22,7 @@ from torch import Tensor
 
 from laconic.collectives.arguments import Op, find_groups, flat_group
 from laconic.collectives.codec import Blockwise, Raw
-from laconic.collectives.engine.call import Call, Exchange
+from laconic.collectives.engine.call import CollectiveCall, Exchange
 from laconic.collectives.engine.chunks import all_gather_chunk, all_to_all_chunk, overlap
 from laconic.collectives.engine.layouts import OneRank, TwoLevel, TwoLevelExchange
 from laconic.collectives.engine.transport import Wire
@@ -30,7 +30,7 @@ from laconic.collectives.runtime import torch_compat
 from laconic.collectives.runtime.background import Work
 from laconic.errors import ConfigError, FormatError
 from laconic.formats import BlockFormat, QuantizedGradient
-from laconic.gradients.message import PART_SIZES, Message, Parts, num_blocks
+from laconic.gradients.message import PART_SIZES, ChunkLayout, Parts, num_blocks
 from laconic.ops import DTYPES, dequantize_blockwise, quantize_blockwise, sum_blockwise, sum_requantize_blockwise
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
 
@@ -105,7 +105,7 @@ def reduce_scatter_q8(
         )
     rows = input.detach().reshape(world, -1)
     chunk = torch.empty(rows.shape[1], device=input.device, dtype=torch.float32)
-    call = Call("reduce_scatter_q8", groups, _CODEC, torch.uint8, input.device)
+    call = CollectiveCall("reduce_scatter_q8", groups, _CODEC, torch.uint8, input.device)
 
     def reduce(exchange: Exchange | OneRank) -> None:
         if isinstance(exchange, OneRank):
@@ -185,7 +185,7 @@ def all_reduce_q8(
                 f"error is {error.dtype} {tuple(error.shape)}, but it must be contiguous float32 ({tensor.numel()},)"
             )
     _, groups = find_groups(group)
-    call = Call("all_reduce_q8", groups, _CODEC, torch.uint8, tensor.device)
+    call = CollectiveCall("all_reduce_q8", groups, _CODEC, torch.uint8, tensor.device)
     settings = _settings(tensor, op, min_nbytes) | {"feedback": error is not None}
     values = tensor.detach()
 
@@ -233,7 +233,7 @@ def all_reduce_quantized(
             " call once for each"
         )
     numel = sum(gradient.codes.numel() for gradient in gradients)
-    call = Call("all_reduce_quantized", groups, _CODEC, torch.uint8, next(iter(devices), torch.device("cpu")))
+    call = CollectiveCall("all_reduce_quantized", groups, _CODEC, torch.uint8, next(iter(devices), torch.device("cpu")))
 
     def reduce(exchange: Exchange | OneRank) -> None:
         if numel == 0 or isinstance(exchange, OneRank):
@@ -321,7 +321,7 @@ def _chunks_of(flat: Parts) -> Iterator[Parts]:
 
 def _reduce_scatter_chunk(wire: Wire, rows: Tensor, out: Tensor, factor: float) -> Iterator[None]:
     """Reduce columns of every rank's rows [W, m] into `out` fp32 [m]."""
-    message = Message(rows.shape[1], bits=8)
+    message = ChunkLayout(rows.shape[1], bits=8)
     sent = message.zeros(len(rows), rows.device)
     codes, scales = _quantize(rows)
     views = message.parts(sent)
@@ -354,7 +354,9 @@ def _sum_everywhere(wire: Wire, parts: Parts, factor: float) -> Generator[None, 
     """Sum flat parts of m elements over ranks, times `factor`, and return the sum's parts on every rank."""
     world, length, device = wire.group.size(), parts.codes.numel(), parts.codes.device
     # Equal chunks of whole blocks; those of the last ranks may hold nothing.
-    message = Message(-(-num_blocks(length) // world) * GRADIENT_BLOCK_SIZE, 8 if parts.residual_codes is None else 12)
+    message = ChunkLayout(
+        -(-num_blocks(length) // world) * GRADIENT_BLOCK_SIZE, 8 if parts.residual_codes is None else 12
+    )
     sent = message.zeros(world, device)
     message.write(parts, sent)
     received = torch.empty_like(sent)

@@ -13,7 +13,7 @@ from laconic.cost.infer.engine_plan import Demand, EngineChoice, EngineLimits, F
 from laconic.cost.infer.rates import OF_EXPERTS
 from laconic.errors import ConfigError
 from laconic.infer.device import DeviceKind
-from laconic.infer.split import Split
+from laconic.infer.split import EngineSplit
 from laconic.infer.transformers_seam import planned_shape
 from laconic.schedule.inference import InferencePlan, Order, Slicing
 
@@ -78,7 +78,7 @@ class AutoPlan:
     def choose(
         self,
         model_dir: Path,
-        split: Split,
+        split: EngineSplit,
         limits: EngineLimits,
         *,
         dtype: str = "auto",

@@ -29,7 +29,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar
 from laconic.errors import CollectiveError, ConfigError, first_line
 from laconic.infer.connections import Admission, keep_alive
 from laconic.infer.settings import WorkerSettings
-from laconic.infer.split import Split
+from laconic.infer.split import EngineSplit
 from laconic.installation import safe_path
 from laconic.json_text import parse_json
 from laconic.shared_secret import admit, enter, seal, unseal
@@ -180,7 +180,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_let_go)
 
 
-def check_world(info: RankInfo, split: Split) -> None:
+def check_world(info: RankInfo, split: EngineSplit) -> None:
     """Check that torchrun has started one process per worker; more or fewer are a ConfigError."""
     if info.world_size != split.num_workers:
         raise ConfigError(

@@ -22,7 +22,7 @@ _UNFINISHED_CONTRACTION = re.compile(r" [ n']*[vr]?$")
 _PRIMER = "\0"  # stands before a token whose text amid a sentence is wanted
 
 
-class Stage(Protocol):
+class DecodingStage(Protocol):
     """A stage of decoding: strings in, strings that no later one can change out."""
 
     def push(self, element: str) -> Iterable[str]:
@@ -36,7 +36,7 @@ class Stage(Protocol):
 class Detokenizer:
     """Turns tokens into text by stages, for one text alone; `name` returns a token's string, None leaves it out."""
 
-    def __init__(self, name: Callable[[int], str | None], stages: Sequence[Stage]) -> None:
+    def __init__(self, name: Callable[[int], str | None], stages: Sequence[DecodingStage]) -> None:
         self._name, self._stages = name, stages
 
     def push(self, token: int) -> str:
@@ -49,20 +49,20 @@ class Detokenizer:
         return "".join(_flush(self._stages))
 
 
-def _push(stages: Iterable[Stage], elements: list[str]) -> list[str]:
+def _push(stages: Iterable[DecodingStage], elements: list[str]) -> list[str]:
     for stage in stages:
         elements = [out for element in elements for out in stage.push(element)]
     return elements
 
 
-def _flush(stages: Iterable[Stage]) -> list[str]:
+def _flush(stages: Iterable[DecodingStage]) -> list[str]:
     rest: list[str] = []
     for stage in stages:
         rest = [*_push([stage], rest), *stage.flush()]
     return rest
 
 
-def token_bytes(name: str, stages: Sequence[Stage]) -> bytes:
+def token_bytes(name: str, stages: Sequence[DecodingStage]) -> bytes:
     """Return the bytes that a token's string adds to a text that has begun."""
     for stage in stages:
         if isinstance(stage, _ByteFallback) and _BYTE.fullmatch(name):
@@ -73,17 +73,17 @@ def token_bytes(name: str, stages: Sequence[Stage]) -> bytes:
     return text.removeprefix(_PRIMER).encode()
 
 
-def byte_stages() -> list[Stage]:
+def byte_stages() -> list[DecodingStage]:
     """Return the stages of tokens that are characters U+0000 to U+00FF, each for a byte."""
     return [_ByteLevel({chr(number): number for number in range(256)})]
 
 
-def decoder_stages(state: Any, clean_up: Callable[[str], str] | None) -> list[Stage]:
+def decoder_stages(state: Any, clean_up: Callable[[str], str] | None) -> list[DecodingStage]:
     """Return the stages of a decoder, as the file of a tokenizer holds it, for one text; None joins tokens with spaces.
 
     `clean_up` is what transformers' `clean_up_tokenization` does to the whole text; None leaves it.
     """
-    stages: list[Stage] = []
+    stages: list[DecodingStage] = []
     is_one_text = state is None
     for each in _flat(state):
         stages.append(_stage(each, is_one_text))
@@ -95,12 +95,12 @@ def decoder_stages(state: Any, clean_up: Callable[[str], str] | None) -> list[St
     return stages
 
 
-def whole_stages(decode: Callable[[list[int]], str]) -> list[Stage]:
+def whole_stages(decode: Callable[[list[int]], str]) -> list[DecodingStage]:
     """Return the stages of a tokenizer of which nothing but its `decode` is known; their strings are numbers."""
     return [_Whole(lambda elements: decode([int(element) for element in elements]))]
 
 
-def keeps_all(stages: Iterable[Stage]) -> bool:
+def keeps_all(stages: Iterable[DecodingStage]) -> bool:
     """Return whether the text comes at the end alone."""
     return any(isinstance(stage, _Whole) for stage in stages)
 
@@ -111,7 +111,7 @@ def _flat(state: Any) -> list[Any]:
     return [inner for part in state["decoders"] for inner in _flat(part)] if state["type"] == "Sequence" else [state]
 
 
-def _stage(state: Any, is_one_text: bool) -> Stage:
+def _stage(state: Any, is_one_text: bool) -> DecodingStage:
     """Return a stage; with `is_one_text`, what it takes are pieces of one string."""
     kind = state["type"]
     if kind == "Fuse":
@@ -165,7 +165,7 @@ def _byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-class _Each(Stage):
+class _Each(DecodingStage):
     """One string for each, whatever stands around it, but for the first."""
 
     def __init__(self, function: Callable[[str], str], first: Callable[[str], str] | None = None) -> None:
@@ -176,7 +176,7 @@ class _Each(Stage):
         return (function(element),)
 
 
-class _LastDiffers(Stage):
+class _LastDiffers(DecodingStage):
     """One string for each, another for the last: the last is kept until it is none."""
 
     def __init__(self, function: Callable[[str], str], last: Callable[[str], str]) -> None:
@@ -191,7 +191,7 @@ class _LastDiffers(Stage):
         return () if self._kept is None else (self._last(self._kept),)
 
 
-class _Distinct(Stage):
+class _Distinct(DecodingStage):
     """One string for each that differs from the one before, unless it is empty."""
 
     def __init__(self, function: Callable[[str], str]) -> None:
@@ -206,7 +206,7 @@ class _Distinct(Stage):
         return (text,) if text else ()
 
 
-class _ByteFallback(Stage):
+class _ByteFallback(DecodingStage):
     """A run of byte tokens is a text, or as many U+FFFD: it is kept to its end."""
 
     def __init__(self) -> None:
@@ -228,7 +228,7 @@ class _ByteFallback(Stage):
             return ("\ufffd",) * len(run)
 
 
-class _ByteLevel(Stage):
+class _ByteLevel(DecodingStage):
     """Characters stand for bytes; a string with another character stands for itself."""
 
     def __init__(self, alphabet: dict[str, int]) -> None:
@@ -248,7 +248,7 @@ class _ByteLevel(Stage):
         return (self._decoder.decode(b"", final=True),)
 
 
-class _Join(Stage):
+class _Join(DecodingStage):
     """Strings with a space between."""
 
     def __init__(self) -> None:
@@ -259,7 +259,7 @@ class _Join(Stage):
         return (separator + element,)
 
 
-class _ReplaceInText(Stage):
+class _ReplaceInText(DecodingStage):
     """A string replaced throughout a text; what may be its beginning is kept."""
 
     def __init__(self, pattern: str, content: str) -> None:
@@ -277,7 +277,7 @@ class _ReplaceInText(Stage):
         return (self._kept,)
 
 
-class _StripText(Stage):
+class _StripText(DecodingStage):
     """A character cut from both ends of a text, so many times at most; those at the end are kept."""
 
     def __init__(self, character: str, start: int, stop: int) -> None:
@@ -296,7 +296,7 @@ class _StripText(Stage):
         return (text[: len(text) - length],)
 
 
-class _CleanUp(Stage):
+class _CleanUp(DecodingStage):
     """transformers' clean-up of English: takes the space before marks and contractions.
 
     All that it replaces begins with a space and has no other character than those of the pattern before its last, so
@@ -318,7 +318,7 @@ class _CleanUp(Stage):
         return (self._clean_up(self._kept),)
 
 
-class _Whole(Stage):
+class _Whole(DecodingStage):
     """Everything is kept to the end."""
 
     def __init__(self, decode: Callable[[list[str]], str]) -> None:

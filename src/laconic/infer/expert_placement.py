@@ -12,7 +12,7 @@ from pydantic import Field
 
 from laconic.cost.hardware.rates_file import load_json, read_rates, save_json
 from laconic.errors import ConfigError
-from laconic.infer.split import Split
+from laconic.infer.split import EngineSplit
 from laconic.moe.placement.search import place
 from laconic.schedule.slices import slice_ranges
 
@@ -34,7 +34,7 @@ def check_expert_placement(path: Path | None, redundant: int) -> None:
 
 
 def place_experts(
-    split: Split, num_experts: Sequence[int], path: Path, redundant: int
+    split: EngineSplit, num_experts: Sequence[int], path: Path, redundant: int
 ) -> tuple[list[list[list[int]]] | None, str]:
     """Return the experts of each worker, ascending, by layer, and a sentence for the user.
 

@@ -12,14 +12,14 @@ from typing import Literal
 from laconic.errors import ConfigError
 from laconic.infer.control import LocalWorker, RankConnections, Worker, check_world, master_store
 from laconic.infer.settings import WorkerSettings
-from laconic.infer.split import Split
+from laconic.infer.split import EngineSplit
 from laconic.interrupts import interrupts_wait
 from laconic.train.distributed.world import RankInfo, num_cores, read_environment
 
 Launcher = Literal["engine", "torchrun"]
 
 
-def torchrun_info(launcher: Launcher, split: Split) -> RankInfo | None:
+def torchrun_info(launcher: Launcher, split: EngineSplit) -> RankInfo | None:
     """Return this rank of torchrun; None where the engine starts its workers.
 
     A rank other than 0, or more or fewer processes than workers, are a ConfigError.

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from laconic.errors import CollectiveError, ConfigError, LaconicError
 from laconic.infer.recorder import WorkerLog
 from laconic.infer.run_trace import RunTrace
-from laconic.infer.split import Split
+from laconic.infer.split import EngineSplit
 from laconic.infer.workers import WorkerSet
 from laconic.schedule.inference import InferencePlan
 
@@ -62,7 +62,7 @@ class RunRecorder:
     def __init__(
         self,
         workers: WorkerSet,
-        split: Split,
+        split: EngineSplit,
         plan: InferencePlan,
         planned_seconds: float | None,
         why_not: Callable[[], LaconicError | None],
@@ -121,7 +121,7 @@ class RunRecorder:
         return self._why_not() or CollectiveError(otherwise)
 
 
-def check_traceable(split: Split) -> None:
+def check_traceable(split: EngineSplit) -> None:
     """Refuse to trace whole models, which have no plan whose tasks could be recorded."""
     if not split.experts:
         raise ConfigError(

@@ -29,7 +29,7 @@ from statistics import median
 from typing import Any
 
 from laconic.infer.recorder import AnswerLog, LayerLog, MessageLog, PassLog, WorkerLog
-from laconic.infer.split import Split
+from laconic.infer.split import EngineSplit
 from laconic.schedule.inference import ATTENTION, COMBINE, DISPATCH, EXPERTS, InferencePlan
 from laconic.schedule.streams import Span, StreamPlan, Task, Timeline, simulate
 from laconic.schedule.trace import save_trace
@@ -134,7 +134,11 @@ class RunTrace:
 
     @classmethod
     def of(
-        cls, logs: Sequence[WorkerLog], split: Split, plan: InferencePlan, planned_step_seconds: float | None = None
+        cls,
+        logs: Sequence[WorkerLog],
+        split: EngineSplit,
+        plan: InferencePlan,
+        planned_step_seconds: float | None = None,
     ) -> RunTrace:
         """Put the logs of all workers, by rank, together."""
         return _Assembly(logs, split, plan).trace(planned_step_seconds)
@@ -170,7 +174,7 @@ class _Step:
 
 
 class _Assembly:
-    def __init__(self, logs: Sequence[WorkerLog], split: Split, plan: InferencePlan) -> None:
+    def __init__(self, logs: Sequence[WorkerLog], split: EngineSplit, plan: InferencePlan) -> None:
         self._split, self._plan = split, plan
         self._offsets = clock_offsets(logs, split)
         self._answers = _answers(logs, split)
@@ -329,7 +333,7 @@ class _Assembly:
         return "" if self._split.num_workers == 2 else f" @{'-'.join(numbers)}"
 
 
-def _answers(logs: Sequence[WorkerLog], split: Split) -> dict[tuple[int, int, int], AnswerLog]:
+def _answers(logs: Sequence[WorkerLog], split: EngineSplit) -> dict[tuple[int, int, int], AnswerLog]:
     """Answers by attention worker, expert worker and number of the message."""
     return {
         (answer.peer, number, answer.number): answer
@@ -338,7 +342,7 @@ def _answers(logs: Sequence[WorkerLog], split: Split) -> dict[tuple[int, int, in
     }
 
 
-def clock_offsets(logs: Sequence[WorkerLog], split: Split) -> list[int]:
+def clock_offsets(logs: Sequence[WorkerLog], split: EngineSplit) -> list[int]:
     """Return by rank how far each clock is ahead of the first attention worker's, in nanoseconds.
 
     Workers on one machine share their clock; a machine that no recorded message connects keeps its own.

@@ -14,7 +14,7 @@ from laconic.errors import ConfigError, ModelError
 from laconic.infer.auto_plan import AutoPlan
 from laconic.infer.device import DeviceKind
 from laconic.infer.payload import DTYPES
-from laconic.infer.split import Split
+from laconic.infer.split import EngineSplit
 from laconic.infer.transformers_seam import find_experts, num_positions, read_config
 from laconic.moe.huggingface.blocks import unknown_experts
 from laconic.ops.declarations.op import names
@@ -42,7 +42,7 @@ class ServingPlan:
     layer that has any.
     """
 
-    split: Split
+    split: EngineSplit
     plan: InferencePlan
     choice: EngineChoice | None
     notes: tuple[str, ...]
@@ -115,7 +115,7 @@ def plan_serving(
         notes += (f"plan auto: {choice}",)
         logging.getLogger("laconic").info("plan auto: %s", choice)
         if choice.split is None:
-            split = Split(split.num_workers, 0)
+            split = EngineSplit(split.num_workers, 0)
             if "payload" in asked:
                 notes += (f"every worker holds whole models, so payload = {asked['payload']!r} has no effect",)
         plan = choice.plan
@@ -130,12 +130,12 @@ def plan_serving(
     return ServingPlan(split, runs, choice, notes + changed, vocabulary, positions, num_experts)
 
 
-def serving_split(model_dir: Path, attention: int, experts: int | None) -> Split:
+def serving_split(model_dir: Path, attention: int, experts: int | None) -> EngineSplit:
     """Return the workers that will serve a model: a dense one has no expert workers, others one for None."""
-    wanted = Split(attention, 1 if experts is None else experts)
+    wanted = EngineSplit(attention, 1 if experts is None else experts)
     _, blocks = find_experts(read_config(model_dir))
     if not blocks:
-        return Split(wanted.attention, 0)
+        return EngineSplit(wanted.attention, 0)
     if wanted.experts:
         for block in blocks.values():
             wanted.expert_range(0, block.num_experts)
@@ -171,7 +171,7 @@ def _in_words(asked: Mapping[str, object]) -> tuple[str, str]:
     return said, "it" if len(asked) == 1 else "them"
 
 
-def _runnable(plan: InferencePlan, split: Split) -> tuple[InferencePlan, tuple[str, ...]]:
+def _runnable(plan: InferencePlan, split: EngineSplit) -> tuple[InferencePlan, tuple[str, ...]]:
     """The plan that will run in place of one that asks micro-batches to keep step, and a note of that."""
     if plan.order != "AASS":
         return plan, ()

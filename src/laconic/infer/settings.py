@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from laconic.infer.split import Split
+from laconic.infer.split import EngineSplit
 from laconic.schedule.inference import InferencePlan
 
 
@@ -22,7 +22,7 @@ class WorkerSettings:
     rank: int
     model_dir: str
     store: str
-    split: Split = field(default_factory=Split)
+    split: EngineSplit = field(default_factory=EngineSplit)
     plan: InferencePlan = field(default_factory=InferencePlan)
     dtype: str = "auto"
     cache_tokens: int = 4096
@@ -47,4 +47,4 @@ class WorkerSettings:
     def from_json(cls, text: str) -> WorkerSettings:
         """Read what `to_json` wrote."""
         values: dict[str, Any] = json.loads(text)
-        return cls(**values | {"split": Split(**values["split"]), "plan": InferencePlan(**values["plan"])})
+        return cls(**values | {"split": EngineSplit(**values["split"]), "plan": InferencePlan(**values["plan"])})

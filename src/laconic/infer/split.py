@@ -9,7 +9,7 @@ from laconic.schedule.slices import slice_ranges
 
 
 @dataclass(frozen=True)
-class Split:
+class EngineSplit:
     """Workers of an engine; ranks are those of attention workers, then those of expert workers.
 
     Attributes:

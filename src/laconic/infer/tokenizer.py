@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from laconic.errors import ConfigError
 from laconic.infer.detokenizer import (
+    DecodingStage,
     Detokenizer,
-    Stage,
     byte_stages,
     decoder_stages,
     keeps_all,
@@ -270,7 +270,7 @@ class HuggingFaceTokenizer(TextTokenizer):
     def _shown_name(self, token: int) -> str | None:
         return None if token in self._skipped else self._names.get(token)
 
-    def _stages(self) -> list[Stage]:
+    def _stages(self) -> list[DecodingStage]:
         return whole_stages(self.decode) if self._decoder is None else decoder_stages(*self._decoder)
 
 

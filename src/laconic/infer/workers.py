@@ -25,7 +25,7 @@ from laconic.infer.in_flight import InFlight, fail_all
 from laconic.infer.launch import WorkerLauncher
 from laconic.infer.payload import LinkTraffic
 from laconic.infer.sampling import ChosenToken
-from laconic.infer.split import Split
+from laconic.infer.split import EngineSplit
 from laconic.infer.watch import Watch
 
 _LAST_WORDS_SECONDS = 1.0
@@ -68,7 +68,7 @@ class WorkerSet:
     def __init__(
         self,
         launcher: WorkerLauncher,
-        split: Split,
+        split: EngineSplit,
         requests: InFlight,
         start_timeout_seconds: float,
         progress_seconds: float,

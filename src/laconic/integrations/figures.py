@@ -17,7 +17,7 @@ from laconic.activations.forwards.checkpoint import runs_twice
 from laconic.activations.host.audited import AUDITED
 from laconic.activations.host.cuda_graph import is_captured
 from laconic.activations.recognize.largest_parts import largest_parts
-from laconic.activations.whole_model.report import Call, Measurement, Report
+from laconic.activations.whole_model.report import Measurement, Report, TrainingCall
 from laconic.activations.whole_model.suspended import fitting, measure_both
 from laconic.errors import ModelError
 
@@ -53,7 +53,7 @@ class _FirstCall:
             handle.remove()
         _FirstCall._is_measuring = True
         try:
-            call = fitting(self._model, Call(module, args, kwargs, is_hosts=True))
+            call = fitting(self._model, TrainingCall(module, args, kwargs, is_hosts=True))
             before, after, _ = measure_both(self._model, call)
         except ModelError:  # which the host's own call is about to raise
             return

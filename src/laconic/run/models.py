@@ -21,7 +21,7 @@ from laconic.activations import compress_activations, decompress_activations
 from laconic.activations.forwards.checkpoint import runs_twice
 from laconic.activations.recognize.largest_parts import numel_of
 from laconic.activations.whole_model.head import has_chunked_loss
-from laconic.activations.whole_model.report import UNMEASURED, Call, Measurement, Report, measure
+from laconic.activations.whole_model.report import UNMEASURED, Measurement, Report, TrainingCall, measure
 from laconic.activations.whole_model.suspended import is_compressed, measure_both, unwrapped
 from laconic.auditing import audit_now, say_left_out
 from laconic.errors import ConfigError, LaconicError, ModelError
@@ -215,7 +215,7 @@ class Model:
                 say_left_out(f"all, as {_CHECKPOINTED}")
             self.unmeasured = _CHECKPOINTED
             return
-        call = Call(called, args, kwargs, is_hosts=True)
+        call = TrainingCall(called, args, kwargs, is_hosts=True)
         with _interpreted(module):
             if self.left_exact is not None:
                 self._note_exact(module, call)
@@ -235,7 +235,7 @@ class Model:
         self._parts = [part for part in self._parts if part.module() not in inside]
         self._parts.append(_Part(weakref.ref(called), self.is_measured, before, after))
 
-    def _note_exact(self, module: nn.Module, call: Call) -> None:
+    def _note_exact(self, module: nn.Module, call: TrainingCall) -> None:
         if not self.wishes.of_models:  # nobody asks
             return
         try:

@@ -32,7 +32,7 @@ from laconic.cost.moe.hierarchy import (
     wire_rows,
 )
 from laconic.errors import ConfigError
-from laconic.topology import Levels, Stage
+from laconic.topology import ExchangeStage, Levels
 
 PUBLISHED_RATES = {32: (2, 4, 7, 9), 16: (3, 9, 14, 18), 8: (6, 17, 27, 34), 4: (12, 32, 46, 55)}
 """Per cent of rows that are duplicates, by number of groups, of top-2, 4, 6 and 8 (table II)."""
@@ -55,7 +55,7 @@ def counts_of(routes: Routes, num_experts: int, levels: Levels) -> RowCounts:
     return RowCounts.of_vectors(vectors, levels)
 
 
-def moved(routes: Routes, num_experts: int, levels: tuple[Stage, ...]) -> list[Counter[tuple[int, int]]]:
+def moved(routes: Routes, num_experts: int, levels: tuple[ExchangeStage, ...]) -> list[Counter[tuple[int, int]]]:
     """Rows from rank to rank at each level, by moving every row."""
     held: dict[int, list[set[int]]] = defaultdict(list, {rank: list(tokens) for rank, tokens in enumerate(routes)})
     found = []

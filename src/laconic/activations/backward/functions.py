@@ -26,7 +26,7 @@ from laconic.activations.backward.saving import LARGE_NUMEL, Instead
 from laconic.activations.host.dtensors import Placed, local_of, on_rows, row_dim
 from laconic.activations.host.traceable import as_result, direct_apply, traceable
 from laconic.activations.keep.choice import Offload, Packing
-from laconic.activations.keep.kept import Gate, Kept, Memo, attach, derive, found, keep
+from laconic.activations.keep.kept import GateInput, Kept, Memo, attach, derive, found, keep
 from laconic.activations.keep.witnesses import check_unchanged, glances
 from laconic.ops import GATED_ACTIVATIONS
 from laconic.ops.derivatives import edge_of, gradients
@@ -272,13 +272,13 @@ def activate(x: Tensor, value: Tensor, activation: str, format: Packing) -> Tens
         attach(y, again)
         return y
     y, edge = results
-    again.gate = Gate(kept, activation, forward, edge)
+    again.gate = GateInput(kept, activation, forward, edge)
     attach(y, again)
     return y
 
 
 class _Activate(torch.autograd.Function):
-    """The activation; with `has_edge` also an output without memory whose gradient is that of x (see `Gate`)."""
+    """The activation; with `has_edge` also an output without memory whose gradient is that of x (see `GateInput`)."""
 
     @staticmethod
     def forward(

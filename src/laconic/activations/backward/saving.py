@@ -431,7 +431,7 @@ class _Collecting(Forgetting):
         raise RuntimeError("laconic: backward through a value of a second run")
 
 
-class Call:
+class BoundFunction:
     """A function of tensors: `function` of the first ones, then of other arguments with the rest in their places.
 
     Holds none of the tensors. Those inside of objects, which are no nests, stay where they are.
@@ -453,7 +453,7 @@ class Call:
     @classmethod
     def of(
         cls, function: Callable[..., Any], num_first: int, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Call, list[Tensor]]:
+    ) -> tuple[BoundFunction, list[Tensor]]:
         """The call, and the tensors among the other arguments.
 
         Args:

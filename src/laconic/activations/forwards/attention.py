@@ -34,14 +34,14 @@ from laconic.activations.backward.decisions import Habit
 from laconic.activations.backward.derivatives import is_transformed
 from laconic.activations.backward.replay import Replay
 from laconic.activations.backward.rerun import graft, rebuilt
-from laconic.activations.backward.saving import Call, SecondRun, first_tensor
+from laconic.activations.backward.saving import BoundFunction, SecondRun, first_tensor
 from laconic.activations.forwards.base import SiteForward
 from laconic.activations.forwards.checkpoint import is_plain, runs_twice
 from laconic.activations.forwards.replacement import OfModule, follow_copies, forget_copies
 from laconic.activations.host.dtensors import warn_exact
 from laconic.activations.host.storages import overlaps
 from laconic.activations.keep.choice import Packing
-from laconic.activations.keep.exact_codes import Layout
+from laconic.activations.keep.exact_codes import MemoryLayout
 from laconic.activations.keep.kept import Kept, Tensors, attach, derive, held, pack, whole_of
 from laconic.activations.keep.witnesses import RUNNING
 from laconic.activations.recognize.sites import Site
@@ -125,7 +125,7 @@ class AttentionCore(OfModule):
         RUNNING.site = self.site.name
         decisions = self.habit.decisions(module.training, (*qkv, *rest), kwargs)
         replay = Replay(qkv[0].device, module, decisions, calls_forward=False)
-        call, others = Call.of(partial(attend, module), 3, rest, kwargs)
+        call, others = BoundFunction.of(partial(attend, module), 3, rest, kwargs)
         run = SecondRun(
             self.site.name,
             call,
@@ -150,7 +150,7 @@ class AttentionCore(OfModule):
 def _packed(x: Tensor, format: Packing) -> Kept:
     """The `Kept` of a query, key or value [batch, heads, tokens, head_dim] in the order in which it lies in memory."""
     if x.dim() == 4 and not x.is_contiguous() and (turned := x.detach().transpose(1, 2)).is_contiguous():
-        return pack(turned, format, "attention", layout=Layout(x.shape, x.stride(), x.dtype))
+        return pack(turned, format, "attention", layout=MemoryLayout(x.shape, x.stride(), x.dtype))
     if overlaps(x):
         return held(x.detach(), "attention")
     return pack(x, format, "attention")

@@ -23,7 +23,7 @@ from laconic.activations.backward import functions
 from laconic.activations.backward.decisions import Habit
 from laconic.activations.backward.replay import Replay, forgetting
 from laconic.activations.backward.rerun import graft, rebuilt
-from laconic.activations.backward.saving import Call, SecondRun
+from laconic.activations.backward.saving import BoundFunction, SecondRun
 from laconic.activations.forwards.base import SiteForward
 from laconic.activations.host.patched import NATIVE, unpatched
 from laconic.activations.keep.choice import Packing
@@ -97,7 +97,7 @@ class ExpertsForward(SiteForward):
         if not torch.is_grad_enabled() or not self.serves(x) or self.stays_exact():
             return self.original(x, *args, **kwargs)
         own = dict(self.module.named_parameters())
-        call, others = Call.of(self.original, 1, args, kwargs)
+        call, others = BoundFunction.of(self.original, 1, args, kwargs)
         if not any(t.requires_grad for t in (x, *own.values(), *others)) or list(own) != self._names:
             return self.original(x, *args, **kwargs)
         if torch.compiler.is_compiling():  # see laconic.activations.backward.rerun

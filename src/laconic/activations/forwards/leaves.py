@@ -20,7 +20,7 @@ from laconic.activations.backward.saving import InsteadOfImage
 from laconic.activations.forwards.checkpoint import is_plain, runs_twice
 from laconic.activations.forwards.replacement import Replacement
 from laconic.activations.keep.choice import Packing, block_format_of
-from laconic.activations.keep.exact_codes import Layout, mask_of_bits
+from laconic.activations.keep.exact_codes import MemoryLayout, mask_of_bits
 from laconic.activations.keep.function_rules import ENOUGH, batch_norm_again, mean_of_channels, relu_again
 from laconic.activations.keep.kept import found
 from laconic.activations.keep.masked_relu import masked_relu, may_be_masked
@@ -117,7 +117,7 @@ def _relu(forward: Any, x: Tensor, format: Packing) -> Any:
     y, bits = masked_relu(x, in_place)
     if kept is not None:
         unbiased = block_format_of(format).is_stochastic
-        note(y, kept, relu_again(mask_of_bits(bits, Layout.of(y), 1.0, 0.0) if unbiased else None))
+        note(y, kept, relu_again(mask_of_bits(bits, MemoryLayout.of(y), 1.0, 0.0) if unbiased else None))
     return y
 
 

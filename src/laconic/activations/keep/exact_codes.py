@@ -18,7 +18,7 @@ from laconic.ops.constants import constant_tensor
 
 
 @dataclass(eq=False, slots=True)  # not frozen, which makes an object in three times the time
-class Layout:
+class MemoryLayout:
     """Shape, strides and dtype of a tensor, to write it down in the order in which it lies in memory.
 
     Attributes:
@@ -32,7 +32,7 @@ class Layout:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, x: Tensor) -> Layout:
+    def of(cls, x: Tensor) -> MemoryLayout:
         """The layout of x, whatever its memory format."""
         if _is_dense(x):
             return cls(x.shape, x.stride(), x.dtype)
@@ -69,7 +69,7 @@ class Coded:
     decode: Callable[[tuple[Tensor, ...]], Tensor]
 
 
-def as_mask(mask: Tensor, layout: Layout, true: float, false: float) -> Coded:
+def as_mask(mask: Tensor, layout: MemoryLayout, true: float, false: float) -> Coded:
     """One bit per value for a tensor that is `true` or `false`.
 
     Args:
@@ -80,7 +80,7 @@ def as_mask(mask: Tensor, layout: Layout, true: float, false: float) -> Coded:
     return mask_of_bits(pack_bits(layout.flatten(mask.detach())), layout, true, false)
 
 
-def mask_of_bits(bits: Tensor, layout: Layout, true: float, false: float) -> Coded:
+def mask_of_bits(bits: Tensor, layout: MemoryLayout, true: float, false: float) -> Coded:
     """What `as_mask` returns, from packed bits.
 
     Args:
@@ -97,7 +97,7 @@ def mask_of_bits(bits: Tensor, layout: Layout, true: float, false: float) -> Cod
 
 def as_shape(x: Tensor) -> Coded:
     """No bits at all, for an input of which backward reads shape and memory format only."""
-    layout, device = Layout.of(x), x.device
+    layout, device = MemoryLayout.of(x), x.device
 
     def decode(tensors: tuple[Tensor, ...]) -> Tensor:
         return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
@@ -120,7 +120,7 @@ def as_offsets(
         width: of the input.
         kernel, stride, padding, dilation: of the pooling; the window has at most 256 places.
     """
-    layout, window = Layout.of(indices), (width, kernel, dilation)
+    layout, window = MemoryLayout.of(indices), (width, kernel, dilation)
     steps = layout.flatten(indices - _corners(indices, width, stride, padding))
     offsets = _offsets_of_steps(*window, indices.device).index_select(0, steps)
     numel, in_nibbles = offsets.numel(), math.prod(kernel) <= 16

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from laconic.activations.keep.exact_codes import Coded, Layout, as_mask, as_offsets, as_shape
+from laconic.activations.keep.exact_codes import Coded, MemoryLayout, as_mask, as_offsets, as_shape
 from laconic.activations.keep.tolerant import functions_named, least_numel
 
 _NOT_READ_ON = ("cpu", "cuda")
@@ -100,7 +100,7 @@ class Side:
 
 
 @dataclass
-class Call:
+class FunctionCall:
     """One call of a function of torch.
 
     Attributes:
@@ -180,7 +180,7 @@ class Call:
         step = self._step(tensor) if tensor.is_floating_point() else None
         if step is None:
             return None
-        coded = as_mask(step[0], Layout.of(tensor), *step[1:])
+        coded = as_mask(step[0], MemoryLayout.of(tensor), *step[1:])
         self.mask = coded if self.family in ("relu", "leaky_relu") else None
         return coded
 
@@ -342,12 +342,12 @@ def mean_of_channels(x: Tensor) -> Tensor:
 
 
 def relu_again(signs: Coded | None) -> Again:
-    """See `Call.again`; by the signs of the exact input, or those of the rebuilt one."""
+    """See `FunctionCall.again`; by the signs of the exact input, or those of the rebuilt one."""
     return (torch.relu, ()) if signs is None else ((lambda x, *codes: x * signs.decode(codes)), signs.tensors)
 
 
 def batch_norm_again(x: Tensor, given: Sequence[Tensor | None], training: bool, eps: float, unbiased: bool) -> Again:
-    """See `Call.again`; `given` are running mean and variance, weight and bias."""
+    """See `FunctionCall.again`; `given` are running mean and variance, weight and bias."""
     mean, variance, weight, bias = given
     if training:
         # Statistics of the rebuilt input: with those of the exact one, rounding to nearest in a channel that hardly
@@ -390,11 +390,11 @@ def _pair(value: Any) -> tuple[int, int]:
 def _mask_of_dropout(tensor: Tensor, x: Any) -> Coded | None:
     """One bit per value of what dropout multiplied its input by: zero, or one and the same number."""
     if tensor.dtype is torch.bool:
-        return as_mask(tensor, Layout.of(tensor), 1.0, 0.0)
+        return as_mask(tensor, MemoryLayout.of(tensor), 1.0, 0.0)
     if not tensor.is_floating_point() or tensor is x:
         return None
     kept = tensor != 0
     largest = tensor.amax()
     if not bool((kept.logical_not() | (tensor == largest)).all()):
         return None
-    return as_mask(kept, Layout.of(tensor), float(largest), 0.0)
+    return as_mask(kept, MemoryLayout.of(tensor), float(largest), 0.0)

@@ -47,7 +47,7 @@ from laconic.activations.host.storages import place_of
 from laconic.activations.host.streams import record_reader, stream_of
 from laconic.activations.host.traceable import untraced
 from laconic.activations.keep.choice import Offload, Packing
-from laconic.activations.keep.exact_codes import Layout
+from laconic.activations.keep.exact_codes import MemoryLayout
 from laconic.activations.keep.offload import offloader_of
 from laconic.activations.keep.rounding import quantized
 from laconic.activations.keep.witnesses import (
@@ -188,7 +188,7 @@ class Kept:
         origin: str,
         bits: int | None = None,
         format: BlockFormat | None = None,
-        gate: Gate | None = None,
+        gate: GateInput | None = None,
         witness: Witness | None = None,
     ) -> None:
         self.tensors, self.memo, self.origin = tensors, memo, origin
@@ -200,7 +200,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Gate:
+class GateInput:
     """What an activation read, for a product that computes the gradient of this itself.
 
     Attributes:
@@ -412,7 +412,7 @@ def pack(
     format: Packing,
     origin: str,
     center: Tensor | None = None,
-    layout: Layout | None = None,
+    layout: MemoryLayout | None = None,
     quantize: Quantize | None = None,
 ) -> Kept:
     """Packed codes and scales of `x`, whatever else is kept for it; in host memory if `format` says so.
@@ -497,7 +497,7 @@ class _LaidOut:
 
     __slots__ = ("_layout", "_shape")
 
-    def __init__(self, shape: torch.Size | None, layout: Layout | None) -> None:
+    def __init__(self, shape: torch.Size | None, layout: MemoryLayout | None) -> None:
         self._shape, self._layout = shape, layout
 
     def __call__(self, values: Tensor) -> Tensor:
@@ -540,7 +540,7 @@ def _itself(tensors: Tensors, after: Tensor | None) -> Tensor:
     return tensors[0]
 
 
-def _laid_out(layout: Layout, tensors: Tensors, after: Tensor | None) -> Tensor:
+def _laid_out(layout: MemoryLayout, tensors: Tensors, after: Tensor | None) -> Tensor:
     return layout.unflatten(tensors[0])
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from laconic.activations.host.streams import record_reader
 from laconic.activations.host.traceable import direct_apply
-from laconic.activations.keep.exact_codes import Layout
+from laconic.activations.keep.exact_codes import MemoryLayout
 from laconic.ops import pack_bits, select_bits, unpack_bits
 from laconic.ops.declarations.bits import MASK_DTYPES
 from laconic.ops.derivatives import is_batched
@@ -48,7 +48,7 @@ class _Relu(torch.autograd.Function):
         if in_place:
             ctx.mark_dirty(x)
             record_reader(x)
-        ctx.layout = Layout.of(y)
+        ctx.layout = MemoryLayout.of(y)
         codes = pack_bits(ctx.layout.flatten(y))
         ctx.save_for_backward(codes)
         ctx.mark_non_differentiable(codes)
@@ -65,7 +65,7 @@ _apply_relu = direct_apply(_Relu)
 
 class _Masked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, codes: Tensor, layout: Layout) -> Tensor:
+    def forward(ctx: Any, grad: Tensor, codes: Tensor, layout: MemoryLayout) -> Tensor:
         ctx.layout = layout
         ctx.save_for_backward(codes)
         return _masked(grad, codes, layout)
@@ -75,7 +75,7 @@ class _Masked(torch.autograd.Function):
         return _masked(grad, ctx.saved_tensors[0], ctx.layout), None, None
 
 
-def _masked(grad: Tensor, codes: Tensor, layout: Layout) -> Tensor:
+def _masked(grad: Tensor, codes: Tensor, layout: MemoryLayout) -> Tensor:
     """The gradient [...] where the bit of a value is set, whose order in memory is that of `layout`; else zero."""
     if is_batched(grad):  # the operation on bits has no rule for that
         return grad * layout.unflatten(unpack_bits(codes, length=grad.numel()))

@@ -27,8 +27,8 @@ from laconic.activations.host.patched import NATIVE, unpatched
 from laconic.activations.host.streams import record_reader, stream_of
 from laconic.activations.host.tracker import own_storages
 from laconic.activations.keep.choice import Offload, Packing, block_format_of
-from laconic.activations.keep.exact_codes import Layout, as_mask, mask_of_bits
-from laconic.activations.keep.function_rules import Again, Call
+from laconic.activations.keep.exact_codes import MemoryLayout, as_mask, mask_of_bits
+from laconic.activations.keep.function_rules import Again, FunctionCall
 from laconic.activations.keep.kept import Kept, Memo, Tensors, attach, derive, found, held, known, pack
 from laconic.activations.keep.masked_relu import masked_relu, may_be_masked
 from laconic.activations.keep.witnesses import RUNNING, check_unchanged, glance, glances, same
@@ -115,7 +115,7 @@ class Packer(TorchFunctionMode):
         super().__init__()
         self.format: Packing | None = format
         self.checked = checked
-        self._call: Call | None = None
+        self._call: FunctionCall | None = None
         self._outer: Hooks | None = None
         # Parameters and buffers; and what was saved: how it is kept, None if exactly. The weak references pin the
         # addresses, so a storage that has been freed since cannot be mistaken for one of these.
@@ -160,7 +160,7 @@ class Packer(TorchFunctionMode):
         if type(func) not in NATIVE:
             func = unpatched(func)
         kwargs = kwargs or {}
-        call = Call(func, args, kwargs)
+        call = FunctionCall(func, args, kwargs)
         x = call.argument("input") if call.family is not None and torch.is_grad_enabled() else None
         kept = found(x) if isinstance(x, Tensor) and not x.is_leaf else None  # before the call, which may work in place
         before, self._call = self._call, call
@@ -168,7 +168,7 @@ class Packer(TorchFunctionMode):
             # Hooks inside of these, as those of a checkpointed region, expect torch's own saved tensors.
             if isinstance(x, Tensor) and self._may_mask(call, x):
                 result, bits = masked_relu(x, call.is_in_place)
-                call.mask = mask_of_bits(bits, Layout.of(result), 1.0, 0.0)
+                call.mask = mask_of_bits(bits, MemoryLayout.of(result), 1.0, 0.0)
             else:
                 result = func(*args, **kwargs)
         finally:
@@ -181,7 +181,7 @@ class Packer(TorchFunctionMode):
                 note(result, kept, again, makes_new=call.family == "batch_norm")
         return result
 
-    def _may_mask(self, call: Call, x: Tensor) -> bool:
+    def _may_mask(self, call: FunctionCall, x: Tensor) -> bool:
         if call.family != "relu" or self.format is None or x.numel() < MIN_NUMEL:
             return False
         innermost: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -209,7 +209,7 @@ class Packer(TorchFunctionMode):
         side = call.side(tensor) if call is not None and call.family is not None else None
         if side is None:
             return _Saved(kept.tensors, lambda tensors: _shaped(memo.take(tensors), shape), self._outer, memo)
-        mask, correct = as_mask(side.mask, Layout.of(side.mask), 1.0, 0.0), side.correct
+        mask, correct = as_mask(side.mask, MemoryLayout.of(side.mask), 1.0, 0.0), side.correct
         decode = mask.decode
 
         def on_its_side(tensors: tuple[Tensor, ...]) -> Tensor:
@@ -229,7 +229,7 @@ class Packer(TorchFunctionMode):
         # With the node that made it, the graph would hold itself.
         return _Saved((tensor.detach(),), unchanged, self._outer)
 
-    def _kept(self, tensor: Tensor, storage: torch.UntypedStorage, call: Call | None) -> Kept | None:
+    def _kept(self, tensor: Tensor, storage: torch.UntypedStorage, call: FunctionCall | None) -> Kept | None:
         """The packed form of a tensor that a call saves; None if it stays exact."""
         if self.format is None or tensor.dtype not in DTYPES:
             return None
@@ -272,7 +272,7 @@ def keep_image(
     if kept is not None and (kept.bits is None or kept.bits >= format.bits):
         is_held = any([tensor is x for tensor in kept.tensors])
         return held(x.detach(), kept.origin) if is_held else kept  # with its node, the graph would hold itself
-    layout, dtype = Layout.of(x), x.dtype
+    layout, dtype = MemoryLayout.of(x), x.dtype
     values = x.detach()
     center = None if center_of is None else center_of(values)
     period = None if center is None else _period(layout, center, format.block_size)
@@ -313,7 +313,7 @@ def _again(function: Callable[..., Tensor], dtype: torch.dtype, inner: Memo, x: 
         return function(x, *tensors).to(dtype)
 
 
-def _period(layout: Layout, center: Tensor, block_size: int) -> Tensor | None:
+def _period(layout: MemoryLayout, center: Tensor, block_size: int) -> Tensor | None:
     """Fp32 [a multiple of `block_size`], which repeats `center` [1, channels, ...] along a tensor in memory.
 
     None where the channels of a tensor do not lie side by side, or the period does not divide it.

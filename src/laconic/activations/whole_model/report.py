@@ -68,7 +68,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Call:
+class TrainingCall:
     """A training call of `module`, which is a model or lies in it, that measuring makes once more.
 
     `is_hosts` says that a host is about to make it, in the modes that its modules have; other calls are made in
@@ -102,7 +102,7 @@ class Call:
         """Rows of the batch, the first dimension of the main input; None if there is none."""
         return None if self._main_input is None else len(self._main_input)
 
-    def first_rows(self, count: int) -> Call:
+    def first_rows(self, count: int) -> TrainingCall:
         """The call with the first rows of all tensors that have as many as the batch."""
         rows = self.num_rows
 
@@ -332,7 +332,7 @@ def is_measuring() -> bool:
     return _MEASURING.now
 
 
-def measure(model: nn.Module, call: Call) -> Measurement:
+def measure(model: nn.Module, call: TrainingCall) -> Measurement:
     """Make a call as training does, and count the bytes that it saves for backward. Everything stays as it was.
 
     So with dropout, and with the gradient checkpointing that is switched on, which are without effect in evaluation.
@@ -351,7 +351,7 @@ def measure(model: nn.Module, call: Call) -> Measurement:
     return Measurement(call.tokens, dict(tracker.by_module), tuple(largest), call.is_of_tokens)
 
 
-def _count(model: nn.Module, call: Call, tracker: SavedTensorTracker) -> None:
+def _count(model: nn.Module, call: TrainingCall, tracker: SavedTensorTracker) -> None:
     eagerly = torch.compiler.set_stance("force_eager")  # a compiled part has hooks of its own
     inputs = tree_map_only(
         Tensor, lambda x: x.clone() if x.is_inference() else x, (tuple(call.args), dict(call.kwargs))
@@ -366,7 +366,9 @@ def _count(model: nn.Module, call: Call, tracker: SavedTensorTracker) -> None:
             _MEASURING.now = False
 
 
-def measure_first(model: nn.Module, samples: Sequence[Call]) -> tuple[Measurement | None, Call | None, str | None]:
+def measure_first(
+    model: nn.Module, samples: Sequence[TrainingCall]
+) -> tuple[Measurement | None, TrainingCall | None, str | None]:
     """The measurement of the first call that can be made, and the call; or why there is none."""
     if (reason := unmeasurable(model)) is not None:
         return None, None, reason
@@ -432,7 +434,9 @@ def tensors_in(nest: Any) -> Iterator[Tensor]:
         yield from chain.from_iterable(tensors_in(getattr(nest, part.name)) for part in fields(nest))
 
 
-def sample_inputs(model: nn.Module, example_inputs: Mapping[str, Any] | None, sequence_length: int) -> tuple[Call, ...]:
+def sample_inputs(
+    model: nn.Module, example_inputs: Mapping[str, Any] | None, sequence_length: int
+) -> tuple[TrainingCall, ...]:
     """Calls for a measuring forward, the likeliest to be taken first; none if they cannot be made up.
 
     Args:
@@ -454,7 +458,7 @@ def sample_inputs(model: nn.Module, example_inputs: Mapping[str, Any] | None, se
                 f"pass those of a training forward, as {{'input_ids': ids, 'labels': ids}}"
             )
         if any(value.dim() > 0 for value in tensors_in(example_inputs)):
-            return (Call(model, (), dict(example_inputs)),)
+            return (TrainingCall(model, (), dict(example_inputs)),)
         raise ModelError(
             "example_inputs holds no tensor of one dimension or more, so tokens cannot be counted; "
             "pass the keyword arguments of a training forward"
@@ -471,7 +475,7 @@ def sample_inputs(model: nn.Module, example_inputs: Mapping[str, Any] | None, se
     for tokens in dict.fromkeys((length, max(1, length // 2))):  # some positions may be reserved
         ids = torch.full((1, tokens), _usual_token(inner.config), dtype=torch.int64, device=device)
         for given in _with_labels(ids, accepted, getattr(inner.config, "num_labels", None) or 1):
-            calls.append(Call(model, (), {**given, "use_cache": False} if "use_cache" in accepted else given))
+            calls.append(TrainingCall(model, (), {**given, "use_cache": False} if "use_cache" in accepted else given))
     return tuple(calls)
 
 

@@ -13,7 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.activations.forwards.attention import attention_core_of
 from laconic.activations.forwards.replacement import ModelReplacement, owner_of, replacements_of
 from laconic.activations.host.modules import forward_of, store_forward
-from laconic.activations.whole_model.report import Call, Measurement, brief, measure, only_runs_exactly, unmeasurable
+from laconic.activations.whole_model.report import (
+    Measurement,
+    TrainingCall,
+    brief,
+    measure,
+    only_runs_exactly,
+    unmeasurable,
+)
 from laconic.errors import ModelError
 
 
@@ -78,7 +85,7 @@ def _all(actions: list[Callable[[], None]]) -> None:
         action()
 
 
-def measure_both(model: nn.Module, call: Call) -> tuple[Measurement | None, Measurement | None, str | None]:
+def measure_both(model: nn.Module, call: TrainingCall) -> tuple[Measurement | None, Measurement | None, str | None]:
     """What a call keeps for backward in the model as it was and as it is converted; or why that is not known.
 
     The call is made twice, once of them exact; the model, random states and gradients stay as they were.
@@ -103,7 +110,7 @@ def measure_both(model: nn.Module, call: Call) -> tuple[Measurement | None, Meas
         raise only_runs_exactly(model, error) from error
 
 
-def fitting(model: nn.Module, call: Call) -> Call:
+def fitting(model: nn.Module, call: TrainingCall) -> TrainingCall:
     """The call, or as many rows of its batch as an exact forward has memory for.
 
     What two rows keep says what all keep. A call that cannot be cut into rows stays as it is.

@@ -60,7 +60,7 @@ _CUT_NUMEL = 4096
 
 
 @dataclass(slots=True)
-class Call:
+class CollectiveCall:
     """What the caller asked for; it may be carried out in the background, on copies of the groups."""
 
     function: str
@@ -159,7 +159,7 @@ class Exchange:
     def all_gather(self, rows: Tensor, mine: Tensor) -> None:
         """rows[r] of rows [W, n] becomes rank r's `mine` [n]."""
 
-        def chunk(wire: Wire, route: Route, part: slice) -> Iterator[None]:
+        def chunk(wire: Wire, route: CodecRoute, part: slice) -> Iterator[None]:
             return all_gather_chunk(wire, route.codec, mine[part], [row[part] for row in rows])
 
         raw = partial(uncoded.all_gather, rows, mine, self.group)
@@ -211,7 +211,7 @@ class Exchange:
         """`x` [n] of group rank `src` replaces that of the others."""
         spread = self.world > 2 and x.nbytes > _SPREAD_NBYTES
 
-        def chunk(wire: Wire, route: Route, part: slice) -> Iterator[None]:
+        def chunk(wire: Wire, route: CodecRoute, part: slice) -> Iterator[None]:
             return broadcast_chunk(wire, route.codec, x[part], src, spread)
 
         raw = partial(uncoded.broadcast, x, self.group, src)
@@ -221,7 +221,7 @@ class Exchange:
     def gather(self, rows: Tensor | None, mine: Tensor, dst: int) -> None:
         """rows[r] of rows [W, n] on group rank `dst` becomes rank r's `mine` [n]."""
 
-        def chunk(wire: Wire, route: Route, part: slice) -> Iterator[None]:
+        def chunk(wire: Wire, route: CodecRoute, part: slice) -> Iterator[None]:
             if rows is None:
                 return move_chunk(wire, route.codec, [Outgoing((dst,), mine[part])], [])
             return move_chunk(
@@ -239,7 +239,7 @@ class Exchange:
     def scatter(self, mine: Tensor, rows: Tensor | None, src: int) -> None:
         """`mine` [n] becomes rows[group_rank] of rows [W, n] of group rank `src`."""
 
-        def chunk(wire: Wire, route: Route, part: slice) -> Iterator[None]:
+        def chunk(wire: Wire, route: CodecRoute, part: slice) -> Iterator[None]:
             if rows is None:
                 return move_chunk(wire, route.codec, [], [(src, mine[part])])
             sends = [Outgoing((peer,), row[part]) for peer, row in enumerate(rows) if peer != src]
@@ -261,7 +261,7 @@ class Exchange:
             self._run_natively(start, mine, factor, nbytes, rows.numel())
             return
 
-        def chunk(wire: Wire, route: Route, part: slice) -> Iterator[None]:
+        def chunk(wire: Wire, route: CodecRoute, part: slice) -> Iterator[None]:
             function = ring_reduce_scatter_chunk if route.ring else reduce_scatter_chunk
             return function(wire, route.codec, [row[part] for row in rows], mine[part], factor)
 
@@ -277,7 +277,7 @@ class Exchange:
             return
         is_short = x.nbytes * (self.world - 1) <= _ONE_ROUND_NBYTES
 
-        def chunk(wire: Wire, route: Route, part: slice) -> Iterator[None]:
+        def chunk(wire: Wire, route: CodecRoute, part: slice) -> Iterator[None]:
             if route.ring:
                 return ring_all_reduce_chunk(wire, route.codec, x[part], factor)
             return all_reduce_chunk(wire, route.codec, x[part], factor, is_short and route.codec.lossless)
@@ -296,7 +296,7 @@ class Exchange:
             result.mul_(factor)
         wire.raw_nbytes += nbytes
         wire.sent_nbytes += nbytes
-        finish(wire, self.function, Route(Raw(), 1, "left to the backend"))
+        finish(wire, self.function, CodecRoute(Raw(), 1, "left to the backend"))
 
     # --- one call ---
 
@@ -367,7 +367,7 @@ class Exchange:
 
 
 def _all_to_all_of(received: Sequence[Tensor] | Tensor, sent: Sequence[Tensor] | Tensor) -> _Chunk:
-    def chunk(wire: Wire, route: Route, part: slice) -> Iterator[None]:
+    def chunk(wire: Wire, route: CodecRoute, part: slice) -> Iterator[None]:
         return all_to_all_chunk(wire, route.codec, [x[part] for x in received], [x[part] for x in sent])
 
     return chunk
@@ -377,7 +377,7 @@ def _all_to_all_of(received: Sequence[Tensor] | Tensor, sent: Sequence[Tensor] |
 
 
 @dataclass(frozen=True)
-class Route:
+class CodecRoute:
     """Route of one call's values: codec, chunks, direction."""
 
     codec: Codec
@@ -400,7 +400,7 @@ class Route:
         return max(1, min(numel, -(-step // _CUT_NUMEL) * _CUT_NUMEL))
 
 
-_Chunk = Callable[[Wire, Route, slice], Iterator[None]]
+_Chunk = Callable[[Wire, CodecRoute, slice], Iterator[None]]
 
 
 def slices(numel: int, step: int) -> Iterator[slice]:
@@ -410,20 +410,20 @@ def slices(numel: int, step: int) -> Iterator[slice]:
 
 def find_route(
     codec: Codec | str, operation: str, numel: int, dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
-) -> Route:
+) -> CodecRoute:
     """Find the route of a call, the same on all of the group's ranks, which share `numel`, of one rank's input.
 
     "auto" and an `Auto` take the codec that is predicted to be fastest.
     """
     if not is_auto(codec):
-        return Route(codec, None, "asked for")
+        return CodecRoute(codec, None, "asked for")
     choice = choose(operation, numel, dtype, group, device=device)
     if choice.codec == RAW:
-        return Route(Raw(), None, choice.reason, 0.0, choice, numel)
+        return CodecRoute(Raw(), None, choice.reason, 0.0, choice, numel)
     capacity_bits = codec.capacity_bits if isinstance(codec, Auto) else None
     found = Lossless(choice.codec, capacity_bits)
     ring = choice.ring and capacity_bits is None  # each rank of a ring decodes, and so would wait
-    return Route(found, choice.num_chunks, choice.reason, choice.saved_seconds, choice, numel, ring)
+    return CodecRoute(found, choice.num_chunks, choice.reason, choice.saved_seconds, choice, numel, ring)
 
 
 def sync(wire: Wire) -> None:
@@ -434,7 +434,7 @@ def sync(wire: Wire) -> None:
         merge_notes(wire.group, notes, wire.device)
 
 
-def finish(wire: Wire, operation: str, route: Route) -> None:
+def finish(wire: Wire, operation: str, route: CodecRoute) -> None:
     """Record a call in the audit, and its outcome for later choices."""
     # Of sends the two ranks would observe at different times, and could then choose differently.
     if route.choice is not None and wire.peers.sends is None:

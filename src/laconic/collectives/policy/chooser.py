@@ -35,7 +35,7 @@ _SUMS = ("all_reduce", "reduce_scatter")
 
 
 @dataclass(frozen=True)
-class Call:
+class CallKind:
     """What distinguishes calls that are chosen for."""
 
     operation: str
@@ -80,11 +80,11 @@ class Chooser:
         self._times: dict[tuple[str, str, str, int], CallTimes] = {}
         self._kept: dict[tuple[str, int, str, int], AlgorithmChoice] = {}
         # Observed and not announced yet, and announced and not learnt yet.
-        self._coded: tuple[Call, int, int, int] | None = None
-        self._raw: tuple[Call, int, int] | None = None
-        self._announced: tuple[Call | None, Call | None] = (None, None)
+        self._coded: tuple[CallKind, int, int, int] | None = None
+        self._raw: tuple[CallKind, int, int] | None = None
+        self._announced: tuple[CallKind | None, CallKind | None] = (None, None)
 
-    def choose(self, call: Call) -> AlgorithmChoice:
+    def choose(self, call: CallKind) -> AlgorithmChoice:
         """The choice for the next call of the group."""
         if self.must_measure(call.dtype) and self._codecs_of is not None:
             self.rates = self._codecs_of(self.rates, call.dtype)
@@ -107,10 +107,10 @@ class Chooser:
         """Why a message is left raw whatever was learnt; None if it need not be, or the dtype was not measured."""
         if dtype not in self.rates.codecs:
             return None
-        choice = self._decide(Call(operation, numel, dtype), None)
+        choice = self._decide(CallKind(operation, numel, dtype), None)
         return choice.reason if choice.codec == RAW else None
 
-    def refusal(self, call: Call) -> Refusal | None:
+    def refusal(self, call: CallKind) -> Refusal | None:
         """What tells call by call, instead of `choose`, that those like `call` are left raw still; None if unknown."""
         shrinkage, times = self._shrinkages.get(call.kind), self._times.get(call.size)
         if shrinkage is None or self.must_measure(call.dtype):
@@ -128,7 +128,7 @@ class Chooser:
         return dtype not in self.rates.codecs and self._codecs_of is not None
 
     def observe(
-        self, call: Call, choice: AlgorithmChoice, raw_nbytes: int, message_nbytes: int, nanoseconds: int
+        self, call: CallKind, choice: AlgorithmChoice, raw_nbytes: int, message_nbytes: int, nanoseconds: int
     ) -> None:
         """Record the newest call on this rank: `raw_nbytes` became `message_nbytes`, the call took `nanoseconds`."""
         if choice.codec != RAW:
@@ -163,10 +163,10 @@ class Chooser:
         if raw is not None:
             self._times.setdefault(raw.size, CallTimes()).update_raw(_per_element(raw_ns, raw))
 
-    def _is_timed(self, call: Call) -> bool:
+    def _is_timed(self, call: CallKind) -> bool:
         return self._learns and (self._times_sums or call.operation not in _SUMS)
 
-    def _decide(self, call: Call, steps: int | None) -> AlgorithmChoice:
+    def _decide(self, call: CallKind, steps: int | None) -> AlgorithmChoice:
         """`steps`: bytes observed over bytes expected, in 1 / FINENESS; None if nothing was observed."""
         key = (call.operation, call.numel, call.dtype, -1 if steps is None else steps)
         if key not in self._kept:
@@ -186,7 +186,7 @@ def _checksum(values: Sequence[int]) -> int:
     return zlib.crc32(struct.pack("<QQQQ", *values))
 
 
-def _per_element(nanoseconds: Sequence[int], call: Call) -> tuple[float, float]:
+def _per_element(nanoseconds: Sequence[int], call: CallKind) -> tuple[float, float]:
     return min(nanoseconds) / call.numel, max(nanoseconds) / call.numel
 
 

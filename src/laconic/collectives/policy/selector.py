@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from laconic.collectives import audit
-from laconic.collectives.policy.chooser import NOTE_NBYTES, Call, Chooser
+from laconic.collectives.policy.chooser import NOTE_NBYTES, CallKind, Chooser
 from laconic.collectives.policy.microbench import Ranks, brief_codecs, brief_link, group_shape_of, host_name
 from laconic.collectives.policy.raw_calls import forget_routes, raw_calls_of
 from laconic.collectives.runtime.group_facts import original_of
@@ -75,7 +75,7 @@ def choose(
     if reason is not None:
         return left_raw(reason)
     chooser = _chooser_of(operation, group, device)
-    call = Call(operation, numel, _name(dtype), tag)
+    call = CallKind(operation, numel, _name(dtype), tag)
     return left_raw(NOT_PREPARED) if chooser is None else chooser.choose(call)
 
 
@@ -91,7 +91,7 @@ def predict(
     if reason is not None:
         return left_raw(reason)
     chooser = _chooser_of(SEND, group, device)
-    call = Call(operation, numel, _name(dtype), _UNTAUGHT)
+    call = CallKind(operation, numel, _name(dtype), _UNTAUGHT)
     return left_raw(NOT_PREPARED) if chooser is None else chooser.choose(call)
 
 
@@ -135,7 +135,7 @@ def leaves_raw(
     reason, refusal = _obvious(numel, x.dtype, group) or _known_reason(operation, numel, x, group), None
     if reason is None and operation != SEND and not async_op:
         chooser = _made(group, x.device)
-        refusal = None if chooser is None else chooser.refusal(Call(operation, numel, _name(x.dtype)))
+        refusal = None if chooser is None else chooser.refusal(CallKind(operation, numel, _name(x.dtype)))
     sent = sent_by_one(operation, numel * x.dtype.itemsize, group.size(), is_end)
     asked: Any = dist.group.WORLD if given is None else given
     # What a group with CUDA tensors has put off is started before it is used otherwise.
@@ -209,7 +209,7 @@ def observe(
     """
     chooser = _made(group, device)
     if chooser is not None:
-        call = Call(operation, numel, _name(dtype), tag)
+        call = CallKind(operation, numel, _name(dtype), tag)
         chooser.observe(call, choice, raw_nbytes, message_nbytes, round(seconds * 1e9))
 
 

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from laconic.cost.comm.rates import CODES, ITEM_NBYTES, Line, WireRates
-from laconic.cost.comm.seconds import RAW, AlgorithmChoice, Candidate, GroupShape, candidates, decide
+from laconic.cost.comm.seconds import RAW, AlgorithmCandidate, AlgorithmChoice, GroupShape, candidates, decide
 from laconic.cost.sizes import format_nbytes
 from laconic.errors import ConfigError
 from laconic.text_columns import columns
@@ -106,7 +106,7 @@ def format_seconds(seconds: float) -> str:
 
 def _decided(
     operation: str, nbytes: int, dtype: str, group: GroupShape, rates: WireRates
-) -> tuple[AlgorithmChoice, list[Candidate]]:
+) -> tuple[AlgorithmChoice, list[AlgorithmCandidate]]:
     if dtype not in ITEM_NBYTES:
         raise ConfigError(f"dtype is {dtype!r}, but it must be one of {', '.join(ITEM_NBYTES)}; others are never coded")
     numel = nbytes // ITEM_NBYTES[dtype]

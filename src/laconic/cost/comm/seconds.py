@@ -104,7 +104,7 @@ class AlgorithmChoice:
         return max(0.0, self.raw_seconds - self.predicted_seconds)
 
 
-class Candidate(NamedTuple):
+class AlgorithmCandidate(NamedTuple):
     """One algorithm for a message and its predicted time."""
 
     codec: str
@@ -173,12 +173,12 @@ def candidates(
     rates: WireRates,
     ratio: Mapping[str, float] | None = None,
     levels: tuple[int, ...] = (1,),
-) -> Iterator[Candidate]:
+) -> Iterator[AlgorithmCandidate]:
     """The algorithms that `decide` compares, the simplest one first: raw, on the fewest levels."""
     allowed = _possible(levels, operation, group, rates)
     nbytes = numel * ITEM_NBYTES.get(dtype, 1)
     for level in allowed:
-        yield Candidate(RAW, 1, level, _seconds_of(operation, nbytes, group, rates, None, 1.0, 1, level))
+        yield AlgorithmCandidate(RAW, 1, level, _seconds_of(operation, nbytes, group, rates, None, 1.0, 1, level))
     if dtype not in ITEM_NBYTES or nbytes < MIN_CODED_NBYTES:
         return
     codes = rates.codecs.get(dtype, {})
@@ -190,12 +190,12 @@ def candidates(
             sent = sent_nbytes(operation, nbytes, group.num_ranks if level == 1 else group.num_nodes)
             for num_chunks in chunk_numbers(sent):
                 seconds = _seconds_of(operation, nbytes, group, rates, codes[code], shrinks, num_chunks, level)
-                yield Candidate(code, num_chunks, level, seconds)
+                yield AlgorithmCandidate(code, num_chunks, level, seconds)
                 if level == 1 and operation in _RINGS and group.num_ranks > 2:
                     link = rates.link(group.kind).at(group.num_ranks)
                     if RING in link.travels:
                         args = (operation, nbytes, group.num_ranks, link, codes[code], shrinks, num_chunks)
-                        yield Candidate(code, num_chunks, level, ring_seconds(*args), ring=True)
+                        yield AlgorithmCandidate(code, num_chunks, level, ring_seconds(*args), ring=True)
 
 
 def pays(coded_seconds: float, raw_seconds: float, latency_seconds: float) -> bool:
@@ -225,7 +225,7 @@ class _Call(NamedTuple):
     levels: tuple[int, ...]
 
 
-def _choose(call: _Call, tries: bool) -> tuple[Candidate, Candidate]:
+def _choose(call: _Call, tries: bool) -> tuple[AlgorithmCandidate, AlgorithmCandidate]:
     found = list(candidates(*call))
     simple = found[0]
     raw = min((c for c in found if c.codec == RAW), key=lambda candidate: candidate.seconds)

@@ -195,12 +195,14 @@ class Job:
         kinds = {self.model.kinds[layer] for layer in layers}
         return sum(self.model.layers[kind].arguments_nbytes for kind in kinds)
 
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[PlannedStage]:
         """The chunks of the model, first layers first."""
         counts = self.split
         made, start = [], 0
         for index, count in enumerate(counts):
-            made.append(Stage(self, index, tuple(range(start, start + count)), index == 0, index == len(counts) - 1))
+            made.append(
+                PlannedStage(self, index, tuple(range(start, start + count)), index == 0, index == len(counts) - 1)
+            )
             start += count
         return made
 
@@ -229,7 +231,7 @@ def check_together(layout: Layout, settings: Settings) -> None:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PlannedStage:
     """One chunk of the model: its layers, with the embedding if it is the first and the head if it is the last."""
 
     job: Job
@@ -269,7 +271,7 @@ class Stage:
 
 
 def kept_nbytes(
-    stage: Stage, choices: Mapping[str, Choice], recomputed: Mapping[int, Choice]
+    stage: PlannedStage, choices: Mapping[str, Choice], recomputed: Mapping[int, Choice]
 ) -> dict[str, tuple[str, int, int]]:
     """Saved bytes of one micro-batch in flight in a stage: name -> (kind, bytes on the device, bytes on the host)."""
     job = stage.job

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from laconic.cost.memory.job import Job, Stage
+from laconic.cost.memory.job import Job, PlannedStage
 from laconic.cost.memory.persistent import expert_gradients_nbytes, gradient_nbytes, persistent_nbytes
 from laconic.cost.memory.saved_tensors import EXACT, Choice
 
@@ -44,7 +44,9 @@ class PeakPoint:
     casts: bool
     rebuilt_nbytes: int = 0
 
-    def workspace(self, stages: Sequence[Stage], choices: Mapping[str, Choice], recomputed: Collection[int]) -> int:
+    def workspace(
+        self, stages: Sequence[PlannedStage], choices: Mapping[str, Choice], recomputed: Collection[int]
+    ) -> int:
         """Bytes of workspace for these choices."""
         total = self.workspace_nbytes
         units = [unit for stage in stages for unit in stage.units() if unit.layer not in recomputed]
@@ -60,7 +62,7 @@ class PeakPoint:
         return max(0, total // stages[0].job.layout.tensor_parallel)
 
 
-def peak_points(job: Job, stages: Sequence[Stage]) -> list[PeakPoint]:
+def peak_points(job: Job, stages: Sequence[PlannedStage]) -> list[PeakPoint]:
     """The peak points of a rank that holds `stages`. Workspace holds gradients of one tensor before they are added."""
     model = job.model
     units = [unit for stage in stages for unit in stage.units()]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from laconic.cost.memory.job import Job, Stage
+from laconic.cost.memory.job import Job, PlannedStage
 from laconic.options import MOMENT_BITS, MOMENT_BLOCK_SIZES
 
 
-def persistent_nbytes(job: Job, stages: list[Stage]) -> dict[str, int]:
+def persistent_nbytes(job: Job, stages: list[PlannedStage]) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state of a rank that holds `stages`."""
     layout, settings = job.layout, job.settings
     element = job.precision.parameter_nbytes
@@ -30,7 +30,7 @@ def persistent_nbytes(job: Job, stages: list[Stage]) -> dict[str, int]:
     return dict(total)
 
 
-def expert_gradients_nbytes(job: Job, stages: list[Stage]) -> int:
+def expert_gradients_nbytes(job: Job, stages: list[PlannedStage]) -> int:
     """Bytes of the gradients of experts of a rank that holds `stages`."""
     bits, element, tensor_parallel = (
         job.settings.gradient_bits,
@@ -41,7 +41,7 @@ def expert_gradients_nbytes(job: Job, stages: list[Stage]) -> int:
     return sum(gradient_nbytes(numel, bits, element) for numel in numels)
 
 
-def _experts(job: Job, stages: list[Stage]) -> list[tuple[int, int, int]]:
+def _experts(job: Job, stages: list[PlannedStage]) -> list[tuple[int, int, int]]:
     # Experts are cut over the processes that share them, and what each of these has is sharded over the rest.
     cut = max(job.layout.data_parallel if job.layout.sharded else 1, job.layout.expert_parallel)
     return [(count * rows, columns, cut) for stage in stages for count, rows, columns in stage.experts()]

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from laconic.cost.memory.job import Job, Stage, kept_nbytes
+from laconic.cost.memory.job import Job, PlannedStage, kept_nbytes
 from laconic.cost.memory.peak import PeakPoint, peak_points
 from laconic.cost.memory.persistent import persistent_nbytes
 from laconic.cost.memory.saved_tensors import Choice
@@ -161,7 +161,7 @@ def predict(
 
 def _activations_nbytes(
     job: Job,
-    stages: list[Stage],
+    stages: list[PlannedStage],
     kept: list[dict[str, tuple[str, int, int]]],
     state: Mapping[int, int],
     point: PeakPoint,
@@ -180,7 +180,7 @@ def _activations_nbytes(
     return activations
 
 
-def _buffers_nbytes(job: Job, stages: list[Stage], schedule: PipelineSchedule, rank: int) -> dict[str, int]:
+def _buffers_nbytes(job: Job, stages: list[PlannedStage], schedule: PipelineSchedule, rank: int) -> dict[str, int]:
     layout, model = job.layout, job.model
     buffers: dict[str, int] = {}
     if layout.sharded and layout.data_parallel > 1:

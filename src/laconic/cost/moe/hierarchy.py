@@ -26,7 +26,7 @@ from laconic.cost.comm.seconds import GroupShape
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.shape import strided_group_shape
 from laconic.errors import ConfigError
-from laconic.topology import Levels, Stage
+from laconic.topology import ExchangeStage, Levels
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -39,7 +39,7 @@ def counted_groups(levels: Levels) -> tuple[int, ...]:
     return (*levels.num_groups[1:], levels.num_ranks)
 
 
-def stage_shape(levels: Levels, stage: Stage) -> GroupShape:
+def stage_shape(levels: Levels, stage: ExchangeStage) -> GroupShape:
     """Return number and nodes of the ranks that exchange rows in a stage."""
     return strided_group_shape(levels.num_ranks, stage.stride, stage.fanout, levels.node_size)
 
@@ -136,7 +136,7 @@ def count_vector(
     return np.concatenate(parts).astype(np.int64)
 
 
-def level_rows(counts: RowCounts, stage: Stage) -> Table:
+def level_rows(counts: RowCounts, stage: ExchangeStage) -> Table:
     """Return [parents, positions, peers]: rows that a rank has for each subgroup of its group, its own included."""
     table = counts.rows[stage.num_groups]
     at_position = table.reshape(stage.num_parents, stage.num_positions, stage.num_groups).sum(axis=0)
@@ -155,7 +155,7 @@ class LevelRows:
     """Rows of the rank that has most before the level, those it keeps included: it sorts them."""
 
 
-def wire_rows(counts: RowCounts, stage: Stage) -> LevelRows:
+def wire_rows(counts: RowCounts, stage: ExchangeStage) -> LevelRows:
     """Count the rows that leave their rank at a level."""
     import numpy as np
 
@@ -167,7 +167,7 @@ def wire_rows(counts: RowCounts, stage: Stage) -> LevelRows:
     return LevelRows(float(sent.sum()), float(max(sent.max(), received.max())), float(rows.sum(axis=2).max()))
 
 
-def rows_between(counts: RowCounts, stage: Stage | None) -> Table:
+def rows_between(counts: RowCounts, stage: ExchangeStage | None) -> Table:
     """Return [G, G]: rows that go from one rank to another at a level, those that stay on the diagonal.
 
     None as stage: one exchange of all rows, duplicates included.
@@ -280,7 +280,7 @@ def level_lines(
     of nothing sent and of what is sent now.
 
     Args:
-        fullest: by `Stage.num_groups`, rows of all ranks that go to the fullest group now.
+        fullest: by `ExchangeStage.num_groups`, rows of all ranks that go to the fullest group now.
         row_nbytes: of a row with its ids and weights.
     """
     costs = []
@@ -293,7 +293,7 @@ def level_lines(
     return tuple(costs)
 
 
-def _seconds(levels: Levels, stage: Stage, sent_nbytes: float, rates: MoERates, coding: Coding | None) -> float:
+def _seconds(levels: Levels, stage: ExchangeStage, sent_nbytes: float, rates: MoERates, coding: Coding | None) -> float:
     if stage.fanout == 1:
         return 0.0
     nbytes = sent_nbytes * stage.fanout / (stage.fanout - 1)

@@ -8,7 +8,7 @@ from typing import Any
 from laconic.cost.comm.explain import format_seconds
 from laconic.cost.comm.seconds import RAW
 from laconic.cost.moe.routes import Route, fastest
-from laconic.cost.moe.search import UNEXPLAINED, Candidate, LayerPlan, best_plan
+from laconic.cost.moe.search import UNEXPLAINED, LayerCandidate, LayerPlan, best_plan
 from laconic.cost.sizes import format_nbytes
 from laconic.text_columns import columns
 
@@ -54,7 +54,7 @@ def routes_text(routes: Sequence[Route], title: str = "") -> str:
     return f"{heading}{table}\n\nchoice: {_reason(ordered)}"
 
 
-def candidates_data(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
+def candidates_data(candidates: Sequence[LayerCandidate]) -> list[dict[str, Any]]:
     """Candidates as data, fastest first: plan, seconds, and seconds of each direction by kind of work."""
     return [
         {
@@ -68,7 +68,7 @@ def candidates_data(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
 
 
 def candidates_text(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[LayerCandidate],
     title: str = "",
     measured: Mapping[LayerPlan, float] | None = None,
     chosen: LayerPlan | None = None,
@@ -122,7 +122,7 @@ def _columns(parts: Sequence[Mapping[str, float]]) -> list[str]:
     return [name for name in _PARTS if name != UNEXPLAINED or any(one[name] for one in parts)]
 
 
-def _whole(candidate: Candidate) -> Route:
+def _whole(candidate: LayerCandidate) -> Route:
     """Join both directions to one route, named after plan, code and chunks."""
     plan, forward, backward = candidate.plan, candidate.forward, candidate.backward
     overlapped = forward.overlapped_seconds + backward.overlapped_seconds

@@ -26,7 +26,7 @@ from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.routes import Route, RouteBuilder, Step
 from laconic.cost.moe.shape import LayerShape
 from laconic.errors import ConfigError
-from laconic.topology import GridLayout, Levels, Stage
+from laconic.topology import ExchangeStage, GridLayout, Levels
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -79,7 +79,7 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class LayerCandidate:
     """A plan and its predicted seconds."""
 
     plan: LayerPlan
@@ -91,16 +91,16 @@ class Candidate:
         """Seconds of forward and backward together."""
         return self.forward.seconds + self.backward.seconds
 
-    def plus(self, forward_seconds: float, backward_seconds: float) -> Candidate:
+    def plus(self, forward_seconds: float, backward_seconds: float) -> LayerCandidate:
         """Add seconds that the model missed in this layer, or, if negative, counted too much."""
         routes = [
             replace(route, steps=(*route.steps, Step(UNEXPLAINED, seconds)))
             for route, seconds in ((self.forward, forward_seconds), (self.backward, backward_seconds))
         ]
-        return Candidate(self.plan, *routes)
+        return LayerCandidate(self.plan, *routes)
 
 
-def best_candidate(candidates: Iterable[Candidate]) -> Candidate:
+def best_candidate(candidates: Iterable[LayerCandidate]) -> LayerCandidate:
     """Return the candidate that `best_plan` takes by predicted seconds.
 
     Raises:
@@ -178,15 +178,15 @@ class CostModel:
             return [FLAT, *(f"depth {depth}" for depth in self.counts.levels.depths)]
         return [BASELINE, S1, S2, _SHARDED]
 
-    def candidates(self, codes: Sequence[str] = (RAW,)) -> list[Candidate]:
+    def candidates(self, codes: Sequence[str] = (RAW,)) -> list[LayerCandidate]:
         """Price every path in every code that was measured, in levels also raw inside nodes, fastest first."""
         plans = [LayerPlan(path, code) for path, code in product(self.paths, codes)]
         plans += [replace(plan, inner_code=RAW) for plan in plans if (plan.depth or 1) > 1 and plan.code != RAW]
         return sorted(map(self.candidate, plans), key=lambda one: (one.seconds, one.plan))
 
-    def candidate(self, plan: LayerPlan) -> Candidate:
+    def candidate(self, plan: LayerPlan) -> LayerCandidate:
         """Price a plan as one chunk."""
-        return Candidate(plan, self._route(plan, backward=False), self._route(plan, backward=True))
+        return LayerCandidate(plan, self._route(plan, backward=False), self._route(plan, backward=True))
 
     def _route(self, plan: LayerPlan, *, backward: bool) -> Route:
         rates, path = self.rates, plan.path
@@ -241,7 +241,7 @@ class CostModel:
         )
 
     def _wire(
-        self, levels: Levels, stage: Stage, between: Table, row_nbytes: float, coding: Coding | None, group: str
+        self, levels: Levels, stage: ExchangeStage, between: Table, row_nbytes: float, coding: Coding | None, group: str
     ) -> Step:
         if stage.fanout == 1:
             return Step(stage.name, 0.0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol
 
-from laconic.cost.memory.job import Job, Stage, recomputed_nbytes
+from laconic.cost.memory.job import Job, PlannedStage, recomputed_nbytes
 from laconic.cost.memory.peak import PeakPoint, peak_points
 from laconic.cost.memory.predict import predict
 from laconic.cost.memory.saved_tensors import EXACT, RECOMPUTE, Choice, Unit
@@ -80,19 +80,19 @@ def _packed(groups: Iterable[_Group]) -> dict[tuple[_Group, _Option], float]:
     return {(group, option): len(group.units) for group in groups for option in group.options if option.choice != EXACT}
 
 
-def _again(stage: Stage, kind: int | None) -> _Again:
+def _again(stage: PlannedStage, kind: int | None) -> _Again:
     return ("layers that run again", stage.index, kind)
 
 
-def _holds(stage: Stage, kind: int | None) -> _Again:
+def _holds(stage: PlannedStage, kind: int | None) -> _Again:
     return ("attention's arguments are held", stage.index, kind)
 
 
-def _arguments(stage: Stage) -> tuple[str, int]:
+def _arguments(stage: PlannedStage) -> tuple[str, int]:
     return ("bytes of attention's arguments", stage.index)
 
 
-def _kinds(stage: Stage) -> dict[int | None, list[int]]:
+def _kinds(stage: PlannedStage) -> dict[int | None, list[int]]:
     kinds: dict[int | None, list[int]] = {}
     for layer in stage.layers:
         kinds.setdefault(stage.job.model.kinds[layer], []).append(layer)
@@ -111,7 +111,7 @@ class IntegerProgram:
         self,
         job: Job,
         rank: int,
-        stages: Sequence[Stage],
+        stages: Sequence[PlannedStage],
         states: Sequence[Mapping[int, int]],
         costs: Costs,
         words: Sequence[str],
@@ -169,7 +169,7 @@ class IntegerProgram:
         for stage in self._stages:
             yield from self._arguments_are_held(stage)
 
-    def _arguments_are_held(self, stage: Stage) -> Iterable[_Rule]:
+    def _arguments_are_held(self, stage: PlannedStage) -> Iterable[_Rule]:
         """Attention that is packed and layers that run again hold positions and masks: those of the largest kind."""
         job = self._job
         for kind, layers in _kinds(stage).items():
@@ -286,7 +286,7 @@ class IntegerProgram:
         return choices, recomputed
 
 
-def _groups(stage: Stage, costs: Costs, words: Sequence[str]) -> list[_Group]:
+def _groups(stage: PlannedStage, costs: Costs, words: Sequence[str]) -> list[_Group]:
     shape = stage.job.model
     alike: dict[tuple[str, int | None], list[Unit]] = {}
     for unit in stage.units():
@@ -316,7 +316,7 @@ def _feeds(group: _Group, mlp: _Group) -> bool:
 
 
 def _output_projections(
-    stage: Stage, choices: Mapping[str, Choice], recomputed: Mapping[int, Choice]
+    stage: PlannedStage, choices: Mapping[str, Choice], recomputed: Mapping[int, Choice]
 ) -> dict[str, Choice]:
     """Projections behind attention that read what it holds or makes again: a format of theirs packs nothing."""
     found = {}

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import from_json
 
-from laconic.infer.server.conversation import Message, NamedTool, Strict, Tool, ToolChoice, check_false
+from laconic.infer.server.conversation import ChatMessage, NamedTool, Strict, Tool, ToolChoice, check_false
 from laconic.infer.server.formats import ResponseFormat, StructuredOutputs
 from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.unserved import (
@@ -198,7 +198,7 @@ class ChatBody(RequestBody):
     """
 
     neutral: ClassVar[Neutral] = NEUTRAL_IN_CHATS
-    messages: list[Message] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -236,7 +236,7 @@ class TokenizeBody(Strict):
     neutral: ClassVar[Neutral] = NEUTRAL_IN_TOKENIZE
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
@@ -334,7 +334,7 @@ def _check_tokenize(body: TokenizeBody) -> None:
             raise Refusal(f"{name} is given with prompt, which passes no chat template; give messages", name)
 
 
-def _check_message(name: str, message: Message) -> None:
+def _check_message(name: str, message: ChatMessage) -> None:
     if message.content is None and message.role != "assistant":
         raise Refusal(
             f"{name}.content is missing or null, but only an assistant's may be; give a text", f"{name}.content"
@@ -348,7 +348,7 @@ def _check_message(name: str, message: Message) -> None:
         )
 
 
-def _check_answer(name: str, message: Message, open_calls: dict[str, bool]) -> None:
+def _check_answer(name: str, message: ChatMessage, open_calls: dict[str, bool]) -> None:
     ids = [call.id for call in message.tool_calls or ()]
     if len(set(ids)) < len(ids):
         why = f"{name}.tool_calls has an id twice, but answers name their call by it; give each its own"

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from laconic.errors import ConfigError
 from laconic.infer.server.answers import Answers
 from laconic.infer.server.bodies import ChatBody
-from laconic.infer.server.conversation import Message, NamedTool, Tool, in_order_of_calls
+from laconic.infer.server.conversation import ChatMessage, NamedTool, Tool, in_order_of_calls
 from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.replies import ChatReply, Reply
 from laconic.infer.server.responses import ResponseReply, ResponsesBody
@@ -54,7 +54,7 @@ class Chats:
         return await self._give(request, chat, "input", reply, "text.format")
 
     async def encode(
-        self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any] | None, field: str
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], variables: dict[str, Any] | None, field: str
     ) -> list[int]:
         """Return the tokens of a conversation.
 

@@ -75,7 +75,7 @@ class _ToolCall(Strict):
         return {"id": self.id, "type": self.type, "function": called}
 
 
-class Message(Strict):
+class ChatMessage(Strict):
     """A message of a conversation.
 
     Attributes:
@@ -114,9 +114,9 @@ class Message(Strict):
         return found
 
 
-def in_order_of_calls(messages: Sequence[Message]) -> list[Message]:
+def in_order_of_calls(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Return messages with answers of tools in the order of their calls: many templates show no ids to tell them by."""
-    found: list[Message] = []
+    found: list[ChatMessage] = []
     order: dict[str | None, int] = {}
     counter = itertools.count()
     for answers, run in itertools.groupby(messages, lambda each: each.tool_call_id is not None):

@@ -26,7 +26,7 @@ from laconic.moe.dispatch.traffic import LevelTraffic, traffic_of
 from laconic.moe.parallel.grid import Level
 from laconic.moe.permute import Order
 from laconic.moe.routing import Routing
-from laconic.topology import Levels, Stage
+from laconic.topology import ExchangeStage, Levels
 
 
 class HierarchicalDispatcher(StagedDispatcher):
@@ -104,7 +104,7 @@ class HierarchicalDispatcher(StagedDispatcher):
             )
         self._depth = depth
 
-    def stages(self, depth: int | None = None) -> tuple[tuple[Stage, dist.ProcessGroup], ...]:
+    def stages(self, depth: int | None = None) -> tuple[tuple[ExchangeStage, dist.ProcessGroup], ...]:
         """Return the stages of a depth (None: the current one), each with the group of this rank's peers."""
         stages = self.levels.stages(self._depth if depth is None else depth)
         across = [level.across for level in self._groups[1 : len(stages)]]

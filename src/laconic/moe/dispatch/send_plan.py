@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FormatError
-from laconic.topology import Stage
+from laconic.topology import ExchangeStage
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class SendPlan:
     """int32 [a], in the order of `entries`: twice the expert's slot, plus 1 where the next row begins."""
 
 
-def plan_send(held: HeldRows, stage: Stage, experts_per_rank: int) -> SendPlan:
+def plan_send(held: HeldRows, stage: ExchangeStage, experts_per_rank: int) -> SendPlan:
     """Plan what a rank sends in a stage, with slot s on rank s // experts_per_rank."""
     num_rows = max(1, held.num_rows)
     place = held.experts // experts_per_rank // stage.stride % stage.fanout

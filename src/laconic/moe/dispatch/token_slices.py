@@ -28,7 +28,7 @@ from laconic.moe.dispatch.hierarchical_exchange import StageExchange
 from laconic.moe.dispatch.send_plan import HeldRows, SendPlan, plan_recv, plan_send
 from laconic.moe.parallel.autograd_collectives import losses_named
 from laconic.moe.routing import Routing
-from laconic.topology import Stage
+from laconic.topology import ExchangeStage
 
 Table = list[list[int]]
 """Numbers by slice and by place, [S][fanout]."""
@@ -74,7 +74,11 @@ class SlicedStage:
 
     @staticmethod
     def agree(
-        before: SlicedTokens, earlier: SlicedStage | None, stage: Stage, experts_per_rank: int, group: dist.ProcessGroup
+        before: SlicedTokens,
+        earlier: SlicedStage | None,
+        stage: ExchangeStage,
+        experts_per_rank: int,
+        group: dist.ProcessGroup,
     ) -> tuple[SlicedStage, SlicedTokens]:
         """Agree on a stage for the rows held `before`, behind an `earlier` one; all peers of the group call it.
 

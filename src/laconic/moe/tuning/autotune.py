@@ -27,7 +27,7 @@ from laconic.cost.comm.seconds import MIN_GAIN
 from laconic.cost.moe.rates import MoERates, default_moe_path
 from laconic.cost.moe.routes import Route
 from laconic.cost.moe.routes_text import candidates_text, plan_text
-from laconic.cost.moe.search import Candidate, CostModel, LayerPlan, best_candidate, best_plan
+from laconic.cost.moe.search import CostModel, LayerCandidate, LayerPlan, best_candidate, best_plan
 from laconic.cost.moe.shape import LayerShape
 from laconic.errors import ConfigError
 from laconic.moe.huggingface import ExpertsLayer, Parallelized
@@ -85,9 +85,9 @@ class LayerChoice:
     """Choice for one layer; the same on all ranks."""
 
     cost_model: CostModel
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[LayerCandidate, ...]
     """Fastest first."""
-    chosen: Candidate
+    chosen: LayerCandidate
     measured: Mapping[LayerPlan, tuple[float, float]] = field(default_factory=dict)
     """Seconds, forward and backward, of the candidates that were run."""
     undecided: Mapping[LayerPlan, tuple[float, float]] = field(default_factory=dict)
@@ -235,7 +235,7 @@ class Autotuned:
         torch_compat.all_reduce(total, self._world).wait()
         return float(total[-1]), total[:-1]
 
-    def _measured_of(self, name: str, facts: dict[str, Any], found: Sequence[Candidate]) -> Measured:
+    def _measured_of(self, name: str, facts: dict[str, Any], found: Sequence[LayerCandidate]) -> Measured:
         """Return measurements of layers like this one: of an earlier layer, those kept on disk, or new ones."""
         kind = repr(facts)
         if kind not in self._measured:
@@ -246,7 +246,7 @@ class Autotuned:
             self._measured[kind] = kept
         return self._measured[kind]
 
-    def _measure(self, name: str, found: Sequence[Candidate]) -> Measured:
+    def _measure(self, name: str, found: Sequence[LayerCandidate]) -> Measured:
         """Compare the candidates predicted to be fastest in one piece, then the fastest of them in chunks."""
         limit = (1 + _BENCHMARKED_WITHIN) * found[0].seconds
         first = [one for one in found[: self._num_benchmarked] if one.seconds <= limit]
@@ -285,7 +285,9 @@ class Autotuned:
         chosen = best_plan({plan: sum(both) for plan, both in seconds.items()})
         return Measured(seconds, chosen, {plans[case]: bounds for case, bounds in found.rivals.items()})
 
-    def _with_measured(self, cost_model: CostModel, found: tuple[Candidate, ...], measured: Measured) -> LayerChoice:
+    def _with_measured(
+        self, cost_model: CostModel, found: tuple[LayerCandidate, ...], measured: Measured
+    ) -> LayerChoice:
         """Add the mean of what the predictions missed to all candidates."""
         run = [(one, measured.seconds[one.plan]) for one in found if one.plan in measured.seconds]
         missed = [fmean(both[way] - _routes(one)[way].seconds for one, both in run) for way in (0, 1)]
@@ -409,7 +411,7 @@ def _affordable(budget_seconds: float, seconds: float) -> int:
     return max(2, int(budget_seconds / max(_LEAST_ROUNDS * seconds, 1e-9)))
 
 
-def _routes(candidate: Candidate) -> tuple[Route, Route]:
+def _routes(candidate: LayerCandidate) -> tuple[Route, Route]:
     return candidate.forward, candidate.backward
 
 

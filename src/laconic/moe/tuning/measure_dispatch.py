@@ -21,7 +21,7 @@ from laconic.cost.comm.seconds import RAW
 from laconic.cost.moe.hierarchy import RowCounts
 from laconic.cost.moe.overhead import Sample, fit_overhead
 from laconic.cost.moe.rates import MoERates
-from laconic.cost.moe.search import FLAT, Candidate, CostModel, LayerPlan, overhead_size
+from laconic.cost.moe.search import FLAT, CostModel, LayerCandidate, LayerPlan, overhead_size
 from laconic.cost.moe.shape import LayerShape, group_shape
 from laconic.moe.dispatch.base import Dispatcher
 from laconic.moe.dispatch.flat import FlatDispatcher
@@ -121,7 +121,7 @@ def _short(shape: LayerShape, grid: GridLayout, rates: MoERates) -> LayerShape:
 
 def _add(
     samples: dict[str, dict[str, list[Sample]]],
-    candidate: Candidate,
+    candidate: LayerCandidate,
     taken: tuple[float, float],
     size: tuple[float, float],
 ) -> None:
