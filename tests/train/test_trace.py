@@ -238,7 +238,7 @@ def test_a_plan_is_of_what_was_traced(tmp_path: Path) -> None:
     fp32 = Settings(precision="fp32")
     assert TracedModel.from_dict(json.loads(json.dumps(traced.to_dict()))).describe() == traced.describe()
     for setting in ([], None, 3):
-        with pytest.raises(PlanError, match=r"the plan's model\.setting is .*, but it must be a table"):
+        with pytest.raises(PlanError, match=r"the plan's model\.setting is .*, but it must be an object"):
             TracedModel.from_dict({**traced.to_dict(), "setting": setting})
     with pytest.raises(PlanError, match=r"sequence_length is 64, but the bytes of bert were read for 32"):
         Job(traced, Batch(2, 64), settings=fp32)
