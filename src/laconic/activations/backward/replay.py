@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import random
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextvars import copy_context
-from functools import lru_cache, partial
-from types import CodeType, FunctionType, ModuleType, NoneType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -86,12 +81,13 @@ def swapped_parameters(module: nn.Module, others: Mapping[str, Tensor]) -> Itera
 
 
 @contextmanager
-def wanted(parameters: Sequence[tuple[Tensor, bool]]) -> Iterator[None]:
+def with_requires_grad(parameters: Sequence[tuple[Tensor, bool]]) -> Iterator[None]:
     """While the block runs, parameters require a gradient or not, as is said of each."""
-    changed = [x for x, requires_grad in parameters if x.requires_grad != requires_grad and x.is_leaf]
-    for x in changed:
-        x.requires_grad_(not x.requires_grad)
+    changed: list[Tensor] = []
     try:
+        for x, requires_grad in parameters:
+            if x.requires_grad != requires_grad and x.is_leaf:
+                changed.append(x.requires_grad_(requires_grad))
         yield
     finally:
         for x in changed:
@@ -111,36 +107,32 @@ def attributes_kept(parts: Sequence[nn.Module]) -> Iterator[None]:
             own.update(was)
 
 
-Place = tuple[int, Any]
-"""The number of a module, or of a container, and the name of something that it holds."""
+Place = tuple[int, str]
+"""The number of a module and the name of one of its attributes."""
 
 
 class Attributes:
     """What code that runs twice finds in plain attributes of modules: its second run finds what its first run found.
 
-    Outer code writes masks, merged weights or None there for each forward, and statistics in place at any time; or into
-    a dict, a list or an object of its own that lies there, and that layers may share. So small tensors are kept as
-    copies; large ones are not, and may not be changed in place. A large tensor that the first run itself has written
-    to, or put another one in the place of (its probabilities), is found as it is by then.
+    Outer code writes masks, merged weights or None there for each forward, and statistics in place at any time. So
+    small tensors are kept as copies; large ones are not, and may not be changed in place. A large tensor that the first
+    run itself has written to, or put another one in the place of (its probabilities), is found as it is by then.
 
     Made where hooks on saved tensors are those around the code: what is kept is given to them.
 
     Args:
         parts: the modules.
         name: of the code, for errors.
-        numbers: keep numbers and strings, too; those in containers are kept in any case.
+        numbers: keep numbers and strings, too.
     """
 
     def __init__(self, parts: Sequence[nn.Module], name: str, *, numbers: bool = False) -> None:
-        self._parts, self._name, self._numbers = parts, name, numbers
-        self._owners: list[tuple[str, Any]] = []
+        self._parts, self._name = parts, name
+        self._kinds = (Tensor, bool, int, float, str) if numbers else Tensor
         self._hooks = hooks_around()
-        self._context = copy_context()
         self._plain: dict[Place, Any] = {}
         self._tensors: dict[Place, tuple[Any, bool, Callable[[], Tensor | None] | None, int | None]] = {}
-        self._generators: list[_Generator] = []
-        self._draws: list[tuple[_Generator, Any]] = []
-        self._names: list[Collection[Any]] | None = None
+        self._names: list[Collection[str]] | None = None
 
     def run(self) -> AbstractContextManager[None]:
         """While the block runs for the first time, note what it finds; after that, have it find the same.
@@ -152,50 +144,25 @@ class Attributes:
 
     @contextmanager
     def _first(self) -> Iterator[None]:
-        found = self._found()
-        names = [set(own) for _, own in self._owners]
-        states = [(generator, generator[0]()) for generator in self._generators]
+        found = {
+            (number, name): (value, _version(value), _copy(value)) if isinstance(value, Tensor) else (value, None, None)
+            for number, part in enumerate(self._parts)
+            for name, value in part.__dict__.items()
+            if (value is None or issubclass(type(value), self._kinds)) and name != "training"
+        }
+        names = [set(part.__dict__) for part in self._parts]
         yield
-        self._draws = [(generator, state) for generator, state in states if _differs(generator[0](), state)]
-        self._names = [was.union(own) for was, (_, own) in zip(names, self._owners, strict=True)]
+        self._names = [was.union(part.__dict__) for was, part in zip(names, self._parts, strict=True)]
         for place, (value, version, copy) in found.items():
             number, name = place
-            now = self._owners[number][1].get(name)
-            if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):  # as a recurrent layer has in a list
+            now = self._parts[number].__dict__.get(name)
+            if not isinstance(value, Tensor):
                 if now is value:
                     self._plain[place] = value
             elif copy is not None:
                 self._tensors[place] = self._held(copy), value.requires_grad, None, None
             elif now is None or (now is value and version == _version(value)):
                 self._tensors[place] = self._held(value), value.requires_grad, weakref.ref(value), version
-
-    def _found(self) -> dict[Place, tuple[Any, int | None, Tensor | None]]:
-        """What is kept of modules, and of the containers in their attributes, which become owners, too."""
-        self._owners = [(type(part).__name__, part.__dict__) for part in self._parts]
-        kinds: set[Any] = {type(part) for part in self._parts}
-        for kind in kinds:
-            if _named_by(kind) != _NAMES_NOTHING:
-                self._owners += _read_by(kind)
-        found: dict[Place, tuple[Any, int | None, Tensor | None]] = {}
-        seen: set[int] = set()
-        most = len(self._owners) + _MOST_CONTAINERS
-        for number, (label, own) in enumerate(self._owners):  # which grow
-            is_part = number < len(self._parts)
-            for name in own.keys() - _INTERNAL if is_part else list(own):
-                value = own[name]
-                use = _use_of(cast(Any, type(value)))
-                if use == _NOTHING or (use == _NUMBER and is_part and not self._numbers):
-                    continue
-                if use == _DRAWN:
-                    self._generators += _generators_of(value)
-                    continue
-                found[number, name] = value, _version(value), _copy(value)
-                if use != _HOLDS or id(value) in seen or label.count(".") >= _DEPTH or len(self._owners) >= most:
-                    continue
-                seen.add(id(value))
-                if len(held := _held_by(value)) <= _MOST_ITEMS:
-                    self._owners.append((f"{label}.{name}", held))
-        return found
 
     def _held(self, x: Tensor) -> Any:
         x = x.detach() if x.requires_grad else x  # with the node that made it, the graph would hold itself
@@ -208,182 +175,31 @@ class Attributes:
             # First, as hooks around that find a change do not know whose it is.
             if original is not None and version != _version(held if self._hooks is None else original(), version):
                 number, name = place
-                raise _changed(self._name, f"{self._owners[number][0]}.{name} was changed in place")
+                raise _changed(self._name, f"{type(self._parts[number]).__name__}.{name} was changed in place")
             x: Tensor = held if self._hooks is None else self._hooks[1](held)
             if original is None:
-                now = self._owners[place[0]][1].get(place[1])
-                if _holds_the_same(now, x, requires_grad):
-                    continue
                 x = x.detach().clone()  # backward may run again, with retain_graph
             given[place] = x.detach().requires_grad_() if requires_grad else x
         assert self._names is not None
         before: dict[Place, Any] = {}
-        for number, ((_, own), names) in enumerate(zip(self._owners, self._names, strict=True)):
-            for name in [name for name, x in own.items() if issubclass(type(x), Tensor) and name not in names]:
-                before[number, name] = own.pop(name)
+        for number, (part, names) in enumerate(zip(self._parts, self._names, strict=True)):
+            for name in [n for n, x in part.__dict__.items() if issubclass(type(x), Tensor) and n not in names]:
+                before[number, name] = part.__dict__.pop(name)
         absent = {place: _ABSENT for place in before}
         for (number, name), value in given.items():
-            own = self._owners[number][1]
-            now = own.get(name, _ABSENT)
-            if now is not value:  # other threads may run forwards
-                before[number, name] = now
-                own[name] = value
-        variables = [(one, one.set(value)) for one, value in self._context.items() if one.get(None) is not value]
-        drawn = [(generator, generator[0]()) for generator, _ in self._draws]
-        for (_, set_state), state in self._draws:
-            set_state(state)
+            before[number, name] = self._parts[number].__dict__.get(name, _ABSENT)
+            self._parts[number].__dict__[name] = value
         try:
             yield
         finally:
-            for (_, set_state), state in drawn:
-                set_state(state)
-            for variable, token in variables:
-                variable.reset(token)
             for (number, name), value in before.items():
-                own = self._owners[number][1]
+                own = self._parts[number].__dict__
                 # What the run itself has put there stays, as hosts expect of a layer's.
                 if own.get(name, _ABSENT) is (given | absent)[number, name]:
                     own.pop(name, None)
                     if value is not _ABSENT:
                         own[name] = value
 
-
-_INTERNAL = frozenset({*vars(nn.Module()), "forward"})
-_MOST_ITEMS = 1 << 10
-"""Of a container that is looked through in each forward: more than what is handed over has, less than vocabularies."""
-
-_DEPTH, _MOST_CONTAINERS = 2, 1 << 8
-"""How far containers in containers are looked through, and how many."""
-
-_NOTHING, _NUMBER, _KEPT, _HOLDS, _DRAWN = range(5)
-
-
-@lru_cache(maxsize=4096)
-def _use_of(kind: Any) -> int:
-    """What values of a class are to `Attributes`."""
-    if issubclass(kind, bool | int | float | str):
-        return _NUMBER
-    if issubclass(kind, Tensor | tuple | NoneType):
-        return _KEPT
-    if issubclass(kind, torch.Generator | ModuleType):
-        return _DRAWN
-    if kind in (dict, list) or (_is_of_users(kind) and not issubclass(kind, nn.Module | type)):
-        return _HOLDS
-    return _NOTHING
-
-
-def _holds_the_same(now: Any, x: Tensor, requires_grad: bool) -> bool:
-    """Whether there is a tensor now that code may have in the place of `x`; on other devices a look would wait."""
-    if type(now) is not Tensor or not (now.is_cpu and x.is_cpu) or now.requires_grad != requires_grad:
-        return False
-    with no_dispatch():
-        return (now.dtype, now.shape, now.stride()) == (x.dtype, x.shape, x.stride()) and torch.equal(now, x)
-
-
-def _held_by(value: Any) -> Any:
-    """What a container holds, by name: a dict, the dict of an object, or a view of a list."""
-    if type(value) is not list:
-        return value if type(value) is dict else vars(value)
-    return _View(
-        dict(enumerate(value)),
-        lambda number, default=None: value[number] if number < len(value) else default,
-        lambda number, item: value.__setitem__(slice(number, number + 1), [item]),
-    )
-
-
-@lru_cache(maxsize=4096)
-def _is_of_users(kind: Any) -> bool:
-    """Whether a class whose objects have attributes is neither a host's nor Python's own."""
-    has_dict = any("__dict__" in vars(base) for base in kind.__mro__)
-    return kind is SimpleNamespace or (has_dict and kind.__module__.partition(".")[0] not in _NOT_OF_USERS)
-
-
-_NOT_OF_USERS = {"torch", "transformers", "laconic", "numpy", *sys.stdlib_module_names} - {"__main__"}
-
-
-class _View(dict[Any, Any]):
-    """Some of what something holds; what is written here is written there, and nothing is taken away."""
-
-    def __init__(self, held: dict[Any, Any], get: Callable[..., Any], put: Callable[[Any, Any], object]) -> None:
-        super().__init__(held)
-        self._get, self._put = get, put
-
-    def get(self, name: Any, default: Any = None) -> Any:
-        return self._get(name, default)
-
-    def __setitem__(self, name: Any, value: Any) -> None:
-        self._put(name, value)
-
-    def pop(self, name: Any, default: Any = None) -> Any:
-        return self.get(name, default)
-
-
-def _read_by(kind: Any) -> Iterator[tuple[str, _View]]:
-    """The globals that code of a class names, and the attributes of such classes and of its own."""
-    scopes, classes = _named_by(kind)
-    for scope, names in scopes:
-        held = {name: scope[name] for name in names if name in scope}
-        yield str(scope.get("__name__")).rpartition(".")[2], _View(held, scope.get, scope.__setitem__)
-    for cls in classes:
-        own = {name: x for name, x in vars(cls).items() if name[:2] != "__"}
-        yield (
-            cls.__name__,
-            _View(own, lambda name, default=None, cls=cls: vars(cls).get(name, default), partial(setattr, cls)),
-        )
-
-
-@lru_cache(maxsize=1024)
-def _named_by(kind: Any) -> tuple[tuple[tuple[dict[str, Any], tuple[str, ...]], ...], tuple[type, ...]]:
-    """Globals that code of a class, and functions that it calls, names: (their dict, names), and classes among them."""
-    classes = [base for base in kind.__mro__ if _is_of_users(base)]
-    functions = [x for base in classes for x in vars(base).values() if isinstance(x, FunctionType)]
-    scopes: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
-    for function in functions:  # which grow
-        scope = function.__globals__
-        for name in _names_in(function.__code__):
-            value = scope.get(name, _ABSENT)
-            if isinstance(value, FunctionType):
-                if value not in functions and value.__module__.partition(".")[0] not in _NOT_OF_USERS:
-                    functions.append(value)
-            elif isinstance(value, type):
-                if value not in classes and _is_of_users(value) and not issubclass(value, nn.Module):
-                    classes.append(value)
-            elif value is not _ABSENT:
-                scopes.setdefault(id(scope), (scope, {}))[1][name] = None
-    return tuple([(scope, tuple(names)) for scope, names in scopes.values()]), tuple(classes)
-
-
-_NAMES_NOTHING = ((), ())
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names_in(inner)
-
-
-def _generators_of(value: Any) -> list[_Generator]:
-    """How numbers are drawn from a generator of torch, or with the module of Python or NumPy."""
-    if isinstance(value, torch.Generator):
-        return [(value.get_state, value.set_state)]
-    if value is random:
-        return [(random.getstate, random.setstate)]
-    numpy: Any = sys.modules.get("numpy")
-    return [(numpy.random.get_state, numpy.random.set_state)] if value is numpy else []
-
-
-def _differs(state: Any, other: Any) -> bool:
-    """Whether states of a generator differ: tensors, or tuples of numbers and NumPy's arrays."""
-    if isinstance(state, tuple):
-        return any(map(_differs, state, other))
-    if isinstance(state, Tensor):
-        return not torch.equal(state, other)
-    return bool((state != other).any()) if hasattr(state, "any") else bool(state != other)
-
-
-_Generator = tuple[Callable[[], Any], Callable[[Any], object]]
-"""What gives its state, and what sets that."""
 
 _ABSENT = object()
 
@@ -393,7 +209,7 @@ SMALL_NUMEL = 1 << 12
 
 def _copy(x: Any) -> Any:
     """The values of a small tensor; None of anything else."""
-    if type(x) is not Tensor or x.layout is not torch.strided or x.numel() > SMALL_NUMEL:
+    if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided or x.numel() > SMALL_NUMEL:
         return None
     if x.numel() and not x.untyped_storage().nbytes():  # memory that FSDP has given back for a while
         return None
@@ -420,7 +236,7 @@ class ReadState:
         self._parts, self._name = parts, name
         self._read: dict[Place, tuple[Any, ...]] | None = None
         self._modes: list[bool] = []
-        self._wanted: dict[Place, bool] = {}
+        self._trained: dict[Place, bool] = {}
 
     @contextmanager
     def run(self) -> Iterator[None]:
@@ -432,7 +248,7 @@ class ReadState:
         if self._read is None:
             before = self._now()
             self._modes = [part.training for part in self._parts]
-            self._wanted = {place: x.requires_grad for place, x in self._parameters()}
+            self._trained = {place: x.requires_grad for place, x in self._parameters()}
             yield
             after = self._now()
             self._read = {place: read for place, read in before.items() if _is_same(read, after.get(place, read))}
@@ -444,16 +260,12 @@ class ReadState:
                     stack.callback(setattr, part, "training", part.training)
                     part.training = training
             now = self._parameters()
-            stack.enter_context(wanted([(x, self._wanted.get(place, x.requires_grad)) for place, x in now]))
+            stack.enter_context(with_requires_grad([(x, self._trained.get(at, x.requires_grad)) for at, x in now]))
             yield
 
     def _parameters(self) -> list[tuple[Place, Tensor]]:
-        return [
-            ((number, name), x)
-            for number, part in enumerate(self._parts)
-            for name, x in part._parameters.items()
-            if x is not None
-        ]
+        numbered = enumerate(self._parts)
+        return [((i, name), x) for i, part in numbered for name, x in part._parameters.items() if x is not None]
 
     def _now(self) -> dict[Place, tuple[Any, ...]]:
         found: dict[Place, tuple[Any, ...]] = {}

@@ -29,7 +29,7 @@ from laconic.activations.backward.replay import (
     Replay,
     attributes_kept,
     swapped_parameters,
-    wanted,
+    with_requires_grad,
 )
 from laconic.activations.host.storages import laid_out, overlaps
 from laconic.activations.host.traceable import untraced
@@ -124,15 +124,24 @@ class Instead:
 
 @untraced
 class InsteadOfImage(Instead):
-    """The same for a layer of images. A batch norm saves statistics that it changes, and in training does not read."""
+    """The same for a layer of images.
 
-    __slots__ = ()
+    Args:
+        x, kept: see `Instead`.
+        updates: the layer saves statistics that it changes itself, and that its backward does not read.
+    """
+
+    __slots__ = ("_updates",)
+
+    def __init__(self, x: Tensor, kept: Kept, *, updates: bool = False) -> None:
+        super().__init__(x, kept)
+        self._updates = updates
 
     def __call__(self, x: Tensor) -> _Saved:
         """What is saved for `x`."""
         if x.data_ptr() == self._address and x.numel() == self._numel:
             return _Rebuilt(self._kept, self._outer, None, None)
-        return _AsItIs(x, self._outer, looks=x.requires_grad)
+        return _AsItIs(x, self._outer, looks=x.requires_grad or not self._updates)
 
 
 @untraced
@@ -383,7 +392,7 @@ class SecondRun(Forgetting):
         with (
             again,
             parameters,
-            wanted(self._wanted),
+            with_requires_grad(self._wanted),
             attributes_kept((self._module,)),
             self._attributes.run(),
             torch.enable_grad(),

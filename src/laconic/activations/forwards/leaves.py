@@ -102,8 +102,8 @@ def _batch_norm(forward: Any, x: Tensor, format: Packing) -> Any:
         return None
     RUNNING.site = forward.site.name
     kept = keep_image(x, format, mean_of_channels)
-    y = InsteadOfImage(x, kept).around(forward.original, x)
     training = module.training or (mean is None and variance is None)
+    y = InsteadOfImage(x, kept, updates=training).around(forward.original, x)
     unbiased = block_format_of(format).is_stochastic
     note(y, kept, batch_norm_again(x, given, training, module.eps, unbiased), makes_new=True)
     return y

@@ -329,7 +329,7 @@ def _tells_apart(dtype: torch.dtype, passes: float, *limits: float) -> bool:
     torch compares 16-bit values with a limit in fp32, which may lie beside that limit in their dtype.
     """
     info = torch.finfo(dtype)
-    if not all(abs(value) <= info.max for value in (passes, *limits)):
+    if not all(value == 0 or info.tiny <= abs(value) <= info.max for value in (passes, *limits)):
         return False
     is_exact = info.bits > 16 or all((math.frexp(limit)[0] * 2 / info.eps).is_integer() for limit in limits)
     return is_exact and all(abs(passes - limit) > 2 * info.eps * abs(limit) for limit in limits)

@@ -123,7 +123,9 @@ class Memo:
 
     def announce(self) -> None:
         """Register one more reader, in forward."""
-        if self._readers == 0:
+        if self._readers:  # a reader may keep a view of the value
+            self._makes_new = False
+        else:
             for memo in self._inner:
                 memo.announce()
         self._readers += 1
