@@ -154,6 +154,10 @@ def test_rates_survive_their_file(tmp_path: Path) -> None:
     assert MoERates.load(tmp_path / "rates.json") == found
 
 
+ALPHA = {"alpha_seconds": 0.0, "seconds_per_row": 0.0, "seconds_per_byte": 0.0, "error": 0.0}
+BOTH = {"forward": ALPHA, "backward": ALPHA}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -165,6 +169,8 @@ def test_rates_survive_their_file(tmp_path: Path) -> None:
         ({"groups": {"tp": {}}}, "groups.tp.* is 'tp', but it must match"),
         ({"codecs": {"int8": {}}}, "codecs.int8.* is 'int8', but it must match"),
         ({"wire": {}}, "this is no laconic wire rates file"),
+        ({"overheads": {"flat raw": {"forward": ALPHA}}}, "overheads.flat raw.backward is missing"),
+        ({"overheads": {"flat raw": BOTH | {"sideways": ALPHA}}}, "overheads.flat raw.sideways is"),
     ],
 )
 def test_a_damaged_file_says_what_is_wrong(tmp_path: Path, change: dict[str, Any], message: str) -> None:
