@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import re
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -81,3 +82,15 @@ def test_a_page_over_two_screens_shows_something() -> None:
 def test_the_reference_says_what_the_code_says() -> None:
     make_api = load_script(ROOT / "docs" / "make_api.py")
     assert TEXTS["api.md"] == make_api.page(), "run: python docs/make_api.py"
+
+
+def test_no_member_of_a_public_class_is_left_out_of_the_reference() -> None:
+    reference, make_api = (load_script(ROOT / path) for path in ("tools/site_reference.py", "docs/make_api.py"))
+    packages = map(importlib.import_module, make_api.PACKAGES)
+    public = [getattr(package, name) for package in packages for name in make_api._public(package)]
+    for cls in filter(inspect.isclass, public):
+        shown = reference._members(cls)
+        for base in (base for base in cls.__mro__ if base.__module__.startswith("laconic")):
+            for name, member in vars(base).items():
+                if name[0] != "_" and isinstance(member, FunctionType | property | staticmethod | classmethod):
+                    assert name in shown, f"{cls.__name__}.{name} and what it overrides have no docstring"

@@ -84,7 +84,7 @@ def _entry(make_api: Any, package: ModuleType, name: str) -> str:
     home = f"*{'class' if inspect.isclass(value) else 'function'} of `{value.__module__}`*\n"
     parts = [head, home, _signature(name, value), _docstring(_own_doc(value))]
     if inspect.isclass(value):
-        parts += [_method(name, each, member) for each, member in _members(value)]
+        parts += [_method(name, each, member, doc) for each, (member, doc) in _members(value).items()]
     return "\n".join(parts)
 
 
@@ -97,15 +97,16 @@ def _own_doc(value: Any) -> str:
     return "\n\n".join(filter(None, [own, inspect.cleandoc(getattr(constructor, "__doc__", None) or "")]))
 
 
-def _members(cls: type) -> list[tuple[str, Any]]:
-    """Methods and properties with docstrings, from the class and its laconic bases; the class's own first."""
-    found: dict[str, Any] = {}
+def _members(cls: type) -> dict[str, tuple[Any, str]]:
+    """Methods and properties of the class and its laconic bases, with the first docstring; the class's own first."""
+    found: dict[str, tuple[Any, str]] = {}
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] == "laconic":
             for name, member in base.__dict__.items():
-                if not name.startswith("_") and name not in found:
-                    found[name] = member
-    return [(name, member) for name, member in found.items() if _member_doc(member)]
+                if not name.startswith("_"):
+                    first, doc = found.get(name, (member, ""))
+                    found[name] = first, doc or _member_doc(member)
+    return {name: (member, doc) for name, (member, doc) in found.items() if doc}
 
 
 def _member_doc(member: Any) -> str:
@@ -116,10 +117,10 @@ def _member_doc(member: Any) -> str:
     return inspect.cleandoc(member.__doc__ or "")
 
 
-def _method(owner: str, name: str, member: Any) -> str:
+def _method(owner: str, name: str, member: Any, doc: str) -> str:
     function = member.__func__ if isinstance(member, staticmethod | classmethod) else member
     shown = f"```python\n{name}  # a property\n```\n" if isinstance(member, property) else _signature(name, function)
-    return f"### {owner}.{name} {{ #{owner.lower()}.{name.lower()} }}\n\n{shown}\n{_docstring(_member_doc(member), 3)}"
+    return f"### {owner}.{name} {{ #{owner.lower()}.{name.lower()} }}\n\n{shown}\n{_docstring(doc, 3)}"
 
 
 def _signature(name: str, value: Any) -> str:

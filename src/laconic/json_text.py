@@ -6,8 +6,12 @@ import json
 import math
 import re
 import sys
+from collections.abc import Collection
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 T = TypeVar("T")
 
@@ -32,8 +36,11 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("lists and tables are nested too deeply") from None
 
 
-def read_record(cls: type[T], data: Any) -> T:
-    """Read a dataclass from what `dataclasses.asdict` gave, its values of their types and in their ranges, all there.
+def read_record(cls: type[T], data: Any, optional: Collection[str] = ()) -> T:
+    """Read a dataclass from what `dataclasses.asdict` gave, its values of their types and in their ranges.
+
+    All fields are there, but for the `optional` ones of any table, which have defaults. Names beside
+    them are left out where none is missing.
 
     Raises:
         ValueError: it is something else; the message names the field, its value and the rule.
@@ -44,18 +51,49 @@ def read_record(cls: type[T], data: Any) -> T:
         text = json.dumps(data)
         record = TypeAdapter(cls).validate_json(text, strict=True)
     except ValidationError as error:
-        wrong = error.errors(include_url=False)[0]
-        where = ".".join(map(str, wrong["loc"])) or "it"
-        if wrong["type"] == "missing":
-            raise ValueError(f"{where} is missing") from None
-        rule = re.sub(r"^\w+ should", "it must", wrong["msg"])
-        raise ValueError(f"{where} is {short(repr(wrong['input']))}, but {rule}") from None
+        raise ValueError(_first_error(error)) from None
     except RecursionError:
         raise ValueError("lists and tables are nested too deeply") from None
-    name = first_difference(json.loads(json.dumps(asdict(record))), json.loads(text))  # type: ignore[call-overload]
-    if name is not None:
-        raise ValueError(f"{name} is missing, or not known here")
+    except TypeError as error:  # what JSON has not
+        raise ValueError(str(error)) from None
+    lost = _lost(json.loads(json.dumps(asdict(record))), json.loads(text), optional)  # type: ignore[call-overload]
+    if lost is not None:
+        raise ValueError(lost)
     return record
+
+
+def _first_error(error: ValidationError) -> str:
+    wrong = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in wrong["loc"] if part != "[key]") or "it"
+    if wrong["type"] == "missing":
+        return f"{where} is missing"
+    if wrong["type"] == "value_error":  # of the class itself
+        return str(wrong["ctx"]["error"])
+    rule = re.sub(r"^\w+ should", "it must", wrong["msg"])
+    if wrong["type"] == "string_pattern_mismatch" and (names := re.fullmatch(r"\^\((.*)\)\$", wrong["ctx"]["pattern"])):
+        rule = f"it must be one of {names[1].replace('|', ', ')}"
+    return f"{where} is {short(repr(wrong['input']))}, but {rule}"
+
+
+def _lost(known: Any, data: Any, optional: Collection[str], where: str = "") -> str | None:
+    """Say what was left out of `data` or added to it, with `where` in front."""
+    if isinstance(known, dict) and isinstance(data, dict):
+        missing = [name for name in known if name not in data]
+        if (name := next((name for name in missing if name not in optional), None)) is not None:
+            return f"{where}{name} is missing"
+        if missing and (name := next((name for name in data if name not in known), None)) is not None:
+            return f"{where}{name} is not known here"  # likely one of those that are missing
+        pairs = [(name, value, data[name]) for name, value in known.items() if name in data]
+    elif isinstance(known, list) and isinstance(data, list):
+        pairs = [(number, *pair) for number, pair in enumerate(zip(known, data, strict=True))]
+    else:
+        return (
+            None
+            if known == data
+            else f"{where.removesuffix('.')} is {data!r}, but it must be a finite number that a float holds"
+        )
+    found = (_lost(ours, theirs, optional, f"{where}{name}.") for name, ours, theirs in pairs)
+    return next(filter(None, found), None)
 
 
 def first_difference(known: Any, data: Any) -> str | None:

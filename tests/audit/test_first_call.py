@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.activations import SavedTensorTracker
-from laconic.auditing import audit_first_call
+from laconic.auditing import audit_first_call, audit_now
 from laconic.errors import AuditError
 from tests.activations.models import make_ids, make_model
 from tests.audit import faults
@@ -114,6 +114,15 @@ def test_a_copy_has_hooks_of_its_own(capsys: pytest.CaptureFixture[str]) -> None
     whole(model, make_ids(4, 24)).backward()
     whole(other, make_ids(4, 24)).backward()
     assert capsys.readouterr().err.count("audit: as in the exact computation") == 2
+
+
+def test_an_audit_of_a_call_returns_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    ids = make_ids(2, 16)
+    model = make_model("llama").train()
+    laconic.compress_activations(model)
+    report = audit_now(model, (), {"input_ids": ids, "labels": ids}, agrees=False)
+    assert report.num_parameters == 21
+    assert str(report) in capsys.readouterr().err
 
 
 def test_a_dropped_model_is_waited_for_no_longer() -> None:

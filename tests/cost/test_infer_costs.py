@@ -273,7 +273,7 @@ def test_rates_of_two_kinds_are_put_together(tmp_path: Path) -> None:
         ({"experts": OF_EXPERTS | {"exchange": 1}}, "experts.exchange is 1, but it must be an object"),
         ({"experts": OF_EXPERTS | {"read_seconds_per_byte": -1}}, "experts.read_seconds_per_byte is -1"),
         ({"experts": OF_EXPERTS | {"grouped": None}}, "experts.grouped is None, but it must be a valid boolean"),
-        ({"read_second_per_byte": 1e-9}, "read_second_per_byte is .* not known here"),
+        ({"read_second_per_byte": 1e-9}, "read_second_per_byte is not known here"),
     ],
 )
 def test_wrong_rates_are_refused(change: dict[str, object], message: str) -> None:

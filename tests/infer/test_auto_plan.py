@@ -153,7 +153,7 @@ def test_what_contradicts_is_refused(model: Path, slow: Path, tmp_path: Path, mo
         Engine(model, plan=AutoPlan(slow, prompt=16300, output=128), cache_tokens=20000)
     monkeypatch.setenv("LACONIC_INFER_RATES", str(tmp_path / "none.json"))
     with pytest.raises(
-        ConfigError, match=r"none\.json', but it must be a file.*; measure with laconic profile --infer"
+        ConfigError, match=r"plan is 'auto', but .*none\.json does not exist; measure with laconic profile --infer"
     ):
         Engine(model, plan="auto")
 

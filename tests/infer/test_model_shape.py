@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from laconic.cli.main import main
+from laconic.cost.infer import MODELS
 from laconic.cost.infer.engine_plan import EngineLimits
 from laconic.errors import PlanError
 from laconic.infer import AutoPlan
@@ -86,6 +88,16 @@ def test_shared_and_dense_layers_are_told_apart(tmp_path: Path) -> None:
     assert (window.sliding_window, window.num_full_layers) == (8, 1)
     by_mask = planned_shape(config_of("phimoe", tmp_path, sliding_window=8))
     assert (by_mask.sliding_window, by_mask.num_full_layers) == (8, 0)
+
+
+def test_names_of_the_planner_are_taken_with_bytes_of_their_own() -> None:
+    assert planned_shape("qwen3-235b-a22b") == MODELS["qwen3-235b-a22b"]
+    assert planned_shape("deepseek-v2", 1) == replace(MODELS["deepseek-v2"], item_nbytes=1)
+
+
+def test_values_have_two_bytes_where_nothing_says_a_dtype(tmp_path: Path) -> None:
+    assert planned_shape(config_of("mixtral", tmp_path)).item_nbytes == 2
+    assert planned_shape(config_of("mixtral", tmp_path, dtype="float32")).item_nbytes == 4
 
 
 def test_what_cannot_be_counted_is_refused_by_name(tmp_path: Path) -> None:

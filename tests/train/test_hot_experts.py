@@ -58,6 +58,7 @@ def test_saved_copies_and_loads_are_taken() -> None:
         ({"copies": [[[5, 1]], []]}, "expert 5 on process 1, which holds it already"),
         ({"copies": [[[5, 0], [5, 0]], []]}, "expert 5 on process 0, which holds it already"),
         ({"copies": [[[5.5, 0]], []]}, "copies.0.0.0 is 5.5, but it must be a valid integer"),
+        ({"expert_parallel": None}, "expert_parallel is None, but"),
         ({"copies": [[]]}, "argument 2 is longer"),
         ({"loads": [[1] * 8]}, "argument 2 is longer"),
         ({"loads": [[1] * 6, [1] * 8]}, "loads of layer 0 are .* but there are 8 experts"),

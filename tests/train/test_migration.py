@@ -44,11 +44,22 @@ def test_saved_places_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [period["pairs"] for period in state["periods"]] == [[[0, 3]], []]
 
 
+def test_periods_of_fewer_fields_are_taken_and_other_ones_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = {"cost_seconds": 1.0, "pairs": [[0, 3]]}
+    state = json.loads(restored(monkeypatch, periods=[bare, bare | {"pairs": []}]).state())
+    assert [period["pairs"] for period in state["periods"]] == [[[0, 3]], []]
+    with pytest.raises(CheckpointError, match=r"periods.0.next is not known here"):
+        restored(monkeypatch, periods=[bare | {"next": 3}, bare])
+    with pytest.raises(CheckpointError, match=r"periods.0.lost_seconds is nan, but it must be a finite number"):
+        restored(monkeypatch, periods=[bare | {"lost_seconds": float("nan")}, bare])
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({"slots": [[1, 0, 2, 4], [0, 1, 2]]}, "must be a permutation of 0 ... 3"),
         ({"slots": [[1, 1, 2, 3], [0, 1, 2]]}, "must be a permutation of 0 ... 3"),
+        ({"expert_parallel": None}, "expert_parallel is None, but"),
         ({"slots": [[1, 0, 2, 3]]}, "argument 2 is shorter"),
         ({"periods": PERIODS[:1]}, "periods are 1, but there are 2 layers"),
         ({"periods": PERIODS[::-1]}, "pairs of layer 1 are .*, which are not all slots of it"),

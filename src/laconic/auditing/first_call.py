@@ -62,7 +62,7 @@ def audit_first_call(model: nn.Module, *, agrees: bool = True) -> None:
 
 def audit_now(
     called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, agrees: bool, model: nn.Module | None = None
-) -> None:
+) -> AuditReport:
     """Audit a module with the arguments of its call, print the line, and wait for its optimizer's first step.
 
     Args:
@@ -82,6 +82,7 @@ def audit_now(
         name = next(name for name, module in model.named_modules() if module is called)
         report = replace(report, left_out=(*report.left_out, f"what is not in {name}, which is called by itself"))
     _say(report)
+    return report
 
 
 def say_left_out(reason: str) -> None:

@@ -138,12 +138,20 @@ class Raw(_Whole):
         return bytes_of(x)
 
     def decode_into(self, message: Tensor, out: Tensor) -> None:
-        """Copy the bytes into `out`, whose number they must have."""
+        """Copy the bytes into `out`.
+
+        Raises:
+            FormatError: their number is not that of `out`.
+        """
         _check_nbytes("raw", message, out.nbytes)
         bytes_of(out).copy_(message)
 
     def decode_add(self, message: Tensor, total: Tensor, dtype: torch.dtype) -> None:
-        """Add the bytes, taken as `dtype`, to `total`, whose number they must have."""
+        """Add the bytes, taken as `dtype`, to `total`.
+
+        Raises:
+            FormatError: their number is not that of `total` in `dtype`.
+        """
         _check_nbytes("raw", message, total.numel() * dtype.itemsize)
         total.add_(message.view(dtype))
 
@@ -209,7 +217,11 @@ class Lossless:
         return message if self.capacity_bits is not None else self.cut(message)
 
     def cut(self, buffer: Tensor) -> Tensor:
-        """View the message that `buffer` begins with, by the length in its header; a capacity fills the buffer."""
+        """View the message that `buffer` begins with, by the length in its header; with a capacity it fills the buffer.
+
+        Raises:
+            FormatError: the length is impossible.
+        """
         if self.capacity_bits is not None:
             return buffer
         nbytes = int(buffer[_NBYTES_OFFSET : _NBYTES_OFFSET + 8].clone().view(torch.int64))
@@ -230,11 +242,19 @@ class Lossless:
         return Lossless("raw")
 
     def decode_into(self, message: Tensor, out: Tensor) -> None:
-        """Decode into `out`, bit for bit."""
+        """Decode into `out`, bit for bit.
+
+        Raises:
+            FormatError: the message is damaged, or not one for `out`.
+        """
         lossless.decode_into(message, out.view(_known(out.dtype)))
 
     def decode_add(self, message: Tensor, total: Tensor, dtype: torch.dtype) -> None:
-        """Decode and add to `total` in one pass."""
+        """Decode and add to `total` in one pass.
+
+        Raises:
+            FormatError: the message is damaged, holds another dtype, or is not one for `total`.
+        """
         lossless.decode_add(message, total, dtype)
 
     # --- without reading: what the host learns later ---
@@ -255,7 +275,11 @@ class Lossless:
 
     @staticmethod
     def status_fits(status: int) -> bool:
-        """Whether a decoded message held its values, else `fallback` takes its place; FormatError if it is damaged."""
+        """Whether a message that was decoded held its values; if not, `fallback` takes its place.
+
+        Raises:
+            FormatError: the message is damaged, or not the one that was expected.
+        """
         if status not in (Status.SOUND, Status.TOO_LONG):
             raise DamagedMessage(status)
         return status == Status.SOUND
@@ -336,7 +360,11 @@ class Blockwise(_Whole):
         return self.max_nbytes(numel, dtype)
 
     def encode(self, x: Tensor) -> Tensor:
-        """Quantize `x`, float32, bfloat16 or float16, and put the header in front."""
+        """Quantize `x` and put the header in front.
+
+        Raises:
+            FormatError: the dtype is not float32, bfloat16 or float16.
+        """
         message = torch.empty(self.max_nbytes(x.numel(), x.dtype), dtype=torch.uint8, device=x.device)
         header = torch.frombuffer(bytearray(self._header(x.numel(), x.dtype)), dtype=torch.uint8)
         message[: header.numel()] = header
@@ -349,11 +377,19 @@ class Blockwise(_Whole):
         return message
 
     def decode_into(self, message: Tensor, out: Tensor) -> None:
-        """Dequantize into `out`; length, header and checksum must be those of a message for it."""
+        """Dequantize into `out`.
+
+        Raises:
+            FormatError: length, header or checksum are not those of a message for `out`.
+        """
         out.copy_(self._values(message, out.numel(), out.dtype))
 
     def decode_add(self, message: Tensor, total: Tensor, dtype: torch.dtype) -> None:
-        """Dequantize to `dtype` and add to `total`; length, header and checksum must be those of a message for it."""
+        """Dequantize to `dtype` and add to `total`.
+
+        Raises:
+            FormatError: length, header or checksum are not those of a message for `total` in `dtype`.
+        """
         total.add_(self._values(message, total.numel(), dtype))
 
     def _values(self, message: Tensor, numel: int, dtype: torch.dtype) -> Tensor:

@@ -115,7 +115,11 @@ class CodedGradient(Tensor):
         return values
 
     def share_memory_(self) -> Tensor:
-        """Refused: this tensor has no memory of its own that torch could move."""
+        """Refused: this tensor has no memory of its own that torch could move.
+
+        Raises:
+            FormatError: always.
+        """
         raise FormatError(
             "a gradient in codes cannot be moved to shared memory (model.share_memory() moves gradients too); share the"
             " model before its first backward, or call zero_grad() first"

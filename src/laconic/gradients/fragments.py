@@ -74,7 +74,11 @@ def _filled(shape: torch.Size) -> int:
 
 
 def cut(parameters: Mapping[str, nn.Parameter], num: int) -> Iterator[dict[str, nn.Parameter]]:
-    """Consecutive parameters in `num` parts, about equally large and none empty, which is a ConfigError."""
+    """Consecutive parameters in `num` parts, about equally large and none empty.
+
+    Raises:
+        ConfigError: there are fewer parameters than parts.
+    """
     if num > len(parameters):
         raise ConfigError(
             f"num_fragments is {num}, but it must be at most the number of trainable parameters ({len(parameters)})"

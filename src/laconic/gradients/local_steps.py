@@ -484,7 +484,11 @@ class LocalSteps:
         }
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's trainable parameters by name; a ModelError if a host put others in the place of the first."""
+        """This rank's trainable parameters by name; hosts may have replaced those of the start.
+
+        Raises:
+            ModelError: names, shapes or dtypes have changed.
+        """
         found = trainable(self._model)
         change = change_of(self._kinds, found)
         if change is not None:

@@ -116,11 +116,18 @@ class Reduction:
         return all_reduce_quantized(gradients, self.group, average=self.average)
 
     def _meet(self, gives_up: bool) -> bool:
-        """Exchange the state of the step with all ranks, before they wait for each other; return whether there is work.
+        """Exchange the state of the step with all ranks, before they wait for each other.
 
         When one of them gives the step up, or lost a gradient whose bucket was launched, all of them do, with the same
-        number of buckets launched, and those that did not raise a TrainingError, as all do whose gradients were
-        reduced. All raise a ConfigError if their parameters have become different.
+        number of buckets launched.
+
+        Returns:
+            Whether there is anything to reduce.
+
+        Raises:
+            TrainingError: the step is given up, or its gradients were reduced already; raised on all ranks, except on
+                those that give up.
+            ConfigError: the ranks' parameters have become different; raised on all ranks.
         """
         current = list(self._parameters.values())
         lost = any(quantized_gradient(current[number]) is not sent for number, sent in self._launched.items())

@@ -343,7 +343,11 @@ class CompressedGradients:
             self._reduction.take(self.parameters)
 
     def before_step(self, parameter: nn.Parameter) -> None:
-        """Check that an optimizer may use the parameter's gradient now: that it holds more than this rank's share."""
+        """Check that an optimizer may use the parameter's gradient now.
+
+        Raises:
+            TrainingError: it holds only this rank's share.
+        """
         gradient = parameter.grad
         if self.group is None or gradient is None:
             return

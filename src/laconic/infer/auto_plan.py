@@ -99,6 +99,10 @@ class AutoPlan:
             ScheduleError: fixed fields contradict each other.
         """
         path = Path(self.rates) if self.rates is not None else default_infer_path()
+        if self.rates is None and not path.exists():
+            raise ConfigError(
+                f"plan is 'auto', but {path} does not exist; measure with laconic profile --infer, or give rates"
+            )
         fixed, rates = self.fixed, InferenceRates.load(path)
         of_attention, _, of_experts = rates.source.partition(OF_EXPERTS)
         check_measured(of_attention, path, device)

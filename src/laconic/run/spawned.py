@@ -77,7 +77,8 @@ class Spawned:
         return self
 
     def __exit__(self, *_: object) -> None:
-        del SpawnProcess.start  # that of its base again
+        if "start" in vars(SpawnProcess):  # and no other has given back that of its base
+            del SpawnProcess.start
         if os.getpid() == self._process:  # and not a process that the script forked
             self.summaries = [json.loads(path.read_text("utf-8")) for path in sorted(Path(self._folder).glob("*.json"))]
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -154,6 +154,10 @@ def test_rates_survive_their_file(tmp_path: Path) -> None:
     assert MoERates.load(tmp_path / "rates.json") == found
 
 
+ALPHA = {"alpha_seconds": 0.0, "seconds_per_row": 0.0, "seconds_per_byte": 0.0, "error": 0.0}
+BOTH = {"forward": ALPHA, "backward": ALPHA}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -162,9 +166,11 @@ def test_rates_survive_their_file(tmp_path: Path) -> None:
         ({"gemm": None}, "gemm is None, but it must be an object"),
         ({"overlap": 2}, "overlap is 2, but it must be less than or equal to 1"),
         ({"grouped": 1}, "grouped is 1, but it must be a valid boolean"),
-        ({"groups": {"tp": {}}}, "groups.tp.* is 'tp', but it must match"),
-        ({"codecs": {"int8": {}}}, "codecs.int8.* is 'int8', but it must match"),
+        ({"groups": {"tp": {}}}, "groups.tp is 'tp', but it must be one of mp, "),
+        ({"codecs": {"int8": {}}}, "codecs.int8 is 'int8', but it must be one of bfloat16, "),
         ({"wire": {}}, "this is no laconic wire rates file"),
+        ({"overheads": {"flat raw": {"forward": ALPHA}}}, "overheads.flat raw.backward is missing"),
+        ({"overheads": {"flat raw": BOTH | {"sideways": ALPHA}}}, "overheads.flat raw.sideways is"),
     ],
 )
 def test_a_damaged_file_says_what_is_wrong(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -182,7 +188,7 @@ def test_overheads_of_routes_survive_their_file(tmp_path: Path) -> None:
     assert known.overhead_of("flat") == known.overhead_of("flat", "tiered") == both
     assert known.overhead_of("depth 1") is None
     data = known.to_dict()
-    with pytest.raises(ConfigError, match=r"overheads is missing, .*; measure with laconic profile --moe"):
+    with pytest.raises(ConfigError, match=r"overheads is missing; measure with laconic profile --moe"):
         MoERates.from_dict({name: value for name, value in data.items() if name != "overheads"})
     data["overheads"]["flat raw"]["forward"]["alpha_seconds"] = -1
     assert MoERates.from_dict(data).overheads["flat raw"]["forward"].alpha_seconds == -1
@@ -192,14 +198,14 @@ def test_overheads_of_routes_survive_their_file(tmp_path: Path) -> None:
 
 
 def test_what_the_file_has_besides_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"sharing is .* not known here"):
+    with pytest.raises(ConfigError, match=r"sharing is not known here"):
         MoERates.from_dict(rates().to_dict() | {"sharing": 0.75})
 
 
 def test_the_level_names_of_a_file_are_checked() -> None:
     data = rates(groups={"inter1": link(1e-9)}).to_dict()
     data["groups"] = {"inter0": data["groups"]["inter1"]}
-    with pytest.raises(ConfigError, match=r"groups.inter0.* is 'inter0', but it must match"):
+    with pytest.raises(ConfigError, match=r"groups.inter0 is 'inter0', but it must be one of mp, "):
         MoERates.from_dict(data)
 
 

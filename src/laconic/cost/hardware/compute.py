@@ -82,9 +82,8 @@ class Sensitivity:
         """From {"format": "laconic sensitivity", "errors": {kind: {code: error}}, "source": text}."""
         if not isinstance(data, dict) or data.get("format") != "laconic sensitivity":
             raise PlanError("calibration is no laconic sensitivity; write one with laconic plan --calibrate")
-        tables = {"source": "", "time_shares": {}} | {key: value for key, value in data.items() if key != "format"}
         try:
-            return read_record(cls, tables)
+            return read_record(cls, {"errors": {}, "source": "", "time_shares": {}} | data)
         except ValueError as error:
             raise PlanError(f"calibration: {error}; write it again with laconic plan --calibrate") from error
 

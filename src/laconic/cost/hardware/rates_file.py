@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +15,9 @@ from laconic.errors import ConfigError
 from laconic.json_text import parse_json, read_record
 
 T = TypeVar("T")
+
+_OPTIONAL = ("device", "layout", "hosts", "source")
+"""Fields that a file may leave out: where and how it was measured."""
 
 
 def cached_path(variable: str, name: str) -> Path:
@@ -66,8 +70,10 @@ def check_format(data: Any, name: str, version: int, remedy: str = "measure with
 
 def read_rates(cls: type[T], data: Any, name: str, version: int, remedy: str = "measure with laconic profile") -> T:
     """Read rates of a format and version from JSON values."""
-    values = check_format(data, name, version, remedy)
+    values, known = check_format(data, name, version, remedy), [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    if (other := next((name for name in values if name not in known), None)) is not None:
+        raise ConfigError(f"{other} is not known here; {remedy}")
     try:
-        return read_record(cls, values)
+        return read_record(cls, values, _OPTIONAL)
     except ValueError as error:
         raise ConfigError(f"{error}; {remedy}") from None

@@ -16,7 +16,8 @@ from itertools import chain, combinations
 from math import fsum
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, with_config
+from typing_extensions import TypedDict  # pydantic reads no typing.TypedDict before Python 3.12
 
 from laconic.cost.comm.rates import NonNegative
 
@@ -35,6 +36,14 @@ class Overhead:
     def seconds(self, num_rows: float, nbytes: float) -> float:
         """Predict for `num_rows` assignments, whose rows have `nbytes` bytes."""
         return self.alpha_seconds + self.seconds_per_row * num_rows + self.seconds_per_byte * nbytes
+
+
+@with_config(ConfigDict(extra="forbid"))
+class BothWays(TypedDict):
+    """Overheads of one route, by direction."""
+
+    forward: Overhead
+    backward: Overhead
 
 
 @dataclass(frozen=True)

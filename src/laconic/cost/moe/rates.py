@@ -17,7 +17,7 @@ from pydantic import Field
 from laconic.cost.comm.rates import CodecRates, Dtype, Line, LinkRates, Share, WireRates, check_links
 from laconic.cost.comm.seconds import RAW, GroupShape, chunk_numbers, coded_seconds, pays, sent_nbytes
 from laconic.cost.hardware.rates_file import cached_path, check_format, load_json, read_rates, save_json
-from laconic.cost.moe.overhead import Overhead
+from laconic.cost.moe.overhead import BothWays
 from laconic.errors import ConfigError
 from laconic.topology import GROUPS
 
@@ -72,7 +72,7 @@ class MoERates:
     """Whether one call multiplies the rows of all experts of a rank; otherwise there is a call for each."""
     source: str = ""
     """Author, time and method of the measurement."""
-    overheads: Mapping[str, Mapping[str, Overhead]] = field(default_factory=dict)
+    overheads: Mapping[str, BothWays] = field(default_factory=dict)
     """Fixed overhead of routes beside their links, by name (see `overhead_of`) and by direction, forward and backward.
     Where a route has none, sorting and summing rows are priced by `copy`.
     """
@@ -116,7 +116,7 @@ class MoERates:
         gains = pays(coded.seconds, raw.seconds, link.line(operation).alpha_seconds)
         return coded if gains or coding.code != "auto" else raw
 
-    def overhead_of(self, route: str, code: str = RAW) -> Mapping[str, Overhead] | None:
+    def overhead_of(self, route: str, code: str = RAW) -> BothWays | None:
         """Return the overhead, by direction, of a route whose rows are sent in a code; None if it was not measured.
 
         A code that was not measured counts as the one between nodes, else as raw.

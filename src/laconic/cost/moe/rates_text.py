@@ -48,7 +48,7 @@ def moe_rates_text(rates: MoERates) -> str:
             f"{one.error:.0%}",
         ]
         for name, both in rates.overheads.items()
-        for way, one in both.items()
+        for way, one in (("forward", both["forward"]), ("backward", both["backward"]))
     ]
     if rows:
         header = ["route", "direction", "alpha", "1000 rows", "1 MB", "worst fit"]

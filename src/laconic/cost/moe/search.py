@@ -193,7 +193,7 @@ class CostModel:
         overheads = rates.overhead_of(path, plan.rows)
         size = overhead_size(path, self.shape, self.grid, self.counts, self.load)
         if overheads is not None:
-            overhead = overheads["backward" if backward else "forward"].seconds(*size)
+            overhead = (overheads["backward"] if backward else overheads["forward"]).seconds(*size)
             rates = replace(rates, copy=Line(0.0, 0.0))
         else:
             overhead = 2 * rates.copy.seconds(size[1] / 2) if self.counts is not None else 0.0

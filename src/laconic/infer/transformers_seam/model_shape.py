@@ -31,15 +31,18 @@ def planned_shape(model: str | Path, item_nbytes: int | None = None) -> Inferenc
     beside attention and experts in a layer that has experts counts as shared experts.
 
     Args:
-        model: a directory with a config.json, or that file; weights are not read.
-        item_nbytes: bytes of a value; None: those of the configuration's dtype.
+        model: a name of `laconic.cost.infer.MODELS`, a directory with a config.json, or that file. Of weights only
+            the first dtype is read, and that where the configuration names none.
+        item_nbytes: bytes of a value; None: those of the dtype, and 2 where neither configuration nor weights say one.
 
     Raises:
-        PlanError: it is neither; the model has no experts that an expert worker could hold, or does not run without
-            numbers.
+        PlanError: it is none of these; the model has no experts that an expert worker could hold, or does not run
+            without numbers.
         ModelError: the directory holds no model that can be served.
         ConfigError: transformers is missing.
     """
+    if (known := MODELS.get(str(model))) is not None:
+        return known if item_nbytes is None else replace(known, item_nbytes=item_nbytes)
     path = Path(model)
     if not path.is_dir() and path.name != "config.json":
         raise PlanError(
@@ -51,6 +54,8 @@ def planned_shape(model: str | Path, item_nbytes: int | None = None) -> Inferenc
 
     model_dir = path if path.is_dir() else path.parent
     config = read_config(model_dir)
+    if config.dtype is None:
+        item_nbytes = item_nbytes or 2  # it would be built in float32, which hardly a model of experts is served in
     with quiet_transformers():
         built, blocks = find_experts(config)
     if not blocks:

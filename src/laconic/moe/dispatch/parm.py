@@ -146,6 +146,7 @@ class BaselineDispatcher(_OneGroupOfTokens, StagedDispatcher):
         return _BaselinePlan(self, agreed_rows(self.exchange, routing.counts(), num_slices), routing, order)
 
     def restore(self, out: Tensor, share: RoutedShare) -> Tensor:
+        """See `SharesTokens.restore`: this rank's part of the ESP group's outputs."""
         return out.split(share.sizes)[self.grid.esp.rank()]
 
 
@@ -231,9 +232,11 @@ class S1Dispatcher(_OneGroupOfTokens):
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """See `StartsDispatch.groups`: those of `inner`, and the MP group."""
         return (*(self.inner.groups if isinstance(self.inner, StartsDispatch) else ()), self.grid.mp)
 
     def restore(self, out: Tensor, share: RoutedShare) -> Tensor:
+        """See `SharesTokens.restore`: the outputs of all MP ranks."""
         if self.sequence_parallel:
             return out
         return gather(out, self.grid.mp, sizes=share.sizes, codec=self.codec)

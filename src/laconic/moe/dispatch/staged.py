@@ -43,14 +43,17 @@ class StagedDispatcher(ABC):
         """
 
     def start(self, x: Tensor, routing: Routing, order: Order) -> StartedDispatch:
+        """See `laconic.moe.dispatch.base.StartsDispatch`."""
         plan = self.plan(routing, order)
         return StartedDispatch(plan, begin(plan, plan.begin(x), outward=True))
 
     def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched[_StagedState]:
+        """See `laconic.moe.dispatch.base.Dispatcher`."""
         plan = self.plan(routing, order)
         return _entered(plan, _Exchange.apply(plan, True, False, *plan.begin(x)))
 
     def combine(self, rows: Tensor, dispatched: Dispatched[_StagedState]) -> Tensor:
+        """See `laconic.moe.dispatch.base.Dispatcher`."""
         plan, entered = dispatched.state.plan, dispatched.state.entered
         leaving = plan.leave(0, _attached(rows, dispatched.rows), entered)
         (out,) = _Exchange.apply(plan, False, False, leaving)

@@ -202,7 +202,9 @@ def parallelize(
             it wherever the model is used. Its losses are `laconic.moe.auxiliary_losses(model)`. None is the router.
         dispatcher: a path of laconic.moe.make_dispatcher ("joint", "sharded", "s1", "s2", "baseline"), or a function
             that makes each layer's dispatcher from the grid; None is "s1" with mp, else "joint". The model's router
-            sees all tokens on every process, also on paths that share them before their gate.
+            sees all tokens on every process, also on paths that share them before their gate. With mp > 1 the paths
+            compare the tokens of an MP group in forward, where others are a RoutingError; a dispatcher of your own
+            class compares for itself.
         movable: give each layer a Placement, so that a laconic.moe.ExpertMover can move its experts.
         check_logits: refuse routing weights that are not finite, as those of NaN logits are, which waits for a GPU once
             in each block.

@@ -88,7 +88,11 @@ class FusedExperts(Experts):
         return {} if behaviour is None else behaviour.__dict__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled and copied with a part of the experts, whose process groups cannot be."""
+        """Refuse to be pickled and copied with a part of the experts, whose process groups cannot be.
+
+        Raises:
+            CheckpointError: experts are spread over processes.
+        """
         if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
             raise CheckpointError(
                 "experts are spread over processes, whose groups can be neither pickled nor copied; save the model with"
@@ -135,12 +139,15 @@ class FusedExperts(Experts):
         return self._register("register_forward_hook", hook, options)
 
     def register_forward_pre_hook(self, hook: Any, **options: Any) -> RemovableHandle:
+        """See `register_forward_hook`."""
         return self._register("register_forward_pre_hook", hook, options)
 
     def register_full_backward_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """See `register_forward_hook`."""
         return self._register("register_full_backward_hook", hook, {"prepend": prepend})
 
     def register_full_backward_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """See `register_forward_hook`."""
         return self._register("register_full_backward_pre_hook", hook, {"prepend": prepend})
 
     def _register(self, method: str, hook: Any, options: Mapping[str, Any]) -> RemovableHandle:

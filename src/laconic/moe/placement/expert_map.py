@@ -100,7 +100,11 @@ class Placement(nn.Module):
         self.put(torch.arange(self.num_experts, device="cpu"))
 
     def swapped(self, a: int, b: int) -> Tensor:
-        """Return the slots, int64 [E], after exchanging experts a and b (logical), which have to exist."""
+        """Return the slots, int64 [E], after exchanging experts a and b (logical).
+
+        Raises:
+            RoutingError: an expert does not exist.
+        """
         for name, expert in (("a", a), ("b", b)):
             if not 0 <= expert < self.num_experts:
                 raise RoutingError(f"{name} is {expert}, but experts are numbered from 0 to {self.num_experts - 1}")

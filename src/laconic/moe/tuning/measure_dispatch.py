@@ -19,7 +19,7 @@ from laconic.collectives.codec import Codec, Raw
 from laconic.collectives.policy.microbench import Ranks, gaussian
 from laconic.cost.comm.seconds import RAW
 from laconic.cost.moe.hierarchy import RowCounts
-from laconic.cost.moe.overhead import Sample, fit_overhead
+from laconic.cost.moe.overhead import BothWays, Sample, fit_overhead
 from laconic.cost.moe.rates import MoERates
 from laconic.cost.moe.search import FLAT, CostModel, LayerCandidate, LayerPlan, overhead_size
 from laconic.cost.moe.shape import LayerShape, group_shape
@@ -97,7 +97,10 @@ def measure_routes(
         for plan, both in zip(plans, taken, strict=True):
             size = overhead_size(plan.path, case, layout, cost_model.counts)
             _add(samples, cost_model.candidate(plan), both, size)
-    overheads = {name: {way: fit_overhead(some) for way, some in ways.items()} for name, ways in samples.items()}
+    overheads: dict[str, BothWays] = {
+        name: {"forward": fit_overhead(ways["forward"]), "backward": fit_overhead(ways["backward"])}
+        for name, ways in samples.items()
+    }
     return replace(rates, overheads=overheads)
 
 

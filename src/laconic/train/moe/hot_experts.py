@@ -27,7 +27,7 @@ STATE_FILE = "expert_copies.json"
 
 @dataclass(frozen=True)
 class _State:
-    expert_parallel: int | None
+    expert_parallel: int
     num_per_rank: int
     num_experts: list[int]
     copies: list[list[tuple[int, int]]]

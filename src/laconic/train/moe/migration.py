@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +28,7 @@ STATE_FILE = "experts.json"
 
 @dataclass(frozen=True)
 class _State:
-    expert_parallel: int | None
+    expert_parallel: int
     num_experts: list[int]
     num_swaps: int
     slots: list[list[Annotated[int, Field(ge=0, lt=2**63)]]]
@@ -115,7 +115,7 @@ class Migration:
     def _restore(self, saved: str) -> None:
         """Move experts to their saved places, unless the run was saved with other EP groups or numbers of experts."""
         try:
-            state = read_record(_State, parse_json(saved))
+            state = read_record(_State, parse_json(saved), [field.name for field in fields(SwapPeriod)])
             if any(getattr(state, name) != value for name, value in self._sharers().items()):
                 return
             self._periods = [replace(period, min_period=self._config.swap_every) for period in state.periods]
