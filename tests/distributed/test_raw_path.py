@@ -325,13 +325,13 @@ def refused_calls(rank: int, world: int, folder: str) -> None:
     x = torch.randint(-(1 << 31), 1 << 31, (1 << 15,), dtype=torch.int32).view(torch.float32)
     whole, num_planned = x.new_empty(world * x.numel()), 0
 
-    class Counted(api.Call):
+    class Counted(api.CollectiveCall):
         def __post_init__(self) -> None:
             nonlocal num_planned
             num_planned += 1
             super().__post_init__()
 
-    api.Call = Counted  # type: ignore[misc]
+    api.CollectiveCall = Counted  # type: ignore[misc]
     audit.reset()
     for number in range(80):
         collectives.all_gather(whole, x)

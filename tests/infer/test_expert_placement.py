@@ -110,7 +110,7 @@ def test_loads_place_experts_and_say_what_that_gains(tmp_path: Path) -> None:
     [
         ("{", "are not JSON.*let the engine write one"),
         ("{}", "is no laconic expert loads file"),
-        ('{"format": "laconic expert loads", "version": 1, "loads": [], "lods": []}', "lods is .* not known here"),
+        ('{"format": "laconic expert loads", "version": 1, "loads": [], "lods": []}', "lods is not known here"),
         (json.dumps({"format": "laconic expert loads", "version": 2}), "version is 2"),
         (
             json.dumps({"format": "laconic expert loads", "version": 1, "loads": [[1, -1]]}),
