@@ -74,7 +74,7 @@ def test_a_record_may_lack_what_is_optional_and_have_other_names(part: dict[str,
         ({"seconds": 1.0, "source": "a"}, "parts.0.lost is missing"),
         ({"seconds": 1.0, "sauce": "a", "lost": 0.5}, "parts.0.sauce is not known here"),
         (PART | {"lost": float("nan")}, "parts.0.lost is nan, but it must be a finite number that a float holds"),
-        (PART | {"seconds": -1.0}, "seconds is -1.0, but it must not be negative"),
+        (PART | {"seconds": -1.0}, "parts.0: seconds is -1.0, but it must not be negative"),
         (PART | {"source": {1}}, "Object of type set is not JSON serializable"),
     ],
 )

@@ -68,7 +68,7 @@ def _first_error(error: ValidationError) -> str:
     if wrong["type"] == "missing":
         return f"{where} is missing"
     if wrong["type"] == "value_error":  # of the class itself
-        return str(wrong["ctx"]["error"])
+        return ("" if where == "it" else f"{where}: ") + str(wrong["ctx"]["error"])
     rule = re.sub(r"^\w+ should", "it must", wrong["msg"])
     if wrong["type"] == "string_pattern_mismatch" and (names := re.fullmatch(r"\^\((.*)\)\$", wrong["ctx"]["pattern"])):
         rule = f"it must be one of {names[1].replace('|', ', ')}"
@@ -90,7 +90,7 @@ def _lost(known: Any, data: Any, optional: Collection[str], where: str = "") -> 
         return (
             None
             if known == data
-            else f"{where.removesuffix('.')} is {data!r}, but it must be a finite number that a float holds"
+            else f"{where.removesuffix('.')} is {short(repr(data))}, but it must be a finite number that a float holds"
         )
     found = (_lost(ours, theirs, optional, f"{where}{name}.") for name, ours, theirs in pairs)
     return next(filter(None, found), None)

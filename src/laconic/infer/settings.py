@@ -13,10 +13,10 @@ from laconic.schedule.inference import InferencePlan
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What a worker is told when it starts; see Engine and Split.
+    """What a worker is told when it starts; see Engine and EngineSplit.
 
     Workers meet in `store`, a file or "tcp://HOST:PORT" of a TCPStore. `threads` None leaves torch's default. `held`
-    has for each layer the experts of each expert worker; None: ranges, see Split.
+    has for each layer the experts of each expert worker; None: ranges, see EngineSplit.
     """
 
     rank: int

@@ -41,7 +41,7 @@ def planned_shape(model: str | Path, item_nbytes: int | None = None) -> Inferenc
         ModelError: the directory holds no model that can be served.
         ConfigError: transformers is missing.
     """
-    if (known := MODELS.get(str(model))) is not None:
+    if isinstance(model, str) and (known := MODELS.get(model)) is not None:  # a path is a directory's
         return known if item_nbytes is None else replace(known, item_nbytes=item_nbytes)
     path = Path(model)
     if not path.is_dir() and path.name != "config.json":
