@@ -1,8 +1,8 @@
 """The product of an activation and another tensor, both packed, with a backward that never stores what it rebuilds.
 
-[Note: gated products] The graph of act(gate) * up has two ways back to gate: through the activation's output, as
-torch has it, and through the edge, an output of the activation without memory (`GateInput`). Backward takes the edge:
-one op reads codes and the incoming gradient and writes the gradients of gate and up, and the activation's own backward has
+[Note: gated products] The graph of act(gate) * up has two ways back to gate: through the activation's output, as torch
+has it, and through the edge, an output of the activation without memory (`GateInput`). Backward takes the edge: one op
+reads codes and the incoming gradient and writes the gradients of gate and up, and the activation's own backward has
 nothing left to do but to hand the gradient on. While somebody holds the activation's output, for its gradient or for
 anything else, backward takes the way through it, step by step; what has hooks gets no edge at all.
 
