@@ -77,8 +77,7 @@ def _seconds(options: Options) -> Table:
 def _paths(options: Options) -> Table:
     """One product by both paths, from which EXPERT_ROWS_FROM_CODES comes."""
     outputs, inputs, num_matrices = (64, 64, 2) if options.small else (1536, 2048, 32)
-    header, table = ["format"], []
-    header += [f"{rows} rows" for rows in _FEW_ROWS]
+    table = []
     for name in EXPERT_FORMATS[1:]:
         format = BlockFormat(name, EXPERT_BLOCK_SIZE)
         packed = [format.quantize(torch.randn(outputs, inputs).bfloat16()) for _ in range(num_matrices)]
@@ -102,6 +101,7 @@ def _paths(options: Options) -> Table:
         f"A matrix [{outputs}, {inputs}] in bfloat16, {options.thread_text}, {num_matrices} of them in turn."
         f" As many rows of an expert are multiplied from codes: {EXPERT_ROWS_FROM_CODES}."
     )
+    header = ["format", *(f"{rows} rows" for rows in _FEW_ROWS)]
     return Table("Time of a product from codes, of one that decodes first", header, table, note)
 
 
