@@ -300,6 +300,42 @@ void linear_blockwise(size_t isa, int64_t num_threads, uintptr_t x, int64_t num_
       [&](int64_t first, int64_t last) { kernels.run(task, first, last); });
 }
 
+// Norms over the rows of x; with `grad` the gradients of x, weight and bias in their place. Addresses
+// are 0 where a tensor is not there or a gradient not wanted.
+void norm(size_t isa, int64_t num_threads, uintptr_t x, int type, int64_t rows, int64_t length,
+          uintptr_t weight, uintptr_t bias, bool unit_offset, bool centered, float eps,
+          uintptr_t grad, uintptr_t out, uintptr_t of_weight, uintptr_t of_bias) {
+  const laconic::NormKernels& kernels = *laconic::supported_isas().at(isa).norms;
+  // A function of the number of rows alone, as what is summed in parts depends on it.
+  const int64_t rows_of_part = std::clamp<int64_t>((rows + 63) / 64, 16, 128);
+  const int64_t parts = (rows + rows_of_part - 1) / rows_of_part;
+  std::vector<float> weight_parts(of_weight ? std::max<int64_t>(parts, 1) * length : 0);
+  std::vector<float> bias_parts(of_bias ? std::max<int64_t>(parts, 1) * length : 0);
+  const laconic::Norm task{pointer<const void>(x),
+                           static_cast<FloatType>(type),
+                           rows,
+                           length,
+                           pointer<const void>(weight),
+                           pointer<const void>(bias),
+                           unit_offset,
+                           centered,
+                           eps,
+                           pointer<const void>(grad),
+                           pointer<void>(out),
+                           of_weight ? weight_parts.data() : nullptr,
+                           of_bias ? bias_parts.data() : nullptr,
+                           rows_of_part};
+  const int64_t useful = rows * length / kElementsPerThread;
+  laconic::parallel_for(grad ? parts : rows, std::min(useful, num_threads),
+                        [&](int64_t first, int64_t last) {
+                          (grad ? kernels.differentiate : kernels.normalize)(task, first, last);
+                        });
+  if (of_weight)
+    kernels.sum_parts(weight_parts.data(), parts, length, task.type, pointer<void>(of_weight));
+  if (of_bias)
+    kernels.sum_parts(bias_parts.data(), parts, length, task.type, pointer<void>(of_bias));
+}
+
 void pack_bits(size_t isa, int64_t num_threads, uintptr_t x, int itemsize, uint64_t magnitude,
                int64_t length, uintptr_t codes) {
   const laconic::BitsKernels& kernels = *laconic::supported_isas().at(isa).bits;
@@ -351,6 +387,7 @@ NB_MODULE(_kernels, m) {
   m.def("gated_blockwise", &gated_blockwise, nb::call_guard<nb::gil_scoped_release>());
   m.def("linear_blockwise", &linear_blockwise, nb::call_guard<nb::gil_scoped_release>());
   m.def("sum_rows", &sum_rows, nb::call_guard<nb::gil_scoped_release>());
+  m.def("norm", &norm, nb::call_guard<nb::gil_scoped_release>());
   m.def("pack_bits", &pack_bits, nb::call_guard<nb::gil_scoped_release>());
   m.def("unpack_bits", &unpack_bits, nb::call_guard<nb::gil_scoped_release>());
   m.def("select_bits", &select_bits, nb::call_guard<nb::gil_scoped_release>());

@@ -18,7 +18,7 @@ def fused_norms() -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     library.impl("_fused_rms_norm", _fused_rms_norm, "CPU")
     library.impl("_fused_rms_norm_backward", _fused_rms_norm_backward, "CPU")
-    with patch.object(norms, "_FUSED_ON", ("cpu", "cuda")), patch.dict(norms._VERDICTS, clear=True):
+    with patch.dict(norms.KERNELS, cpu=norms.KERNELS["cuda"]), patch.dict(norms._VERDICTS, clear=True):
         try:
             yield
         finally:

@@ -12,6 +12,7 @@
 #include "gated.h"
 #include "linear.h"
 #include "lossless.h"
+#include "norms.h"
 #include "reduce.h"
 #include "rows.h"
 
@@ -28,6 +29,7 @@ struct Isa {
   const GatedKernels* gated;
   const LinearKernels* linear;
   const BitsKernels* bits;
+  const NormKernels* norms;
   const EntropyKernels* entropy;
 };
 

@@ -1,24 +1,28 @@
 """Norms over the last dimension, computed again, and their gradients.
 
-Step by step in fp32 an RMS norm's backward moves some 20 tensors of the size of its input. On CUDA torch has fused
-kernels where input, weight and bias have one dtype; they read 16-bit tensors as they are and move three. They are
-young, so before their first use with a device, dtype and length they run on a small input beside the steps; what
-differs is not used.
+Step by step in fp32 an RMS norm's backward moves some 20 tensors of the size of its input, in as many calls of torch.
+Where input, weight and bias have one dtype there are fused kernels, ours on the CPU and torch's on CUDA; they read
+16-bit tensors as they are and move three. Before their first use with a device, dtype and length they run on a small
+input beside the steps; what differs is not used.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import layer_norm  # torch's own, whatever a host puts in its place
 
 from laconic.activations.host.cuda_graph import is_captured
 from laconic.activations.host.traceable import argument_class
 from laconic.ops.constants import constant_tensor
+from laconic.ops.declarations.op import is_memory
+from laconic.ops.native import norms as native
+from laconic.ops.native.library import SELECTION
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,9 @@ def _scale(weight: Tensor, spec: NormSpec) -> Tensor:
 def norm_again(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, spec: NormSpec, dtype: torch.dtype
 ) -> Tensor:
-    """`normalize` in `dtype`, by torch's fused kernel where there is one."""
-    if dtype == x.dtype and _has_kernels(x, weight, bias, spec):
-        return _fused(x, weight, bias, spec)
+    """`normalize` in `dtype`, by a fused kernel where there is one."""
+    if dtype == x.dtype and (kernels := kernels_of(x, weight, bias, spec)) is not None:
+        return kernels.norm(x, weight, bias, spec)
     return normalize(x, weight, bias, spec).to(dtype)
 
 
@@ -101,8 +105,8 @@ def norm_backward(
     Returns:
         Those gradients, in fp32 or in the dtype of x; None where not wanted.
     """
-    if grad.dtype == x.dtype and _has_kernels(x, weight, bias, spec):
-        return _fused_backward(grad, x, weight, bias, spec, needs)
+    if grad.dtype == x.dtype and (kernels := kernels_of(x, weight, bias, spec)) is not None:
+        return kernels.backward(grad, x, weight, bias, spec, needs)
     return _steps_backward(grad.float(), x.float(), weight, bias, spec, needs)
 
 
@@ -144,7 +148,7 @@ def _layer_steps(
     return grads
 
 
-def _fused(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> Tensor:
+def _torch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> Tensor:
     shape = x.shape[-1:]
     if spec.kind == "layer":
         return torch.native_layer_norm(x, shape, weight, bias, spec.eps)[0]
@@ -152,7 +156,7 @@ def _fused(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec
     return y
 
 
-def _fused_backward(
+def _torch_backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, needs: tuple[bool, ...]
 ) -> Grads:
     shape, grad = x.shape[-1:], grad.contiguous()
@@ -168,29 +172,55 @@ def _fused_backward(
     return (dx if needs[0] else None), (dweight if needs[1] else None), None
 
 
-_FUSED_ON = ("cuda",)
+def _own_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> Tensor:
+    return native.norm(x, weight, bias, spec.eps, centered=spec.kind == "layer", unit_offset=spec.unit_offset)
+
+
+def _own_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, needs: tuple[bool, ...]
+) -> Grads:
+    centered = spec.kind == "layer"
+    return native.norm_backward(grad, x, weight, bias, spec.eps, needs, centered=centered, unit_offset=spec.unit_offset)
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """Fused kernels: `norm` takes what `normalize` does, `backward` what `norm_backward` does."""
+
+    norm: Callable[..., Tensor]
+    backward: Callable[..., Grads]
+    takes_unit_offset: bool
+
+
+_TORCHS = _Kernels(_torch_norm, _torch_backward, takes_unit_offset=False)
+_OURS = _Kernels(_own_norm, _own_backward, takes_unit_offset=True)
+
+KERNELS: dict[str, _Kernels] = {"cuda": _TORCHS} | ({"cpu": _OURS} if SELECTION.implementation == "c++" else {})
+"""The fused kernels of a type of device."""
+
 _VERDICTS: dict[tuple[Any, ...], bool] = {}
 
 
-def _has_kernels(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> bool:
-    """Whether torch has fused kernels for this norm, which give what the steps do."""
-    if x.device.type not in _FUSED_ON or torch.compiler.is_compiling() or spec.unit_offset or not x.numel():
-        return False
-    given = tuple(tensor for tensor in (x, weight, bias) if tensor is not None)
+def kernels_of(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> _Kernels | None:
+    """The fused kernels for this norm, if there are any and they give what the steps do."""
+    kernels = KERNELS.get(x.device.type)
+    if kernels is None or (spec.unit_offset and not kernels.takes_unit_offset):
+        return None
     # Other classes, as fake tensors are, would not show what runs.
-    if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype != x.dtype for tensor in given):
-        return False
+    given = tuple([tensor for tensor in (x, weight, bias) if tensor is not None])
+    if not x.numel() or not is_memory(*given) or any([tensor.dtype is not x.dtype for tensor in given]):
+        return None
     which = weight is not None, bias is not None
     key = (x.device, x.dtype, x.shape[-1], which, spec)
     verdict = _VERDICTS.get(key)
     if verdict is None:
         if is_captured(x.device):
-            return False
-        verdict = _VERDICTS[key] = _agree(x, which, spec)
-    return verdict
+            return None
+        verdict = _VERDICTS[key] = _agree(kernels, x, which, spec)
+    return kernels if verdict else None
 
 
-def _agree(like: Tensor, which: tuple[bool, bool], spec: NormSpec) -> bool:
+def _agree(kernels: _Kernels, like: Tensor, which: tuple[bool, bool], spec: NormSpec) -> bool:
     """Run kernels and steps on a few rows of the length of `like`, with or without weight and bias, and compare."""
     generator, length = torch.Generator("cpu").manual_seed(0), like.shape[-1]
 
@@ -202,7 +232,7 @@ def _agree(like: Tensor, which: tuple[bool, bool], spec: NormSpec) -> bool:
         weight, bias = (drawn(length) if is_given else None for is_given in which)
         needs = (True, *which)
         try:
-            fused = _fused(x, weight, bias, spec), *_fused_backward(grad, x, weight, bias, spec, needs)
+            fused = kernels.norm(x, weight, bias, spec), *kernels.backward(grad, x, weight, bias, spec, needs)
         except NotImplementedError:  # a build of torch, or a device, that lacks them
             return False
         steps = normalize(x, weight, bias, spec), *_steps_backward(grad.float(), x.float(), weight, bias, spec, needs)
@@ -215,7 +245,7 @@ def _agree(like: Tensor, which: tuple[bool, bool], spec: NormSpec) -> bool:
     wrong = [name for name, is_near in zip(near, are_near, strict=True) if not is_near]
     if wrong:
         logging.getLogger("laconic").warning(
-            "torch's fused kernel of a %s norm over %d features is not used on %s: not the steps' %s in %s",
+            "the fused kernel of a %s norm over %d features is not used on %s: not the steps' %s in %s",
             *(spec.kind, length, like.device, " and ".join(wrong), like.dtype),
         )
     return not wrong

@@ -1,0 +1,7 @@
+#include "norms-inl.h"
+
+namespace laconic {
+
+const NormKernels kNormAvx2 = kNormKernels;
+
+}  // namespace laconic

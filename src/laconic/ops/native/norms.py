@@ -1,0 +1,96 @@
+"""Norms computed again on the CPU, and their gradients, in C++.
+
+They are no ops of torch's: who calls them has plain torch (activations/backward/norms.py), which on CUDA calls torch's
+own fused kernels in their place, and which compiled graphs are made of.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from laconic.ops import huge_pages
+from laconic.ops.native.library import FLOAT_TYPES, ISA_NUMBERS, kernels
+
+__all__ = ["norm", "norm_backward"]
+
+
+def norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    centered: bool,
+    unit_offset: bool,
+    isa: str | None = None,
+) -> Tensor:
+    """Rows over the root of their mean square plus eps, in fp32.
+
+    Args:
+        x: [..., features], float32, bfloat16 or float16, not empty.
+        weight, bias: [features] in the dtype of x, or None.
+        eps: added to the mean square.
+        centered: the mean of a row is subtracted first.
+        unit_offset: the weight is one more than is stored.
+        isa: overrides the instruction set; all give the same bits.
+
+    Returns:
+        [..., features] in the dtype of x.
+    """
+    out = huge_pages.empty(x.shape, x.dtype)
+    _run(x, weight, bias, eps, centered, unit_offset, isa, None, (out, None, None))
+    return out
+
+
+def norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    needs: tuple[bool, ...],
+    *,
+    centered: bool,
+    unit_offset: bool,
+    isa: str | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of `norm` by x, weight and bias in their dtype, of those that are needed.
+
+    Those of weight and bias are sums over parts of the rows, the same ones with any number of threads.
+
+    Args:
+        grad: [..., features] in the dtype of x.
+        x, weight, bias, eps, centered, unit_offset, isa: as in `norm`.
+        needs: of which of x, weight and bias a gradient is wanted.
+    """
+    of_x = huge_pages.empty(x.shape, x.dtype) if needs[0] else None
+    of_weight, of_bias = [
+        torch.empty_like(p, requires_grad=False) if p is not None and needed else None
+        for p, needed in zip((weight, bias), needs[1:], strict=True)
+    ]
+    _run(x, weight, bias, eps, centered, unit_offset, isa, grad.contiguous(), (of_x, of_weight, of_bias))
+    return of_x, of_weight, of_bias
+
+
+def _run(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    centered: bool,
+    unit_offset: bool,
+    isa: str | None,
+    grad: Tensor | None,
+    results: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> None:
+    x = x.contiguous()
+    weight, bias = [None if p is None else p.contiguous() for p in (weight, bias)]
+    length = x.shape[-1]
+    weight_address, bias_address, grad_address, *addresses = [
+        0 if tensor is None else tensor.data_ptr() for tensor in (weight, bias, grad, *results)
+    ]
+    kernels.norm(
+        ISA_NUMBERS[isa], torch.get_num_threads(), x.data_ptr(), FLOAT_TYPES[x.dtype], x.numel() // length, length,
+        weight_address, bias_address, unit_offset, centered, eps, grad_address, *addresses,
+    )  # fmt: skip
