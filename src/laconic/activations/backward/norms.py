@@ -203,12 +203,11 @@ _VERDICTS: dict[tuple[Any, ...], bool] = {}
 
 def kernels_of(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> _Kernels | None:
     """The fused kernels for this norm, if there are any and they give what the steps do."""
+    given = [tensor for tensor in (x, weight, bias) if tensor is not None]
+    if not is_memory(*given) or not x.numel() or any([tensor.dtype is not x.dtype for tensor in given]):
+        return None
     kernels = KERNELS.get(x.device.type)
     if kernels is None or (spec.unit_offset and not kernels.takes_unit_offset):
-        return None
-    # Other classes, as fake tensors are, would not show what runs.
-    given = tuple([tensor for tensor in (x, weight, bias) if tensor is not None])
-    if not x.numel() or not is_memory(*given) or any([tensor.dtype is not x.dtype for tensor in given]):
         return None
     which = weight is not None, bias is not None
     key = (x.device, x.dtype, x.shape[-1], which, spec)
