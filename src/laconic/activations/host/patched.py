@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
 from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType
@@ -116,8 +116,8 @@ class RunningCode:
         self._names = called_by(self._forwards[0]) if parts and self._forwards[0] is not None else ()
         self._called = [getattr(home, name, None) for home, name in self._names]
 
-    def again(self) -> AbstractContextManager[None]:
-        """While the block runs, what bears a name is what bore it then.
+    def again(self, undo: ExitStack) -> None:
+        """Until `undo` is closed, what bears a name is what bore it then.
 
         Raises:
             ModelError: torch's attention is another function, or a forward is another one.
@@ -133,7 +133,7 @@ class RunningCode:
         called = [getattr(home, name, None) for home, name in self._names]
         own = [part.__dict__.get("forward") for part in self._parts]
         if now == self._functions and called == self._called and own == self._own:
-            return nullcontext()
+            return
         if now[_ATTENTION] is not self._functions[_ATTENTION]:
             raise ModelError(
                 "torch.nn.functional.scaled_dot_product_attention is another function in backward than in forward, as "
@@ -141,28 +141,18 @@ class RunningCode:
                 "compute something else; call loss.backward() inside of the block in which the forward ran"
             )
         then = zip((*((F, name) for name in _NAMES), *self._names), (*self._functions, *self._called), strict=True)
-        functions = [(home, name, value) for (home, name), value in then]
-        return _in_place(functions, [*zip(self._parts, own, self._own, strict=True)])
+        for part, forward, first in zip(self._parts, own, self._own, strict=True):
+            if forward is not first:
+                undo.callback(_store, part, forward)
+                _store(part, first)
+        for (home, name), function in then:
+            current = getattr(home, name, None)
+            if current is not function:
+                undo.callback(setattr, home, name, current)
+                setattr(home, name, function)
 
 
 _ATTENTION = _NAMES.index("scaled_dot_product_attention")
-
-
-@contextmanager
-def _in_place(
-    functions: Sequence[tuple[Any, str, Any]], forwards: Sequence[tuple[nn.Module, Any, Any]]
-) -> Iterator[None]:
-    with ExitStack() as stack:
-        for part, now, then in forwards:
-            if now is not then:
-                stack.callback(_store, part, now)
-                _store(part, then)
-        for home, name, value in functions:
-            now = getattr(home, name, None)
-            if now is not value:
-                stack.callback(setattr, home, name, now)
-                setattr(home, name, value)
-        yield
 
 
 def _store(part: nn.Module, forward: Any) -> None:
