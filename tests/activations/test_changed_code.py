@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import laconic
+from laconic.activations.host.patched import RunningCode
 from laconic.errors import ModelError
 from tests.activations.models import loss_of, make_ids, make_model
 
@@ -109,6 +111,21 @@ def test_a_wrapper_of_a_function_of_torch_runs_once(
         mode=mode,
     )
     assert getattr(F, name) is original
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("now", [F.relu, torch.sin])
+def test_code_that_runs_again_finds_the_functions_of_its_first_run(
+    now: Callable[..., Any], moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, relu = RunningCode(), F.relu
+    if moves:  # behind all others in the module
+        monkeypatch.delattr(F, "relu")
+    monkeypatch.setattr(F, "relu", now, raising=False)
+    with ExitStack() as undo:
+        code.again(undo)
+        assert F.relu is relu
+    assert F.relu is now
 
 
 def test_a_forward_that_has_gone_before_it_runs_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -65,50 +65,35 @@ class _Hooks:
 FORGETTING = _Hooks()
 
 
-@contextmanager
-def swapped_parameters(module: nn.Module, others: Mapping[str, Tensor]) -> Iterator[None]:
-    """Put other tensors in the place of a module's parameters, by qualified name, while the block runs."""
-    owners = [module.get_submodule(name.rpartition(".")[0])._parameters for name in others]
-    places = list(zip(owners, (name.rpartition(".")[2] for name in others), others.values(), strict=True))
-    before = [parameters[name] for parameters, name, _ in places]
-    try:
-        for parameters, name, tensor in places:
-            parameters[name] = cast(nn.Parameter, tensor)  # autograd needs leaves here, not parameters
-        yield
-    finally:
-        for (parameters, name, _), parameter in zip(places, before, strict=True):
-            parameters[name] = parameter
+def swap_parameters(module: nn.Module, others: Mapping[str, Tensor], undo: ExitStack) -> None:
+    """Put other tensors in the place of a module's parameters, by qualified name, until `undo` is closed."""
+    for name, tensor in others.items():
+        owner, _, own_name = name.rpartition(".")
+        parameters = module.get_submodule(owner)._parameters
+        undo.callback(parameters.__setitem__, own_name, parameters[own_name])
+        parameters[own_name] = cast(nn.Parameter, tensor)  # autograd needs leaves here, not parameters
 
 
-@contextmanager
-def with_requires_grad(parameters: Sequence[tuple[Tensor, bool]]) -> Iterator[None]:
-    """While the block runs, parameters require a gradient or not, as is said of each."""
-    changed: list[Tensor] = []
-    try:
-        for x, requires_grad in parameters:
-            if x.requires_grad != requires_grad and x.is_leaf:
-                changed.append(x.requires_grad_(requires_grad))
-        yield
-    finally:
-        for x in changed:
-            x.requires_grad_(not x.requires_grad)
+def set_requires_grad(parameters: Sequence[tuple[Tensor, bool]], undo: ExitStack) -> None:
+    """Have parameters require a gradient or not, as is said of each, until `undo` is closed."""
+    for x, requires_grad in parameters:
+        if x.requires_grad != requires_grad and x.is_leaf:
+            undo.callback(x.requires_grad_, not requires_grad)
+            x.requires_grad_(requires_grad)
 
 
-@contextmanager
-def attributes_kept(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """After the block, the attributes of modules are those that they were before."""
-    before = [(vars(part), vars(part).copy()) for part in parts]
-    try:
-        yield
-    finally:
-        for own, was in before:
-            for name in own.keys() - was.keys():
-                del own[name]
-            own.update(was)
+def put_back(own: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Make the attributes of a module, `own`, those that they were `before`."""
+    own.update(before)
+    if len(own) != len(before):
+        for name in own.keys() - before.keys():
+            del own[name]
 
 
 Place = tuple[int, str]
 """The number of a module and the name of one of its attributes."""
+
+_Found = tuple[dict[Place, tuple[Any, int | None, Any]], list[set[str]]]
 
 
 class Attributes:
@@ -118,7 +103,7 @@ class Attributes:
     small tensors are kept as copies; large ones are not, and may not be changed in place. A large tensor that the first
     run itself has written to, or put another one in the place of (its probabilities), is found as it is by then.
 
-    Made where hooks on saved tensors are those around the code: what is kept is given to them.
+    Made where `hooks` on saved tensors are those around the code: what is kept is given to them.
 
     Args:
         parts: the modules.
@@ -129,29 +114,48 @@ class Attributes:
     def __init__(self, parts: Sequence[nn.Module], name: str, *, numbers: bool = False) -> None:
         self._parts, self._name = parts, name
         self._kinds = (Tensor, bool, int, float, str) if numbers else Tensor
-        self._hooks = hooks_around()
+        self.hooks = hooks_around()
         self._plain: dict[Place, Any] = {}
         self._tensors: dict[Place, tuple[Any, bool, Callable[[], Tensor | None] | None, int | None]] = {}
         self._names: list[Collection[str]] | None = None
 
-    def run(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def run(self) -> Iterator[None]:
         """While the block runs for the first time, note what it finds; after that, have it find the same.
 
         Raises:
             ModelError: a large tensor was changed in place.
         """
-        return self._first() if self._names is None else self._again()
+        if self._names is None:
+            found = self.look()
+            yield
+            self.note(found)
+            return
+        before = self.put()
+        try:
+            yield
+        finally:
+            for (number, name), (value, put) in before.items():
+                own = self._parts[number].__dict__
+                # What the run itself has put there stays, as hosts expect of a layer's.
+                if own.get(name, _ABSENT) is put:
+                    own.pop(name, None)
+                    if value is not _ABSENT:
+                        own[name] = value
 
-    @contextmanager
-    def _first(self) -> Iterator[None]:
+    def look(self) -> _Found:
+        """What is there before the first run, for `note`."""
         found = {
             (number, name): (value, _version(value), _copy(value)) if isinstance(value, Tensor) else (value, None, None)
             for number, part in enumerate(self._parts)
             for name, value in part.__dict__.items()
             if (value is None or issubclass(type(value), self._kinds)) and name != "training"
         }
-        names = [set(part.__dict__) for part in self._parts]
-        yield
+        return found, [set(part.__dict__) for part in self._parts]
+
+    def note(self, before: _Found) -> None:
+        """Note what the first run found, after it."""
+        found, names = before
         self._names = [was.union(part.__dict__) for was, part in zip(names, self._parts, strict=True)]
         for place, (value, version, copy) in found.items():
             number, name = place
@@ -166,39 +170,38 @@ class Attributes:
 
     def _held(self, x: Tensor) -> Any:
         x = x.detach() if x.requires_grad else x  # with the node that made it, the graph would hold itself
-        return x if self._hooks is None else self._hooks[0](x)
+        return x if self.hooks is None else self.hooks[0](x)
 
-    @contextmanager
-    def _again(self) -> Iterator[None]:
+    def put(self) -> dict[Place, tuple[Any, Any]]:
+        """Put in its place what the first run found.
+
+        Returns:
+            Of each place that held something else, what it held and what it holds now.
+
+        Raises:
+            ModelError: a large tensor was changed in place.
+        """
         given = dict(self._plain)
         for place, (held, requires_grad, original, version) in self._tensors.items():
             # First, as hooks around that find a change do not know whose it is.
-            if original is not None and version != _version(held if self._hooks is None else original(), version):
+            if original is not None and version != _version(held if self.hooks is None else original(), version):
                 number, name = place
                 raise _changed(self._name, f"{type(self._parts[number]).__name__}.{name} was changed in place")
-            x: Tensor = held if self._hooks is None else self._hooks[1](held)
+            x: Tensor = held if self.hooks is None else self.hooks[1](held)
             if original is None:
                 x = x.detach().clone()  # backward may run again, with retain_graph
             given[place] = x.detach().requires_grad_() if requires_grad else x
         assert self._names is not None
-        before: dict[Place, Any] = {}
+        before: dict[Place, tuple[Any, Any]] = {}
         for number, (part, names) in enumerate(zip(self._parts, self._names, strict=True)):
             for name in [n for n, x in part.__dict__.items() if issubclass(type(x), Tensor) and n not in names]:
-                before[number, name] = part.__dict__.pop(name)
-        absent = {place: _ABSENT for place in before}
+                before[number, name] = part.__dict__.pop(name), _ABSENT
         for (number, name), value in given.items():
-            before[number, name] = self._parts[number].__dict__.get(name, _ABSENT)
-            self._parts[number].__dict__[name] = value
-        try:
-            yield
-        finally:
-            for (number, name), value in before.items():
-                own = self._parts[number].__dict__
-                # What the run itself has put there stays, as hosts expect of a layer's.
-                if own.get(name, _ABSENT) is (given | absent)[number, name]:
-                    own.pop(name, None)
-                    if value is not _ABSENT:
-                        own[name] = value
+            own = self._parts[number].__dict__
+            if (now := own.get(name, _ABSENT)) is not value:
+                before[number, name] = now, value
+                own[name] = value
+        return before
 
 
 _ABSENT = object()
@@ -260,7 +263,7 @@ class ReadState:
                     stack.callback(setattr, part, "training", part.training)
                     part.training = training
             now = self._parameters()
-            stack.enter_context(with_requires_grad([(x, self._trained.get(at, x.requires_grad)) for at, x in now]))
+            set_requires_grad([(x, self._trained.get(at, x.requires_grad)) for at, x in now], stack)
             yield
 
     def _parameters(self) -> list[tuple[Place, Tensor]]:
@@ -380,52 +383,47 @@ class Replay:
         """
         before = self.generators()
         decisions = self._decisions
-        with without_draws() if is_captured(self._device) else nullcontext():
-            if decisions is None:
+        if is_captured(self._device):
+            function = without_draws()(function)
+        if decisions is None:
+            value = function()
+        else:
+            with decisions.first_run():
                 value = function()
-            else:
-                with decisions.first_run():
-                    value = function()
-        drew = any(_bytes(old) != _bytes(new) for old, new in zip(before, self.generators(), strict=True))
-        state = before if drew else ()
+        state = before if list(map(_bytes, before)) != list(map(_bytes, self.generators())) else ()
         if decisions is not None:
             state = (*state, *decisions.tensors)
-            self._num_decided, decisions.tensors = (
-                len(decisions.tensors),
-                [],
-            )  # or what was saved would outlive backward
+            self._num_decided = len(decisions.tensors)
+            decisions.tensors = []  # or what was saved would outlive backward
         return value, state
 
-    @contextmanager
-    def again(self, state: tuple[Tensor, ...]) -> Iterator[None]:
-        """While the block runs, code draws, decides and casts as in `run`; then the random state is as before.
+    def again(self, state: tuple[Tensor, ...], undo: ExitStack) -> None:
+        """Until `undo` is closed, code draws, decides and casts as in `run`; then the random state is as before.
 
         Raises:
             ModelError: torch's attention or the forward of a part is another one than in `run`, or vmap runs this
-                backward and code draws; in the block, code decides by values in another order.
+                backward and code draws; later, code decides by values in another order.
         """
         num_draws = len(state) - self._num_decided
         draws, decided = state[:num_draws], state[num_draws:]
         _check_batches(draws=bool(draws))
-        with ExitStack() as stack:
-            stack.enter_context(self._code.again())
-            if draws:
-                devices = [self._device] if len(draws) > 1 else []
-                stack.enter_context(torch.random.fork_rng(devices=devices))
-                torch.set_rng_state(draws[0])
-                if devices:
-                    torch.cuda.set_rng_state(draws[1], self._device)
-            if self._autocast is not None or torch._C._is_any_autocast_enabled():
-                for kind, enabled, dtype in self._autocast or _autocast(self._device.type, enabled=False):
-                    if enabled or torch.is_autocast_enabled(kind):
-                        stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache))
-            for part, training in zip(self._parts, self._modes, strict=True):
-                if part.training != training:
-                    stack.callback(setattr, part, "training", part.training)
-                    part.training = training
-            if self._decisions is not None and self._decisions.calls:
-                stack.enter_context(self._decisions.again(decided))
-            yield
+        self._code.again(undo)
+        if draws:
+            devices = [self._device] if len(draws) > 1 else []
+            undo.enter_context(torch.random.fork_rng(devices=devices))
+            torch.set_rng_state(draws[0])
+            if devices:
+                torch.cuda.set_rng_state(draws[1], self._device)
+        if self._autocast is not None or torch._C._is_any_autocast_enabled():
+            for kind, enabled, dtype in self._autocast or _autocast(self._device.type, enabled=False):
+                if enabled or torch.is_autocast_enabled(kind):
+                    undo.enter_context(torch.autocast(kind, dtype, enabled, self._cache))
+        for part, training in zip(self._parts, self._modes, strict=True):
+            if part.training != training:
+                undo.callback(setattr, part, "training", part.training)
+                part.training = training
+        if self._decisions is not None and self._decisions.calls:
+            undo.enter_context(self._decisions.again(decided))
 
     def generators(self) -> tuple[Tensor, ...]:
         """States of the random generators that code on the device may draw from, uint8 on the CPU.

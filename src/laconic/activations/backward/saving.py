@@ -13,7 +13,7 @@ them, such as `save_on_cpu` or a tracker.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from operator import methodcaller
@@ -27,9 +27,9 @@ from laconic.activations.backward.replay import (
     Attributes,
     Forgetting,
     Replay,
-    attributes_kept,
-    swapped_parameters,
-    with_requires_grad,
+    put_back,
+    set_requires_grad,
+    swap_parameters,
 )
 from laconic.activations.host.storages import laid_out, overlaps
 from laconic.activations.host.traceable import untraced
@@ -41,6 +41,7 @@ from laconic.errors import ModelError
 _push: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
 _innermost_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 _pop: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+_set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 @untraced
@@ -236,8 +237,9 @@ class _AsItIs(_Saved):
         x: Tensor = self._x if self._unpack is None else self._unpack(self._x)
         if self._unpack is None and x._version != self._version:
             raise _changed((x,))
-        if self._seen is not None:
-            check_unchanged((self._seen,), (x,))
+        seen = self._seen
+        if seen is not None and (type(seen) is not bytes or x.is_cuda or glance(x) != seen):
+            check_unchanged((seen,), (x,))
         return x
 
 
@@ -341,21 +343,21 @@ class SecondRun(Forgetting):
 
     def first(self, *inputs: Tensor) -> Any:
         """The value of the code, differentiable."""
-        outer = hooks_around()
         for memo in self._memos:
             memo.announce()
-        with self._attributes.run():
-            _push(self._note, self._give)
-            try:
-                value, state = self._replay.run(partial(self._function, *inputs))
-            finally:
-                _pop()
+        found = self._attributes.look()
+        _push(self._note, self._give)
+        try:
+            value, state = self._replay.run(partial(self._function, *inputs))
+        finally:
+            _pop()
+        self._attributes.note(found)
         codes = [x for kept in self._kept for x in kept.tensors]
         self._kept = ()  # hooks around may hold the codes elsewhere
         others = [x.detach() for x in inputs[len(self._memos) :]]
         self._requires_grad = tuple([x.requires_grad for x in inputs])
         self._strides = tuple([None if overlaps(x) else x.stride() for x in inputs])
-        self._held = Held((*codes, *others, *state), outer)
+        self._held = Held((*codes, *others, *state), self._attributes.hooks)
         return value
 
     def output(self, origin: str) -> Kept:
@@ -363,7 +365,7 @@ class SecondRun(Forgetting):
         return Kept((), Memo(self._take_output), origin)
 
     def _note(self, x: Tensor) -> int:
-        self._saved.append(_kind(x))
+        self._saved.append(hash((x.shape, x.dtype)))
         return len(self._saved) - 1
 
     def _give(self, place: int) -> Tensor:
@@ -381,29 +383,35 @@ class SecondRun(Forgetting):
         return output
 
     def _run(self) -> None:
-        check_unchanged(self._glances, self._parameters.tensors())
+        if self._own:
+            check_unchanged(self._glances, self._parameters.tensors())
         saved = iter(self._held.tensors())
         codes = tuple(islice(saved, sum(self._counts)))
         others = tuple(islice(saved, len(self._strides) - len(self._memos)))
         state = tuple(saved)
         collecting = _Collecting()
-        again = self._replay.again(state)
-        parameters = swapped_parameters(self._module, self._own) if self._own else nullcontext()
-        with (
-            again,
-            parameters,
-            with_requires_grad(self._wanted),
-            attributes_kept((self._module,)),
-            self._attributes.run(),
-            torch.enable_grad(),
-        ):
-            inputs = self._rebuilt(codes, others)
-            _push(collecting.collect, collecting.give)
+        is_differentiated = torch.is_grad_enabled()
+        with ExitStack() as undo:
+            self._replay.again(state, undo)
+            if self._own:
+                swap_parameters(self._module, self._own, undo)
+                set_requires_grad(self._wanted, undo)
+            attributes = vars(self._module)
+            before = attributes.copy()
             try:
-                result = self._function(*inputs)
+                self._attributes.put()
+                _set_grad_enabled(False)
+                inputs = self._rebuilt(codes, others)
+                _set_grad_enabled(True)
+                _push(collecting.collect, collecting.give)
+                try:
+                    result = self._function(*inputs)
+                finally:
+                    _pop()
             finally:
-                _pop()
-        if [_kind(x) for x in collecting.values] != self._saved:
+                _set_grad_enabled(is_differentiated)
+                put_back(attributes, before)
+        if [hash((x.shape, x.dtype)) for x in collecting.values] != self._saved:
             raise ModelError(
                 f"{self._name} runs again in backward and saves {len(collecting.values)} tensors that are not like the "
                 f"{len(self._saved)} of its first run; keep this site exact: None for it in the plan"
@@ -412,17 +420,11 @@ class SecondRun(Forgetting):
         self._output = first_tensor(result).detach()
 
     def _rebuilt(self, codes: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> list[Tensor]:
-        with torch.no_grad():
-            values = take_all(self._memos, self._counts, codes)
-            return [
-                (x if stride is None else laid_out(x, stride)).detach().requires_grad_(requires_grad)
-                for x, stride, requires_grad in zip((*values, *others), self._strides, self._requires_grad, strict=True)
-            ]
-
-
-def _kind(x: Tensor) -> int:
-    """Of shape and dtype, for a comparison."""
-    return hash((x.shape, x.dtype))
+        values = take_all(self._memos, self._counts, codes)
+        return [
+            (x if stride is None else laid_out(x, stride)).detach().requires_grad_(requires_grad)
+            for x, stride, requires_grad in zip((*values, *others), self._strides, self._requires_grad, strict=True)
+        ]
 
 
 @untraced

@@ -12,7 +12,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -177,8 +177,10 @@ def run_again(
         for place, number in filled_from:
             filled[place] = tensors[number]
         args, kwargs = tree_unflatten(filled, spec)
-        with code.again(), state.run(), attributes.run():
-            return function(*args, **kwargs)
+        with ExitStack() as undo:
+            code.again(undo)
+            with state.run(), attributes.run():
+                return function(*args, **kwargs)
 
     if not any(is_captured(x.device) for x in tensors):
         return torch.utils.checkpoint.checkpoint(run, *tensors, use_reentrant=False)

@@ -14,6 +14,7 @@ So the input of the down projection can be rebuilt if nothing stands in between,
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from laconic.activations.backward import functions
 from laconic.activations.backward.decisions import Habit
-from laconic.activations.backward.replay import Replay, swapped_parameters
+from laconic.activations.backward.replay import Replay, swap_parameters
 from laconic.activations.forwards.base import BlockMode, SiteForward
 from laconic.activations.forwards.checkpoint import is_plain
 from laconic.activations.forwards.elementwise import activation
@@ -223,8 +224,9 @@ class ProjectionForward(SiteForward):
 
             def again(x: Tensor, *saved: Tensor) -> Tensor:
                 # Those of forward: functional_call has others in their place, and takes them away again.
-                own = swapped_parameters(self.module, dict(zip(names, saved, strict=False)))
-                with torch.no_grad(), replay.again(saved[len(parameters) :]), own:
+                with torch.no_grad(), ExitStack() as undo:
+                    replay.again(saved[len(parameters) :], undo)
+                    swap_parameters(self.module, dict(zip(names, saved, strict=False)), undo)
                     # Not through the module's hooks: those of FSDP2 gather parameters, which are there in backward.
                     y: Tensor = self.original(x)
                 return y

@@ -21,6 +21,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from torch.nn.modules import module as module_of_torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from laconic.activations.backward.decisions import Decisions, Habit
-from laconic.activations.backward.replay import Replay, attributes_kept, forgetting
+from laconic.activations.backward.replay import Replay, forgetting, put_back
 from laconic.activations.forwards.base import SiteForward
 from laconic.activations.forwards.checkpoint import is_cache, is_empty, packed_inputs, run_again, without_caches
 from laconic.activations.host.modules import modules_of
@@ -102,7 +103,9 @@ class MixerForward(SiteForward):
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal has_run
             if has_run:
-                with attributes_kept(modules_of(self.module)):
+                with ExitStack() as undo:
+                    for own in map(vars, modules_of(self.module)):
+                        undo.callback(put_back, own, own.copy())
                     return self.run_module(*args, **kwargs)
             has_run = True
             args = tuple(caches.pop(place, arg) for place, arg in enumerate(args))
@@ -159,7 +162,8 @@ class MixerForward(SiteForward):
         random_state = replay.generators()
 
         def run() -> tuple[list[Any], Any]:
-            with forgetting(), replay.again(random_state):
+            with forgetting(), ExitStack() as undo:
+                replay.again(random_state, undo)
                 return tree_flatten(self.run_module(*args, **kwargs))
 
         first, spec = run()
@@ -182,7 +186,7 @@ class MixerForward(SiteForward):
             packed = {key: quantized(x, self.input_format).dequantize() for key, x in inputs.items()}
             decisions = Decisions(self.site.name)
             exact, rounded = (
-                self._gradient(values, args, kwargs, cotangent, replay.again(random_state), run)
+                self._gradient(values, args, kwargs, cotangent, partial(replay.again, random_state), run)
                 for values, run in ((inputs, decisions.first_run()), (packed, decisions.again()))
             )
             # Not the other way round: NaN is too large.
@@ -194,7 +198,8 @@ class MixerForward(SiteForward):
         args: Any,
         kwargs: Any,
         cotangent: Tensor,
-        *contexts: AbstractContextManager[Any],
+        again: Callable[[ExitStack], None],
+        decided: AbstractContextManager[Any],
     ) -> Tensor:
         """The gradients of the inputs and the mixer's parameters at `values` of the inputs, flattened, in fp64."""
         leaves = {key: value.detach().requires_grad_() for key, value in values.items()}
@@ -207,9 +212,9 @@ class MixerForward(SiteForward):
         )
         wanted = [*leaves.values(), *(p for p in self.module.parameters() if p.requires_grad)]
         with _no_hooks_on_gradients(self.module):
-            with hidden_from_trackers, ExitStack() as stack:
-                for context in contexts:
-                    stack.enter_context(context)
+            with hidden_from_trackers, ExitStack() as undo:
+                again(undo)
+                undo.enter_context(decided)
                 output = tree_flatten(self.run_module(*args, **kwargs))[0][0]
             if not output.requires_grad:  # a mask, say, in front of what does
                 return cotangent.new_zeros(0)

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
-from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType
 from typing import Any
 
@@ -73,8 +72,16 @@ def mode_of_others() -> TorchFunctionMode | None:
     return None
 
 
-_NAMES = tuple([name for name, value in vars(F).items() if callable(value)])
-_functions: Callable[[dict[str, Any]], tuple[Any, ...]] = itemgetter(*_NAMES)
+_last: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
+
+
+def _functions() -> dict[str, Any]:
+    """What torch.nn.functional holds by name; the same object until that changes."""
+    global _last
+    last, values = _last, tuple(vars(F).values())  # to look each of 200 names up takes twice as long
+    if values != last[0]:
+        _last = last = values, vars(F).copy()
+    return last[1]
 
 
 @lru_cache(1024)
@@ -101,23 +108,16 @@ class RunningCode:
 
     __slots__ = ("_called", "_forwards", "_functions", "_names", "_own", "_parts")
 
-    last: tuple[Any, ...] = ()
-    """The functions of the last object, which the next one shares."""
-
     def __init__(self, parts: Sequence[nn.Module] = ()) -> None:
-        self._functions = _functions(vars(F))
-        if self._functions == RunningCode.last:
-            self._functions = RunningCode.last
-        else:
-            RunningCode.last = self._functions
+        self._functions = _functions()
         self._parts = parts
         self._forwards = [getattr(type(part), "forward", None) for part in parts]  # torch.jit's has none
         self._own = [part.__dict__.get("forward") for part in parts]
         self._names = called_by(self._forwards[0]) if parts and self._forwards[0] is not None else ()
         self._called = [getattr(home, name, None) for home, name in self._names]
 
-    def again(self) -> AbstractContextManager[None]:
-        """While the block runs, what bears a name is what bore it then.
+    def again(self, undo: ExitStack) -> None:
+        """Until `undo` is closed, what bears a name is what bore it then.
 
         Raises:
             ModelError: torch's attention is another function, or a forward is another one.
@@ -129,40 +129,30 @@ class RunningCode:
                     f"{forward.__qualname__} in forward, and code that laconic runs again would compute something "
                     "else; call loss.backward() before another forward is put in its place"
                 )
-        now = _functions(vars(F))
+        now = _functions()
         called = [getattr(home, name, None) for home, name in self._names]
         own = [part.__dict__.get("forward") for part in self._parts]
-        if now == self._functions and called == self._called and own == self._own:
-            return nullcontext()
-        if now[_ATTENTION] is not self._functions[_ATTENTION]:
+        if (now is self._functions or now == self._functions) and called == self._called and own == self._own:
+            return
+        if now.get(_ATTENTION) is not self._functions[_ATTENTION]:
             raise ModelError(
                 "torch.nn.functional.scaled_dot_product_attention is another function in backward than in forward, as "
                 "it is when a context_parallel block begins or ends in between, and code that laconic runs again would "
                 "compute something else; call loss.backward() inside of the block in which the forward ran"
             )
-        then = zip((*((F, name) for name in _NAMES), *self._names), (*self._functions, *self._called), strict=True)
-        functions = [(home, name, value) for (home, name), value in then]
-        return _in_place(functions, [*zip(self._parts, own, self._own, strict=True)])
+        for part, forward, first in zip(self._parts, own, self._own, strict=True):
+            if forward is not first:
+                undo.callback(_store, part, forward)
+                _store(part, first)
+        places = (*[(F, name) for name in self._functions], *self._names)
+        for (home, name), function in zip(places, (*self._functions.values(), *self._called), strict=True):
+            current = getattr(home, name, None)
+            if current is not function:
+                undo.callback(setattr, home, name, current)
+                setattr(home, name, function)
 
 
-_ATTENTION = _NAMES.index("scaled_dot_product_attention")
-
-
-@contextmanager
-def _in_place(
-    functions: Sequence[tuple[Any, str, Any]], forwards: Sequence[tuple[nn.Module, Any, Any]]
-) -> Iterator[None]:
-    with ExitStack() as stack:
-        for part, now, then in forwards:
-            if now is not then:
-                stack.callback(_store, part, now)
-                _store(part, then)
-        for home, name, value in functions:
-            now = getattr(home, name, None)
-            if now is not value:
-                stack.callback(setattr, home, name, now)
-                setattr(home, name, value)
-        yield
+_ATTENTION = "scaled_dot_product_attention"
 
 
 def _store(part: nn.Module, forward: Any) -> None:

@@ -142,7 +142,8 @@ class Exchange:
 
     def wire(self, split_sizes: Splits | None = None, /, **settings: int | str) -> Wire:
         """The messages of the call. All ranks must have the same settings, and split sizes that fit."""
-        others = tuple(rank for rank in range(self.world) if rank != self.group_rank)
+        me = self.group_rank
+        others = tuple([rank for rank in range(self.world) if rank != me])
         common: Settings = {
             "function": self.function,
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -185,17 +186,18 @@ class Exchange:
         the call waits for that. A rank that sends another number than its peer expects is a ConfigError on every rank.
         """
         chunk = _all_to_all_of(received, sent)
-        nbytes = sum(x.nbytes for peer, x in enumerate(sent) if peer != self.group_rank)
-        raw = partial(
-            torch_compat.all_to_all_uneven, [bytes_of(x) for x in received], [bytes_of(x) for x in sent], self.group
-        )
         splits = Splits(tuple(into), tuple(out))
         if table is None:
             wire = self.wire(splits, splits="uneven")
             table = wire.table()
             most, longest = max(map(sum, table)), max(map(max, table))
             self._run(chunk, longest, None, asked=most, checks_late=self.is_all, wire=wire)
-        elif isinstance(self.codec, Raw):
+            return
+        raw = partial(
+            torch_compat.all_to_all_uneven, [bytes_of(x) for x in received], [bytes_of(x) for x in sent], self.group
+        )
+        nbytes = sum([x.nbytes for x in sent]) - sent[self.group_rank].nbytes
+        if isinstance(self.codec, Raw):
             # Bytes as they are, and nothing else: every two ranks know what travels between them.
             with losses_named(lambda: self.ranks, f"during {self.function}"):
                 raw().wait()

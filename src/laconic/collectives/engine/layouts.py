@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives.runtime.group_facts import check_member
+from laconic.ops.huge_pages import empty
 
 if TYPE_CHECKING:
     from laconic.collectives.engine.call import Exchange
@@ -92,9 +92,9 @@ class TwoLevelExchange:
 
         Between nodes first: what arrives there is passed on inside, decoded.
         """
-        column = mine.new_empty(self.cluster.world, mine.numel())
+        column = empty((self.cluster.world, mine.numel()), mine.dtype, mine.device)
         self.cluster.all_gather(column, mine)
-        columns = mine.new_empty(self.node.world, column.numel())
+        columns = empty((self.node.world, column.numel()), mine.dtype, mine.device)
         self.node.all_gather(columns, column.view(-1))
         rows.view(self.cluster.world, self.node.world, -1).copy_(
             columns.view(self.node.world, self.cluster.world, -1).transpose(0, 1)
@@ -105,19 +105,16 @@ class TwoLevelExchange:
 
         Inside the node first: each rank collects what its node has for the ranks of its own local rank on all nodes.
         """
-        shape = (self.cluster.world, self.node.world, sent.shape[1])
-        by_local_rank = sent.view(shape).transpose(0, 1).contiguous()  # [local rank, node, n]
-        collected = torch.empty_like(by_local_rank)  # [source's local rank, node, n]
-        self.node.all_to_all(collected.view(self.node.world, -1), by_local_rank.view(self.node.world, -1))
-        by_node = collected.transpose(0, 1).contiguous()  # [node, source's local rank, n]
-        self.cluster.all_to_all(received.view(self.cluster.world, -1), by_node.view(self.cluster.world, -1))
+        by_local_rank = _turned(sent, self.cluster.world)  # [local rank, node * n]
+        collected = empty(by_local_rank.shape, sent.dtype, sent.device)  # [source's local rank, node * n]
+        self.node.all_to_all(collected, by_local_rank)
+        by_node = _turned(collected.view(sent.shape), self.node.world)  # [node, source's local rank * n]
+        self.cluster.all_to_all(received.view(by_node.shape), by_node)
 
     def reduce_scatter(self, mine: Tensor, rows: Tensor, factor: float) -> None:
         """`mine` [n] becomes the sum of rows[rank] of rows [W, n]: each node's in fp32, rounded, then theirs."""
-        by_local_rank = (
-            rows.view(self.cluster.world, self.node.world, -1).transpose(0, 1).contiguous().view(self.node.world, -1)
-        )
-        sums = mine.new_empty(by_local_rank.shape[1])
+        by_local_rank = _turned(rows, self.cluster.world)
+        sums = empty(by_local_rank.shape[1:], mine.dtype, mine.device)
         node_factor, cluster_factor = (factor, 1.0) if self.cluster.world == 1 else (1.0, factor)
         self.node.reduce_scatter(sums, by_local_rank, node_factor)
         self.cluster.reduce_scatter(mine, sums.view(self.cluster.world, -1), cluster_factor)
@@ -125,12 +122,20 @@ class TwoLevelExchange:
     def all_reduce(self, x: Tensor, factor: float) -> None:
         """`x` [n] becomes its sum: each node's in fp32, rounded, then theirs, rounded; a part per local rank."""
         step = -(-x.numel() // self.node.world)
-        rows = x.new_zeros(self.node.world * step)
-        rows[: x.numel()].copy_(x)
-        rows = rows.view(self.node.world, step)
-        sums = x.new_empty(step)
+        flat = empty((self.node.world * step,), x.dtype, x.device)
+        flat[: x.numel()].copy_(x)
+        flat[x.numel() :].zero_()
+        rows = flat.view(self.node.world, step)
+        sums = empty((step,), x.dtype, x.device)
         node_factor, cluster_factor = (factor, 1.0) if self.cluster.world == 1 else (1.0, factor)
         self.node.reduce_scatter(sums, rows, node_factor)
         self.cluster.all_reduce(sums, cluster_factor)
         self.node.all_gather(rows, sums)
-        x.copy_(rows.view(-1)[: x.numel()])
+        x.copy_(flat[: x.numel()])
+
+
+def _turned(x: Tensor, num: int) -> Tensor:
+    """[m, num * n] of x [num * m, n]: part i of row j is row i * m + j."""
+    m, n = len(x) // num, x.shape[1]
+    turned = empty((m, num, n), x.dtype, x.device)
+    return turned.copy_(x.view(num, m, n).transpose(0, 1)).view(m, num * n)

@@ -50,6 +50,9 @@ WIRE_VERSION = 5
 _MESSAGE_TAG = 1 << 30
 """And above (see `Wire.tag`); announcements, torch_compat.py and programs stay below."""
 
+_END = 1 << 15
+"""Of the tag of a message's end."""
+
 _NO_TIMEOUT = timedelta()
 
 _MIN_ENDED_NBYTES = 1 << 17
@@ -329,10 +332,10 @@ class Wire:
         self.sent_nbytes += nbytes
         torch_compat.count_sent(nbytes)
 
-    def tag(self, number: int, numel: int, again: bool = False, end: bool = False) -> int:
-        """Of message `number` of this call, with `numel` elements; `again`: the fallback's; `end`: that of its end."""
+    def tag(self, number: int, numel: int, again: bool = False) -> int:
+        """Of message `number` of this call, of `numel` elements; `again`: the fallback's. An end's has `_END` in it."""
         fingerprint = zlib.crc32(self.announcement.line + numel.to_bytes(8, "little")) & 0x7FFF
-        return _MESSAGE_TAG | (self._call % 64) << 24 | (number % 128) << 17 | again << 16 | end << 15 | fingerprint
+        return _MESSAGE_TAG | (self._call % 64) << 24 | (number % 128) << 17 | again << 16 | fingerprint
 
     def lost(self, peer: int, error: RuntimeError) -> CollectiveError:
         """The error of the network as one that names the rank `peer` of the group and what was going on.
@@ -474,12 +477,11 @@ class InFlightMessages:
     def _with_end(self, codec: Codec, message: Tensor, numel: int, again: bool) -> list[tuple[Tensor, int]]:
         """A message, or where it is received, and its end if messages of this length have one; each with its tag."""
         wire = self._wire
-        parts = [(message, wire.tag(self._number, numel, again))]
+        tag = wire.tag(self._number, numel, again)
+        parts = [(message, tag)]
         nbytes = _buffer_nbytes(codec, numel, wire.dtype) if again else self._nbytes[numel]
         if nbytes >= _MIN_ENDED_NBYTES:
-            parts.append(
-                (torch.zeros(1, dtype=torch.uint8, device="cpu"), wire.tag(self._number, numel, again, end=True))
-            )
+            parts.append((torch.zeros(1, dtype=torch.uint8, device="cpu"), tag | _END))
         return parts
 
 
