@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -437,15 +438,16 @@ def test_layers_that_decide_nothing_are_looked_at_once(
 
 
 class LongIsSparse(nn.Module):
-    """Attention to the largest two scores only, from nine tokens on."""
+    """Attention to the largest two scores only, from nine tokens on, or where it is told so."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.longest_dense = 8
         self.query, self.value = nn.Linear(32, 32), nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.query(x) @ x.transpose(1, 2)
-        if x.shape[1] > 8:
+        if x.shape[1] > self.longest_dense:
             scores = scores.masked_fill(scores < scores.topk(2)[0][..., -1:], -torch.inf)
         out: Tensor = self.value(scores.softmax(-1) @ x)
         return out
@@ -458,6 +460,42 @@ def test_layers_that_decide_from_some_length_on_are_looked_at_again(monkeypatch:
         with counted(monkeypatch) as counts:
             model[0](torch.randn(2, length, 32, requires_grad=True)).sum().backward()
         assert (counts["decisions"] > 0) == decides
+
+
+def test_layers_that_are_told_to_decide_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.ModuleList([LongIsSparse()])
+    laconic.compress_activations(model, bits=8)
+    for longest, decides in ((8, False), (4, True), (8, False)):
+        model[0].longest_dense = longest
+        with counted(monkeypatch) as counts:
+            model[0](torch.randn(2, 6, 32, requires_grad=True)).sum().backward()
+        assert (counts["decisions"] > 0) == decides
+
+
+def sparse_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    logits = query @ key.mT
+    logits = logits.masked_fill(logits < logits.topk(4)[0][..., -1:], -torch.inf)
+    return (logits.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
+@pytest.mark.parametrize("options", [{"attention": "int8"}, {"attention": "recompute"}, {"checkpoint": "int8"}])
+def test_attention_that_is_put_in_place_later_decides_once(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("sparse in place", sparse_attention)
+    model = make_model("llama").train()
+    laconic.compress_activations(model, **options)
+    if "checkpoint" in options:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for implementation in ("sdpa", "sparse in place"):
+        model.set_attn_implementation(implementation)  # type: ignore[operator]
+        with counted(monkeypatch) as counts:
+            loss_of(model, make_ids()).backward()
+        pickle.dumps(model.model.layers)
+        assert (counts["decisions"] > 0) == (implementation != "sdpa")
 
 
 @pytest.mark.parametrize("family", few(sorted(set(MIXTURES) - {"gpt_oss"}), 2))

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import laconic
 from laconic.activations import ActivationPlan, SavedTensorTracker
@@ -105,6 +106,34 @@ def test_a_change_before_the_second_run_leaves_gradients_right_or_is_refused(pla
         assert change not in _ARE_RIGHT
         return
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_second_run_has_the_settings_of_its_forward(plan: str) -> None:
+    converted, found = make_model("llama").train(), []
+    laconic.compress_activations(converted, plan=_plan(plan))
+    for is_inside in (True, False):
+        model = copy.deepcopy(converted)
+        with sdpa_kernel(SDPBackend.MATH):
+            loss = loss_of(model, make_ids())
+            gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True) if is_inside else ()
+        gradients = gradients or torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        torch.stack([g.square().sum() for g in gradients]).sum().backward()  # which only this kernel has
+        found.append([*gradients, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def test_the_second_run_makes_tensors_in_the_dtype_of_its_forward() -> None:
+    model = _OneLayer(_Around()).bfloat16()
+    laconic.compress_activations(model, bits=8)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        out = model(torch.randn(2, 12, 64))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    out.sum().backward()
+    assert torch.get_default_dtype() == torch.float32
+    assert all(p.grad is not None for p in model.layers.parameters())
 
 
 @pytest.mark.parametrize("plan", ["feed-forward", "layers"])

@@ -139,11 +139,12 @@ class Decisions:
 
 
 class Habit:
-    """Whether code decides anything, which its first call in each mode shows.
+    """Whether code decides anything, which its first call in each mode shows, as long as nothing tells it to.
 
     The mode is that of the module, which of its arguments are there, and how long they are, as sparse attention may
-    begin at some length. Branches on anything else hardly ever make code decide later, and those on values are
-    decisions themselves.
+    begin at some length. What tells it are the code, flags among its arguments, numbers and strings in attributes, and
+    which attention a configuration of Hugging Face names. Branches on anything else hardly ever make code decide later,
+    and those on values are decisions themselves.
 
     Args:
         name: of the code, for errors.
@@ -151,16 +152,35 @@ class Habit:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._idle: frozenset[Any] = frozenset()
+        self._idle: dict[Any, list[Any]] = {}
 
-    def decisions(self, training: bool, args: Any, kwargs: Any) -> Decisions | None:
-        """Where a call with these arguments notes what it decides; None if it decides nothing in this mode."""
+    def __getstate__(self) -> dict[str, Any]:
+        return {"name": self.name, "_idle": {}}  # what it saw holds functions, which cannot all be pickled
+
+    def decisions(self, parts: Sequence[nn.Module], args: Any, kwargs: Any, code: object = None) -> Decisions | None:
+        """Where a call with these arguments notes what it decides; None if it decides nothing in this mode.
+
+        Args:
+            parts: the module, and those inside of it that the code reads.
+            args, kwargs: of the call.
+            code: what is called, if it is no forward.
+        """
         there = tuple([x.shape if type(x) is Tensor else x is None for x in args])
-        mode = (training, there, *[(name, x is None) for name, x in kwargs.items()])
-        return None if mode in self._idle else Decisions(self.name, partial(self._learn, mode))
+        mode = (parts[0].training, there, *[(name, x is None) for name, x in kwargs.items()])
+        told = [code, *[x for x in (*args, *kwargs.values()) if type(x) in _FLAGS]]
+        for part in parts:
+            attributes = part.__dict__
+            told += [x for x in attributes.values() if type(x) in _PLAIN]
+            if "config" in attributes:
+                told.append(getattr(attributes["config"], "_attn_implementation", None))
+        return None if self._idle.get(mode) == told else Decisions(self.name, partial(self._learn, mode, told))
 
-    def _learn(self, mode: Any) -> None:
-        self._idle |= {mode}
+    def _learn(self, mode: Any, told: list[Any]) -> None:
+        self._idle[mode] = told
+
+
+_FLAGS = frozenset({bool, str})
+_PLAIN = _FLAGS | {int, float}
 
 
 class _Run(TorchFunctionMode):

@@ -123,7 +123,7 @@ class AttentionCore(OfModule):
         kwargs: dict[str, Any],
     ) -> Any:
         RUNNING.site = self.site.name
-        decisions = self.habit.decisions(module.training, (*qkv, *rest), kwargs)
+        decisions = self.habit.decisions((module,), (*qkv, *rest), kwargs, attend)
         replay = Replay(qkv[0].device, module, decisions, calls_forward=False)
         call, others = BoundFunction.of(partial(attend, module), 3, rest, kwargs)
         run = SecondRun(

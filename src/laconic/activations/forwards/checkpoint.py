@@ -349,7 +349,7 @@ class LayerForward(Replacement):
                 return self.original(*args, **kwargs)
             _warn_no_cache(type(self.module).__name__)
             args, kwargs = without_caches(args, kwargs)
-        decisions = self.habit.decisions(self.module.training, args, kwargs)
+        decisions = self.habit.decisions(modules_of(self.module), args, kwargs)
         with packed_inputs(args, self.format, decisions) as region:
             return run_again(
                 region(self.original), args, kwargs, modules_of(self.module), f"a layer {type(self.module).__name__}"
@@ -364,7 +364,7 @@ class LayerForward(Replacement):
 
     def _under_host(self, args: Any, kwargs: Any) -> Any:
         """The forward of a layer that Hugging Face's function checkpoints."""
-        decisions = self.habit.decisions(True, args, kwargs)
+        decisions = self.habit.decisions(modules_of(self.module), args, kwargs)
         with packed_inputs(args, self.format, decisions) as region:
             if decisions is None:
                 return self.original(*args, **kwargs)

@@ -25,6 +25,7 @@ from laconic.activations.backward.replay import Replay, forgetting
 from laconic.activations.backward.rerun import graft, rebuilt
 from laconic.activations.backward.saving import BoundFunction, SecondRun
 from laconic.activations.forwards.base import SiteForward
+from laconic.activations.host.modules import modules_of
 from laconic.activations.host.patched import NATIVE, unpatched
 from laconic.activations.keep.choice import Packing
 from laconic.activations.keep.kept import keep
@@ -114,6 +115,6 @@ class ExpertsForward(SiteForward):
             (kept,),
             self.module,
             own,
-            Replay(x.device, self.module, self.habit.decisions(self.module.training, args, kwargs)),
+            Replay(x.device, self.module, self.habit.decisions(modules_of(self.module), args, kwargs)),
         )
         return run.first(x, *others)

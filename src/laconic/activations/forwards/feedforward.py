@@ -28,6 +28,7 @@ from laconic.activations.forwards.checkpoint import is_plain
 from laconic.activations.forwards.elementwise import activation
 from laconic.activations.forwards.replacement import replacements_of
 from laconic.activations.host.dtensors import is_packable
+from laconic.activations.host.modules import modules_of
 from laconic.activations.host.patched import NATIVE, unpatched
 from laconic.activations.keep.choice import Packing
 from laconic.activations.keep.kept import attach, derive, found, found_or_held
@@ -215,7 +216,7 @@ class ProjectionForward(SiteForward):
 
     def run(self, x: Tensor, is_traced: bool) -> Tensor:
         """The projection of x by the module's own code, with the note on its output."""
-        replay = Replay(x.device, self.module, self.habit.decisions(self.module.training, (x,), {}))
+        replay = Replay(x.device, self.module, self.habit.decisions(modules_of(self.module), (x,), {}))
         y, state = replay.run(lambda: self.original(x))
         if y.requires_grad:
             kept = found_or_held(x)  # what the layer itself keeps of x, if that is not all of it

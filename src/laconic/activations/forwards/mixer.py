@@ -88,7 +88,7 @@ class MixerForward(SiteForward):
                     type(self.module).__name__,
                 )
                 return self.original(*args, **kwargs)
-        decisions = self.habit.decisions(self.module.training, args, kwargs)
+        decisions = self.habit.decisions(modules_of(self.module), args, kwargs)
         caches = {name: leaf for name, leaf in (*enumerate(args), *kwargs.items()) if is_cache(leaf)}
         args, kwargs = without_caches(args, kwargs)  # which the graph would hold, with all keys and values
         with packed_inputs(

@@ -3,7 +3,8 @@
 `torch.nn.functional.softmax` hands a mode the function that bears its name at that moment. Where a host has put a
 wrapper in its place, that is the wrapper, which is running already: a mode that calls it computes it twice.
 
-Code that runs again in backward runs with the functions of forward, whatever the host has put where in between.
+Code that runs again in backward runs with the functions of forward, whatever the host has put where in between, and
+with torch's settings of forward, such as those of a block of `torch.nn.attention.sdpa_kernel` that has ended.
 """
 
 from __future__ import annotations
@@ -99,17 +100,35 @@ def called_by(forward: Callable[..., Any]) -> tuple[tuple[Any, str], ...]:
     )
 
 
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+    *(
+        (getattr(torch._C, f"_get_{kernel}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{kernel}"))
+        for kernel in ("flash", "mem_efficient", "math", "cudnn", "overrideable")
+    ),
+)
+"""Readers and writers of settings that choose kernels, whose dropout and derivatives differ, and new tensors' dtype."""
+
+
+def _settings() -> list[Any]:
+    return [read() for read, _ in _SETTINGS]
+
+
 class RunningCode:
-    """The functions of torch.nn.functional, and the forwards of some modules and of their classes, as they are now.
+    """Functions of torch.nn.functional, forwards of some modules and of their classes, and settings, as they are now.
 
     Args:
         parts: the modules; of the first one also the functions that it calls by name.
     """
 
-    __slots__ = ("_called", "_forwards", "_functions", "_names", "_own", "_parts")
+    __slots__ = ("_called", "_forwards", "_functions", "_names", "_own", "_parts", "_settings")
 
     def __init__(self, parts: Sequence[nn.Module] = ()) -> None:
         self._functions = _functions()
+        self._settings = _settings()
         self._parts = parts
         self._forwards = [getattr(type(part), "forward", None) for part in parts]  # torch.jit's has none
         self._own = [part.__dict__.get("forward") for part in parts]
@@ -117,7 +136,7 @@ class RunningCode:
         self._called = [getattr(home, name, None) for home, name in self._names]
 
     def again(self, undo: ExitStack) -> None:
-        """Until `undo` is closed, what bears a name is what bore it then.
+        """Until `undo` is closed, what bears a name is what bore it then, and settings are what they were.
 
         Raises:
             ModelError: torch's attention is another function, or a forward is another one.
@@ -132,7 +151,9 @@ class RunningCode:
         now = _functions()
         called = [getattr(home, name, None) for home, name in self._names]
         own = [part.__dict__.get("forward") for part in self._parts]
-        if (now is self._functions or now == self._functions) and called == self._called and own == self._own:
+        settings = _settings()
+        # Comparing tuples begins with whether two elements are one object.
+        if (now, called, own, settings) == (self._functions, self._called, self._own, self._settings):
             return
         if now.get(_ATTENTION) is not self._functions[_ATTENTION]:
             raise ModelError(
@@ -140,6 +161,10 @@ class RunningCode:
                 "it is when a context_parallel block begins or ends in between, and code that laconic runs again would "
                 "compute something else; call loss.backward() inside of the block in which the forward ran"
             )
+        for (_, write), setting, first in zip(_SETTINGS, settings, self._settings, strict=True):
+            if setting != first:
+                undo.callback(write, setting)
+                write(first)
         for part, forward, first in zip(self._parts, own, self._own, strict=True):
             if forward is not first:
                 undo.callback(_store, part, forward)
