@@ -107,12 +107,16 @@ class FunctionCall:
         function, args, kwargs: of the call.
         mask: the factors of zero or one number that the call's dropout drew, or the sides of zero of a
             relu's values, once they were packed.
+        late: what is saved for the input of a call that computes the `mean` of each channel, and that input: it is
+            packed when the call has returned.
     """
 
     function: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     mask: Coded | None = field(default=None, init=False)
+    late: tuple[Any, Tensor] | None = field(default=None, init=False)
+    mean: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.family = _FAMILIES.get(self.function)
@@ -122,6 +126,11 @@ class FunctionCall:
         assert self.family is not None
         position = _SIGNATURES[self.family].index(name)
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+    @property
+    def computes_mean(self) -> bool:
+        """Whether the call is of a batch norm in training: the first statistics that it saves are means."""
+        return self.family == "batch_norm" and bool(self.argument("training", False))
 
     @property
     def is_in_place(self) -> bool:
@@ -154,8 +163,9 @@ class FunctionCall:
             x: [batch, channels, ...], what the call saves.
 
         Returns:
-            [1, channels, ...] for batch norm, from as many samples as hold `ENOUGH` values of a channel; [batch,
-            channels, ...] for group and instance norm. None for other functions, and for small channels of the latter.
+            [1, channels, ...] for batch norm, in evaluation from as many samples as hold `ENOUGH` values of a channel;
+            [batch, channels, ...] for group and instance norm. None for other functions, and for small channels of the
+            latter.
         """
         if self.family not in ("batch_norm", "group_norm", "instance_norm") or x.dim() < 2:
             return None
@@ -163,7 +173,7 @@ class FunctionCall:
             return None
         size, rest = x.shape[2:].numel(), tuple(range(2, x.dim()))
         if self.family == "batch_norm":
-            return mean_of_channels(x)
+            return mean_of_channels(x) if self.mean is None else as_center(self.mean, x)
         return x.mean(rest, keepdim=True) if size >= ENOUGH else None
 
     def code(self, tensor: Tensor) -> Coded | None:
@@ -339,6 +349,11 @@ def mean_of_channels(x: Tensor) -> Tensor:
     """[1, channels, ...]: about the mean of each, of the first samples of x [batch, channels, ...]."""
     num_samples = max(1, -(-ENOUGH // max(x.shape[2:].numel(), 1)))
     return x[:num_samples].mean((0, *range(2, x.dim())), keepdim=True)
+
+
+def as_center(mean: Tensor, x: Tensor) -> Tensor:
+    """The means [channels] of x [batch, channels, ...] as [1, channels, ...], in its dtype."""
+    return mean.to(x.dtype).view(1, -1, *[1] * (x.dim() - 2))
 
 
 def relu_again(signs: Coded | None) -> Again:
