@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -99,7 +99,6 @@ class Side:
     correct: Callable[[Tensor, Tensor], Tensor]
 
 
-@dataclass
 class FunctionCall:
     """One call of a function of torch.
 
@@ -107,30 +106,27 @@ class FunctionCall:
         function, args, kwargs: of the call.
         mask: the factors of zero or one number that the call's dropout drew, or the sides of zero of a
             relu's values, once they were packed.
-        late: what is saved for the input of a call that computes the `mean` of each channel, and that input: it is
-            packed when the call has returned.
+        normed: of a batch norm in training its input, weight, running mean and variance; else empty.
+        mean: of each channel, the first of what such a call saves beside these.
+        late: what is saved for the input of such a call, and that input, which is packed when the call has returned.
     """
 
-    function: Callable[..., Any]
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    mask: Coded | None = field(default=None, init=False)
-    late: tuple[Any, Tensor] | None = field(default=None, init=False)
-    mean: Tensor | None = field(default=None, init=False)
+    mask: Coded | None = None
+    normed: tuple[Any, ...] = ()
+    mean: Tensor | None = None
+    late: tuple[Any, Tensor] | None = None
 
-    def __post_init__(self) -> None:
-        self.family = _FAMILIES.get(self.function)
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self.family = _FAMILIES.get(function)
+        if self.family == "batch_norm" and self.argument("training", False):
+            self.normed = tuple(map(self.argument, ("input", "weight", "running_mean", "running_var")))
 
     def argument(self, name: str, default: Any = None) -> Any:
         """An argument by name; `default` where it was not given."""
         assert self.family is not None
         position = _SIGNATURES[self.family].index(name)
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
-
-    @property
-    def computes_mean(self) -> bool:
-        """Whether the call is of a batch norm in training: the first statistics that it saves are means."""
-        return self.family == "batch_norm" and bool(self.argument("training", False))
 
     @property
     def is_in_place(self) -> bool:

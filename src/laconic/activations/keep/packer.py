@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from laconic.activations.host.audited import AUDITED
 from laconic.activations.host.dtensors import warn_exact
+from laconic.activations.host.modules import modules_of
 from laconic.activations.host.patched import NATIVE, unpatched
 from laconic.activations.host.streams import record_reader, stream_of
 from laconic.activations.host.tracker import own_storages
@@ -31,7 +33,7 @@ from laconic.activations.keep.exact_codes import MemoryLayout, as_mask, mask_of_
 from laconic.activations.keep.function_rules import Again, FunctionCall
 from laconic.activations.keep.kept import Kept, Tensors, attach, derive, found, held, known, pack
 from laconic.activations.keep.masked_relu import masked_relu, may_be_masked
-from laconic.activations.keep.witnesses import RUNNING, check_unchanged, glance, glances, same
+from laconic.activations.keep.witnesses import RUNNING, check_unchanged, glance, same
 from laconic.errors import ModelError
 from laconic.ops import DTYPES
 from laconic.ops.codebooks import AFFINE, LEVEL_MAX
@@ -44,6 +46,9 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """Pack and unpack."""
 
 
+_VERSION = attrgetter("_version")
+
+
 class _Saved:
     """What autograd holds in the place of a tensor: what the hooks around made of `tensors`, and the way back."""
 
@@ -52,7 +57,7 @@ class _Saved:
     def __init__(self, tensors: Tensors, unpack: _Unpack, outer: Hooks | None) -> None:
         self._tensors: Any = tensors if outer is None else tuple(map(outer[0], tensors))
         self._unpack, self._outer = unpack, outer
-        self._versions = sum([tensor._version for tensor in tensors])
+        self._versions = sum(map(_VERSION, tensors))
 
     def restore(self) -> Tensor:
         if torch.is_grad_enabled():  # where backward makes a graph of the gradients
@@ -60,7 +65,7 @@ class _Saved:
                 return self.restore()
         if self._outer is not None:  # these may be copies, whose versions say nothing
             return self._unpack(tuple(map(self._outer[1], self._tensors)))
-        if sum([tensor._version for tensor in self._tensors]) != self._versions:  # torch does not look below hooks
+        if sum(map(_VERSION, self._tensors)) != self._versions:  # torch does not look below hooks
             shapes = ", ".join(str(list(tensor.shape)) for tensor in self._tensors)
             raise ModelError(
                 f"a tensor that backward needs, one of {shapes}, was changed in place after the forward that saved it, "
@@ -126,7 +131,7 @@ class Packer(TorchFunctionMode):
         # Hooks around these see what these make of a tensor: save_on_cpu gets codes.
         self._outer = hooks_around()
         self.leave_out(module)
-        for part in module.modules():
+        for part in modules_of(module):
             if part._compiled_call_impl is not None:  # its graph takes the parameters of all inside, and runs no hook
                 for inside in part.modules():
                     self.leave_out(inside)
@@ -191,12 +196,11 @@ class Packer(TorchFunctionMode):
 
     def _pack(self, tensor: Tensor) -> _Saved:
         call = self._call
-        if call is not None and call.computes_mean:
-            x, *given = (call.argument(name) for name in ("input", "weight", "running_mean", "running_var"))
-            if call.late is None and tensor.numel() == x.numel():
+        if call is not None and call.normed:
+            if call.late is None and tensor.numel() == call.normed[0].numel():
                 call.late = _Saved.__new__(_Saved), tensor
                 return call.late[0]
-            if call.mean is None and not any([tensor is other for other in given]):
+            if call.mean is None and not any([tensor is given for given in call.normed]):
                 call.mean = tensor
         return _Saved(*self._packed(tensor, call))
 
@@ -232,10 +236,12 @@ class Packer(TorchFunctionMode):
 
     def _exact(self, tensor: Tensor) -> tuple[Tensors, _Unpack, Hooks | None]:
         # Statistics of a batch norm are saved, changed by its own forward, and not read in backward.
-        seen = glances((tensor,)) if tensor.requires_grad else (None,)
+        seen = glance(tensor) if tensor.requires_grad and tensor.is_floating_point() else None
+        if seen is None:
+            return (tensor.detach(),), itemgetter(0), self._outer
 
         def unchanged(tensors: tuple[Tensor, ...]) -> Tensor:
-            check_unchanged(seen, tensors)
+            check_unchanged((seen,), tensors)
             return tensors[0]
 
         # With the node that made it, the graph would hold itself.
