@@ -150,7 +150,7 @@ def saved(patch: Patch, change: Callable[[Tensor, bool], Tensor]) -> None:
     """Change what torch's own backward gets: `change(tensor, whether it was rebuilt)`."""
     for kind in (saving._Rebuilt, saving._AsItIs):
         is_rebuilt = kind is saving._Rebuilt
-        after(patch, kind, "restore", lambda x, *_, is_rebuilt=is_rebuilt: change(x, is_rebuilt))
+        after(patch, kind, "__call__", lambda x, *_, is_rebuilt=is_rebuilt: change(x, is_rebuilt))
 
 
 @fault("a value of another layer", LLAMA)

@@ -71,7 +71,6 @@ def take(memo: Memo, tensors: Tensors, edge: Tensor | None, after: Tensor | None
     """
     if not torch.is_grad_enabled():
         return memo.take(tensors, after)
-    memo.lend()
     with torch.no_grad():
         value = memo.take(tensors)
     return connected(value, edge)

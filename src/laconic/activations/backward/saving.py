@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
-from operator import methodcaller
+from operator import call
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from laconic.activations.backward.replay import (
 )
 from laconic.activations.host.storages import laid_out, overlaps
 from laconic.activations.host.traceable import untraced
+from laconic.activations.keep.function_rules import as_center
 from laconic.activations.keep.kept import Kept, Memo, take_all
 from laconic.activations.keep.packer import hooks_around
 from laconic.activations.keep.witnesses import check_unchanged, glance, glances
@@ -108,14 +109,14 @@ class Instead:
 
     def around(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)`, which saves that."""
-        _push(self, _restore)
+        _push(self, call)
         try:
             return function(*args)
         finally:
             _pop()
             del self._kept  # torch holds this object, whose codes hooks around may hold elsewhere
 
-    def __call__(self, x: Tensor) -> _Saved:
+    def __call__(self, x: Tensor) -> Callable[[], Tensor]:
         """What is saved for `x`."""
         is_it = x.data_ptr() == self._address and x.numel() == self._numel and x.dtype is self._dtype
         if is_it and (self._gaps is None or self._gaps == (x.size(), x.stride())):
@@ -125,24 +126,72 @@ class Instead:
 
 @untraced
 class InsteadOfImage(Instead):
-    """The same for a layer of images.
+    """The same for a layer of images."""
 
-    Args:
-        x, kept: see `Instead`.
-        updates: the layer saves statistics that it changes itself, and that its backward does not read.
-    """
+    __slots__ = ()
 
-    __slots__ = ("_updates",)
+    def __init__(self, x: Tensor, kept: Kept) -> None:
+        self._address, self._numel, self._kept = x.data_ptr(), x.numel(), kept
+        self._outer = None if _innermost_hooks(False) is None else hooks_around()
 
-    def __init__(self, x: Tensor, kept: Kept, *, updates: bool = False) -> None:
-        super().__init__(x, kept)
-        self._updates = updates
-
-    def __call__(self, x: Tensor) -> _Saved:
+    def __call__(self, x: Tensor) -> Callable[[], Tensor]:
         """What is saved for `x`."""
         if x.data_ptr() == self._address and x.numel() == self._numel:
             return _Rebuilt(self._kept, self._outer, None, None)
-        return _AsItIs(x, self._outer, looks=x.requires_grad or not self._updates)
+        return _AsItIs(x, self._outer)
+
+
+@untraced
+class InsteadOfNormed:
+    """What a batch norm in training saves: in the place of its input what `keep` is given afterwards.
+
+    Beside weight and input it saves the buffers that it changes itself, which its backward does not read, and
+    statistics that nobody else has: the first are the means.
+
+    Args:
+        x: its input.
+        weight: of the norm, or None.
+        buffers: running mean and variance, or None.
+    """
+
+    __slots__ = ("_address", "_mean", "_numel", "_outer", "_rebuilt", "_running", "_weight")
+
+    def __init__(self, x: Tensor, weight: Tensor | None, *buffers: Tensor | None) -> None:
+        self._address, self._numel, self._weight = x.data_ptr(), x.numel(), weight
+        self._running = tuple(map(id, buffers))
+        self._outer = None if _innermost_hooks(False) is None else hooks_around()
+        self._rebuilt: _Rebuilt | None = None
+        self._mean: Tensor | None = None
+
+    def around(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(*args)`, which saves that."""
+        _push(self, call)
+        try:
+            return function(*args)
+        finally:
+            _pop()
+
+    def __call__(self, x: Tensor) -> Callable[[], Tensor]:
+        """What is saved for `x`."""
+        if x.data_ptr() == self._address and x.numel() == self._numel:
+            self._rebuilt = saved = _Rebuilt.__new__(_Rebuilt)
+            return saved
+        if x is self._weight:
+            return _AsItIs(x, self._outer)
+        if self._mean is None and id(x) not in self._running:
+            self._mean = x
+        # Nothing of ours runs for what torch itself gives back.
+        return x.detach if self._outer is None else _AsItIs(x, self._outer, looks=False)
+
+    def center(self, x: Tensor) -> Tensor | None:
+        """The means [1, channels, ...] of the input x [batch, channels, ...], in its dtype."""
+        return None if self._mean is None else as_center(self._mean, x)
+
+    def keep(self, kept: Kept) -> None:
+        """Have `kept` rebuild the input; torch holds this object, which holds no more then."""
+        if self._rebuilt is not None:
+            self._rebuilt.__init__(kept, self._outer, None, None)  # type: ignore[misc]
+        del self._rebuilt, self._mean
 
 
 @untraced
@@ -162,7 +211,7 @@ class InsteadOfCasts(Instead):
         # One that is computed anew in each forward is not there anyway, and its cast is the smaller of the two.
         self._weight = weight.detach() if weight.is_leaf else None
 
-    def __call__(self, x: Tensor) -> _Saved:
+    def __call__(self, x: Tensor) -> Callable[[], Tensor]:
         """What is saved for `x`."""
         if x.numel() == self._numel and x.dtype is not self._dtype and x.is_contiguous():
             return _Rebuilt(self._kept, self._outer, x.dtype, x)
@@ -174,21 +223,8 @@ class InsteadOfCasts(Instead):
         return super().__call__(x)
 
 
-class _Saved:
-    """What autograd holds in the place of a tensor."""
-
-    __slots__ = ()
-
-    def restore(self) -> Tensor:
-        """The tensor."""
-        raise TypeError(f"{type(self).__name__} has to define restore")
-
-
-_restore: Callable[[_Saved], Tensor] = methodcaller("restore")
-
-
 @untraced
-class _Rebuilt(Held, _Saved):
+class _Rebuilt(Held):
     """What rebuilds a tensor, in another dtype where there is one, and the view of it that was saved: `x`.
 
     A dense view is one in rows of so many values, or has a size and a stride; None is the tensor as it is.
@@ -205,12 +241,11 @@ class _Rebuilt(Held, _Saved):
             is_rows = x.dim() == 2 and x.numel() and x.is_contiguous()
             self._view = x.shape[1] if is_rows else (x.size(), x.stride())
 
-    def restore(self) -> Tensor:
+    def __call__(self) -> Tensor:
         """The value that is rebuilt."""
         if torch.is_grad_enabled():  # where backward makes a graph of the gradients
-            self._memo.lend()
             with torch.no_grad():
-                return self.restore()
+                return self()
         value = self._memo.take(self.tensors())
         if self._dtype is not None:
             value = value.to(self._dtype)
@@ -220,7 +255,7 @@ class _Rebuilt(Held, _Saved):
 
 
 @untraced
-class _AsItIs(_Saved):
+class _AsItIs:
     """A tensor that is saved itself."""
 
     __slots__ = ("_seen", "_unpack", "_version", "_x")
@@ -232,7 +267,7 @@ class _AsItIs(_Saved):
         self._x: Any = x if outer is None else outer[0](x)
         self._unpack: Any = None if outer is None else outer[1]
 
-    def restore(self) -> Tensor:
+    def __call__(self) -> Tensor:
         """The tensor, if it holds what it held."""
         x: Tensor = self._x if self._unpack is None else self._unpack(self._x)
         if self._unpack is None and x._version != self._version:
@@ -253,10 +288,10 @@ class _Cast(_AsItIs):
         super().__init__(weight, None)
         self._dtype, self._is_transposed = dtype, is_transposed
 
-    def restore(self) -> Tensor:
+    def __call__(self) -> Tensor:
         """A weight in the dtype of autocast."""
         with torch.no_grad():
-            cast = super().restore().to(self._dtype)
+            cast = super().__call__().to(self._dtype)
         return cast.t() if self._is_transposed else cast
 
 

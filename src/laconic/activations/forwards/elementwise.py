@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from laconic.activations.backward import functions
 from laconic.activations.backward.derivatives import derivative
 from laconic.activations.forwards.base import SiteForward
+from laconic.activations.forwards.checkpoint import is_plain
 from laconic.activations.forwards.dropout import unpack_mask
 from laconic.activations.forwards.leaves import run_packed
 from laconic.activations.keep.choice import Packing, block_format_of
@@ -98,7 +99,7 @@ class ElementwiseForward(SiteForward):
         """Of a picture, say: what torch's own function saves is packed; see leaves.py."""
         if torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
-        return run_packed(self, self.format, *args, **kwargs)
+        return run_packed(self, self.format, is_plain(), *args, **kwargs)
 
     def run(self, x: Tensor, is_traced: bool) -> Tensor:
         """The activation of x, saving x packed."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.activations.backward.derivatives import is_transformed
-from laconic.activations.backward.saving import InsteadOfImage
+from laconic.activations.backward.saving import InsteadOfImage, InsteadOfNormed
 from laconic.activations.forwards.checkpoint import is_plain, runs_twice
 from laconic.activations.forwards.replacement import Replacement
 from laconic.activations.keep.choice import Packing, block_format_of
@@ -47,21 +47,28 @@ class LeafForward(Replacement):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's own forward; where gradients are wanted, with what it saves packed."""
-        if torch.compiler.is_compiling():
+        if not (is_ordinary := is_plain()) and torch.compiler.is_compiling():
             _compiled_is_exact()
             return self.original(*args, **kwargs)
-        return run_packed(self, self.format, *args, **kwargs)
+        return run_packed(self, self.format, is_ordinary, *args, **kwargs)
 
 
-def run_packed(forward: Replacement, format: Packing, *args: Any, **kwargs: Any) -> Any:
-    """The forward that `forward` has replaced; where gradients are wanted, with what it saves packed in `format`."""
-    if not is_plain() and (not torch.is_grad_enabled() or runs_twice() or is_transformed()):
-        return forward.original(*args, **kwargs)
-    packer = running_packer()
-    if packer is not None:
-        with packer.packing_as(format):
-            packer.leave_out(forward.module)
+def run_packed(forward: Replacement, format: Packing, is_ordinary: bool, *args: Any, **kwargs: Any) -> Any:
+    """The forward that `forward` has replaced; where gradients are wanted, with what it saves packed in `format`.
+
+    Args:
+        forward, args, kwargs: it, and its arguments.
+        format: how tensors are packed that are rounded.
+        is_ordinary: `is_plain()`.
+    """
+    if not is_ordinary:
+        if not torch.is_grad_enabled() or runs_twice() or is_transformed():
             return forward.original(*args, **kwargs)
+        packer = running_packer()
+        if packer is not None:
+            with packer.packing_as(format):
+                packer.leave_out(forward.module)
+                return forward.original(*args, **kwargs)
     known = _KNOWN.get(type(forward.module))
     if known is not None and _is_as_known(forward, known[0], args, kwargs):
         y = known[1](forward, args[0], format)
@@ -84,28 +91,42 @@ def _is_as_known(forward: Replacement, of_class: Callable[..., Any], args: Any, 
 
 def _convolution(forward: Any, x: Tensor, format: Packing) -> Any:
     module = forward.module
-    weight = module.weight
+    weight = module._parameters.get("weight")
     # Without a gradient of its weight it saves nothing that is packed, and padding may be a function of its own.
-    if type(weight) not in (nn.Parameter, Tensor) or not weight.requires_grad or "_conv_forward" in vars(module):
+    if type(weight) not in (nn.Parameter, Tensor) or not weight.requires_grad or "_conv_forward" in module.__dict__:
         return None
     if module.padding_mode != "zeros" or isinstance(module.padding, str):
         return None
     RUNNING.site = forward.site.name
-    return InsteadOfImage(x, keep_image(x, format)).around(forward.original, x)
+    return InsteadOfImage(x, keep_image(x, format)).around(nn.Conv2d.forward, module, x)
 
 
 def _batch_norm(forward: Any, x: Tensor, format: Packing) -> Any:
     module = forward.module
-    mean, variance, *affine = given = (module.running_mean, module.running_var, module.weight, module.bias)
-    wanted = any([tensor is not None and tensor.requires_grad for tensor in (x, *affine)])
-    if not wanted or x.numel() < ENOUGH * x.shape[1]:
+    parameters, buffers = module._parameters, module._buffers
+    try:
+        mean, variance = buffers["running_mean"], buffers["running_var"]
+        weight, bias = parameters["weight"], parameters["bias"]
+    except KeyError:  # somebody computes one of them
+        return None
+    if not any([tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)]):
         return None
     RUNNING.site = forward.site.name
-    kept = keep_image(x, format, mean_of_channels)
     training = module.training or (mean is None and variance is None)
-    y = InsteadOfImage(x, kept, updates=training).around(forward.original, x)
-    unbiased = block_format_of(format).is_stochastic
-    note(y, kept, batch_norm_again(x, given, training, module.eps, unbiased), makes_new=True)
+    if x.numel() < ENOUGH * x.shape[1]:
+        kept = None if x.is_leaf else found(x)
+        y = nn.BatchNorm2d.forward(module, x)
+    elif training:
+        instead = InsteadOfNormed(x, weight, mean, variance)
+        y = instead.around(nn.BatchNorm2d.forward, module, x)
+        kept = keep_image(x, format, instead.center)
+        instead.keep(kept)
+    else:
+        kept = keep_image(x, format, mean_of_channels)
+        y = InsteadOfImage(x, kept).around(nn.BatchNorm2d.forward, module, x)
+    if kept is not None:
+        given, unbiased = (mean, variance, weight, bias), block_format_of(format).is_stochastic
+        note(y, kept, batch_norm_again(x, given, training, module.eps, unbiased), makes_new=True)
     return y
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laconic.formats.shards import local_part
 
@@ -34,13 +34,13 @@ def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 def storages_of(tensor: Tensor) -> tuple[torch.UntypedStorage, ...]:
     """The storages of `dense_parts`."""
+    if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided:  # nearly all
+        return (tensor.untyped_storage(),)
     return tuple(part.untyped_storage() for part in dense_parts(tensor))
 
 
 def place_of(tensor: Tensor) -> tuple[int, ...]:
     """Addresses of `storages_of`: equal for tensors that share all they hold, as long as one of them lives."""
-    if type(tensor) is Tensor and tensor.layout == torch.strided:  # nearly all
-        return (tensor.untyped_storage()._cdata,)
     return tuple(storage._cdata for storage in storages_of(tensor))
 
 

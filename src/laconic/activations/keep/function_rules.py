@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -99,7 +99,6 @@ class Side:
     correct: Callable[[Tensor, Tensor], Tensor]
 
 
-@dataclass
 class FunctionCall:
     """One call of a function of torch.
 
@@ -107,15 +106,21 @@ class FunctionCall:
         function, args, kwargs: of the call.
         mask: the factors of zero or one number that the call's dropout drew, or the sides of zero of a
             relu's values, once they were packed.
+        normed: of a batch norm in training its input, weight, running mean and variance; else empty.
+        mean: of each channel, the first of what such a call saves beside these.
+        late: what is saved for the input of such a call, and that input, which is packed when the call has returned.
     """
 
-    function: Callable[..., Any]
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    mask: Coded | None = field(default=None, init=False)
+    mask: Coded | None = None
+    normed: tuple[Any, ...] = ()
+    mean: Tensor | None = None
+    late: tuple[Any, Tensor] | None = None
 
-    def __post_init__(self) -> None:
-        self.family = _FAMILIES.get(self.function)
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self.family = _FAMILIES.get(function)
+        if self.family == "batch_norm" and self.argument("training", False):
+            self.normed = tuple(map(self.argument, ("input", "weight", "running_mean", "running_var")))
 
     def argument(self, name: str, default: Any = None) -> Any:
         """An argument by name; `default` where it was not given."""
@@ -154,8 +159,9 @@ class FunctionCall:
             x: [batch, channels, ...], what the call saves.
 
         Returns:
-            [1, channels, ...] for batch norm, from as many samples as hold `ENOUGH` values of a channel; [batch,
-            channels, ...] for group and instance norm. None for other functions, and for small channels of the latter.
+            [1, channels, ...] for batch norm, in evaluation from as many samples as hold `ENOUGH` values of a channel;
+            [batch, channels, ...] for group and instance norm. None for other functions, and for small channels of the
+            latter.
         """
         if self.family not in ("batch_norm", "group_norm", "instance_norm") or x.dim() < 2:
             return None
@@ -163,7 +169,7 @@ class FunctionCall:
             return None
         size, rest = x.shape[2:].numel(), tuple(range(2, x.dim()))
         if self.family == "batch_norm":
-            return mean_of_channels(x)
+            return mean_of_channels(x) if self.mean is None else as_center(self.mean, x)
         return x.mean(rest, keepdim=True) if size >= ENOUGH else None
 
     def code(self, tensor: Tensor) -> Coded | None:
@@ -339,6 +345,11 @@ def mean_of_channels(x: Tensor) -> Tensor:
     """[1, channels, ...]: about the mean of each, of the first samples of x [batch, channels, ...]."""
     num_samples = max(1, -(-ENOUGH // max(x.shape[2:].numel(), 1)))
     return x[:num_samples].mean((0, *range(2, x.dim())), keepdim=True)
+
+
+def as_center(mean: Tensor, x: Tensor) -> Tensor:
+    """The means [channels] of x [batch, channels, ...] as [1, channels, ...], in its dtype."""
+    return mean.to(x.dtype).view(1, -1, *[1] * (x.dim() - 2))
 
 
 def relu_again(signs: Coded | None) -> Again:

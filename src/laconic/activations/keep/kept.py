@@ -105,7 +105,7 @@ class Memo:
 
     # Slots, and objects in the place of closures: what a graph holds counts for Python's garbage collector, which looks
     # at all of the process whenever enough has been made.
-    __slots__ = ("__weakref__", "_inner", "_makes_new", "_readers", "_rebuild", "_value", "was_taken")
+    __slots__ = ("__weakref__", "_inner", "_readers", "_rebuild", "_value", "makes_new", "was_taken")
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Memo:
         makes_new: bool = False,
     ) -> None:
         self._rebuild = rebuild
-        self._makes_new = makes_new
+        self.makes_new = makes_new
         self._inner = inner
         self._readers = 0
         self._value: Tensor | None = None
@@ -123,9 +123,7 @@ class Memo:
 
     def announce(self) -> None:
         """Register one more reader, in forward."""
-        if self._readers:  # a reader may keep a view of the value
-            self._makes_new = False
-        else:
+        if not self._readers:
             for memo in self._inner:
                 memo.announce()
         self._readers += 1
@@ -156,13 +154,18 @@ class Memo:
         self._value = value if self._readers > 0 else None
         return value
 
-    def lend(self) -> None:
-        """Note that a graph of the gradients holds what is taken, so that nobody else may change it."""
-        self._makes_new = False
+    def then(self, function: Callable[[Tensor], Tensor]) -> Memo:
+        """Rebuilds `function` of a value of its own, which it may change where this one `makes_new`."""
+        return Memo(partial(_applied, function, self._rebuild), self._inner)
 
-    def gives_away(self) -> bool:
-        """Whether who took the value last is the only one to have it, and so may change it."""
-        return self._makes_new and self._value is None
+
+def _applied(
+    function: Callable[[Tensor], Tensor],
+    rebuild: Callable[[Tensors, Tensor | None], Tensor],
+    tensors: Tensors,
+    after: Tensor | None,
+) -> Tensor:
+    return function(rebuild(tensors, after))
 
 
 def in_range(value: Tensor) -> Tensor:
@@ -439,7 +442,11 @@ def pack(
         return Kept((x,), Memo(_itself if layout is None else partial(_laid_out, layout)), origin)
     if x.is_cuda:
         record_reader(x)
-    laid_out = _LaidOut(x.shape if shares else None, layout) if shares or layout is not None else None
+    laid_out: Callable[[Tensor], Tensor] | None = None
+    if layout is not None:
+        laid_out = layout.unflatten
+    elif shares:
+        laid_out = _Reshaped(x.shape)
     if shares:
         x = x.reshape(-1)
     if AUDITED.values is not None:
@@ -478,7 +485,7 @@ class _Dequantized:
         dtype: torch.dtype,
         witness: Witness | None,
         fetch: Callable[[Tensors], Tensors] | None,
-        laid_out: _LaidOut | None,
+        laid_out: Callable[[Tensor], Tensor] | None,
     ) -> None:
         self._format, self._shape, self._dtype = format, shape, dtype
         self._witness, self._fetch, self._laid_out = witness, fetch, laid_out
@@ -494,21 +501,7 @@ class _Dequantized:
         return values if self._laid_out is None else self._laid_out(values)
 
 
-class _LaidOut:
-    """What was packed flat, because rows share blocks or in the order of memory, in the shape that it had."""
-
-    __slots__ = ("_layout", "_shape")
-
-    def __init__(self, shape: torch.Size | None, layout: MemoryLayout | None) -> None:
-        self._shape, self._layout = shape, layout
-
-    def __call__(self, values: Tensor) -> Tensor:
-        if self._layout is not None:
-            return self._layout.unflatten(values)
-        return values if self._shape is None else values.view(self._shape)
-
-
-def _stood_in(value: Tensor, laid_out: _LaidOut | None, origin: str, bits: int) -> Kept:
+def _stood_in(value: Tensor, laid_out: Callable[[Tensor], Tensor] | None, origin: str, bits: int) -> Kept:
     """What `pack` returns in an audit that keeps a value in the place of codes, and of scales a zero."""
 
     def rebuild(tensors: Tensors, after: Tensor | None) -> Tensor:
@@ -649,7 +642,7 @@ def _producer_holds(x: Tensor, nodes: frozenset[str]) -> bool:
     """Whether the function that made `x` saves the very same storage for its own backward."""
     output = x._base if x._base is not None else x
     node = output.grad_fn
-    name = None if node is None else node.name()
+    name = type(node).__name__  # in a tenth of the time of `node.name()`
     if node is None or (name not in nodes and name != "CompiledFunctionBackward"):
         return False
     place = place_of(x)

@@ -37,27 +37,27 @@ def masked_relu(x: Tensor, in_place: bool) -> tuple[Tensor, Tensor]:
         The result, and the bits, uint8 [ceil(numel / 8)], in the order of the result in memory: one where a value is
         positive (or NaN), zero elsewhere.
     """
-    result: tuple[Tensor, Tensor] = _apply_relu(x, in_place)
-    return result
+    bits: list[Tensor] = []
+    result: Tensor = _apply_relu(x, in_place, bits)
+    return result, bits[0]
 
 
 class _Relu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, in_place: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, in_place: bool, bits: list[Tensor]) -> Tensor:
         y = torch.relu_(x) if in_place else torch.relu(x)
         if in_place:
             ctx.mark_dirty(x)
             record_reader(x)
         ctx.layout = MemoryLayout.of(y)
-        codes = pack_bits(ctx.layout.flatten(y))
-        ctx.save_for_backward(codes)
-        ctx.mark_non_differentiable(codes)
+        bits.append(pack_bits(ctx.layout.flatten(y)))  # not a result, which would be a node's in the graph
+        ctx.save_for_backward(*bits)
         ctx.set_materialize_grads(False)
-        return y, codes
+        return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, of_codes: None) -> tuple[Tensor | None, None]:
-        return None if grad is None else _masked(grad, ctx.saved_tensors[0], ctx.layout), None
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+        return None if grad is None else _masked(grad, ctx.saved_tensors[0], ctx.layout), None, None
 
 
 _apply_relu = direct_apply(_Relu)

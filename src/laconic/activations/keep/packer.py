@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -23,15 +24,16 @@ from torch.overrides import TorchFunctionMode
 
 from laconic.activations.host.audited import AUDITED
 from laconic.activations.host.dtensors import warn_exact
+from laconic.activations.host.modules import modules_of
 from laconic.activations.host.patched import NATIVE, unpatched
 from laconic.activations.host.streams import record_reader, stream_of
 from laconic.activations.host.tracker import own_storages
 from laconic.activations.keep.choice import Offload, Packing, block_format_of
 from laconic.activations.keep.exact_codes import MemoryLayout, as_mask, mask_of_bits
 from laconic.activations.keep.function_rules import Again, FunctionCall
-from laconic.activations.keep.kept import Kept, Memo, Tensors, attach, derive, found, held, known, pack
+from laconic.activations.keep.kept import Kept, Tensors, attach, derive, found, held, known, pack
 from laconic.activations.keep.masked_relu import masked_relu, may_be_masked
-from laconic.activations.keep.witnesses import RUNNING, check_unchanged, glance, glances, same
+from laconic.activations.keep.witnesses import RUNNING, check_unchanged, glance, same
 from laconic.errors import ModelError
 from laconic.ops import DTYPES
 from laconic.ops.codebooks import AFFINE, LEVEL_MAX
@@ -44,25 +46,26 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """Pack and unpack."""
 
 
+_VERSION = attrgetter("_version")
+
+
 class _Saved:
     """What autograd holds in the place of a tensor: what the hooks around made of `tensors`, and the way back."""
 
-    __slots__ = ("_memo", "_outer", "_tensors", "_unpack", "_versions")
+    __slots__ = ("_outer", "_tensors", "_unpack", "_versions")
 
-    def __init__(self, tensors: Tensors, unpack: _Unpack, outer: Hooks | None, memo: Memo | None = None) -> None:
+    def __init__(self, tensors: Tensors, unpack: _Unpack, outer: Hooks | None) -> None:
         self._tensors: Any = tensors if outer is None else tuple(map(outer[0], tensors))
-        self._unpack, self._memo, self._outer = unpack, memo, outer
-        self._versions = sum([tensor._version for tensor in tensors])
+        self._unpack, self._outer = unpack, outer
+        self._versions = sum(map(_VERSION, tensors))
 
     def restore(self) -> Tensor:
         if torch.is_grad_enabled():  # where backward makes a graph of the gradients
-            if self._memo is not None:
-                self._memo.lend()
             with torch.no_grad():
                 return self.restore()
         if self._outer is not None:  # these may be copies, whose versions say nothing
             return self._unpack(tuple(map(self._outer[1], self._tensors)))
-        if sum([tensor._version for tensor in self._tensors]) != self._versions:  # torch does not look below hooks
+        if sum(map(_VERSION, self._tensors)) != self._versions:  # torch does not look below hooks
             shapes = ", ".join(str(list(tensor.shape)) for tensor in self._tensors)
             raise ModelError(
                 f"a tensor that backward needs, one of {shapes}, was changed in place after the forward that saved it, "
@@ -128,7 +131,7 @@ class Packer(TorchFunctionMode):
         # Hooks around these see what these make of a tensor: save_on_cpu gets codes.
         self._outer = hooks_around()
         self.leave_out(module)
-        for part in module.modules():
+        for part in modules_of(module):
             if part._compiled_call_impl is not None:  # its graph takes the parameters of all inside, and runs no hook
                 for inside in part.modules():
                     self.leave_out(inside)
@@ -171,6 +174,9 @@ class Packer(TorchFunctionMode):
                 call.mask = mask_of_bits(bits, MemoryLayout.of(result), 1.0, 0.0)
             else:
                 result = func(*args, **kwargs)
+            if call.late is not None:
+                saved, tensor = call.late
+                saved.__init__(*self._packed(tensor, call))
         finally:
             self._call = before
         if isinstance(x, Tensor) and isinstance(result, Tensor) and result.requires_grad and self.format is not None:
@@ -190,6 +196,16 @@ class Packer(TorchFunctionMode):
 
     def _pack(self, tensor: Tensor) -> _Saved:
         call = self._call
+        if call is not None and call.normed:
+            if call.late is None and tensor.numel() == call.normed[0].numel():
+                call.late = _Saved.__new__(_Saved), tensor
+                return call.late[0]
+            if call.mean is None and not any([tensor is given for given in call.normed]):
+                call.mean = tensor
+        return _Saved(*self._packed(tensor, call))
+
+    def _packed(self, tensor: Tensor, call: FunctionCall | None) -> tuple[Tensors, _Unpack, Hooks | None]:
+        """What `_Saved` takes for a tensor that a call saves."""
         if not _is_large(tensor):
             return self._exact(tensor)
         storage = tensor.untyped_storage()
@@ -199,7 +215,7 @@ class Packer(TorchFunctionMode):
             coded = call.code(tensor)
             if coded is not None:
                 record_reader(tensor)
-                return _Saved(coded.tensors, coded.decode, self._outer)
+                return coded.tensors, coded.decode, self._outer
         kept = self._kept(tensor, storage, call)
         if kept is None:
             return self._exact(tensor)
@@ -208,7 +224,7 @@ class Packer(TorchFunctionMode):
         memo.announce()
         side = call.side(tensor) if call is not None and call.family is not None else None
         if side is None:
-            return _Saved(kept.tensors, lambda tensors: _shaped(memo.take(tensors), shape), self._outer, memo)
+            return kept.tensors, lambda tensors: _shaped(memo.take(tensors), shape), self._outer
         mask, correct = as_mask(side.mask, MemoryLayout.of(side.mask), 1.0, 0.0), side.correct
         decode = mask.decode
 
@@ -216,18 +232,20 @@ class Packer(TorchFunctionMode):
             value = _shaped(memo.take(tensors[:-1]), shape)
             return correct(value, decode(tensors[-1:]))
 
-        return _Saved((*kept.tensors, *mask.tensors), on_its_side, self._outer, memo)
+        return (*kept.tensors, *mask.tensors), on_its_side, self._outer
 
-    def _exact(self, tensor: Tensor) -> _Saved:
+    def _exact(self, tensor: Tensor) -> tuple[Tensors, _Unpack, Hooks | None]:
         # Statistics of a batch norm are saved, changed by its own forward, and not read in backward.
-        seen = glances((tensor,)) if tensor.requires_grad else (None,)
+        seen = glance(tensor) if tensor.requires_grad and tensor.is_floating_point() else None
+        if seen is None:
+            return (tensor.detach(),), itemgetter(0), self._outer
 
         def unchanged(tensors: tuple[Tensor, ...]) -> Tensor:
-            check_unchanged(seen, tensors)
+            check_unchanged((seen,), tensors)
             return tensors[0]
 
         # With the node that made it, the graph would hold itself.
-        return _Saved((tensor.detach(),), unchanged, self._outer)
+        return (tensor.detach(),), unchanged, self._outer
 
     def _kept(self, tensor: Tensor, storage: torch.UntypedStorage, call: FunctionCall | None) -> Kept | None:
         """The packed form of a tensor that a call saves; None if it stays exact."""
@@ -277,7 +295,7 @@ def keep_image(
     center = None if center_of is None else center_of(values)
     period = None if center is None else _period(layout, center, format.block_size)
     if period is not None:  # the op subtracts while it reads
-        kept = pack(layout.flatten(values).view(-1, len(period)), packing, "hooks", period, layout)
+        kept = pack(layout.flatten(values).view(-1, period.numel()), packing, "hooks", period, layout)
     elif center is None:
         kept = pack(layout.flatten(values), packing, "hooks", layout=layout)
     else:  # a difference may leave the range of float16
@@ -299,14 +317,16 @@ def keep_image(
 
 def note(result: Tensor, kept: Kept, again: Again, *, makes_new: bool = False) -> None:
     """Note on what was computed of a tensor that is `kept` how it is computed again."""
-    function = partial(_again, again[0], result.dtype, kept.memo)
-    attach(result, derive(function, (kept,), again[1], kept.origin, makes_new=makes_new))
+    function, tensors = again
+    if function is torch.relu and kept.memo.makes_new:
+        attach(result, Kept(kept.tensors, kept.memo.then(torch.relu_), kept.origin))
+    else:
+        function = partial(_again, function, result.dtype)
+        attach(result, derive(function, (kept,), tensors, kept.origin, makes_new=makes_new))
 
 
-def _again(function: Callable[..., Tensor], dtype: torch.dtype, inner: Memo, x: Tensor, *tensors: Tensor) -> Tensor:
-    """The result of a call from its rebuilt input, which `inner` has given."""
-    if function is torch.relu and inner.gives_away():
-        return x.relu_()
+def _again(function: Callable[..., Tensor], dtype: torch.dtype, x: Tensor, *tensors: Tensor) -> Tensor:
+    """The result of a call from its rebuilt input."""
     if not torch._C._is_any_autocast_enabled():
         return function(x, *tensors).to(dtype)
     with torch.autocast(x.device.type, enabled=False):

@@ -134,5 +134,5 @@ def select_bits(x: Tensor, codes: Tensor) -> Tensor:
     Raises:
         FormatError: an argument is outside of these values.
     """
-    values: Tensor = (DIRECT["select_bits"] if is_direct(x, codes) else _select_bits)(x.detach(), codes)
+    values: Tensor = DIRECT["select_bits"](x, codes) if is_direct(x, codes) else _select_bits(x.detach(), codes)
     return values
