@@ -31,6 +31,9 @@ class Parser(argparse.ArgumentParser):
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             raise ConfigError(self._unknown(unknown[0]))
+        for each in self.positionals():
+            if each.nargs == argparse.REMAINDER:  # a script's own
+                self._given = self._given[: len(self._given) - len(getattr(options, each.dest))]
         names: dict[argparse.Action, str] = {}
         for one in self._flags_given():
             action = self._option_string_actions.get(one)
