@@ -89,7 +89,7 @@ def _lost(known: Any, data: Any, optional: Collection[str], where: str = "") -> 
     else:
         return (
             None
-            if known == data
+            if known == data and known not in (math.inf, -math.inf)
             else f"{where.removesuffix('.')} is {short(repr(data))}, but it must be a finite number that a float holds"
         )
     found = (_lost(ours, theirs, optional, f"{where}{name}.") for name, ours, theirs in pairs)

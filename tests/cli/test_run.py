@@ -55,7 +55,7 @@ OWN_LOOP = """
         optimizer = torch.optim.AdamW(net.parameters())
         assert isinstance(optimizer, torch.optim.AdamW)
         train(net, optimizer)
-        print(sys.argv, nn.Module.__call__ is nn.Module._wrapped_call_impl)
+        print(sys.argv, nn.Module.__call__ is nn.Module._wrapped_call_impl, os.path.isabs(__file__))
 """
 
 
@@ -63,7 +63,7 @@ def test_own_loop_keeps_fewer_bytes_and_nothing_of_torch_stays_watched(tmp_path:
     code, out, err = laconic_run(
         tmp_path, OWN_LOOP, "--optimizer", "adamw8bit", "--json", "summary.json", arguments=("--epochs", "3", "--json")
     )
-    assert (code, out) == (0, "['script.py', '--epochs', '3', '--json'] True\n"), err
+    assert (code, out) == (0, "['script.py', '--epochs', '3', '--json'] True True\n"), err
     summary = summary_of(tmp_path)
     [model] = summary["models"]
     assert model["model"] == "Net"

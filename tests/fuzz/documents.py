@@ -29,8 +29,8 @@ from laconic.cost.infer import InferenceRates
 from laconic.cost.moe import MoERates
 from laconic.cost.planner.policy import by_bits
 from laconic.errors import LaconicError
-from laconic.formats.archive import manifest_sha256
 from laconic.formats.dcp import read_dcp_metadata
+from laconic.formats.zip_manifest import manifest_sha256
 from laconic.infer.messages import HEADER_LENGTH, Header, Rows, pack_rows, unpack_rows, unpack_sums
 from laconic.infer.payload import coder_of
 from laconic.infer.server.bodies import ChatBody, CompletionBody, parse_body

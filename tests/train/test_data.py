@@ -198,6 +198,17 @@ def test_text_is_read_whole_in_any_pieces(
     assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_byte_order_mark_is_no_text(name: str, tmp_path: Path) -> None:
+    text = '{"text": "abc"}\n'
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+    read = "".join(piece for piece, _ in read_documents(tmp_path / name, "text"))
+    assert read == ("abc" if name == "a.jsonl" else text)
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbfa\xff")
+    with pytest.raises(DataError, match="at offset 4"):
+        list(read_documents(tmp_path / name, "text"))
+
+
 @pytest.mark.parametrize("piece_nbytes", [1, 3, 4, 1 << 20])
 @pytest.mark.parametrize(
     ("content", "offset", "what"),

@@ -410,6 +410,20 @@ def test_a_resumed_run_must_be_the_same_run(changes: dict[str, Any], message: st
         train_alone(resumed(tiny_config(tmp_path, "run", changes)))
 
 
+def test_a_directory_that_holds_another_model_by_now_is_refused(tmp_path: Path) -> None:
+    from laconic.train.config.schema import ModelConfig
+    from laconic.train.model import build_model
+
+    made = build_model(ModelConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1), 257, 64, seed=0)
+    made.save_pretrained(tmp_path / "m")
+    config = tiny_config(tmp_path, "run", {"model.path": str(tmp_path / "m"), "data.tokenizer": "bytes"})
+    assert train_alone(config, stop_after=1) == 130
+    made.config.rms_norm_eps = 0.5
+    made.config.save_pretrained(tmp_path / "m")
+    with pytest.raises(ConfigError, match=r"config\.json\.rms_norm_eps is 0\.5, but the run that wrote .* had 1e-0"):
+        train_alone(resumed(config))
+
+
 @pytest.mark.ci
 def test_a_damaged_checkpoint_is_not_resumed_from_but_an_older_one_can_be(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "run", {"checkpoint.every": 2})

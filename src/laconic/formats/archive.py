@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +18,19 @@ from laconic.errors import CheckpointError, FormatError
 from laconic.formats.chunk import Code
 from laconic.formats.container import SUFFIX, ContainerFile, Progress, write_container
 from laconic.formats.mapped import SafetensorsFile, TensorSource, map_file
+from laconic.formats.zip_manifest import (
+    MANIFEST,
+    SAFETENSORS,
+    VERSION,
+    check_file,
+    compare_file,
+    listed_container,
+    manifest_sha256,
+    read_manifest,
+)
 from laconic.formats.zipped import is_zipped, open_tensors
-from laconic.json_text import parse_json
 
-MANIFEST = "laconic-zip.json"
-_VERSION = 1
 _PIECE_NBYTES = 1 << 20
-_MANIFEST_LIMIT_NBYTES = 100_000_000
-_SAFETENSORS = ".safetensors"
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Summary:
 def tensors_nbytes(path: Path) -> int:
     """Bytes of tensors in a file or directory, zipped or not: the total of a progress bar."""
     if path.is_dir():
-        files = [p for p in path.rglob("*") if p.name.endswith((_SAFETENSORS, _SAFETENSORS + SUFFIX))]
+        files = [p for p in path.rglob("*") if p.name.endswith((SAFETENSORS, SAFETENSORS + SUFFIX))]
     else:
         files = [path]
     return sum(ContainerFile(p).data_nbytes if is_zipped(p) else len(SafetensorsFile(p).data) for p in files)
@@ -88,7 +92,7 @@ def zip_path(
     files = dict(_walk(path))
     if MANIFEST in files:
         raise FormatError(f"{path} is zipped already: it has a {MANIFEST}")
-    zipped_before = next((name for name in files if name.endswith(_SAFETENSORS + SUFFIX)), None)
+    zipped_before = next((name for name in files if name.endswith(SAFETENSORS + SUFFIX)), None)
     if zipped_before is not None:
         raise FormatError(f"{path} holds {zipped_before}, which is zipped already; unzip it or move it away")
     if _is_inside(out, path):
@@ -98,7 +102,7 @@ def zip_path(
     with new_directory(out) as temporary:
         for name, file in files.items():
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-            if name.endswith(_SAFETENSORS):
+            if name.endswith(SAFETENSORS):
                 made = _zip_file(file, temporary / (name + SUFFIX), source, code, num_threads, progress)
                 zipped = ContainerFile(made.path)
                 records[name + SUFFIX] = {"nbytes": made.zipped_nbytes, "digest": zipped.digest}
@@ -110,7 +114,7 @@ def zip_path(
                 records[name] = {"nbytes": nbytes, "sha256": digest}
                 original_nbytes += nbytes
                 zipped_nbytes += nbytes
-        manifest = {"format": "laconic zip", "version": _VERSION, "files": records}
+        manifest = {"format": "laconic zip", "version": VERSION, "files": records}
         text = json.dumps(manifest | {"sha256": manifest_sha256(manifest)}, indent=1) + "\n"
         with open(temporary / MANIFEST, "w", encoding="ascii") as manifest_file:
             manifest_file.write(text)
@@ -142,7 +146,7 @@ def unzip(
     source = None if base is None else open_tensors(base)
     if not path.is_dir():
         return _unzip_file(ContainerFile(path, source), out, num_threads, progress)
-    records, unlisted = _read_manifest(path)
+    records = read_manifest(path)
     if _is_inside(out, path):
         raise CheckpointError(f"{out} is inside of {path}, which is being unzipped; choose another --out")
     original_nbytes = zipped_nbytes = num_tensors = 0
@@ -151,16 +155,16 @@ def unzip(
             target = temporary / (name.removesuffix(SUFFIX) if "digest" in record else name)
             target.parent.mkdir(parents=True, exist_ok=True)
             if "digest" in record:
-                made = _unzip_file(_listed_container(path / name, record, source), target, num_threads, progress)
+                made = _unzip_file(listed_container(path / name, record, source), target, num_threads, progress)
                 original_nbytes += made.original_nbytes
                 num_tensors += made.num_tensors
             else:
                 found = _copy(path / name, target)
-                _compare(path / name, record, *found)
+                compare_file(path / name, record, *found)
                 original_nbytes += found[0]
             zipped_nbytes += record["nbytes"]
     num_other = sum("sha256" in record for record in records.values())
-    return Summary(out, original_nbytes, zipped_nbytes, num_tensors, num_other, unlisted=unlisted)
+    return Summary(out, original_nbytes, zipped_nbytes, num_tensors, num_other, unlisted=_unlisted(path, records))
 
 
 def verify(path: Path, *, base: Path | None = None, num_threads: int = 1, progress: Progress | None = None) -> Summary:
@@ -171,21 +175,21 @@ def verify(path: Path, *, base: Path | None = None, num_threads: int = 1, progre
     source = None if base is None else open_tensors(base)
     if not path.is_dir():
         return _verify_file(ContainerFile(path, source), num_threads, progress)
-    records, unlisted = _read_manifest(path)
+    records = read_manifest(path)
     original_nbytes = zipped_nbytes = num_tensors = num_other = 0
     unchecked = None
     for name, record in records.items():
         if "digest" in record:
-            seen = _verify_file(_listed_container(path / name, record, source), num_threads, progress)
+            seen = _verify_file(listed_container(path / name, record, source), num_threads, progress)
             original_nbytes += seen.original_nbytes
             num_tensors += seen.num_tensors
             unchecked = unchecked or seen.unchecked
         else:
-            _compare(path / name, record, *_hash(path / name))
+            check_file(path / name, record)
             original_nbytes += record["nbytes"]
             num_other += 1
         zipped_nbytes += record["nbytes"]
-    return Summary(path, original_nbytes, zipped_nbytes, num_tensors, num_other, unchecked, unlisted)
+    return Summary(path, original_nbytes, zipped_nbytes, num_tensors, num_other, unchecked, _unlisted(path, records))
 
 
 def _zip_file(
@@ -248,6 +252,10 @@ def _walk(directory: Path) -> Iterator[tuple[str, Path]]:
         raise CheckpointError(f"cannot read {directory}: {error.strerror}") from error
 
 
+def _unlisted(directory: Path, records: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(name for name, _ in _walk(directory) if name not in records and name != MANIFEST)
+
+
 def _is_inside(path: Path, directory: Path) -> bool:
     return path.absolute().resolve().is_relative_to(directory.resolve())
 
@@ -275,80 +283,3 @@ def _copy(source: Path, target: Path) -> tuple[int, str]:
         fsync_file(writing)
     _check_unchanged(source, before)
     return len(content), digest.hexdigest()
-
-
-def _hash(path: Path) -> tuple[int, str]:
-    try:
-        with open(path, "rb") as file:
-            return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _listed_container(path: Path, record: Mapping[str, Any], base: TensorSource | None) -> ContainerFile:
-    """The container that a manifest lists."""
-    zipped = ContainerFile(path, base)
-    if (zipped.nbytes, zipped.digest) != (record["nbytes"], record["digest"]):
-        raise FormatError(
-            f"{path}: is another file than the one listed in {MANIFEST}: {zipped.nbytes:,} bytes with digest "
-            f"{zipped.digest[:16]}... instead of {record['nbytes']:,} with {record['digest'][:16]}..."
-        )
-    return zipped
-
-
-def _compare(path: Path, record: Mapping[str, Any], nbytes: int, sha256: str) -> None:
-    if nbytes != record["nbytes"]:
-        raise FormatError(
-            f"{path}: damaged: it has {nbytes:,} bytes, but {record['nbytes']:,} are listed in {MANIFEST}"
-        )
-    if sha256 != record["sha256"]:
-        raise FormatError(
-            f"{path}: damaged: it has SHA-256 {sha256[:16]}..., but {record['sha256'][:16]}... is listed in {MANIFEST}"
-        )
-
-
-def _read_manifest(directory: Path) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
-    """What is listed, and the names of files that are not. Names are checked to stay inside of the directory."""
-    path = directory / MANIFEST
-    if not path.is_file():
-        raise FormatError(f"{directory} has no {MANIFEST}, so it is not a directory that `laconic zip` wrote")
-    try:
-        if path.stat().st_size > _MANIFEST_LIMIT_NBYTES:
-            raise ValueError
-        manifest = parse_json(path.read_text("utf-8"))
-        expected = manifest.pop("sha256")
-        found = manifest_sha256(manifest)
-        version, records = manifest["version"], manifest["files"]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise FormatError(f"{path}: is not a complete manifest of `laconic zip`") from None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    if found != expected:
-        raise FormatError(f"{path}: damaged: its SHA-256 is not the one written in it")
-    if version != _VERSION:
-        raise FormatError(f"{path}: has format version {version}, but this laconic reads version {_VERSION}")
-    if not isinstance(records, dict):
-        raise FormatError(f"{path}: files must be a table")
-    for name, record in records.items():
-        _check_name(name, path)
-        kind = "digest" if name.endswith(_SAFETENSORS + SUFFIX) else "sha256"
-        fields = {"nbytes": int, kind: str}
-        if not isinstance(record, dict) or {key: type(value) for key, value in record.items()} != fields:
-            raise FormatError(f"{path}: the record of {name!r} must have nbytes and {kind}")
-    listed = {*records, MANIFEST}
-    return records, tuple(name for name, _ in _walk(directory) if name not in listed)
-
-
-def _check_name(name: str, manifest: Path) -> None:
-    parts = name.split("/")
-    try:
-        os.fsencode(name)
-    except UnicodeEncodeError:  # half of a surrogate pair
-        parts = [""]
-    if any(part in ("", ".", "..") for part in parts) or "\\" in name or "\0" in name or name == MANIFEST:
-        raise FormatError(f"{manifest}: lists {name!r}, which is not the name of a file inside of its directory")
-
-
-def manifest_sha256(manifest: Mapping[str, Any]) -> str:
-    """Hex digest of a manifest without its own checksum."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from laconic.errors import CheckpointError, FormatError
 from laconic.formats.container import SUFFIX, ContainerFile
 from laconic.formats.mapped import SafetensorsFile, TensorsInMemory, TensorSource
 from laconic.formats.safetensors_header import INDEX_FILE, TensorEntry, read_index
+from laconic.formats.zip_manifest import MANIFEST, SAFETENSORS, check_file, listed_container, read_manifest
 
 
 def load_zipped(
@@ -132,19 +133,31 @@ def is_zipped(path: Path) -> bool:
 def open_tensors(path: Path, base: TensorSource | None = None) -> TensorFiles:
     """The tensors of a safetensors file, a zipped one, or a directory of such files, whose index says where each is.
 
-    Without model.safetensors.index.json a tensor must not be in two files.
+    Without model.safetensors.index.json a tensor must not be in two files. A zipped directory has the files that its
+    manifest lists, each with the size and digest written there.
     """
     if not path.is_dir():
         file = _open_file(path, base)
         return TensorFiles(str(path), dict.fromkeys(file.entries, file))
-    index = path / INDEX_FILE
-    if index.is_file():
-        return TensorFiles(str(path), _by_index(path, index, base))
-    found = [p for p in sorted(path.iterdir()) if p.name.endswith((".safetensors", ".safetensors" + SUFFIX))]
+    records = read_manifest(path) if os.path.lexists(path / MANIFEST) else None
+
+    def open_shard(name: str) -> SafetensorsFile | ContainerFile:
+        if records is None:
+            return _open_file(path / name, base)
+        if name not in records:
+            raise FormatError(f"{path / INDEX_FILE}: names {name}, which {MANIFEST} does not list")
+        return listed_container(path / name, records[name], base)
+
+    names = sorted(entry.name for entry in path.iterdir()) if records is None else sorted(records)
+    if INDEX_FILE in names:
+        if records is not None:
+            check_file(path / INDEX_FILE, records[INDEX_FILE])
+        return TensorFiles(str(path), _by_index(path / INDEX_FILE, frozenset(names), open_shard))
+    found = [n for n in names if "/" not in n and n.endswith((SAFETENSORS, SAFETENSORS + SUFFIX))]
     if not found:
         raise CheckpointError(f"{path} holds neither safetensors files nor zipped ones")
     home: dict[str, SafetensorsFile | ContainerFile] = {}
-    for file in (_open_file(p, base) for p in found):
+    for file in map(open_shard, found):
         for name in file.entries:
             if name in home:
                 raise FormatError(f"{path}: tensor {name!r} is both in {home[name].path.name} and in {file.path.name}")
@@ -156,8 +169,10 @@ def _open_file(path: Path, base: TensorSource | None) -> SafetensorsFile | Conta
     return ContainerFile(path, base) if is_zipped(path) else SafetensorsFile(path)
 
 
-def _by_index(directory: Path, index: Path, base: TensorSource | None) -> dict[str, SafetensorsFile | ContainerFile]:
-    """Tensor -> file, as a Hugging Face index says."""
+def _by_index(
+    index: Path, names: Container[str], open_shard: Callable[[str], SafetensorsFile | ContainerFile]
+) -> dict[str, SafetensorsFile | ContainerFile]:
+    """Tensor -> file, as a Hugging Face index says, of the files `names` of its directory."""
     try:
         weight_map = read_index(index)
     except ValueError as error:
@@ -166,8 +181,7 @@ def _by_index(directory: Path, index: Path, base: TensorSource | None) -> dict[s
         raise CheckpointError(f"cannot read {index}: {error.strerror}") from error
     opened: dict[str, SafetensorsFile | ContainerFile] = {}
     for shard in dict.fromkeys(weight_map.values()):
-        zipped = directory / (shard + SUFFIX)
-        opened[shard] = _open_file(zipped if os.path.lexists(zipped) else directory / shard, base)
+        opened[shard] = open_shard(shard + SUFFIX if shard + SUFFIX in names else shard)
     home = {}
     for tensor, shard in weight_map.items():
         if tensor not in opened[shard].entries:

@@ -47,9 +47,10 @@ class Script:
         if self._is_module:
             sys.argv, sys.path[0] = ["-m", *self._arguments], os.getcwd()
             path, spec, code = self._find_module()
+            sys.argv[0] = path
         else:
-            path, spec, code = self._name, None, None
-            sys.path[0] = os.path.dirname(os.path.realpath(path))
+            path, spec, code = os.path.abspath(self._name), None, None  # the script may go to another folder
+            sys.argv, sys.path[0] = [self._name, *self._arguments], os.path.dirname(os.path.realpath(path))
         module.__dict__.update(
             __file__=path,
             __builtins__=sys.modules["builtins"],
@@ -58,10 +59,9 @@ class Script:
             __package__=None if spec is None else spec.parent,
             __cached__=None if spec is None else spec.cached,
         )
-        sys.argv = [path, *self._arguments]
         sys.modules["__main__"] = module
         try:
-            exec(self._code_of_file() if code is None else code, module.__dict__)
+            exec(_code_of(path) if code is None else code, module.__dict__)
         except passed:
             raise
         except SystemExit as stop:
@@ -86,9 +86,10 @@ class Script:
             )
         return spec.origin, spec, code
 
-    def _code_of_file(self) -> CodeType:
-        with io.open_code(os.path.abspath(self._name)) as file:
-            return compile(file.read(), self._name, "exec", dont_inherit=True)
+
+def _code_of(path: str) -> CodeType:
+    with io.open_code(path) as file:
+        return compile(file.read(), path, "exec", dont_inherit=True)
 
 
 def _spec_of(name: str) -> ModuleSpec | None:

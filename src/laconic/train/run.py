@@ -184,7 +184,8 @@ def _prepare(config: TrainConfig, world: World, lock: RunLock, launch: Launch | 
     converted = convert_model(plain, task, config, world, parallel_state)
     freeze_in_bf16(plain, config)
     identity = identity_of(config, task, base)
-    checkpoint = find_start(config, world, run_dir, identity, launch if goes_on else None)
+    described = converted.texts.get("config.json")
+    checkpoint = find_start(config, world, run_dir, identity, described, launch if goes_on else None)
     steps = make_steps(plain, converted, task, config, world, parallel_state, checkpoint)
     del plain  # its other stages, before a checkpoint is loaded
     first_step = steps.restore(checkpoint)

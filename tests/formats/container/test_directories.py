@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 import laconic
@@ -35,6 +36,30 @@ def test_a_directory_comes_back_byte_for_byte(folder: Path, tmp_path: Path) -> N
     assert verify(made.path).num_other_files == 4
     loaded = laconic.load_zipped(made.path)
     assert all(same(loaded[name], tensor) for name, tensor in tensors().items())
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_loading_reads_the_listed_files_and_no_others(index: bool, folder: Path, tmp_path: Path) -> None:
+    """A copy that ended early would load fewer tensors, a shard of another step its weights."""
+    if not index:
+        (folder / "model.safetensors.index.json").unlink()
+    path = zip_path(folder).path
+    shard = path / "model-00001-of-00002.safetensors.laconic"
+    save_file({"stray": torch.ones(3)}, path / "stray.safetensors")
+    if not index:
+        (path / "model.safetensors.index.json").write_text('{"weight_map": {"stray": "stray.safetensors"}}')
+    assert set(laconic.load_zipped(path)) == set(tensors())
+    save_file({"weight": torch.ones(3)}, tmp_path / "other.safetensors")
+    os.replace(zip_path(tmp_path / "other.safetensors").path, shard)
+    with pytest.raises(FormatError, match=rf"{shard.name}: is another file than the one listed in laconic-zip.json"):
+        laconic.load_zipped(path)
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=rf"{shard.name}: No such file"):
+        laconic.load_zipped(path)
+    if index:
+        (path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+        with pytest.raises(FormatError, match=r"index\.json: damaged"):
+            laconic.load_zipped(path)
 
 
 def test_links_to_files_are_followed(folder: Path, tmp_path: Path) -> None:
@@ -175,6 +200,7 @@ def test_what_is_zipped_is_not_zipped_again(folder: Path, plain: Path) -> None:
 
 def test_an_index_of_shards_is_checked(folder: Path) -> None:
     path = zip_path(folder).path
+    (path / MANIFEST).unlink()
     index = path / "model.safetensors.index.json"
     good = json.loads(index.read_text())
     for weight_map, message in [

@@ -9,7 +9,7 @@ from typing import Any
 
 from laconic.durable import sha256_of
 from laconic.errors import CheckpointError
-from laconic.formats.archive import manifest_sha256
+from laconic.formats.zip_manifest import manifest_sha256
 from laconic.json_text import parse_json
 
 MANIFEST = "manifest.json"

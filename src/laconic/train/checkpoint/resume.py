@@ -22,15 +22,24 @@ from laconic.train.task import Task
 
 
 def find_start(
-    config: TrainConfig, world: World, run_dir: Path, identity: dict[str, Any], launch: Launch | None
+    config: TrainConfig,
+    world: World,
+    run_dir: Path,
+    identity: dict[str, Any],
+    described: str | None,
+    launch: Launch | None,
 ) -> Checkpoint | None:
     """Find the checkpoint that the run continues from; None for a new run. All processes call it together.
 
     A `launch` that goes on with its own run takes the newest checkpoint that is good, or none. Neither does a run that
     was stopped before its first save have one.
 
+    Args:
+        identity: as of `identity_of`.
+        described: config.json of the model that was built; None if it has none.
+
     Raises:
-        ConfigError: the run that wrote it had another `identity`.
+        ConfigError: the run that wrote it had another `identity`, or its model another config.json.
         CheckpointError: it is missing or damaged.
     """
     if not config.resume:
@@ -47,6 +56,7 @@ def find_start(
             return None
         checkpoint = find_checkpoint(run_dir, world, name)
     _check_identity(identity, checkpoint.identity, checkpoint.path)
+    _check_model(described, checkpoint)
     return checkpoint
 
 
@@ -98,3 +108,12 @@ def _check_identity(now: dict[str, Any], then: dict[str, Any], path: Path) -> No
                 f"{name} is {value!r}, but the run that wrote {path} had {before!r}; resume it unchanged, or export "
                 "the model and start a new run from it with model.path"
             )
+
+
+def _check_model(described: str | None, checkpoint: Checkpoint) -> None:
+    # What stands at model.path, and what a family's defaults are, may have changed under the same names. Another
+    # transformers may know other fields.
+    here, there = (flat_settings(json.loads(text or "{}")) for text in (described, checkpoint.text("config.json")))
+    common = here.keys() & there.keys() - {"_name_or_path", "transformers_version"}
+    now, then = ({"config.json": {name: side[name] for name in sorted(common)}} for side in (here, there))
+    _check_identity(now, then, checkpoint.path)

@@ -38,9 +38,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import laconic
 from laconic.durable import fsync_directory, fsync_file, sha256_of
 from laconic.errors import CheckpointError, first_line
-from laconic.formats.archive import manifest_sha256
 from laconic.formats.dcp import SafeLoadPlanner
 from laconic.formats.shards import local_part
+from laconic.formats.zip_manifest import manifest_sha256
 from laconic.gradients import LocalSteps
 from laconic.json_text import parse_json
 from laconic.ops.adamw_scalars import BetaRanges, widened

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _SECTION_TOKENS = 1 << 16
 # How much text is given to the tokenizer at once: enough to keep its threads busy, little enough to stay small.
 _BATCH_CHARACTERS = 1 << 20
-_CACHE_FORMAT = 1
+_CACHE_FORMAT = 2
 _REPORT_SECONDS = 10.0
 
 

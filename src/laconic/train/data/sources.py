@@ -14,7 +14,7 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from laconic.errors import DataError
 from laconic.json_text import unique_names
@@ -116,7 +116,7 @@ def read_records(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"data.paths names {path}, but it must be a .jsonl file, with a JSON value on each line")
     try:
         with open(path, "rb") as file:
-            offset = 0
+            offset = _begin(file)
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield number, _json_value(line, path, number, offset)
@@ -137,8 +137,8 @@ def whole_text(text: str, where: str) -> str:
 def _read_text(path: Path) -> Iterator[tuple[str, bool]]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     kept = ""  # decoded, not yet yielded: the unfinished last line
-    offset = 0
     with open(path, "rb") as file:
+        offset = _begin(file)
         while block := file.read(_PIECE_NBYTES):
             if (nul := block.find(0)) >= 0:
                 raise _not_text(path, offset + nul, "a NUL byte")
@@ -149,6 +149,11 @@ def _read_text(path: Path) -> Iterator[tuple[str, bool]]:
             kept = text[cut:]
             offset += len(block)
         yield kept + _decoded(decoder, b"", path, offset), True
+
+
+def _begin(file: BinaryIO) -> int:
+    """Where the text of a file begins: behind a byte order mark, which is no part of it."""
+    return len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else file.seek(0)
 
 
 def _decoded(decoder: codecs.IncrementalDecoder, block: bytes, path: Path, offset: int) -> str:
