@@ -66,6 +66,16 @@ def test_tools_are_written_by_the_template_or_refused(tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path)).decode(found.tokens).startswith("paint")
 
 
+def test_arguments_of_calls_are_objects_for_the_template(tmp_path: Path) -> None:
+    """OpenAI's files have them as JSON texts, which `tojson` would write with quotes around and within."""
+    calls = "{% for call in message.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}<|end|>"
+    template = TEMPLATE.replace("{{ message['content'] }}<|end|>", "{{ message['content'] or '' }}" + calls)
+    for arguments in ('{"a": 1}', {"a": 1}):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        line = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+        assert answers(examples(tmp_path, [line], template=template), tmp_path) == ['{"a": 1}<|end|>']
+
+
 def test_bytes_have_places_in_the_text() -> None:
     ((ids, starts),) = BytesTokenizer().encode_with_starts(["aüb"], special=True)
     assert (ids.tolist(), starts.tolist()) == ([97, 0xC3, 0xBC, 98], [0, 1, 1, 2])
@@ -84,6 +94,10 @@ def test_bytes_have_places_in_the_text() -> None:
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, ANSWER]},
             "message 1, of the role",
+        ),
+        (
+            {"messages": [USER, ANSWER | {"tool_calls": [{"function": {"arguments": "a"}}]}]},
+            "message 2 with tool_calls",
         ),
         ({"messages": [USER, ANSWER], "system": "Be brief."}, "has 'system', which is not made text of"),
         ({"prompt": "a", "completion": "b", "tools": [{}]}, "has 'tools', which is not made text of"),

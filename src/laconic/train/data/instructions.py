@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laconic.errors import DataError, first_line
+from laconic.json_text import parse_json
 from laconic.train.config.schema import DataConfig
 from laconic.train.data.corpus import held_out
 from laconic.train.data.sources import find_files, read_records, whole_text
@@ -152,7 +153,7 @@ def _texts(files: Sequence[Path], render: _Render) -> Iterator[_Text]:
                     f"{where} has {name!r}, which is not made text of here; write it into the example's text"
                 )
             if "messages" in keys and not keys & {"prompt", "completion"}:
-                messages, tools = record["messages"], record.get("tools") or None
+                messages, tools = _with_arguments(record["messages"], where), record.get("tools") or None
                 text, spans = _conversation(messages, tools, render, where)
                 kind = tools is None, *((one["role"], isinstance(one.get("content"), str)) for one in messages)
                 if kind not in seen:
@@ -172,12 +173,39 @@ def _texts(files: Sequence[Path], render: _Render) -> Iterator[_Text]:
                 raise DataError(f"{where} {has}; {_REMEDY}")
 
 
-def _conversation(messages: Any, tools: Any, render: _Render, where: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a conversation, and where in it the assistant's answers are, but for those of weight 0."""
+def _with_arguments(messages: Any, where: str) -> Any:
+    """Messages whose calls have their arguments as objects, as chat templates write them; OpenAI's are JSON texts."""
     if not isinstance(messages, list) or not all(
         isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
     ):
         raise DataError(f'{where} has messages that are no list of {{"role": "...", "content": "..."}}; write them so')
+    found = []
+    for number, message in enumerate(messages, 1):
+        calls = message.get("tool_calls")
+        try:
+            found.append({**message, "tool_calls": [_as_object(call) for call in calls]} if calls else message)
+        except (ValueError, TypeError, AttributeError):
+            raise DataError(
+                f"{where} has message {number} with tool_calls that are no list of objects whose function has "
+                "arguments, an object or its JSON text; write them so"
+            ) from None
+    return found
+
+
+def _as_object(call: dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError, TypeError or AttributeError where it is no call."""
+    function = call.get("function", call)
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments or "{}")
+    if not isinstance(arguments, dict):
+        raise TypeError
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _conversation(messages: list[Any], tools: Any, render: _Render, where: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a conversation, and where in it the assistant's answers are, but for those of weight 0."""
     for number, message in enumerate(messages, 1):
         content, weight = message.get("content"), message.get("weight", 1)
         if not isinstance(content, str | list) and not message.get("tool_calls"):
