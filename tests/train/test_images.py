@@ -184,6 +184,18 @@ def test_files_that_are_no_images_are_named_or_counted(tmp_path: Path, caplog: p
     assert "left out 1 of 13" in caplog.text
 
 
+@pytest.mark.parametrize(("dtype", "mode"), [(np.uint16, "I;16"), (np.int32, "I"), (np.float32, "F")])
+def test_images_of_more_than_8_bits_are_not_cut(dtype: type, mode: str, tmp_path: Path) -> None:
+    """16-bit X-rays became white all over, and values from 0 to 1 black."""
+    folder = write_folder(tmp_path / "images")
+    PIL.Image.fromarray(np.full((12, 12), 700, dtype)).save(next(folder.iterdir()) / "deep.tiff")
+    for chosen in (None, "L", "RGB"):
+        with pytest.raises(
+            DataError, match=rf"deep\.tiff is an image of mode {mode}, whose values have more than 8 bits"
+        ):
+            read(folder, size=10, mode=chosen)
+
+
 def test_images_of_other_sizes_and_modes_are_refused_or_converted(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "folder")
     PIL.Image.new("L", (9, 8)).save(folder / "upright" / "z.png")

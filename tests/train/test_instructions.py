@@ -49,6 +49,33 @@ def test_tokens_of_answers_count_and_no_others(tmp_path: Path) -> None:
     assert found.lengths.tolist()[1:] == [9, 4]
 
 
+def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path: Path) -> None:
+    """As in files for OpenAI's fine-tuning."""
+    found = examples(tmp_path, [{"messages": [USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "weight": 1}]}])
+    assert answers(found, tmp_path) == ["Blüe<|end|>"]
+
+
+def test_tools_are_written_by_the_template_or_refused(tmp_path: Path) -> None:
+    line = {"messages": [USER, ANSWER], "tools": [{"type": "function", "function": {"name": "paint"}}]}
+    with pytest.raises(DataError, match=r"jsonl:1 has tools, for which the chat template has no place"):
+        examples(tmp_path, [line])
+    found = examples(
+        tmp_path, [line], template="{% for tool in tools %}{{ tool.function.name }}{% endfor %}" + TEMPLATE
+    )
+    assert answers(found, tmp_path) == ["Blüe<|end|>"]
+    assert load_tokenizer(str(tmp_path)).decode(found.tokens).startswith("paint")
+
+
+def test_arguments_of_calls_are_objects_for_the_template(tmp_path: Path) -> None:
+    """OpenAI's files have them as JSON texts, which `tojson` would write with quotes around and within."""
+    calls = "{% for call in message.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}<|end|>"
+    template = TEMPLATE.replace("{{ message['content'] }}<|end|>", "{{ message['content'] or '' }}" + calls)
+    for arguments in ('{"a": 1}', {"a": 1}):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        line = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+        assert answers(examples(tmp_path, [line], template=template), tmp_path) == ['{"a": 1}<|end|>']
+
+
 def test_bytes_have_places_in_the_text() -> None:
     ((ids, starts),) = BytesTokenizer().encode_with_starts(["aüb"], special=True)
     assert (ids.tolist(), starts.tolist()) == ([97, 0xC3, 0xBC, 98], [0, 1, 1, 2])
@@ -60,6 +87,20 @@ def test_bytes_have_places_in_the_text() -> None:
         ({"messages": []}, "no message of the role assistant"),
         ({"messages": "hello"}, "no list of"),
         ({"messages": [USER, {**ANSWER, "content": " "}]}, "empty answer, message 2"),
+        ({"messages": [{"role": "user", "content": None}, ANSWER]}, "message 1 without content"),
+        ({"messages": [{"role": "user"}, ANSWER]}, "message 1 without content"),
+        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, r"message 2 of weight 0\.5, but it must be 0 or 1"),
+        ({"messages": [USER, {**ANSWER, "weight": 0}]}, "no message of the role assistant"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, ANSWER]},
+            "message 1, of the role",
+        ),
+        (
+            {"messages": [USER, ANSWER | {"tool_calls": [{"function": {"arguments": "a"}}]}]},
+            "message 2 with tool_calls",
+        ),
+        ({"messages": [USER, ANSWER], "system": "Be brief."}, "has 'system', which is not made text of"),
+        ({"prompt": "a", "completion": "b", "tools": [{}]}, "has 'tools', which is not made text of"),
         ({"prompt": "a", "completion": ""}, "empty completion"),
         ({"prompt": "a", "completion": 4}, "no string"),
         ({"prompt": "a", "completion": "b", "messages": []}, r"has the keys \['completion', 'messages', 'prompt'\]"),
@@ -94,6 +135,12 @@ def test_templates_that_are_missing_or_rewrite_answers_are_refused(tmp_path: Pat
     examples(tmp_path, [{"messages": [USER, ANSWER]}], template=forgets)
     with pytest.raises(DataError, match=r"data\.jsonl:1: the chat template writes message 2 otherwise"):
         examples(tmp_path, [{"messages": [USER, ANSWER, USER, ANSWER]}], template=forgets)
+    knows_two = TEMPLATE.replace("<|{{", "{% if message.role in ('user', 'assistant') %}<|{{").replace(
+        "<|end|>{% endfor", "<|end|>{% endif %}{% endfor"
+    )
+    examples(tmp_path, LINES, template=knows_two)
+    with pytest.raises(DataError, match=r"data\.jsonl:1 has message 1, of the role system, whose content the chat"):
+        examples(tmp_path, [{"messages": [{"role": "system", "content": "a"}, USER, ANSWER]}], template=knows_two)
     raises = "{{ raise_exception('only users may speak') }}"
     with pytest.raises(DataError, match=r"data\.jsonl:1: .* not take these messages: only users may speak"):
         examples(tmp_path, LINES, template=raises)

@@ -61,6 +61,7 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path, capsys: pytest.Capt
     assert summary["steps"] == 6
     assert summary["loss"] == training[-1]["loss"]
     assert 0.9 < summary["bytes_per_token"] <= 1  # bytes, and ends of documents
+    assert re.fullmatch("[0-9a-f]{64}", summary["data"])
     assert summary["validation_loss"] == validation[-1]
     assert summary["best_validation_loss"] == min(validation)
     assert summary["saved_nbytes_per_token"] == training[-1]["saved_nbytes"] / tokens

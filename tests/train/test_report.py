@@ -305,3 +305,13 @@ def test_json_has_the_numbers_of_the_table(tmp_path: Path, capsys: pytest.Captur
     kept = found["measures"]["kept for backward per token"]
     assert kept[0] > kept[1] > 0
     assert found["configuration"]["activations.bits"] == ["16", "4"]
+
+
+def test_runs_on_other_data_under_one_name_differ(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path, name) for name in "abc"]
+    for run_dir, data in zip(runs, ["0" * 64, "0" * 64, "1" * 64], strict=True):
+        summary = json.loads((run_dir / "summary.json").read_text())
+        (run_dir / "summary.json").write_text(json.dumps(summary | {"data": data}))
+    assert config_differences(load_runs(runs[:2])) == []
+    [row] = config_differences(load_runs(runs[1:]))
+    assert (row.label, [cell.text for cell in row.cells]) == ("hash of the data", ["00000000", "11111111"])

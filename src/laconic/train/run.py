@@ -156,6 +156,7 @@ class _Run:
         if self.world.is_main:
             # Losses of runs with other tokenizers are compared per byte of text.
             summary["bytes_per_token"] = self.task.bytes_per_token()
+            summary["data"] = self.task.fingerprint
             write_json(self.run_dir / "summary.json", summary)
             report, exports = self.converted.report, bool(self.converted.model_config)
             kept = report.before_nbytes_per_token, report.after_nbytes_per_token

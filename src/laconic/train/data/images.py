@@ -264,6 +264,11 @@ def _decoded(
 
 
 def _pixels(image: Image, config: ImagesConfig, name: str) -> npt.NDArray[np.uint8]:
+    if image.mode in ("I", "F") or image.mode.startswith("I;"):  # Pillow's conversion would cut them at 255
+        raise DataError(
+            f"{name} is an image of mode {image.mode}, whose values have more than 8 bits; scale them to 0 to 255 and "
+            "save it in 8 bits"
+        )
     if config.mode is not None:
         image = image.convert(config.mode)
     elif image.mode not in ("L", "RGB"):

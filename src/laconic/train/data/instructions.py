@@ -1,8 +1,8 @@
 """Instruction data: JSONL files of conversations, or of prompts with their completions, as tokens and answers.
 
-A line is {"messages": [{"role": ..., "content": ...}, ...]}, which the tokenizer's chat template makes a text of, or
-{"prompt": "...", "completion": "..."}, a text and its continuation, after which the document ends. Tokens of answers
-are known by where they begin in the text, so the whole of an example is tokenized as one.
+A line is {"messages": [{"role": ..., "content": ...}, ...]}, perhaps with "tools", which the tokenizer's chat template
+makes a text of, or {"prompt": "...", "completion": "..."}, a text and its continuation, after which the document ends.
+Tokens of answers are known by where they begin in the text, so the whole of an example is tokenized as one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laconic.errors import DataError, first_line
+from laconic.json_text import parse_json
 from laconic.train.config.schema import DataConfig
 from laconic.train.data.corpus import held_out
 from laconic.train.data.sources import find_files, read_records, whole_text
@@ -27,6 +28,8 @@ from laconic.train.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenize
 logger = logging.getLogger(__name__)
 
 _LINES_AT_ONCE = 1024
+_NOT_SERVED = ("functions", "documents", "chat_template_kwargs", "system")
+"""Further keys of a line that other programs make text of."""
 _REMEDY = 'an example is {"messages": [...]}, or {"prompt": "...", "completion": "..."}'
 
 
@@ -134,17 +137,28 @@ class _Text:
         self.ids, self.starts = ids, starts
 
 
-_Render = Callable[[list[Any], bool], str]
-"""Makes the text of messages, with the words that begin an answer behind it or without; raises what it likes."""
+_Render = Callable[[list[Any], Any, bool], str]
+"""Makes the text of messages and tools, and of the words that begin an answer, or without; raises what it likes."""
 
 
 def _texts(files: Sequence[Path], render: _Render) -> Iterator[_Text]:
+    seen: set[Any] = set()
     for file in files:
         for number, record in read_records(file):
             where = f"{file}:{number}"
             keys = set(record) if isinstance(record, dict) else set()
+            not_served = (*_NOT_SERVED, "tools") if "prompt" in keys else _NOT_SERVED
+            if (name := next((name for name in not_served if name in keys and record[name]), None)) is not None:
+                raise DataError(
+                    f"{where} has {name!r}, which is not made text of here; write it into the example's text"
+                )
             if "messages" in keys and not keys & {"prompt", "completion"}:
-                text, spans = _conversation(record["messages"], render, where)
+                messages, tools = _with_arguments(record["messages"], where), record.get("tools") or None
+                text, spans = _conversation(messages, tools, render, where)
+                kind = tools is None, *((one["role"], isinstance(one.get("content"), str)) for one in messages)
+                if kind not in seen:
+                    seen.add(kind)
+                    _check_shown(messages, tools, render, where)
                 yield _Text(where, whole_text(text, where), spans, completes=False)
             elif {"prompt", "completion"} <= keys and "messages" not in keys:
                 prompt, completion = record["prompt"], record["completion"]
@@ -159,13 +173,46 @@ def _texts(files: Sequence[Path], render: _Render) -> Iterator[_Text]:
                 raise DataError(f"{where} {has}; {_REMEDY}")
 
 
-def _conversation(messages: Any, render: _Render, where: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a conversation, and where in it the assistant's answers are."""
+def _with_arguments(messages: Any, where: str) -> Any:
+    """Messages whose calls have their arguments as objects, as chat templates write them; OpenAI's are JSON texts."""
     if not isinstance(messages, list) or not all(
         isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
     ):
         raise DataError(f'{where} has messages that are no list of {{"role": "...", "content": "..."}}; write them so')
-    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    found = []
+    for number, message in enumerate(messages, 1):
+        calls = message.get("tool_calls")
+        try:
+            found.append({**message, "tool_calls": [_as_object(call) for call in calls]} if calls else message)
+        except (ValueError, TypeError, AttributeError):
+            raise DataError(
+                f"{where} has message {number} with tool_calls that are no list of objects whose function has "
+                "arguments, an object or its JSON text; write them so"
+            ) from None
+    return found
+
+
+def _as_object(call: dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError, TypeError or AttributeError where it is no call."""
+    function = call.get("function", call)
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments or "{}")
+    if not isinstance(arguments, dict):
+        raise TypeError
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _conversation(messages: list[Any], tools: Any, render: _Render, where: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a conversation, and where in it the assistant's answers are, but for those of weight 0."""
+    for number, message in enumerate(messages, 1):
+        content, weight = message.get("content"), message.get("weight", 1)
+        if not isinstance(content, str | list) and not message.get("tool_calls"):
+            raise DataError(f"{where} has message {number} without content; give it text, or leave it out")
+        if weight not in (0, 1):
+            raise DataError(f"{where} has message {number} of weight {weight!r}, but it must be 0 or 1")
+    answers = [n for n, one in enumerate(messages) if one["role"] == "assistant" and one.get("weight", 1)]
     if not answers:
         raise DataError(f"{where} has no message of the role assistant, so there is no answer to learn; leave it out")
     for number in answers:
@@ -173,8 +220,10 @@ def _conversation(messages: Any, render: _Render, where: str) -> tuple[str, list
         if not (messages[number].get("tool_calls") or (isinstance(content, str) and content.strip())):
             raise DataError(f"{where} has an empty answer, message {number + 1}; leave the line out")
     try:
-        text = render(messages, False)
-        parts = [(render(messages[:number], True), render(messages[: number + 1], False)) for number in answers]
+        text = render(messages, tools, False)
+        parts = [
+            (render(messages[:number], tools, True), render(messages[: number + 1], tools, False)) for number in answers
+        ]
     except DataError as error:
         raise DataError(f"{where} has messages, but {error}") from None
     except Exception as error:  # templates are programs and raise what they like
@@ -188,14 +237,42 @@ def _conversation(messages: Any, render: _Render, where: str) -> tuple[str, list
     return text, [(len(before), len(after)) for before, after in parts]
 
 
+def _check_shown(messages: list[Any], tools: Any, render: _Render, where: str) -> None:
+    """Refuse what the template leaves out without a word: tools, or messages of roles that it does not know."""
+    marks = {n: f"laconicmessage{n}mark" for n, one in enumerate(messages) if one.get("content")}
+    marked = [
+        {**one, "content": _like(one["content"], marks[n])} if n in marks else one for n, one in enumerate(messages)
+    ]
+    try:
+        text = render(marked, tools, False)
+        without = render(marked, None, False) if tools else None
+    except Exception:  # it asks for certain values, so it reads them
+        return
+    if text == without:
+        raise DataError(f"{where} has tools, for which the chat template has no place; leave them out")
+    for number, mark in marks.items():
+        # What an assistant says beside its calls may be left out. A list is none of a template's that prints it whole.
+        lost = mark not in text and not messages[number].get("tool_calls")
+        if lost or f"'text': '{mark}" in text or f'"text": "{mark}' in text:
+            raise DataError(
+                f"{where} has message {number + 1}, of the role {messages[number]['role']}, whose content the chat "
+                "template does not take; give it as a text and under another role, or leave the message out"
+            )
+
+
+def _like(content: Any, mark: str) -> Any:
+    return mark if isinstance(content, str) else [{"type": "text", "text": mark}]
+
+
 def _renderer(tokenizer: Tokenizer) -> _Render:
     """What writes messages by the chat template beside the tokenizer, which is read when the first are written."""
     found: list[Any] = []
 
-    def render(messages: list[Any], begins_answer: bool) -> str:
+    def render(messages: list[Any], tools: Any, begins_answer: bool) -> str:
         if not found:
             found.append(_chat_tokenizer(tokenizer))
-        written: str = found[0].apply_chat_template(messages, tokenize=False, add_generation_prompt=begins_answer)
+        options = {"tools": tools, "tokenize": False, "add_generation_prompt": begins_answer}
+        written: str = found[0].apply_chat_template(messages, **options)
         return written
 
     return render

@@ -113,11 +113,13 @@ def _wire_ratio(run: Run) -> float | None:
 
 
 def config_differences(runs: Sequence[Run]) -> list[Row]:
-    """Fields of the configuration that are not the same in all `runs` that have one."""
+    """Fields of the configuration, and data, that are not the same in all `runs` that have them."""
     names = sorted({name for run in runs for name in run.config if name not in _NOT_COMPARED})
+    compared = [(name, [_config_text(run, name) for run in runs]) for name in names]
+    # Files of one name may have changed between two runs.
+    compared.append(("hash of the data", [str(run.summary.get("data", _MISSING))[:8] for run in runs]))
     rows = []
-    for name in names:
-        texts = [_config_text(run, name) for run in runs]
+    for name, texts in compared:
         if len(set(texts) - {_MISSING}) > 1:
             rows.append(Row(name, tuple(map(Cell, texts))))
     return rows
