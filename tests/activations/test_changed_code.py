@@ -189,20 +189,36 @@ def _halve(module: nn.Module, grads: tuple[Tensor]) -> tuple[Tensor]:
     return (grads[0] / 2,)
 
 
+class _Tripled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 3
+
+
+def _own_forward(module: nn.Module) -> None:
+    before = module.forward
+    module.forward = lambda x: before(x) * 3  # type: ignore[method-assign]
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "a forward hook": lambda model: model.lm_head.register_forward_hook(_scale),
     "a backward hook": lambda model: model.lm_head.register_full_backward_pre_hook(_halve),
     "a cap": lambda model: setattr(model.config, "final_logit_softcapping", 0.1),
+    "a forward of its own": lambda model: _own_forward(model.lm_head),
+    "another class": lambda model: setattr(model.lm_head, "__class__", _Tripled),
+    "another linear": lambda model: None,
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_logits_later_makes_the_chunked_loss_inactive(
-    change: str, caplog: pytest.LogCaptureFixture
+    change: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids = make_model("gemma2"), make_ids()
     twin = copy.deepcopy(model)
     laconic.compress_activations(twin, bits=16, loss="chunked")
+    if change == "another linear":
+        linear = F.linear
+        monkeypatch.setattr(F, "linear", lambda *args: linear(*args) * 1.1)
     grads = []
     with caplog.at_level(logging.WARNING, "laconic"):
         for one in (model, twin):

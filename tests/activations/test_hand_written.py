@@ -263,25 +263,46 @@ class Leaving(nn.Module):
                 MAPS.append(probabilities)
             case "argument":
                 maps.append(probabilities)
+            case "draw":
+                probabilities = probabilities * random.random()
         out: Tensor = self.value(probabilities @ x)
         return out
 
 
+@pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("place", ["attribute", "tensor", "list", "global", "argument", "input"])
-def test_what_a_mixer_leaves_is_left_once(place: str) -> None:
+def test_what_a_mixer_leaves_is_left_once(place: str, later: bool) -> None:
     torch.manual_seed(0)
-    exact = nn.ModuleList([Leaving(place)])
+    exact = nn.ModuleList([Leaving("" if later else place)])
     model, x = copy.deepcopy(exact), torch.randn(2, 8, 32, requires_grad=True)
     laconic.compress_activations(model, bits=8)  # measures nothing, so the first call is one of training
     found = []
     for each in (exact[0], model[0]):
         maps: list[Tensor] = []
         MAPS.clear()
+        if later:
+            each(x * 1, maps).sum().backward()
+            each.place = place
         y = each(x * 1, maps)
         left = [*maps, *MAPS, *each.maps]
         torch.stack([y.square().sum(), *(m.square().sum() for m in left)]).sum().backward()
         found.append((y, torch.tensor(len(left)), each.calls, *left))
     assert all(map(torch.equal, *found))
+
+
+def test_a_mixer_that_draws_a_number_later_has_the_gradients_of_that_number() -> None:
+    torch.manual_seed(0)
+    exact, found = nn.ModuleList([Leaving("")]), []
+    model, x = copy.deepcopy(exact), torch.randn(2, 8, 32)
+    laconic.compress_activations(model, bits=8)
+    for each in (exact[0], model[0]):
+        each(x, []).sum().backward()
+        each.place = "draw"
+        each.zero_grad()
+        random.seed(0)
+        each(x, []).sum().backward()
+        found.append(torch.cat([parameter.grad.flatten() for parameter in each.parameters()]))  # type: ignore[union-attr]
+    assert (found[1] - found[0]).norm() < 0.02 * found[0].norm()
 
 
 class Called:

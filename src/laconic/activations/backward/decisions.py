@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from laconic.activations.host.modules import FLAGS, plain_attributes
 from laconic.activations.host.patched import NATIVE, unpatched
 from laconic.activations.host.tracker import observe
 from laconic.errors import ModelError
@@ -167,20 +168,16 @@ class Habit:
         """
         there = tuple([x.shape if type(x) is Tensor else x is None for x in args])
         mode = (parts[0].training, there, *[(name, x is None) for name, x in kwargs.items()])
-        told = [code, *[x for x in (*args, *kwargs.values()) if type(x) in _FLAGS]]
-        for part in parts:
-            attributes = part.__dict__
-            told += [x for x in attributes.values() if type(x) in _PLAIN]
-            if "config" in attributes:
-                told.append(getattr(attributes["config"], "_attn_implementation", None))
+        told = [code, *[x for x in (*args, *kwargs.values()) if type(x) in FLAGS], *plain_attributes(parts, _PLAIN)]
+        configs = [part.__dict__["config"] for part in parts if "config" in part.__dict__]
+        told += [getattr(config, "_attn_implementation", None) for config in configs]
         return None if self._idle.get(mode) == told else Decisions(self.name, partial(self._learn, mode, told))
 
     def _learn(self, mode: Any, told: list[Any]) -> None:
         self._idle[mode] = told
 
 
-_FLAGS = frozenset({bool, str})
-_PLAIN = _FLAGS | {int, float}
+_PLAIN = FLAGS | {int, float}
 
 
 class _Run(TorchFunctionMode):

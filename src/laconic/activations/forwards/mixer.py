@@ -33,7 +33,7 @@ from laconic.activations.backward.decisions import Decisions, Habit
 from laconic.activations.backward.replay import Replay, forgetting, put_back
 from laconic.activations.forwards.base import SiteForward
 from laconic.activations.forwards.checkpoint import is_cache, is_empty, packed_inputs, run_again, without_caches
-from laconic.activations.host.modules import modules_of
+from laconic.activations.host.modules import modules_of, plain_attributes
 from laconic.activations.keep.choice import Offload, Packing
 from laconic.activations.keep.preserve import CONTAINERS, preserved
 from laconic.activations.keep.rounding import quantized
@@ -58,7 +58,8 @@ class MixerForward(SiteForward):
 
     def __init__(self, module: nn.Module, site: Site, format: Packing) -> None:
         super().__init__(module, site, format)
-        self.repeats: bool | None = None  # not known before the first training call
+        self.repeats: bool | None = None  # not known before the first training call, nor once a flag has changed
+        self._flags: list[Any] | None = None
         self.is_sensitive = False
         self.habit = Habit(site.name)
 
@@ -74,9 +75,13 @@ class MixerForward(SiteForward):
         args, kwargs = self.positional(args, kwargs)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.stays_exact():
             return self.original(*args, **kwargs)
+        flags = plain_attributes(parts := modules_of(self.module))
+        if self._flags not in (None, flags):
+            self.repeats = None
         if self.repeats is False or not self._may_run_again(args, kwargs):
             return self.original(*args, **kwargs)
         if self.repeats is None:
+            self._flags = flags
             lists = self._outside_lists()
             with preserved(self.module, (args, kwargs, lists), tensors="copied"):
                 self.repeats = self._repeats(args, kwargs, lists)
@@ -88,13 +93,13 @@ class MixerForward(SiteForward):
                     type(self.module).__name__,
                 )
                 return self.original(*args, **kwargs)
-        decisions = self.habit.decisions(modules_of(self.module), args, kwargs)
+        decisions = self.habit.decisions(parts, args, kwargs)
         caches = {name: leaf for name, leaf in (*enumerate(args), *kwargs.items()) if is_cache(leaf)}
         args, kwargs = without_caches(args, kwargs)  # which the graph would hold, with all keys and values
         with packed_inputs(
             self.inputs(args, kwargs), self.input_format, decisions, with_data=self.packs_data
         ) as region:
-            return run_again(region(self._writing_once(caches)), args, kwargs, modules_of(self.module), self.site.name)
+            return run_again(region(self._writing_once(caches)), args, kwargs, parts, self.site.name)
 
     def _writing_once(self, caches: dict[Any, Any]) -> Callable[..., Any]:
         """The module's own forward, whose first call alone has the caches and writes to attributes for good."""

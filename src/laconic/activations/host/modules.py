@@ -7,7 +7,7 @@ DTensor and on the local parameters that it puts in place meanwhile; so it takes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -57,3 +57,12 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
                 seen.add(child)
                 found.append(child)
     return found
+
+
+FLAGS = frozenset({bool, str})
+"""Types of what switches code on and off."""
+
+
+def plain_attributes(parts: Iterable[nn.Module], kinds: Collection[type] = FLAGS) -> list[Any]:
+    """What of some types lies in attributes of modules."""
+    return [x for part in parts for x in part.__dict__.values() if type(x) in kinds]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
@@ -31,7 +31,8 @@ from torch.utils._pytree import tree_leaves
 
 from laconic.activations.backward.derivatives import is_transformed
 from laconic.activations.forwards.base import LinearForward
-from laconic.activations.forwards.replacement import ModelReplacement, replacements_of
+from laconic.activations.forwards.replacement import ModelReplacement, owner_of, replacements_of
+from laconic.activations.host.modules import forward_of
 from laconic.activations.keep.choice import Packing
 from laconic.activations.recognize.sites import Site
 from laconic.activations.recognize.trial import usual_numbers
@@ -259,6 +260,7 @@ class CausalForward(ModelReplacement):
         self.loss_functions = loss_functions()
         self.factors = _factors_of(module)
         self.projection = place.projection.removeprefix(f"{place.name}.")
+        self.forwards = [type(part).forward for part in _path(module, self.projection)]
         self.is_running = False
         self._warned: set[str] = set()
 
@@ -320,7 +322,11 @@ class CausalForward(ModelReplacement):
         if (factors := _factors_of(self.module)) != self.factors:
             changed = sorted(name for name, _ in factors.items() ^ self.factors.items())
             return f"{', '.join(dict.fromkeys(changed))} changed after the conversion, and may scale or cap logits"
-        if (hook := _hook_on_logits(self.module, self.projection)) is not None:
+        path = list(_path(self.module, self.projection))
+        is_own = all(_is_own(forward_of(part)) for part in path) and self.head.attributes.unchanged(self.head.module)
+        if not is_own or [type(part).forward for part in path] != self.forwards:
+            return "code of the output projection, or around it, was replaced after the conversion"
+        if (hook := _hook_on_logits(path)) is not None:
             return f"{hook}, which may read or change logits or their gradient; register it on the model instead"
         if not isinstance(arguments.get("labels"), Tensor):
             return (
@@ -388,16 +394,30 @@ _HOSTS = ("torch.distributed.", "transformers.", "accelerate.", "deepspeed.", "w
 """Whose hooks on a module gather, place and record, and leave values alone."""
 
 
-def _hook_on_logits(module: nn.Module, projection: str) -> str | None:
-    """Whose hook sees logits, on the projection or on a head around it; None if there is none."""
+def _path(module: nn.Module, projection: str) -> Iterator[nn.Module]:
+    """The parts of a model from a head to the projection in it."""
     part: nn.Module | None = module
     for child in projection.split("."):
         part = None if part is None else part._modules.get(child)
-        for kind in _HOOKS if part is not None else ():
+        if part is not None:
+            yield part
+
+
+def _is_own(forward: Any) -> bool:
+    """Whether a module's own forward is laconic's, or a host's that moves tensors only; None is that of its class."""
+    code = getattr(forward, "func", forward)  # functions take the module of what they wrap for theirs
+    home = getattr(code, "__globals__", {}).get("__name__", "")
+    return forward is None or owner_of(forward) is not None or f"{home}.".startswith(_HOSTS)
+
+
+def _hook_on_logits(path: Iterable[nn.Module]) -> str | None:
+    """Whose hook sees logits, on the projection or on a head around it; None if there is none."""
+    for part in path:
+        for kind in _HOOKS:
             for hook in part.__dict__[kind].values():
                 home = str(getattr(getattr(hook, "func", hook), "__module__", ""))
                 if not f"{home}.".startswith(_HOSTS):
-                    return f"{child} has a hook of {home}"
+                    return f"{type(part).__name__} has a hook of {home}"
     return None
 
 
