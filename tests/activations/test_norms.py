@@ -86,6 +86,7 @@ def test_what_torch_has_no_kernels_for_goes_step_by_step(kind: Literal["rms", "l
             assert norms.kernels_of(x, weight, None, spec) is not None
             assert norms.kernels_of(x, nn.Parameter(weight), None, spec) is not None
             assert norms.kernels_of(x, weight.float(), None, spec) is None
+            assert norms.kernels_of(x, weight[:1], None, spec) is None
             assert norms.kernels_of(x[:0], weight, None, spec) is None
             assert norms.kernels_of(torch._neg_view(x), weight, None, spec) is None
             takes_offset = norms.kernels_of(x, weight, None, NormSpec("rms", 1e-6, unit_offset=True)) is not None

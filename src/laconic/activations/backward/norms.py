@@ -203,8 +203,10 @@ _VERDICTS: dict[tuple[Any, ...], bool] = {}
 
 def kernels_of(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> _Kernels | None:
     """The fused kernels for this norm, if there are any and they give what the steps do."""
-    given = [tensor for tensor in (x, weight, bias) if tensor is not None]
-    if not is_memory(*given) or not x.numel() or any([tensor.dtype is not x.dtype for tensor in given]):
+    parameters = [p for p in (weight, bias) if p is not None]
+    if not is_memory(x, *parameters) or not x.numel():
+        return None
+    if any([p.dtype is not x.dtype or p.shape != x.shape[-1:] for p in parameters]):
         return None
     kernels = KERNELS.get(x.device.type)
     if kernels is None or (spec.unit_offset and not kernels.takes_unit_offset):

@@ -112,20 +112,20 @@ def is_direct(*tensors: Tensor | None) -> bool:
 
 
 def is_memory(*tensors: Tensor) -> bool:
-    """The same of what a kernel reads that is no op, on any device: parameters may be among them, profilers watch."""
+    """Whether a kernel outside of torch's dispatcher may read these, on any device: plain tensors or parameters.
+
+    Profilers do not matter.
+    """
     if torch.compiler.is_dynamo_compiling():
         return False
     for x in tensors:
-        if type(x) not in _PLAIN or x.is_neg():
+        if type(x) not in (Tensor, torch.nn.Parameter) or x.is_neg():
             return False
     return _is_unwatched()
 
 
 def _is_unwatched() -> bool:
     return not _num_dispatch_modes() and not _num_function_modes() and _transforms() is None
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 _num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
