@@ -442,7 +442,7 @@ class LongIsSparse(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.longest_dense = 8
+        self.longest_dense: int | Tensor = 8
         self.query, self.value = nn.Linear(32, 32), nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -462,11 +462,14 @@ def test_layers_that_decide_from_some_length_on_are_looked_at_again(monkeypatch:
         assert (counts["decisions"] > 0) == decides
 
 
-def test_layers_that_are_told_to_decide_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [int, torch.tensor])
+def test_layers_that_are_told_to_decide_are_looked_at_again(
+    kind: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = nn.ModuleList([LongIsSparse()])
     laconic.compress_activations(model, bits=8)
     for longest, decides in ((8, False), (4, True), (8, False)):
-        model[0].longest_dense = longest
+        model[0].longest_dense = kind(longest)
         with counted(monkeypatch) as counts:
             model[0](torch.randn(2, 6, 32, requires_grad=True)).sum().backward()
         assert (counts["decisions"] > 0) == decides

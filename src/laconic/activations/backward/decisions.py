@@ -144,8 +144,8 @@ class Habit:
 
     The mode is that of the module, which of its arguments are there, and how long they are, as sparse attention may
     begin at some length. What tells it are the code, flags among its arguments, numbers and strings in attributes, and
-    which attention a configuration of Hugging Face names. Branches on anything else hardly ever make code decide later,
-    and those on values are decisions themselves.
+    which attention a configuration of Hugging Face names. Code that asks a tensor for a number is looked at in every
+    call, as that may be a switch. Branches on anything else hardly ever make code decide later.
 
     Args:
         name: of the code, for errors.
@@ -169,7 +169,7 @@ class Habit:
         there = tuple([x.shape if type(x) is Tensor else x is None for x in args])
         mode = (parts[0].training, there, *[(name, x is None) for name, x in kwargs.items()])
         told = [code, *[x for x in (*args, *kwargs.values()) if type(x) in FLAGS], *plain_attributes(parts, _PLAIN)]
-        configs = [part.__dict__["config"] for part in parts if "config" in part.__dict__]
+        configs = [] if code else [part.__dict__["config"] for part in parts if "config" in part.__dict__]
         told += [getattr(config, "_attn_implementation", None) for config in configs]
         return None if self._idle.get(mode) == told else Decisions(self.name, partial(self._learn, mode, told))
 
@@ -203,6 +203,15 @@ class _Run(TorchFunctionMode):
 
 
 class _FirstRun(_Run):
+    def __init__(self, decisions: Decisions) -> None:
+        super().__init__(decisions)
+        self._asks = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _NUMBERS:  # also of integers, which a host may set: a switch in a buffer
+            self._asks = True
+        return super().__torch_function__(func, types, args, kwargs)
+
     def _decided(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         self._decisions.note(func, args, kwargs, result)
         # As in the second run: checkpoints compare what both runs save.
@@ -211,7 +220,7 @@ class _FirstRun(_Run):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         decisions = self._decisions
-        if error is None and not decisions.calls and decisions.decided_nothing is not None:
+        if error is None and not (decisions.calls or self._asks) and decisions.decided_nothing is not None:
             decisions.decided_nothing()
 
 
