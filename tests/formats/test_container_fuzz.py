@@ -22,7 +22,8 @@ from safetensors.torch import save_file
 import laconic
 from laconic.errors import LaconicError
 from laconic.formats import archive, container
-from laconic.formats.archive import MANIFEST, unzip, verify, zip_path
+from laconic.formats.archive import unzip, verify, zip_path
+from laconic.formats.zip_manifest import MANIFEST
 
 SECONDS = float(os.environ.get("LACONIC_FUZZ_SECONDS", "2"))
 _TEXTS = ["", "a", "../a", "/", "\0", "\ud800", "BF16", "F4", "I64"]

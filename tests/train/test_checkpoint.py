@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 
 from laconic.errors import CheckpointError
-from laconic.formats.archive import manifest_sha256
+from laconic.formats.zip_manifest import manifest_sha256
 from laconic.optim import AdamW8bit
 from laconic.train.checkpoint import save_load
 from laconic.train.checkpoint.save_load import find_checkpoint, load_checkpoint, load_weights, save_checkpoint

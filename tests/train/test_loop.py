@@ -20,6 +20,7 @@ from laconic.installation import command
 from laconic.train import model as model_module
 from laconic.train import trainer
 from laconic.train.checkpoint import save_load
+from laconic.train.checkpoint.resume import _differences
 from laconic.train.config.schema import OptimizerConfig, TrainConfig
 from laconic.train.config.toml import load_config
 from laconic.train.model_source import resolve_defaults
@@ -421,8 +422,28 @@ def test_a_directory_that_holds_another_model_by_now_is_refused(tmp_path: Path) 
     assert train_alone(config, stop_after=1) == 130
     made.config.rms_norm_eps = 0.5
     made.config.save_pretrained(tmp_path / "m")
-    with pytest.raises(ConfigError, match=r"config\.json\.rms_norm_eps is 0\.5, but the run that wrote .* had 1e-0"):
+    message = (
+        r"model\.path '.*/m': config\.json has rms_norm_eps = 0\.5 \(transformers [\d.]+\), but the run "
+        r"that wrote .* had 1e-0\d \(transformers [\d.]+\); restore it, or export the model"
+    )
+    with pytest.raises(ConfigError, match=message):
         train_alone(resumed(config))
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "found"),
+    [
+        ({"use_cache": True, "architectures": None, "b": 1}, {"use_cache": False, "architectures": ["A"], "c": 1}, []),
+        ({"text_config": {"_name_or_path": "a"}}, {"text_config": {"_name_or_path": "b"}}, []),
+        ({"bos": 1, "model_type": "a"}, {"bos": 2, "model_type": "b"}, ["model_type", "bos"]),
+        ({"rope": None, "sub": {}}, {"rope": {"factor": 2}, "sub": {"a": 1}}, ["rope", "sub"]),
+        ({"sub": {"a": 1, "b": 2}}, {"sub": {"a": 2, "c": 3}}, ["sub.a"]),
+    ],
+)
+def test_fields_that_change_what_a_model_computes_are_compared(
+    here: dict[str, Any], there: dict[str, Any], found: list[str]
+) -> None:
+    assert [name for name, _, _ in _differences(here, there)] == found
 
 
 @pytest.mark.ci

@@ -1,5 +1,6 @@
 """Adapters: what is trained, what is refused, and that an export is what was trained."""
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -209,6 +210,11 @@ def test_a_base_that_has_changed_and_a_run_without_adapters_are_not_exported(fol
     base.rename(tmp_path / "moved")
     with pytest.raises(ConfigError, match=r"adapters belong to, but it is no directory here; .* config\.toml"):
         export(tmp_path / "run", tmp_path / "out")
+    (tmp_path / "moved").rename(base)
+    content = (base / "config.json").read_text()
+    (base / "config.json").write_text(json.dumps(json.loads(content) | {"rms_norm_eps": 0.5}))
+    with pytest.raises(ConfigError, match=r"config\.json has rms_norm_eps = 0\.5 .*; restore it$"):
+        export(tmp_path / "run", tmp_path / "out", merge=True)
     write_model(base, seed=1)
     with pytest.raises(CheckpointError, match="holds other weights than those that the run's adapters"):
         export(tmp_path / "run", tmp_path / "out")

@@ -147,6 +147,7 @@ def unzip(
     if not path.is_dir():
         return _unzip_file(ContainerFile(path, source), out, num_threads, progress)
     records = read_manifest(path)
+    unlisted = _unlisted(path, records)
     if _is_inside(out, path):
         raise CheckpointError(f"{out} is inside of {path}, which is being unzipped; choose another --out")
     original_nbytes = zipped_nbytes = num_tensors = 0
@@ -164,7 +165,7 @@ def unzip(
                 original_nbytes += found[0]
             zipped_nbytes += record["nbytes"]
     num_other = sum("sha256" in record for record in records.values())
-    return Summary(out, original_nbytes, zipped_nbytes, num_tensors, num_other, unlisted=_unlisted(path, records))
+    return Summary(out, original_nbytes, zipped_nbytes, num_tensors, num_other, unlisted=unlisted)
 
 
 def verify(path: Path, *, base: Path | None = None, num_threads: int = 1, progress: Progress | None = None) -> Summary:
@@ -176,6 +177,7 @@ def verify(path: Path, *, base: Path | None = None, num_threads: int = 1, progre
     if not path.is_dir():
         return _verify_file(ContainerFile(path, source), num_threads, progress)
     records = read_manifest(path)
+    unlisted = _unlisted(path, records)
     original_nbytes = zipped_nbytes = num_tensors = num_other = 0
     unchecked = None
     for name, record in records.items():
@@ -189,7 +191,7 @@ def verify(path: Path, *, base: Path | None = None, num_threads: int = 1, progre
             original_nbytes += record["nbytes"]
             num_other += 1
         zipped_nbytes += record["nbytes"]
-    return Summary(path, original_nbytes, zipped_nbytes, num_tensors, num_other, unchecked, _unlisted(path, records))
+    return Summary(path, original_nbytes, zipped_nbytes, num_tensors, num_other, unchecked, unlisted)
 
 
 def _zip_file(

@@ -18,6 +18,7 @@ MANIFEST = "laconic-zip.json"
 VERSION = 1
 SAFETENSORS = ".safetensors"
 _LIMIT_NBYTES = 100_000_000
+_REMEDY = "restore the file, or zip the original again"
 
 
 def listed_container(path: Path, record: Mapping[str, Any], base: TensorSource | None) -> ContainerFile:
@@ -26,7 +27,7 @@ def listed_container(path: Path, record: Mapping[str, Any], base: TensorSource |
     if (zipped.nbytes, zipped.digest) != (record["nbytes"], record["digest"]):
         raise FormatError(
             f"{path}: is another file than the one listed in {MANIFEST}: {zipped.nbytes:,} bytes with digest "
-            f"{zipped.digest[:16]}... instead of {record['nbytes']:,} with {record['digest'][:16]}..."
+            f"{zipped.digest[:16]}... instead of {record['nbytes']:,} with {record['digest'][:16]}...; {_REMEDY}"
         )
     return zipped
 
@@ -44,11 +45,12 @@ def compare_file(path: Path, record: Mapping[str, Any], nbytes: int, sha256: str
     """Compare size and SHA-256 of a file with what a manifest says of it."""
     if nbytes != record["nbytes"]:
         raise FormatError(
-            f"{path}: damaged: it has {nbytes:,} bytes, but {record['nbytes']:,} are listed in {MANIFEST}"
+            f"{path}: damaged: it has {nbytes:,} bytes, but {record['nbytes']:,} are listed in {MANIFEST}; {_REMEDY}"
         )
     if sha256 != record["sha256"]:
         raise FormatError(
-            f"{path}: damaged: it has SHA-256 {sha256[:16]}..., but {record['sha256'][:16]}... is listed in {MANIFEST}"
+            f"{path}: damaged: it has SHA-256 {sha256[:16]}..., but {record['sha256'][:16]}... is listed in "
+            f"{MANIFEST}; {_REMEDY}"
         )
 
 
@@ -56,7 +58,7 @@ def read_manifest(directory: Path) -> dict[str, dict[str, Any]]:
     """What a zipped directory's manifest lists. Names are checked to stay inside of the directory."""
     path = directory / MANIFEST
     if not path.is_file():
-        raise FormatError(f"{directory} has no {MANIFEST}, so it is not a directory that `laconic zip` wrote")
+        raise FormatError(f"{directory} has no {MANIFEST} that is a file, so `laconic zip` has not written it")
     try:
         if path.stat().st_size > _LIMIT_NBYTES:
             raise ValueError

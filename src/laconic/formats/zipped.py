@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ def load_zipped(
     The files are mapped into memory; each access reads and decodes a tensor and compares its checksums. For a GPU the
     encoded bytes are copied to the device and decoded there.
 
-    Directories may hold several shards, and plain safetensors files among them.
+    Directories may hold several shards; those without the manifest of `laconic zip` plain files and zipped ones.
 
         >>> weights = laconic.load_zipped("model.laconic")
         >>> weights["model.embed_tokens.weight"]
@@ -139,20 +139,23 @@ def open_tensors(path: Path, base: TensorSource | None = None) -> TensorFiles:
     if not path.is_dir():
         file = _open_file(path, base)
         return TensorFiles(str(path), dict.fromkeys(file.entries, file))
+    index = path / INDEX_FILE
     records = read_manifest(path) if os.path.lexists(path / MANIFEST) else None
 
     def open_shard(name: str) -> SafetensorsFile | ContainerFile:
-        if records is None:
-            return _open_file(path / name, base)
-        if name not in records:
-            raise FormatError(f"{path / INDEX_FILE}: names {name}, which {MANIFEST} does not list")
-        return listed_container(path / name, records[name], base)
+        if records is not None:
+            if name not in records:
+                raise FormatError(f"{index}: names {name}, which {MANIFEST} does not list; zip a directory that has it")
+            if "digest" in records[name]:
+                return listed_container(path / name, records[name], base)
+            check_file(path / name, records[name])
+        return _open_file(path / name, base)
 
     names = sorted(entry.name for entry in path.iterdir()) if records is None else sorted(records)
-    if INDEX_FILE in names:
+    if index.is_file() if records is None else INDEX_FILE in records:
         if records is not None:
-            check_file(path / INDEX_FILE, records[INDEX_FILE])
-        return TensorFiles(str(path), _by_index(path / INDEX_FILE, frozenset(names), open_shard))
+            check_file(index, records[INDEX_FILE])
+        return TensorFiles(str(path), _by_index(index, names, open_shard))
     found = [n for n in names if "/" not in n and n.endswith((SAFETENSORS, SAFETENSORS + SUFFIX))]
     if not found:
         raise CheckpointError(f"{path} holds neither safetensors files nor zipped ones")
@@ -170,7 +173,7 @@ def _open_file(path: Path, base: TensorSource | None) -> SafetensorsFile | Conta
 
 
 def _by_index(
-    index: Path, names: Container[str], open_shard: Callable[[str], SafetensorsFile | ContainerFile]
+    index: Path, names: Sequence[str], open_shard: Callable[[str], SafetensorsFile | ContainerFile]
 ) -> dict[str, SafetensorsFile | ContainerFile]:
     """Tensor -> file, as a Hugging Face index says, of the files `names` of its directory."""
     try:

@@ -21,9 +21,10 @@ import laconic
 from laconic.errors import CheckpointError, FormatError, LaconicError
 from laconic.formats import chunk as chunk_module
 from laconic.formats import container
-from laconic.formats.archive import MANIFEST, manifest_sha256, unzip, verify, zip_path
+from laconic.formats.archive import unzip, verify, zip_path
 from laconic.formats.container import ContainerFile
 from laconic.formats.mapped import TensorsInMemory
+from laconic.formats.zip_manifest import MANIFEST, manifest_sha256
 from tests.formats.container.files import tensors
 
 MOST_BYTES_PER_BYTE = {1: 64, 2: 512}  # elements of eight bytes per byte of a message, by the file's version: 8 and 64

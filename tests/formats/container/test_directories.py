@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 import laconic
 from laconic.errors import CheckpointError, FormatError, LaconicError
 from laconic.formats import archive
-from laconic.formats.archive import MANIFEST, unzip, verify, zip_path
+from laconic.formats.archive import unzip, verify, zip_path
+from laconic.formats.zip_manifest import MANIFEST
 from tests.formats.container.files import contents, same, tensors, touched
 
 
@@ -62,6 +63,41 @@ def test_loading_reads_the_listed_files_and_no_others(index: bool, folder: Path,
             laconic.load_zipped(path)
 
 
+@pytest.mark.parametrize("zipped", [True, False])
+def test_shards_of_other_names_are_read(zipped: bool, tmp_path: Path) -> None:
+    """These `laconic zip` copies as they are."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"a": torch.ones(3)}, folder / "a.sft")
+    save_file({"b": torch.zeros(3)}, tmp_path / "b")
+    zip_path(tmp_path / "b", folder / "b.laconic")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "a.sft", "b": "b"}}')
+    path = zip_path(folder).path if zipped else folder
+    loaded = laconic.load_zipped(path)
+    assert same(loaded["a"], torch.ones(3))
+    assert same(loaded["b"], torch.zeros(3))
+    if zipped:
+        save_file({"a": torch.full((3,), 2.0)}, path / "a.sft")
+        with pytest.raises(FormatError, match=r"a\.sft: damaged: .*; restore the file, or zip the original again"):
+            laconic.load_zipped(path)
+
+
+def test_an_index_that_names_what_is_not_listed_is_refused(folder: Path) -> None:
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(FormatError, match=r"names model-00002-of-00002\.safetensors, which .*; zip a directory"):
+        laconic.load_zipped(zip_path(folder).path)
+
+
+def test_what_is_no_file_is_neither_manifest_nor_index(folder: Path) -> None:
+    index, manifest = folder / "model.safetensors.index.json", folder / MANIFEST
+    index.unlink()
+    index.mkdir()
+    assert set(laconic.load_zipped(folder)) == set(tensors())
+    manifest.symlink_to(folder / "nowhere")
+    with pytest.raises(FormatError, match=r"has no laconic-zip\.json that is a file"):
+        laconic.load_zipped(folder)
+
+
 def test_links_to_files_are_followed(folder: Path, tmp_path: Path) -> None:
     """As in the cache of the Hugging Face hub."""
     snapshot = tmp_path / "snapshot"
@@ -89,6 +125,15 @@ def test_what_is_no_file_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"pipe\.safetensors is not a file"):
         zip_path(folder / "pipe.safetensors")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
+    (folder / "pipe.safetensors").unlink()
+    zipped = zip_path(folder).path
+    (zipped / "loop").symlink_to(zipped)
+    for read in (unzip, verify):
+        progress: list[int] = []
+        with pytest.raises(CheckpointError, match="loop is a link to a directory"):
+            read(zipped, progress=progress.append, **({"out": tmp_path / "back"} if read is unzip else {}))
+        assert not progress
+        assert not (tmp_path / "back").exists()
 
 
 def test_a_difference_to_a_directory_comes_back(folder: Path, tmp_path: Path) -> None:

@@ -135,7 +135,9 @@ class TwoLevelExchange:
 
 
 def _turned(x: Tensor, num: int) -> Tensor:
-    """[m, num * n] of x [num * m, n]: part i of row j is row i * m + j."""
+    """[m, num * n] of x [num * m, n]: part i of row j is row i * m + j. A view where these lie in order."""
     m, n = len(x) // num, x.shape[1]
+    if num == 1 or m == 1:
+        return x.view(m, num * n)
     turned = empty((m, num, n), x.dtype, x.device)
     return turned.copy_(x.view(num, m, n).transpose(0, 1)).view(m, num * n)

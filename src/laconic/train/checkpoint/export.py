@@ -11,6 +11,7 @@ import torch
 
 from laconic.errors import CheckpointError, ConfigError
 from laconic.formats.archive import zip_path
+from laconic.train.checkpoint.resume import check_model
 from laconic.train.checkpoint.save_load import Checkpoint, find_checkpoint, load_weights
 from laconic.train.config.schema import TrainConfig
 from laconic.train.config.toml import load_config
@@ -43,7 +44,8 @@ def export(
         zipped: whether `laconic zip` is applied to the result.
 
     Raises:
-        ConfigError: `run_dir` is no run, or none with adapters to merge, or `out_dir` is not empty.
+        ConfigError: `run_dir` is no run, or none with adapters to merge, or `out_dir` is not empty; or config.json of
+            the model that the adapters belong to has changed.
         ModelError: the model that the adapters belong to cannot be loaded from model.path.
         CheckpointError: the checkpoint is missing, damaged or does not fit its model, or `out_dir` cannot be written.
     """
@@ -107,6 +109,7 @@ def _adapted_model(found: Checkpoint, config: TrainConfig, merge: bool) -> Any:
         )
     check_path(config.model)
     plain = load_model(AutoModelForCausalLM, config.model, path_config(config.model), config.seed)
+    check_model(plain.config.to_json_string(use_diff=False), found, config)
     model = with_adapters(plain, config, found.identity.get(BASE_HASH))
     load_weights(found, model.get_base_model(), adapters=True)
     return model.merge_and_unload() if merge else model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from laconic.train.report.metrics import METRICS_FILE, read_metrics
 from laconic.train.report.run_dir import checkpoint_names, latest_name
 from laconic.train.report.run_logger import log_on_stderr
 from laconic.train.task import Task
+
+# Fields of config.json that change neither a checkpoint's weights nor the forward of training.
+_WITHOUT_EFFECT = {"_name_or_path", "architectures", "initializer_range", "transformers_version", "use_cache"}
 
 
 def find_start(
@@ -56,7 +60,7 @@ def find_start(
             return None
         checkpoint = find_checkpoint(run_dir, world, name)
     _check_identity(identity, checkpoint.identity, checkpoint.path)
-    _check_model(described, checkpoint)
+    check_model(described, checkpoint, config)
     return checkpoint
 
 
@@ -80,6 +84,41 @@ def identity_of(config: TrainConfig, task: Task, base: str | None = None) -> dic
         }
         | (apart if config.local_steps else {})
     )
+
+
+def check_model(described: str | None, checkpoint: Checkpoint, config: TrainConfig) -> None:
+    """Compare a model's config.json with that of the run that wrote `checkpoint`, field by field.
+
+    What stands at model.path, and what a family's defaults are, may have changed under the same names. A field that
+    only one of them has is one of another transformers.
+
+    Args:
+        described: config.json of the model that was built; None if it has none.
+
+    Raises:
+        ConfigError: a field differs that changes what the model computes.
+    """
+    here, there = (json.loads(text or "{}") for text in (described, checkpoint.text("config.json")))
+    path = config.model.path
+    file, remedy = ("the model's", "use that transformers") if path is None else (f"model.path {path!r}:", "restore it")
+    if config.lora.r is None:  # adapters belong to the very model that they were trained on
+        remedy += ", or export the model and start a new run from it with model.path"
+    for name, value, before in _differences(here, there):
+        raise ConfigError(
+            f"{file} config.json has {name} = {value!r} (transformers {here.get('transformers_version')}), but the run "
+            f"that wrote {checkpoint.path} had {before!r} (transformers {there.get('transformers_version')}); {remedy}"
+        )
+
+
+def _differences(here: Mapping[str, Any], there: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted name, value here, value there) of what both have and differs; what tells most comes first."""
+    common = here.keys() & there.keys() - _WITHOUT_EFFECT
+    for name in sorted(common, key=lambda name: (name != "model_type", name)):
+        value, before = here[name], there[name]
+        if value and before and isinstance(value, Mapping) and isinstance(before, Mapping):
+            yield from _differences(value, before, f"{prefix}{name}.")
+        elif value != before:
+            yield prefix + name, value, before
 
 
 def _stopped_before_a_save(run_dir: Path) -> bool:
@@ -108,12 +147,3 @@ def _check_identity(now: dict[str, Any], then: dict[str, Any], path: Path) -> No
                 f"{name} is {value!r}, but the run that wrote {path} had {before!r}; resume it unchanged, or export "
                 "the model and start a new run from it with model.path"
             )
-
-
-def _check_model(described: str | None, checkpoint: Checkpoint) -> None:
-    # What stands at model.path, and what a family's defaults are, may have changed under the same names. Another
-    # transformers may know other fields.
-    here, there = (flat_settings(json.loads(text or "{}")) for text in (described, checkpoint.text("config.json")))
-    common = here.keys() & there.keys() - {"_name_or_path", "transformers_version"}
-    now, then = ({"config.json": {name: side[name] for name in sorted(common)}} for side in (here, there))
-    _check_identity(now, then, checkpoint.path)
