@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -74,6 +75,19 @@ def test_shards_have_every_file_once() -> None:
             in_shard(items, wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.ci
+def test_ci_and_what_it_leaves_out_are_all_slow_tests() -> None:
+    collect = [sys.executable, "-m", "pytest", "tests/gpu_day/test_parts.py", "-m", "slow", "--collect-only", "-q"]
+    whole, ci, left_out = (
+        {line for line in subprocess.check_output([*collect, *more], cwd=ROOT, text=True).splitlines() if "::" in line}
+        for more in ((), ("--one-of-each",), ("--left-out",))
+    )
+    assert ci
+    assert left_out
+    assert not ci & left_out
+    assert ci | left_out == whole
+
+
 @pytest.mark.parametrize(
     ("text", "all_slow"),
     [
@@ -125,6 +139,13 @@ def test_a_nights_shards_run_every_part(nightly: ModuleType) -> None:
         assert [shard.pop("slow")[-1] for shard in shards] == [f"--shard={k}/{num}" for k in range(1, num + 1)]
         assert sorted(name for shard in shards for name in shard) == sorted(whole.keys() - {"slow"})
         assert all(command == whole[name] for shard in shards for name, command in shard.items())
+
+
+def test_six_nights_have_transformers_suite_on_every_family_and_every_example(nightly: ModuleType) -> None:
+    suite = pytest.importorskip("tests.integrations.transformers_suite")
+    nights = [nightly.parts(seed) for seed in range(6)]
+    assert {night["hosts"][-1].split()[-1].strip("'") for night in nights} == suite.MODELS.keys()
+    assert {night["examples"][-1] for night in nights} == {"1/3", "2/3", "3/3"}
 
 
 def test_what_parts_of_a_night_name_is_there(nightly: ModuleType) -> None:
