@@ -48,7 +48,7 @@ def of_shard(commands: Mapping[str, Sequence[str]], shard: int, num_shards: int)
 
 def closing_line(name: str, code: int, output: str, seconds: float) -> str:
     """What became of a part: its last line that says a number, and its log where it failed."""
-    said = [line.strip(" =\n") for line in output.splitlines() if re.search(r"\d", line)]
+    said = [line.strip(" =") for line in output.splitlines() if re.search(r"\d", line) and not line.startswith("make")]
     verdict = "green" if code == 0 else f"RED, exit code {code}, build/nightly/{name}.log"
     return f"{name}: {verdict}, {seconds / 60:.1f} min: {said[-1] if said else 'it said nothing'}"
 
