@@ -63,8 +63,9 @@ _ROOMS = tuple(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--one-of-each`: what CI runs of the slow suite; `--shard`: a share of the files."""
+    """`--one-of-each`: what CI runs of the slow suite; `--left-out`: the rest; `--shard`: a share of the files."""
     parser.addoption("--one-of-each", action="store_true", help="of slow tests what CI runs")
+    parser.addoption("--left-out", action="store_true", help="of slow tests what CI leaves out")
     parser.addoption("--shard", metavar="K/N", help="the tests of every N-th file or so, from K = 1")
 
 
@@ -104,6 +105,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for file in {item.path for item in in_ci & marked}:
         assert may_be_one_of_each(file, config.rootpath), f"CI of the slow suite leaves out {file}"
     kept = in_ci if config.getoption("one_of_each") else set(items)
+    if config.getoption("left_out"):
+        kept -= in_ci
     if config.getoption("shard"):
         kept &= in_shard(items, config.getoption("shard"))
     if config.option.markexpr == "not slow":  # before others go through thousands of items that do not run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -74,6 +75,19 @@ def test_shards_have_every_file_once() -> None:
             in_shard(items, wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.ci
+def test_ci_and_what_it_leaves_out_are_all_slow_tests() -> None:
+    collect = [sys.executable, "-m", "pytest", "tests/gpu_day/test_parts.py", "-m", "slow", "--collect-only", "-q"]
+    whole, ci, left_out = (
+        {line for line in subprocess.check_output([*collect, *more], cwd=ROOT, text=True).splitlines() if "::" in line}
+        for more in ((), ("--one-of-each",), ("--left-out",))
+    )
+    assert ci
+    assert left_out
+    assert not ci & left_out
+    assert ci | left_out == whole
+
+
 @pytest.mark.parametrize(
     ("text", "all_slow"),
     [
@@ -127,6 +141,13 @@ def test_a_nights_shards_run_every_part(nightly: ModuleType) -> None:
         assert all(command == whole[name] for shard in shards for name, command in shard.items())
 
 
+def test_six_nights_have_transformers_suite_on_every_family_and_every_example(nightly: ModuleType) -> None:
+    suite = pytest.importorskip("tests.integrations.transformers_suite")
+    nights = [nightly.parts(seed) for seed in range(6)]
+    assert {night["hosts"][-1].split()[-1].strip("'") for night in nights} == suite.MODELS.keys()
+    assert {night["examples"][-1] for night in nights} == {"1/3", "2/3", "3/3"}
+
+
 def test_what_parts_of_a_night_name_is_there(nightly: ModuleType) -> None:
     rooms = importlib.import_module("mutation_rooms").ROOMS.values()
     named = [f"src/laconic/{file}" for room in rooms for file in room.files]
@@ -146,7 +167,7 @@ def test_every_part_of_a_night_ends_with_a_line(
     def parts(seed: int) -> dict[str, list[str]]:
         say = [sys.executable, "-c"]
         return {
-            "slow": [*say, "print('=== 3 passed, 1 skipped in 2s ===\\nbye')"],
+            "slow": [*say, "print('=== 3 passed, 1 skipped in 2s ===\\nmake[1]: bye')"],
             "soak": [*say, "import sys; sys.exit('fault 5 was not seen')"],
             "fuzz": [*say, ""],
         }

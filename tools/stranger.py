@@ -5,6 +5,7 @@ Last an editable install, from a folder that is then moved.
     python tools/stranger.py                 # installs from a copy of this checkout, as docs/getting_started.md says
     python tools/stranger.py dist/x.whl      # as the page says it of a wheel
     python tools/stranger.py --examples      # only the examples and notebooks, with what their page names: ten minutes
+    python tools/stranger.py --examples 1/3  # a third of these
 
 Everything happens in a temporary folder, so that nothing of the checkout is imported. Ends with an error at the first
 thing that does not work. Start-up times are printed beside what they should be, the best of several; only one that
@@ -137,27 +138,32 @@ def installed(folder: Path, wheel: Path | None) -> Path:
     return checkout / ".venv" / "bin"
 
 
-def examples(folder: Path, bin: Path) -> None:
-    """Run every example and notebook as its first lines say, and a command for torchrun with python."""
+def examples(folder: Path, bin: Path, share: str) -> None:
+    """Run the K-th of N shares of the examples as their first lines say, and a command for torchrun with python.
+
+    The notebooks count as one, the last.
+    """
     checkout = bin.parents[1]
     before = {path: path.read_bytes() for path in checkout.glob("examples/**/*.*")}
     activated = f"PATH={bin}:{os.environ['PATH']}"
     constrained = f"PIP_CONSTRAINT={(ROOT / 'constraints.txt').resolve().as_uri()}"
-    for path in sorted(checkout.glob("examples/*.py")):
-        install, start = (
-            re.findall(rf"^    ({words} .*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-            for words in ("pip install", "(?:python|torchrun)")
-        )
-        if path.stem != "common":
-            run("env", activated, constrained, "bash", "-euc", install[0], cwd=checkout)
-            run("env", activated, "bash", "-euc", start[0], cwd=checkout)
-            if start[0].startswith("torchrun"):
-                run(bin / "python", path, cwd=folder, code=1, says="start them with: torchrun")
-    (install,) = re.findall(
-        r"`(pip install .*?)`, then `python tools/notebooks.py`", (ROOT / "docs/examples.md").read_text()
-    )
-    run("env", activated, constrained, "bash", "-euc", install, cwd=checkout)
-    run("env", activated, "python", "tools/notebooks.py", cwd=checkout)
+    k, n = map(int, share.split("/"))
+    notebooks = checkout / "examples" / "notebooks"
+    scripts = [path for path in sorted(checkout.glob("examples/*.py")) if path.stem != "common"]
+    for path in [*scripts, notebooks][k - 1 :: n]:
+        if path == notebooks:
+            page = (ROOT / "docs/examples.md").read_text()
+            (install,) = re.findall(r"`(pip install .*?)`, then `python tools/notebooks.py`", page)
+            start = "python tools/notebooks.py"
+        else:
+            install, start = (
+                re.findall(rf"^    ({words} .*)$", path.read_text(encoding="utf-8"), re.MULTILINE)[0]
+                for words in ("pip install", "(?:python|torchrun)")
+            )
+        run("env", activated, constrained, "bash", "-euc", install, cwd=checkout)
+        run("env", activated, "bash", "-euc", start, cwd=checkout)
+        if start.startswith("torchrun"):
+            run(bin / "python", path, cwd=folder, code=1, says="start them with: torchrun")
     changed = [path for path, content in before.items() if path.read_bytes() != content]
     assert not changed, f"running them changed {changed}"
 
@@ -181,14 +187,14 @@ def _with_parent(path: Path) -> Path:
     return path
 
 
-def main(argument: str | None) -> None:
+def main(argument: str | None = None, share: str = "1/1") -> None:
     """Do all of it, or what `argument` names."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         wheel = None if argument in (None, "--examples") else Path(argument)
         bin = installed(folder, wheel)
         if argument == "--examples":
-            examples(folder, bin)
+            examples(folder, bin, share)
             return
         pip = (bin / "python", "-m", "pip", "--disable-pip-version-check")
         run(bin / "laconic", "--version", cwd=folder, says="laconic ")
@@ -218,4 +224,4 @@ def main(argument: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(*sys.argv[1:])

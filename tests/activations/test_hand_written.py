@@ -212,6 +212,31 @@ def test_a_mixer_that_does_not_repeat_itself_stays_exact_and_the_log_says_so(
         assert relative_error(grad, expected[2][name]) < 0.03, name
 
 
+class Seeding(Recurrent):
+    """Draws the same numbers in each call, as BigBird does for the blocks that attend each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        np.random.seed(3)
+        return super().forward(x * np.random.rand())
+
+
+def test_a_mixer_that_seeds_numpy_itself_runs_again_and_the_host_draws_on(caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = Language("recurrent", rate=0.0), make_ids()
+    model.h[0].mixer = Seeding(0.0)
+    expected = step(copy.deepcopy(model), ids)[2]  # and NumPy's generator is as the mixer leaves it
+    with caplog.at_level(logging.WARNING, "laconic"):
+        laconic.compress_activations(model, bits=8, example_inputs={"ids": ids})
+    assert "stays exact" not in caplog.text
+    loss = model(ids)
+    np.random.seed(8)
+    loss.backward()
+    drawn = np.random.rand()
+    np.random.seed(8)
+    assert drawn == np.random.rand()
+    for name, parameter in model.named_parameters():
+        assert relative_error(parameter.grad, expected[name]) < 0.03, name
+
+
 class Masked(nn.Module):
     """Attention with a mask, which it returns in front of its output."""
 

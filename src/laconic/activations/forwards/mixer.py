@@ -35,7 +35,7 @@ from laconic.activations.forwards.base import SiteForward
 from laconic.activations.forwards.checkpoint import is_cache, is_empty, packed_inputs, run_again, without_caches
 from laconic.activations.host.modules import modules_of, plain_attributes
 from laconic.activations.keep.choice import Offload, Packing
-from laconic.activations.keep.preserve import CONTAINERS, preserved
+from laconic.activations.keep.preserve import CONTAINERS, noted_random_states, preserved
 from laconic.activations.keep.rounding import quantized
 from laconic.activations.recognize.sites import Site
 from laconic.formats import BlockFormat
@@ -61,6 +61,7 @@ class MixerForward(SiteForward):
         self.repeats: bool | None = None  # not known before the first training call, nor once a flag has changed
         self._flags: list[Any] | None = None
         self.is_sensitive = False
+        self.seeds = False
         self.habit = Habit(site.name)
 
     @property
@@ -109,6 +110,8 @@ class MixerForward(SiteForward):
             nonlocal has_run
             if has_run:
                 with ExitStack() as undo:
+                    if self.seeds:
+                        undo.callback(noted_random_states())
                     for own in map(vars, modules_of(self.module)):
                         undo.callback(put_back, own, own.copy())
                     return self.run_module(*args, **kwargs)
@@ -157,13 +160,14 @@ class MixerForward(SiteForward):
     def _repeats(self, args: Any, kwargs: Any, lists: list[Any]) -> bool:
         """Whether two runs give the same bits and change nothing; notes whether the packed input moves the output.
 
-        What the first run alone fills, such as a dict of masks, the second run finds filled in backward, too.
+        What the first run alone fills, such as a dict of masks, the second run finds filled in backward, too. Numbers
+        that are drawn from Python's or NumPy's generators are the same again if the module seeds these itself.
         """
         args, kwargs = without_caches(args, kwargs)
         replay = Replay(args[0].device, self.module)
         values = (*tree_leaves((args, kwargs)), *(x for part in modules_of(self.module) for x in vars(part).values()))
         tensors = [x for x in values if isinstance(x, Tensor) and not x.is_inference()]
-        before = self._state(tensors)
+        before, host_before = self._state(tensors), _host_generators(draw=True)
         random_state = replay.generators()
 
         def run() -> tuple[list[Any], Any]:
@@ -172,9 +176,11 @@ class MixerForward(SiteForward):
                 return tree_flatten(self.run_module(*args, **kwargs))
 
         first, spec = run()
+        host_after = _host_generators()
+        self.seeds = host_after != host_before
         with preserved(self.module, (args, kwargs, lists), tensors="left") as after_first:
             second, other_spec = run()
-            if self._state(tensors) != before or spec != other_spec:
+            if self._state(tensors) != before or spec != other_spec or _host_generators() != host_after:
                 return False
             if not all(_same(a, b) for a, b in zip(first, second, strict=True)):
                 return False
@@ -228,14 +234,8 @@ class MixerForward(SiteForward):
         return torch.cat([grad.detach().double().flatten() for grad in grads if grad is not None])
 
     def _state(self, tensors: list[Tensor]) -> list[Any]:
-        """What shows a change: versions of tensors, identities and plain attributes of all modules inside.
-
-        And numbers drawn from the generators of Python and NumPy, which no second run could draw again.
-        """
-        state: list[Any] = [random.getstate(), *(x._version for x in tensors)]
-        if (numpy := sys.modules.get("numpy")) is not None:
-            kind, keys, *rest = numpy.random.get_state()
-            state += [kind, keys.tobytes(), *rest]
+        """What shows a change: versions of tensors, identities and plain attributes of all modules inside."""
+        state: list[Any] = [x._version for x in tensors]
         for module in self.module.modules():
             for name, value in module.__dict__.items():
                 if isinstance(value, bool | int | float | str):
@@ -243,6 +243,19 @@ class MixerForward(SiteForward):
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 state.append((name, id(tensor), None if tensor is None else tensor._version))
         return state
+
+
+def _host_generators(*, draw: bool = False) -> list[Any]:
+    """The states of Python's and NumPy's generators, after a draw from each: then they are none that a seed leaves."""
+    numpy = sys.modules.get("numpy")
+    if draw:
+        random.random()
+        if numpy is not None:
+            numpy.random.random()
+    if numpy is None:
+        return [random.getstate()]
+    kind, keys, *rest = numpy.random.get_state()
+    return [random.getstate(), kind, keys.tobytes(), *rest]
 
 
 @contextmanager
