@@ -84,12 +84,12 @@ def codes_of_a_bucket_are_not_reduced(patch: Patch, world: World) -> None:
 
 
 def one_process_clips_alone(patch: Patch, world: World) -> None:
-    before = Gradients.__subclasses__()[0].clip
+    before = Gradients.clip
 
     def clip(self: Any, norm: torch.Tensor, max_norm: float) -> None:
         before(self, norm * 100 if world.rank == 1 else norm, max_norm)
 
-    patch.setattr(Gradients.__subclasses__()[0], "clip", clip)
+    patch.setattr(Gradients, "clip", clip)
 
 
 def averaged(patch: Patch, factor: float) -> None:
