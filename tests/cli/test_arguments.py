@@ -232,12 +232,9 @@ def test_a_list_that_is_given_twice_loses_no_values(
     assert f"{flag} is given twice, but it must be given once, with all its values" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("args", "flag"), [(["train"], "--config"), (["generate", "--model", "m"], "--prompts")])
-def test_a_file_that_is_given_twice_is_not_ignored(
-    args: list[str], flag: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*args, flag, "a", flag, "b"]) == 2
-    assert f"{flag} is given twice, but it must be given once\n" in capsys.readouterr().err
+def test_the_last_of_a_flag_with_one_value_counts() -> None:
+    options = parser_of("generate").parse_args(["--model", "a", "--prompts", "p", "--model", "b", "--prompts=q"])
+    assert (options.model, options.prompts) == ("b", "q")
 
 
 def test_a_list_without_values_does_not_mean_the_default(capsys: pytest.CaptureFixture[str]) -> None:

@@ -237,6 +237,16 @@ def test_endings_are_those_of_the_script(tmp_path: Path) -> None:
     assert "no optimizer of torch made a step" in err
 
 
+def test_a_path_through_a_link_is_the_scripts_own(tmp_path: Path) -> None:
+    (tmp_path / "far" / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "inner")
+    (tmp_path / "far" / "a.py").write_text("print(__file__)")
+    (tmp_path / "a.py").write_text("print('another')")
+    command = [sys.executable, "-m", "laconic", "run", "link/../a.py"]
+    out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patient(120)).stdout
+    assert out == f"{tmp_path}/link/../a.py\n"
+
+
 def test_flags_behind_the_script_are_said_to_be_the_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text("import sys; print(sys.argv[1:])")

@@ -1,6 +1,8 @@
 """From text to batches: tokenizers, sources, token files, split, windows, sampler."""
 
+import codecs
 import errno
+import hashlib
 import json
 import multiprocessing
 import os
@@ -339,6 +341,18 @@ def test_wide_vocabulary_is_kept_in_four_bytes(tmp_path: Path, json_tokenizer: P
     corpus = corpus_of(tmp_path, {"a.txt": "the<far>cat"}, tokenizer=str(json_tokenizer), validation_fraction=0.0)
     assert (corpus.vocab_size, corpus.max_token) == (70_001, 70_000)
     assert 70_000 in all_tokens(corpus.train)
+
+
+def test_files_without_a_byte_order_mark_keep_their_cache(tmp_path: Path) -> None:
+    """Of earlier releases, which took a mark for text."""
+    tokenizer, file, keys = load_tokenizer("bytes"), tmp_path / "a.txt", []
+    for content in (b"abcabc", codecs.BOM_UTF8 + b"abc"):
+        file.write_bytes(content)
+        os.utime(file, ns=(7, 7))
+        sha = hashlib.sha256(json.dumps([1, tokenizer.fingerprint.hex(), "text"]).encode())
+        sha.update(json.dumps([str(file), 6, 7]).encode())
+        keys.append(corpus._source_fingerprint([file], tokenizer, "text") == sha.digest())
+    assert keys == [True, False]
 
 
 def test_cache_is_used_until_something_changes(tmp_path: Path, json_tokenizer: Path) -> None:

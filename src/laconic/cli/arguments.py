@@ -37,10 +37,8 @@ class Parser(argparse.ArgumentParser):
         names: dict[argparse.Action, str] = {}
         for one in self._flags_given():
             action = self._option_string_actions.get(one)
-            several = action is not None and action.nargs in ("*", "+")
-            if action in names and (several or action.metavar in PATH_METAVARS):  # the first would be ignored
-                values = ", with all its values behind it" if several else ""
-                raise ConfigError(f"{one} is given twice, but it must be given once{values}")
+            if action in names and action.nargs in ("*", "+"):
+                raise ConfigError(f"{one} is given twice, but it must be given once, with all its values behind it")
             if action is not None and (other := names.setdefault(action, one)) != one:
                 raise ConfigError(f"{other} and {one} are given, which are the same flag; give one of them")
         own = [each for each in self.positionals() if each.nargs != argparse.REMAINDER]  # others are a script's

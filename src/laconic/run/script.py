@@ -49,7 +49,7 @@ class Script:
             path, spec, code = self._find_module()
             sys.argv[0] = path
         else:
-            path, spec, code = os.path.abspath(self._name), None, None  # the script may go to another folder
+            path, spec, code = os.path.join(os.getcwd(), self._name), None, None  # the script may go elsewhere
             sys.argv, sys.path[0] = [self._name, *self._arguments], os.path.dirname(os.path.realpath(path))
         module.__dict__.update(
             __file__=path,

@@ -26,7 +26,7 @@ from laconic.cache_folder import cache_folder, is_homeless
 from laconic.errors import DataError
 from laconic.train.config.schema import DataConfig
 from laconic.train.data.sampler import sample_id
-from laconic.train.data.sources import find_files, is_jsonl, read_documents
+from laconic.train.data.sources import begin, find_files, is_jsonl, read_documents
 from laconic.train.data.token_file import TokenFile, TokenFileWriter
 from laconic.train.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _SECTION_TOKENS = 1 << 16
 # How much text is given to the tokenizer at once: enough to keep its threads busy, little enough to stay small.
 _BATCH_CHARACTERS = 1 << 20
-_CACHE_FORMAT = 2
+_CACHE_FORMAT = 1
 _REPORT_SECONDS = 10.0
 
 
@@ -272,10 +272,12 @@ def _source_fingerprint(files: Sequence[Path], tokenizer: Tokenizer, text_key: s
     sha = hashlib.sha256(json.dumps([_CACHE_FORMAT, tokenizer.fingerprint.hex(), text_key]).encode())
     for file in files:
         try:
-            status = file.stat()
+            with open(file, "rb") as opened:
+                status, skipped = os.fstat(opened.fileno()), begin(opened)
         except OSError as error:
             raise DataError(f"cannot read {file}: {error.strerror}") from None
-        sha.update(json.dumps([os.fspath(file), status.st_size, status.st_mtime_ns]).encode())
+        key = [os.fspath(file), status.st_size, status.st_mtime_ns]
+        sha.update(json.dumps([*key, skipped] if skipped else key).encode())  # releases before read a mark as text
     return sha.digest()
 
 

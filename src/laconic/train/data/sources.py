@@ -116,7 +116,7 @@ def read_records(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"data.paths names {path}, but it must be a .jsonl file, with a JSON value on each line")
     try:
         with open(path, "rb") as file:
-            offset = _begin(file)
+            offset = begin(file)
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield number, _json_value(line, path, number, offset)
@@ -138,7 +138,7 @@ def _read_text(path: Path) -> Iterator[tuple[str, bool]]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     kept = ""  # decoded, not yet yielded: the unfinished last line
     with open(path, "rb") as file:
-        offset = _begin(file)
+        offset = begin(file)
         while block := file.read(_PIECE_NBYTES):
             if (nul := block.find(0)) >= 0:
                 raise _not_text(path, offset + nul, "a NUL byte")
@@ -151,8 +151,8 @@ def _read_text(path: Path) -> Iterator[tuple[str, bool]]:
         yield kept + _decoded(decoder, b"", path, offset), True
 
 
-def _begin(file: BinaryIO) -> int:
-    """Where the text of a file begins: behind a byte order mark, which is no part of it."""
+def begin(file: BinaryIO) -> int:
+    """Go to where the text of a file begins, behind a byte order mark, which is no part of it; how far that is."""
     return len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else file.seek(0)
 
 
