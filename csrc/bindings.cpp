@@ -309,8 +309,8 @@ void norm(size_t isa, int64_t num_threads, uintptr_t x, int type, int64_t rows, 
   // A function of the number of rows alone, as what is summed in parts depends on it.
   const int64_t rows_of_part = std::clamp<int64_t>((rows + 63) / 64, 16, 128);
   const int64_t parts = (rows + rows_of_part - 1) / rows_of_part;
-  std::vector<float> weight_parts(of_weight ? std::max<int64_t>(parts, 1) * length : 0);
-  std::vector<float> bias_parts(of_bias ? std::max<int64_t>(parts, 1) * length : 0);
+  std::vector<float> weight_parts(of_weight ? parts * length : 0);
+  std::vector<float> bias_parts(of_bias ? parts * length : 0);
   const laconic::Norm task{pointer<const void>(x),
                            static_cast<FloatType>(type),
                            rows,

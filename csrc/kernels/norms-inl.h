@@ -21,20 +21,22 @@ inline int64_t padded(int64_t length) { return (length + kLanes - 1) / kLanes * 
 // Sixteen numbers, a cache line, which narrower instruction sets take in parts.
 using Sixteen = float __attribute__((vector_size(64)));
 
-inline Sixteen sixteen_at(const float* x) {
-  Sixteen values;
-  std::memcpy(&values, x, sizeof(values));
-  return values;
-}
-
-// The sum of term(k) ... term(k + 15), a vector, over all k.
-template <class Term>
-inline float sum(int64_t length, const Term& term) {
+// The sum of a row's numbers, each multiplied by that of `other` in its place where there is one.
+template <bool kHasOther>
+inline float sum(const float* x, const float* other, int64_t length) {
   constexpr int kParts = kLanes / 16;
   Sixteen lanes[kParts] = {};
   for (int64_t k = 0; k < length; k += kLanes) {
 #pragma GCC unroll 4
-    for (int part = 0; part < kParts; ++part) lanes[part] += term(k + 16 * part);
+    for (int part = 0; part < kParts; ++part) {
+      Sixteen values, factors;
+      std::memcpy(&values, x + k + 16 * part, sizeof(values));
+      if constexpr (kHasOther) {
+        std::memcpy(&factors, other + k + 16 * part, sizeof(factors));
+        values *= factors;
+      }
+      lanes[part] += values;
+    }
   }
   const Sixteen total = (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
   float left[16];
@@ -44,6 +46,9 @@ inline float sum(int64_t length, const Term& term) {
   }
   return left[0];
 }
+
+inline float sum(const float* x, int64_t length) { return sum<false>(x, nullptr, length); }
+inline float dot(const float* x, const float* y, int64_t length) { return sum<true>(x, y, length); }
 
 template <class T>
 inline void widen_row(const void* from, int64_t row, int64_t length, float* to) {
@@ -76,12 +81,10 @@ inline float normalize_row(const Norm& task, float* x) {
   const int64_t length = task.length, all = padded(length);
   const float number = static_cast<float>(length);
   if (task.centered) {
-    const float mean = sum(all, [&](int64_t k) { return sixteen_at(x + k); }) / number;
+    const float mean = sum(x, all) / number;
     for (int64_t k = 0; k < length; ++k) x[k] -= mean;
   }
-  const float squares =
-      sum(all, [&](int64_t k) { return sixteen_at(x + k) * sixteen_at(x + k); });
-  const float inverse = 1.0f / std::sqrt(squares / number + task.eps);
+  const float inverse = 1.0f / std::sqrt(dot(x, x, all) / number + task.eps);
   for (int64_t k = 0; k < length; ++k) x[k] *= inverse;
   return inverse;
 }
@@ -134,10 +137,8 @@ void differentiate(const Norm& task, int64_t first, int64_t last) {
       if (!affine.scale.empty()) {
         for (int64_t k = 0; k < length; ++k) g[k] *= affine.scale[k];
       }
-      const float along =
-          sum(all, [&](int64_t k) { return sixteen_at(g + k) * sixteen_at(n + k); }) / number;
-      const float mean =
-          task.centered ? sum(all, [&](int64_t k) { return sixteen_at(g + k); }) / number : 0.0f;
+      const float along = dot(g, n, all) / number;
+      const float mean = task.centered ? sum(g, all) / number : 0.0f;
       T* dx = static_cast<T*>(task.out) + row * length;
       for (int64_t k = 0; k < length; ++k) {
         dx[k] = narrow<T>(((g[k] - mean) - n[k] * along) * inverse);

@@ -18,6 +18,7 @@ from laconic.cost import Batch, Job, Layout, Plan, Settings, load_plan, predict
 from laconic.cost.hardware.compute import Hardware, Sensitivity
 from laconic.cost.memory.job import precision_of
 from laconic.cost.memory.saved_tensors import EXACT, Choice
+from laconic.cost.memory.traced import Workspace
 from laconic.cost.planner.policy import Weights, agoq, by_bits, choose, describe
 from laconic.errors import LaconicError, PlanError
 from tests.cost.shapes import Sizes, shape_of, traced_llama
@@ -109,6 +110,7 @@ def test_a_budget_nothing_can_meet_says_the_smallest() -> None:
     ),
     batch=st.sampled_from([Batch(1, 2048), Batch(3, 512)]),
     words=st.sampled_from([("16", "4", "recompute"), ("8", "5", "4"), ("8", "recompute"), ("16", "8", "4", "offload")]),
+    lowers_loss=st.booleans(),
 )
 @settings(max_examples=15)
 def test_the_smallest_budget_is_met_and_nothing_below_it(
@@ -117,10 +119,15 @@ def test_the_smallest_budget_is_met_and_nothing_below_it(
     layout: Layout,
     batch: Batch,
     words: tuple[str, ...],
+    lowers_loss: bool,
 ) -> None:
     layers = max(layers, layout.num_chunks)
     kinds = tuple(int(layer in other) for layer in range(layers))  # as with and without a sliding window
     job = job_of(replace(SMALL, num_layers=layers), batch, layout, Settings(precision="bf16"), kinds)
+    if lowers_loss:  # as the loss of a packed model does, which is computed in tiles
+        wide = 1 << 30
+        workspace = job.model.workspace | {"loss": Workspace(2 * wide, -wide)}
+        job = replace(job, model=replace(job.model, workspace=workspace))
     with pytest.raises(PlanError, match="least") as caught:
         choose(job, 1, allowed=words)
     smallest = int(str(caught.value).split("do with is ")[1].split(" bytes")[0].replace(",", ""))

@@ -105,7 +105,7 @@ def norm_backward(
     Returns:
         Those gradients, in fp32 or in the dtype of x; None where not wanted.
     """
-    if grad.dtype == x.dtype and (kernels := kernels_of(x, weight, bias, spec)) is not None:
+    if grad.dtype == x.dtype and (kernels := kernels_of(x, weight, bias, spec, grad)) is not None:
         return kernels.backward(grad, x, weight, bias, spec, needs)
     return _steps_backward(grad.float(), x.float(), weight, bias, spec, needs)
 
@@ -201,10 +201,13 @@ KERNELS: dict[str, _Kernels] = {"cuda": _TORCHS} | ({"cpu": _OURS} if SELECTION.
 _VERDICTS: dict[tuple[Any, ...], bool] = {}
 
 
-def kernels_of(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> _Kernels | None:
-    """The fused kernels for this norm, if there are any and they give what the steps do."""
+def kernels_of(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, grad: Tensor | None = None
+) -> _Kernels | None:
+    """The fused kernels for this norm (and this gradient of it), if there are any and they give what the steps do."""
     parameters = [p for p in (weight, bias) if p is not None]
-    if not is_memory(x, *parameters) or not x.numel():
+    others = parameters if grad is None else [*parameters, grad]
+    if not is_memory(x, *others) or any([y.device != x.device for y in others]):
         return None
     if any([p.dtype is not x.dtype or p.shape != x.shape[-1:] for p in parameters]):
         return None

@@ -162,9 +162,10 @@ class IntegerProgram:
         }
         yield _one_if_any(_ANY_AGAIN, again)
         feed_forward = [group for group in self._groups if group.units[0].rebuilds]
-        yield _one_if_any(_ANY_MLP, _packed(feed_forward))
-        packed = _packed(feed_forward).items()
-        rebuilt = {key: most for key, most in packed if key[1].choice.offload or key[1].choice.recompute}
+        packed = _packed(feed_forward)
+        yield _one_if_any(_ANY_MLP, packed)
+        yield _Rule({_ANY_MLP: 1} | dict.fromkeys(packed, -1), -inf, 0)  # and only then, as it may lower a peak
+        rebuilt = {key: most for key, most in packed.items() if key[1].choice.offload or key[1].choice.recompute}
         yield _one_if_any(_ANY_REBUILT, rebuilt)
         for stage in self._stages:
             yield from self._arguments_are_held(stage)
@@ -213,7 +214,7 @@ class IntegerProgram:
                     nbytes |= {_again(stage, kind): state[stage.index] * layer_input for kind in _kinds(stage)}
                     nbytes[_arguments(stage)] = state[stage.index] * _SCALE
                 nbytes[_ANY_AGAIN] = point.again_nbytes
-                nbytes[_ANY_MLP] = max(0, point.packed_nbytes)
+                nbytes[_ANY_MLP] = point.packed_nbytes
                 nbytes[_ANY_REBUILT] = point.rebuilt_nbytes
                 fixed = point.workspace_nbytes + sum(n * self._fixed[index] for index, n in state.items())
                 fixed -= 0 if point.loss_is_kept else self._loss[point.stage]

@@ -114,12 +114,13 @@ def is_direct(*tensors: Tensor | None) -> bool:
 def is_memory(*tensors: Tensor) -> bool:
     """Whether a kernel outside of torch's dispatcher may read these, on any device: plain tensors or parameters.
 
-    Profilers do not matter.
+    They have to have memory: an empty tensor, one that FSDP has freed, and torch's symbolic zeros have none. Profilers do
+    not matter.
     """
     if torch.compiler.is_dynamo_compiling():
         return False
     for x in tensors:
-        if type(x) not in (Tensor, torch.nn.Parameter) or x.is_neg():
+        if type(x) not in (Tensor, torch.nn.Parameter) or x.is_neg() or not x.data_ptr():
             return False
     return _is_unwatched()
 

@@ -28,7 +28,7 @@ def norm(
     """Rows over the root of their mean square plus eps, in fp32.
 
     Args:
-        x: [..., features], float32, bfloat16 or float16, not empty.
+        x: [..., features], float32, bfloat16 or float16, not empty. Like all tensors here, one of which `is_memory`.
         weight, bias: [features] in the dtype of x, or None.
         eps: added to the mean square.
         centered: the mean of a row is subtracted first.
