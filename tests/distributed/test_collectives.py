@@ -115,7 +115,11 @@ class Checks:
                     sent = x[self.rank].clone()
                     out = sent[start : start + length] if self.world > 1 else sent
                     collectives.reduce_scatter(out, sent, self.group, codec=codec)
-                    assert same(out, rank_order_sum(rows[:, self.rank])), (codec, length, start)
+                    total = rank_order_sum(rows[:, self.rank])
+                    if codec == "auto":  # what is left raw is summed in the backend's order
+                        torch.testing.assert_close(out, total, equal_nan=True)
+                    else:
+                        assert same(out, total), (codec, length, start)
 
                     sent = x[0].clone()
                     out = sent[start : start + length] if self.world > 1 else sent
