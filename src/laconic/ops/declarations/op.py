@@ -114,8 +114,8 @@ def is_direct(*tensors: Tensor | None) -> bool:
 def is_memory(*tensors: Tensor) -> bool:
     """Whether a kernel outside of torch's dispatcher may read these, on any device: plain tensors or parameters.
 
-    They have to have memory, as empty tensors, those that FSDP has freed and torch's symbolic zeros do not. Profilers do
-    not matter.
+    They have to have memory, as empty tensors, those that FSDP has freed and torch's symbolic zeros do not. Profilers
+    do not matter.
     """
     if torch.compiler.is_dynamo_compiling():
         return False
