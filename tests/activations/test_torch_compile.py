@@ -64,8 +64,11 @@ def step(model: nn.Module, ids: Tensor) -> tuple[Tensor, int, dict[str, Tensor]]
     return loss, tracker.nbytes, gradients_of(model)
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float = 0.0) -> None:
-    """Raise unless the same parameters have gradients, equal ones or with relative errors below `bound`."""
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float = 2e-6) -> None:
+    """Raise unless the same parameters have gradients, equal ones or with relative errors below `bound`.
+
+    In eager mode norms have kernels of their own, which sum in another order.
+    """
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     for name, grad in found.items():
         assert relative_error(grad, expected[name]) < bound or torch.equal(grad, expected[name]), name
@@ -125,7 +128,7 @@ def test_a_compiled_mixture_of_experts_equals_the_eager_one() -> None:
 # Attention that runs again under a compiled graph adds up its gradients in another order. With dropout, which GPT-2
 # has, it would stay exact there.
 @pytest.mark.slow
-@pytest.mark.parametrize(("attention", "bound"), [("exact", 1e-6), ("int8", 1e-5)])
+@pytest.mark.parametrize(("attention", "bound"), [("exact", 2e-6), ("int8", 1e-5)])
 def test_every_family_compiles_to_the_same_values_and_gradients(family: str, attention: str, bound: float) -> None:
     model, ids = make_model(family, **({"attn_pdrop": 0.0} if family == "gpt2" else {})), make_ids()
     laconic.compress_activations(model, attention=attention)
@@ -354,7 +357,7 @@ def test_a_whole_model_compiles_into_one_graph() -> None:
     expected, got = step(model, ids), step(twin, ids)
     assert torch.equal(got[0], expected[0])
     for name, grad in got[2].items():
-        assert relative_error(grad, expected[2][name]) < 1e-6, name
+        assert relative_error(grad, expected[2][name]) < 2e-6, name
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laconic.activations.backward import decisions, functions, gated, norms, replay, saving
+from laconic.activations.backward import decisions, functions, gated, replay, saving
 from laconic.activations.forwards import attention, dropout, elementwise, leaves
 from laconic.activations.forwards import base as forwards
 from laconic.activations.keep import kept, masked_relu
@@ -87,38 +87,44 @@ def nth(patch: Patch, function: type, index: int, change: Callable[[Tensor], Ten
 # --- norms ---
 
 
+def by_another_norm(patch: Patch, **changes: Any) -> None:
+    """Let the backward of norms be that of another one."""
+    before = functions.norm_backward
+
+    def other(grad: Tensor, x: Tensor, weight: Any, bias: Any, spec: Any, needs: Any) -> Any:
+        return before(grad, x, weight, bias, replace(spec, **changes), needs)
+
+    patch.setattr(functions, "norm_backward", other)
+
+
 @fault("a constant is another in backward", LLAMA)
 def the_eps_of_a_norm_is_another_in_backward(patch: Patch) -> None:
-    before = norms._inverse_rms
-    patch.setattr(norms, "_inverse_rms", lambda x, eps: before(x, 1e-3))
+    by_another_norm(patch, eps=1e-3)
 
 
 @fault("a term of a derivative is left out", LLAMA)
 def a_norm_is_differentiated_as_a_scaling(patch: Patch) -> None:
     def scaled(grad: Tensor, x: Tensor, weight: Any, bias: Any, spec: Any, needs: Any) -> Any:
-        r = norms._inverse_rms(x, spec.eps)
+        r = (x.square().mean(-1, keepdim=True) + spec.eps).rsqrt()
         return grad * weight * r, (grad * x * r).flatten(0, -2).sum(0), None
 
-    patch.setattr(norms, "_rms_steps", scaled)
+    patch.setattr(functions, "norm_backward", scaled)
 
 
 @fault("a parameter without gradient", LLAMA)
 def weights_of_norms_get_no_gradient(patch: Patch) -> None:
-    after(patch, norms, "_rms_steps", lambda grads, *_: (grads[0], None, None))
+    after(patch, functions, "norm_backward", lambda grads, *_: (grads[0], None, None))
 
 
 @fault("a parameter without gradient", GPT2)
 def biases_of_norms_get_no_gradient(patch: Patch) -> None:
-    after(patch, norms, "_layer_steps", lambda grads, *_: (grads[0], grads[1], None))
+    after(patch, functions, "norm_backward", lambda grads, *_: (grads[0], grads[1], None))
 
 
 @fault("a derivative of another function", GPT2)
 def a_layer_norm_is_differentiated_as_an_rms_norm(patch: Patch) -> None:
-    def rms(grad: Tensor, x: Tensor, weight: Any, bias: Any, spec: Any, needs: Any) -> Any:
-        dx, dweight, _ = norms._rms_steps(grad, x, weight, bias, spec, needs)
-        return dx, dweight, grad.flatten(0, -2).sum(0)
-
-    patch.setattr(norms, "_layer_steps", rms)
+    by_another_norm(patch, kind="rms")
+    after(patch, functions, "norm_backward", lambda grads, grad, *_: (*grads[:2], grad.flatten(0, -2).sum(0)))
 
 
 @fault("a value is rebuilt without a parameter", LLAMA)
@@ -129,7 +135,7 @@ def a_norm_is_rebuilt_without_its_weight(patch: Patch) -> None:
 
 @fault("a constant is left out", partial(language, family="gemma2"))
 def the_offset_of_a_norms_weight_is_left_out(patch: Patch) -> None:
-    patch.setattr(norms, "_scale", lambda weight, spec: weight.float())
+    by_another_norm(patch, unit_offset=False)
 
 
 # --- linear layers ---

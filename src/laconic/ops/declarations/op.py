@@ -108,26 +108,23 @@ def is_direct(*tensors: Tensor | None) -> bool:
     for x in tensors:
         if x is not None and (type(x) is not Tensor or not x.is_cpu or x.is_neg()):
             return False
-    return _is_unwatched() and not _profiler_enabled()
+    return not _num_dispatch_modes() and not _num_function_modes() and _transforms() is None and not _profiler_enabled()
 
 
 def is_memory(*tensors: Tensor) -> bool:
     """Whether a kernel outside of torch's dispatcher may read these, on any device: plain tensors or parameters.
 
-    They have to have memory, as empty tensors, those that FSDP has freed and torch's symbolic zeros do not. Profilers
-    do not matter.
+    They have to have memory, as empty tensors, those that FSDP has freed and torch's symbolic zeros do not. Modes and
+    profilers that watch do not matter, as a result must not depend on them; but one that traces has to see all.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() or _transforms() is not None or _mode(_PROXY) is not None:
         return False
-    for x in tensors:
-        if type(x) not in (Tensor, torch.nn.Parameter) or x.is_neg() or not x.data_ptr():
-            return False
-    return _is_unwatched()
+    return not any([type(x) not in _PLAIN or x.is_neg() or not x.data_ptr() for x in tensors])
 
 
-def _is_unwatched() -> bool:
-    return not _num_dispatch_modes() and not _num_function_modes() and _transforms() is None
-
+_PLAIN = (Tensor, torch.nn.Parameter)
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+_mode: Callable[[Any], object] = torch._C._get_dispatch_mode
 
 _num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
