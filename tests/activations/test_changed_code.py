@@ -128,6 +128,25 @@ def test_code_that_runs_again_finds_the_functions_of_its_first_run(
     assert F.relu is now
 
 
+def test_a_function_that_has_gone_is_there_while_code_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(F, "of_a_host", torch.sin, raising=False)
+    code = RunningCode()
+    monkeypatch.undo()
+    with ExitStack() as undo:
+        code.again(undo)
+        assert F.of_a_host is torch.sin  # type: ignore[attr-defined]
+    assert not hasattr(F, "of_a_host")
+
+
+def test_torchs_functions_may_lie_beside_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        monkeypatch.setattr(F, "of_a_host", torch.ones(3), raising=False)
+        code = RunningCode()
+    monkeypatch.setattr(F, "of_a_host", torch.ones(3))
+    with ExitStack() as undo:
+        code.again(undo)
+
+
 def test_a_forward_that_has_gone_before_it_runs_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("bloom")
     laconic.compress_activations(model, bits=8)

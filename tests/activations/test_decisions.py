@@ -8,6 +8,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from laconic.activations import ActivationPlan, SavedTensorTracker, find_sites
 from laconic.activations.backward import decisions as module_of_decisions
 from laconic.activations.backward.decisions import Decisions
 from laconic.activations.forwards.checkpoint import checkpoint
+from laconic.activations.forwards.replacement import replacements_of
 from laconic.activations.keep.rounding import quantized
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
@@ -442,12 +444,12 @@ class LongIsSparse(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.longest_dense: int | Tensor = 8
+        self.longest_dense: Any = 8
         self.query, self.value = nn.Linear(32, 32), nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.query(x) @ x.transpose(1, 2)
-        if x.shape[1] > self.longest_dense:
+        if self.longest_dense is not None and x.shape[1] > self.longest_dense:
             scores = scores.masked_fill(scores < scores.topk(2)[0][..., -1:], -torch.inf)
         out: Tensor = self.value(scores.softmax(-1) @ x)
         return out
@@ -462,7 +464,43 @@ def test_layers_that_decide_from_some_length_on_are_looked_at_again(monkeypatch:
         assert (counts["decisions"] > 0) == decides
 
 
-@pytest.mark.parametrize("kind", [int, torch.tensor])
+def test_what_tells_layers_of_many_lengths_is_held_once() -> None:
+    model = nn.ModuleList([LongIsSparse()])
+    laconic.compress_activations(model, bits=8)
+    for length in (4, 5, 6):
+        model[0](torch.randn(2, length, 32, requires_grad=True)).sum().backward()
+    (replacement,) = replacements_of(model[0])
+    idle = replacement.habit._idle
+    assert len(idle) == 3
+    assert len(set(map(id, idle.values()))) == 1
+
+
+class ByFunctions(nn.Module):
+    """Attention by the function of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).transpose(1, 3).unbind(2)
+        out: Tensor = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return out
+
+
+def test_attention_by_a_function_that_decides_nothing_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(ByFunctions())
+    laconic.compress_activations(model, bits=8, attention="int8")
+    calls = []
+    for _ in range(2):
+        with counted(monkeypatch) as counts:
+            model(torch.randn(2, 8, 32, requires_grad=True)).sum().backward()
+        calls.append(counts["calls"])
+    assert calls[0] > 0
+    assert calls[1] == 0
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor, lambda longest: None if longest == 8 else Fraction(longest)])
 def test_layers_that_are_told_to_decide_are_looked_at_again(
     kind: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

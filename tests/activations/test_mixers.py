@@ -70,6 +70,28 @@ class Steered(nn.Module):
         return torch.tanh(x * turns[0] + torch.roll(x, 1, -1) * turns[1] + mask) * gain["all"]
 
 
+class Flipping(nn.Module):
+    """Attention that writes a flag in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.value, self.is_odd = nn.Linear(32, 32), nn.Linear(32, 32), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.is_odd = not self.is_odd
+        out: Tensor = self.value((self.query(x) @ x.mT).softmax(-1) @ x)
+        return out
+
+
+def test_flags_that_come_back_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, trials, original = nn.ModuleList([Flipping()]), [], MixerForward._repeats
+    laconic.compress_activations(model, bits=8)
+    monkeypatch.setattr(MixerForward, "_repeats", lambda *args: trials.append(1) or original(*args))
+    for _ in range(6):
+        model[0](torch.randn(2, 8, 32, requires_grad=True)).sum().backward()
+    assert len(trials) == 2
+
+
 def test_autograd_saves_every_tensor_that_a_region_is_given() -> None:
     module, x = Steered(), torch.randn(4, 64, requires_grad=True)
     named = {

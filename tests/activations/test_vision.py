@@ -414,6 +414,39 @@ def test_a_convolution_does_not_read_codes_of_fewer_bits_than_it_asks_for(mode: 
     assert errors[0] == errors[1] > 0
 
 
+@pytest.mark.parametrize("name", ["conv2d", "batch_norm", "relu"])
+@pytest.mark.parametrize("mode", ["sites", "hooks"])
+def test_a_function_in_the_place_of_torchs_computes(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3))
+    exact, x, original = copy.deepcopy(model), images(), getattr(F, name)
+    laconic.compress_activations(model, bits=8, mode=mode, example_inputs={"input": x})
+    monkeypatch.setattr(F, name, lambda *args, **kwargs: original(*args, **kwargs).mul(2).add(0.1))
+    outputs = [net(x) for net in (model, exact)]
+    assert torch.equal(*outputs)
+    got, expected = (
+        torch.autograd.grad(y.tanh().sum(), net.get_parameter("2.weight"))[0]
+        for y, net in zip(outputs, (model, exact), strict=True)
+    )
+    assert (got - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("gaps", ["crop", "turn"])
+def test_a_batch_norm_that_saves_a_contiguous_copy_has_close_gradients(
+    gaps: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 8, 1))
+    exact = copy.deepcopy(model)
+    laconic.compress_activations(model, bits=8, example_inputs={"input": images()})
+    original = torch.batch_norm  # cuDNN's does this
+    monkeypatch.setattr(torch, "batch_norm", lambda x, *rest: original(x.contiguous(), *rest))
+    x = torch.randn(4, 16, 24, 24)
+    x = x[..., 1:, 1:] if gaps == "crop" else x.mT
+    got, expected = (
+        torch.autograd.grad(net[2](net[1](x)).tanh().sum(), net.get_parameter("1.weight"))[0] for net in (model, exact)
+    )
+    assert (got - expected).norm() < 0.05 * expected.norm()
+
+
 def test_what_is_computed_again_uses_the_parameters_of_the_forward() -> None:
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3))
     laconic.compress_activations(model, example_inputs={"input": images()})

@@ -143,9 +143,9 @@ class Habit:
     """Whether code decides anything, which its first call in each mode shows, as long as nothing tells it to.
 
     The mode is that of the module, which of its arguments are there, and how long they are, as sparse attention may
-    begin at some length. What tells it are the code, flags among its arguments, numbers and strings in attributes, and
-    which attention a configuration of Hugging Face names. Code that asks a tensor for a number is looked at in every
-    call, as that may be a switch. Branches on anything else hardly ever make code decide later.
+    begin at some length. What tells it are the code, flags among its arguments, numbers, strings and None in its
+    attributes, and which attention a configuration of Hugging Face names. Code that asks a tensor for a number is
+    looked at in every call, as that may be a switch. Branches on anything else hardly ever make code decide later.
 
     Args:
         name: of the code, for errors.
@@ -154,9 +154,10 @@ class Habit:
     def __init__(self, name: str) -> None:
         self.name = name
         self._idle: dict[Any, list[Any]] = {}
+        self._last: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"name": self.name, "_idle": {}}  # what it saw holds functions, which cannot all be pickled
+        return {"name": self.name, "_idle": {}, "_last": []}  # what it saw holds functions, which cannot all be pickled
 
     def decisions(self, parts: Sequence[nn.Module], args: Any, kwargs: Any, code: object = None) -> Decisions | None:
         """Where a call with these arguments notes what it decides; None if it decides nothing in this mode.
@@ -174,10 +175,12 @@ class Habit:
         return None if self._idle.get(mode) == told else Decisions(self.name, partial(self._learn, mode, told))
 
     def _learn(self, mode: Any, told: list[Any]) -> None:
-        self._idle[mode] = told
+        if self._last != told:  # modes share equal lists: there may be one for each length of a sequence
+            self._last = told
+        self._idle[mode] = self._last
 
 
-_PLAIN = FLAGS | {int, float}
+_PLAIN: frozenset[type] = frozenset({*FLAGS, int, float, type(None)})
 
 
 class _Run(TorchFunctionMode):

@@ -33,6 +33,7 @@ from laconic.activations.backward.replay import (
 )
 from laconic.activations.host.storages import laid_out, overlaps
 from laconic.activations.host.traceable import untraced
+from laconic.activations.keep.exact_codes import MemoryLayout
 from laconic.activations.keep.function_rules import as_center
 from laconic.activations.keep.kept import Kept, Memo, take_all
 from laconic.activations.keep.packer import hooks_around
@@ -146,18 +147,18 @@ class InsteadOfNormed:
     """What a batch norm in training saves: in the place of its input what `keep` is given afterwards.
 
     Beside weight and input it saves the buffers that it changes itself, which its backward does not read, and
-    statistics that nobody else has: the first are the means.
+    statistics that nobody else has: the first are the means. cuDNN saves a contiguous copy of an input with gaps.
 
     Args:
-        x: its input.
+        x: its input, of more values than channels.
         weight: of the norm, or None.
         buffers: running mean and variance, or None.
     """
 
-    __slots__ = ("_address", "_mean", "_numel", "_outer", "_rebuilt", "_running", "_weight")
+    __slots__ = ("_mean", "_numel", "_outer", "_rebuilt", "_running", "_weight", "_x")
 
     def __init__(self, x: Tensor, weight: Tensor | None, *buffers: Tensor | None) -> None:
-        self._address, self._numel, self._weight = x.data_ptr(), x.numel(), weight
+        self._x, self._numel, self._weight = x, x.numel(), weight
         self._running = tuple(map(id, buffers))
         self._outer = None if _innermost_hooks(False) is None else hooks_around()
         self._rebuilt: _Rebuilt | None = None
@@ -173,15 +174,21 @@ class InsteadOfNormed:
 
     def __call__(self, x: Tensor) -> Callable[[], Tensor]:
         """What is saved for `x`."""
-        if x.data_ptr() == self._address and x.numel() == self._numel:
+        if x.numel() == self._numel and self._rebuilt is None and self._is_rebuilt_as(x):
             self._rebuilt = saved = _Rebuilt.__new__(_Rebuilt)
             return saved
         if x is self._weight:
             return _AsItIs(x, self._outer)
-        if self._mean is None and id(x) not in self._running:
+        if self._mean is None and x.dim() == 1 and x.numel() == self._x.shape[1] and id(x) not in self._running:
             self._mean = x
         # Nothing of ours runs for what torch itself gives back.
         return x.detach if self._outer is None else _AsItIs(x, self._outer, looks=False)
+
+    def _is_rebuilt_as(self, x: Tensor) -> bool:
+        given = self._x
+        if x.data_ptr() == given.data_ptr():
+            return True
+        return x.shape == given.shape and x.dtype is given.dtype and x.stride() == MemoryLayout.of(given).stride
 
     def center(self, x: Tensor) -> Tensor | None:
         """The means [1, channels, ...] of the input x [batch, channels, ...], in its dtype."""
@@ -191,7 +198,7 @@ class InsteadOfNormed:
         """Have `kept` rebuild the input; torch holds this object, which holds no more then."""
         if self._rebuilt is not None:
             self._rebuilt.__init__(kept, self._outer, None, None)  # type: ignore[misc]
-        del self._rebuilt, self._mean
+        del self._rebuilt, self._mean, self._x
 
 
 @untraced

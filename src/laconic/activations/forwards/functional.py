@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -154,13 +155,17 @@ def _norm(forward: FunctionsForward, func: Any, args: Any, kwargs: Any) -> Tenso
 def _attention(forward: FunctionsForward, func: Any, args: Any, kwargs: Any) -> Tensor:
     if forward.core is None:
         return func(*args, **kwargs)
+    # Only query, key and value: the module's own parameters have no part in the function.
+    results: tuple[Tensor] = forward.core(_attends(func), _NO_PARAMETERS, *args, **kwargs)
+    return results[0]
 
+
+@lru_cache(16)  # the same object in each forward, as `Habit` compares them
+def _attends(func: Any) -> Callable[..., tuple[Tensor]]:
     def attend(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor]:
         return (func(*args, **kwargs),)
 
-    # Only query, key and value: the module's own parameters have no part in the function.
-    results: tuple[Tensor] = forward.core(attend, _NO_PARAMETERS, *args, **kwargs)
-    return results[0]
+    return attend
 
 
 _NO_PARAMETERS = nn.Module()

@@ -9,10 +9,12 @@ what they save, so that nothing is watched (`_KNOWN`).
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laconic.activations.backward.derivatives import is_transformed
@@ -70,17 +72,19 @@ def run_packed(forward: Replacement, format: Packing, is_ordinary: bool, *args: 
                 packer.leave_out(forward.module)
                 return forward.original(*args, **kwargs)
     known = _KNOWN.get(type(forward.module))
-    if known is not None and _is_as_known(forward, known[0], args, kwargs):
-        y = known[1](forward, args[0], format)
+    if known is not None and _is_as_known(forward, known, args, kwargs):
+        y = known.run(forward, args[0], format)
         if y is not None:
             return y
     with Packer(format, checked=False).active(forward.module):
         return forward.original(*args, **kwargs)
 
 
-def _is_as_known(forward: Replacement, of_class: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+def _is_as_known(forward: Replacement, known: _Known, args: Any, kwargs: Any) -> bool:
     """Whether a layer of torch's own classes runs the code of its class on an image of values that can be packed."""
-    if len(args) != 1 or kwargs or forward.replaced is not None or type(forward.module).forward is not of_class:
+    if len(args) != 1 or kwargs or forward.replaced is not None:
+        return False
+    if type(forward.module).forward is not known.forward or _F.get(known.name) is not known.function:
         return False
     # Functions of torch are others for subclasses of Tensor, and casts of autocast are what is saved.
     x = args[0]
@@ -142,12 +146,34 @@ def _relu(forward: Any, x: Tensor, format: Packing) -> Any:
     return y
 
 
-_KNOWN: dict[type[nn.Module], tuple[Callable[..., Any], Callable[[Any, Tensor, Packing], Any]]] = {
-    nn.Conv2d: (nn.Conv2d.forward, _convolution),
-    nn.BatchNorm2d: (nn.BatchNorm2d.forward, _batch_norm),
-    nn.ReLU: (nn.ReLU.forward, _relu),
+class _Known(NamedTuple):
+    """A layer of which it is known what it saves.
+
+    Attributes:
+        forward: of its class.
+        name, function: what that calls in torch.nn.functional.
+        run: what runs it instead; a result of None leaves that to a packer.
+    """
+
+    forward: Callable[..., Any]
+    name: str
+    function: Callable[..., Any]
+    run: Callable[[Any, Tensor, Packing], Any]
+
+
+_F = vars(F)
+_KNOWN: dict[type[nn.Module], _Known] = {
+    layer: _Known(layer.forward, name, _F[name], run)
+    for layer, name, run in (
+        (nn.Conv2d, "conv2d", _convolution),
+        (nn.BatchNorm2d, "batch_norm", _batch_norm),
+        (nn.ReLU, "relu", _relu),
+    )
+    # A host may have put code of its own in their place before.
+    if getattr(layer.forward, "__globals__", None) is vars(sys.modules[layer.__module__])
+    and getattr(_F[name], "__globals__", _F) is _F
 }
-"""Layers of which networks have most: the forward that is known, and what runs it; None leaves that to a packer."""
+"""Layers of which networks have most."""
 
 
 _SAID: list[str] = []

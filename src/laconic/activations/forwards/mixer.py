@@ -5,12 +5,12 @@ many tensors of [tokens, state] or [tokens, tokens] size inside of one module. N
 needed: the module's own code runs again in backward, with the random numbers and the decisions of the first run, and
 nothing else is kept but its input.
 
-Whether that is allowed is proved once per module, at its first training call: it runs twice for its value alone, and
-both runs have to give the same bits and leave arguments, buffers, numbers and lists as they were. What they leave, such
-as a tensor in an attribute, is undone. A module that fails stays exact, and the log says so. Then its gradients for a
-random output gradient are compared, from the exact input and from the packed one: where they differ too much (attention
-with very sharp logits), the input is kept exactly. A call with arguments that cannot be handed over twice (a filled
-cache, objects of unknown kinds) runs as it is.
+Whether that is allowed is proved once per module and state of its flags, at the first training call: it runs twice for
+its value alone, and both runs have to give the same bits and leave arguments, buffers, numbers and lists as they were.
+What they leave, such as a tensor in an attribute, is undone. A module that fails stays exact, and the log says so. Then
+its gradients for a random output gradient are compared, from the exact input and from the packed one: where they differ
+too much (attention with very sharp logits), the input is kept exactly. A call with arguments that cannot be handed over
+twice (a filled cache, objects of unknown kinds) runs as it is.
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ Eight bits are off by half a per cent, of which most mixers make a few per cent 
 """
 
 
+_MAX_VERDICTS = 64
+"""Combinations of flags of which a mixer remembers whether it may run again: a module may write others for ever."""
+
+
 class MixerForward(SiteForward):
     """Keeps the packed input of a mixer, which runs again in backward.
 
@@ -60,6 +64,8 @@ class MixerForward(SiteForward):
         super().__init__(module, site, format)
         self.repeats: bool | None = None  # not known before the first training call, nor once a flag has changed
         self._flags: list[Any] | None = None
+        self._verdicts: dict[tuple[Any, ...], tuple[bool, bool, bool]] = {}
+        self._has_warned = False
         self.is_sensitive = False
         self.seeds = False
         self.habit = Habit(site.name)
@@ -78,7 +84,8 @@ class MixerForward(SiteForward):
             return self.original(*args, **kwargs)
         flags = plain_attributes(parts := modules_of(self.module))
         if self._flags not in (None, flags):
-            self.repeats = None
+            self._flags = flags
+            self.repeats, self.is_sensitive, self.seeds = self._verdicts.get(tuple(flags), (None, False, False))
         if self.repeats is False or not self._may_run_again(args, kwargs):
             return self.original(*args, **kwargs)
         if self.repeats is None:
@@ -86,13 +93,18 @@ class MixerForward(SiteForward):
             lists = self._outside_lists()
             with preserved(self.module, (args, kwargs, lists), tensors="copied"):
                 self.repeats = self._repeats(args, kwargs, lists)
-            if not self.repeats:
+            if len(self._verdicts) == _MAX_VERDICTS:
+                self._verdicts.clear()
+            self._verdicts[tuple(flags)] = self.repeats, self.is_sensitive, self.seeds
+            if not self.repeats and not self._has_warned:
+                self._has_warned = True
                 logging.getLogger("laconic").warning(
                     "%s (%s) stays exact: it does not compute the same when it runs twice, or leaves something in a "
                     "tensor, an argument or a list, so backward cannot run it again",
                     self.site.name,
                     type(self.module).__name__,
                 )
+            if not self.repeats:
                 return self.original(*args, **kwargs)
         decisions = self.habit.decisions(parts, args, kwargs)
         caches = {name: leaf for name, leaf in (*enumerate(args), *kwargs.items()) if is_cache(leaf)}

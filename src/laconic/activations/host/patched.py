@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType
 from typing import Any
 
@@ -80,7 +81,7 @@ def _functions() -> dict[str, Any]:
     """What torch.nn.functional holds by name; the same object until that changes."""
     global _last
     last, values = _last, tuple(vars(F).values())  # to look each of 200 names up takes twice as long
-    if values != last[0]:
+    if len(values) != len(last[0]) or not all(map(is_, values, last[0])):  # a tensor has no truth value
         _last = last = values, vars(F).copy()
     return last[1]
 
@@ -108,6 +109,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     *(
         (getattr(torch._C, f"_get_{kernel}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{kernel}"))
         for kernel in ("flash", "mem_efficient", "math", "cudnn", "overrideable")
+        if hasattr(torch._C, f"_get_{kernel}_sdp_enabled") and hasattr(torch._C, f"_set_sdp_use_{kernel}")
     ),
 )
 """Readers and writers of settings that choose kernels, whose dropout and derivatives differ, and new tensors' dtype."""
@@ -152,8 +154,7 @@ class RunningCode:
         called = [getattr(home, name, None) for home, name in self._names]
         own = [part.__dict__.get("forward") for part in self._parts]
         settings = _settings()
-        # Comparing tuples begins with whether two elements are one object.
-        if (now, called, own, settings) == (self._functions, self._called, self._own, self._settings):
+        if now is self._functions and (called, own, settings) == (self._called, self._own, self._settings):
             return
         if now.get(_ATTENTION) is not self._functions[_ATTENTION]:
             raise ModelError(
@@ -173,7 +174,7 @@ class RunningCode:
         for (home, name), function in zip(places, (*self._functions.values(), *self._called), strict=True):
             current = getattr(home, name, None)
             if current is not function:
-                undo.callback(setattr, home, name, current)
+                undo.callback(*((setattr, home, name, current) if hasattr(home, name) else (delattr, home, name)))
                 setattr(home, name, function)
 
 
