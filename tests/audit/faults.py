@@ -488,10 +488,10 @@ def the_second_run_of_attention_has_no_query(patch: Patch) -> None:
 def attention_draws_its_dropout_again(patch: Patch) -> None:
     before = replay.Replay.again
 
-    def again(self: Any, state: Any) -> Any:
+    def again(self: Any, state: Any, *others: Any) -> Any:
         moved = state[0].clone()
         moved[100:400] ^= 1
-        return before(self, (moved, *state[1:]))
+        return before(self, (moved, *state[1:]), *others)
 
     patch.setattr(replay.Replay, "again", again)
 
@@ -554,14 +554,14 @@ def a_recomputed_module_draws_again(patch: Patch) -> None:
 
 @fault("statistics are updated twice", IMAGES)
 def a_batch_norm_updates_its_statistics_twice(patch: Patch) -> None:
-    of_class, run = leaves._KNOWN[nn.BatchNorm2d]
+    known = leaves._KNOWN[nn.BatchNorm2d]
 
     def twice(forward: Any, x: Tensor, format: Any) -> Any:
         with torch.no_grad():
             forward.original(x)
-        return run(forward, x, format)
+        return known.run(forward, x, format)
 
-    patch.setitem(leaves._KNOWN, nn.BatchNorm2d, (of_class, twice))
+    patch.setitem(leaves._KNOWN, nn.BatchNorm2d, known._replace(run=twice))
 
 
 # --- forwards and losses ---
