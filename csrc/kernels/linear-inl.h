@@ -8,19 +8,13 @@
 
 #include "blockwise-inl.h"
 #include "linear.h"
+#include "sums-inl.h"
 
 namespace laconic {
 namespace {
 
-// Product k is added to sum k % kSums, whatever the instruction set: reference/linear.py.
-constexpr int64_t kSums = 64;
 // So many outputs of so many rows are summed in registers of AVX-512.
 constexpr int kOutputsAtOnce = 2, kRowsAtOnce = 2;
-
-// Sixteen numbers, a cache line, which narrower instruction sets take in parts.
-using Sixteen = float __attribute__((vector_size(64)));
-
-constexpr int kParts = kSums / 16;
 
 // kSums products of each pair of a row of weights and a row of x; rows begin `stride` apart.
 template <int kOutputs, int kRows>
@@ -39,16 +33,6 @@ __attribute__((always_inline)) inline void add_products(
       for (int r = 0; r < kRows; ++r) sums[o][r][part] += weight * values[r];
     }
   }
-}
-
-inline float total_of(const Sixteen (&sums)[kParts]) {
-  const Sixteen total = (sums[0] + sums[2]) + (sums[1] + sums[3]);
-  float left[16];
-  std::memcpy(left, &total, sizeof(left));
-  for (int half = 8; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) left[i] += left[i + half];
-  }
-  return left[0];
 }
 
 inline void store(const Linear& task, int64_t at, float total) {

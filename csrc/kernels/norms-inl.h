@@ -8,25 +8,19 @@
 
 #include "norms.h"
 #include "scalar-inl.h"
+#include "sums-inl.h"
 
 namespace laconic {
 namespace {
 
-// Term k is added to sum k % kLanes, whatever the instruction set.
-constexpr int64_t kLanes = 64;
-
-// Buffers end with zeros up to a multiple of kLanes, whose terms change no sum.
-inline int64_t padded(int64_t length) { return (length + kLanes - 1) / kLanes * kLanes; }
-
-// Sixteen numbers, a cache line, which narrower instruction sets take in parts.
-using Sixteen = float __attribute__((vector_size(64)));
+// Buffers end with zeros up to a multiple of kSums, whose terms change no sum.
+inline int64_t padded(int64_t length) { return (length + kSums - 1) / kSums * kSums; }
 
 // The sum of a row's numbers, each multiplied by that of `other` in its place where there is one.
 template <bool kHasOther>
 inline float sum(const float* x, const float* other, int64_t length) {
-  constexpr int kParts = kLanes / 16;
-  Sixteen lanes[kParts] = {};
-  for (int64_t k = 0; k < length; k += kLanes) {
+  Sixteen sums[kParts] = {};
+  for (int64_t k = 0; k < length; k += kSums) {
 #pragma GCC unroll 4
     for (int part = 0; part < kParts; ++part) {
       Sixteen values, factors;
@@ -35,16 +29,10 @@ inline float sum(const float* x, const float* other, int64_t length) {
         std::memcpy(&factors, other + k + 16 * part, sizeof(factors));
         values *= factors;
       }
-      lanes[part] += values;
+      sums[part] += values;
     }
   }
-  const Sixteen total = (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
-  float left[16];
-  std::memcpy(left, &total, sizeof(left));
-  for (int half = 8; half > 0; half /= 2) {
-    for (int lane = 0; lane < half; ++lane) left[lane] += left[lane + half];
-  }
-  return left[0];
+  return total_of(sums);
 }
 
 inline float sum(const float* x, int64_t length) { return sum<false>(x, nullptr, length); }

@@ -39,7 +39,7 @@ def norm(
         [..., features] in the dtype of x.
     """
     out = huge_pages.empty(x.shape, x.dtype)
-    _run(x, weight, bias, eps, centered, unit_offset, isa, None, (out, None, None))
+    _run((x, weight, bias, None), (out, None, None), eps, (centered, unit_offset), isa)
     return out
 
 
@@ -69,28 +69,26 @@ def norm_backward(
         torch.empty_like(p, requires_grad=False) if p is not None and needed else None
         for p, needed in zip((weight, bias), needs[1:], strict=True)
     ]
-    _run(x, weight, bias, eps, centered, unit_offset, isa, grad.contiguous(), (of_x, of_weight, of_bias))
+    _run((x, weight, bias, grad), (of_x, of_weight, of_bias), eps, (centered, unit_offset), isa)
     return of_x, of_weight, of_bias
 
 
 def _run(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    given: tuple[Tensor | None, ...],
+    results: tuple[Tensor | None, ...],
     eps: float,
-    centered: bool,
-    unit_offset: bool,
+    which: tuple[bool, bool],
     isa: str | None,
-    grad: Tensor | None,
-    results: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> None:
-    x = x.contiguous()
-    weight, bias = [None if p is None else p.contiguous() for p in (weight, bias)]
-    length = x.shape[-1]
-    weight_address, bias_address, grad_address, *addresses = [
-        0 if tensor is None else tensor.data_ptr() for tensor in (weight, bias, grad, *results)
+    """Write results for x, weight, bias and a gradient, of the norm that is or is not (centered, with unit offset)."""
+    given = tuple([None if tensor is None else tensor.contiguous() for tensor in given])
+    x = given[0]
+    assert x is not None
+    length, (centered, unit_offset) = x.shape[-1], which
+    x_address, weight, bias, grad, *addresses = [
+        0 if tensor is None else tensor.data_ptr() for tensor in (*given, *results)
     ]
     kernels.norm(
-        ISA_NUMBERS[isa], torch.get_num_threads(), x.data_ptr(), FLOAT_TYPES[x.dtype], x.numel() // length, length,
-        weight_address, bias_address, unit_offset, centered, eps, grad_address, *addresses,
+        ISA_NUMBERS[isa], torch.get_num_threads(), x_address, FLOAT_TYPES[x.dtype], x.numel() // length, length,
+        weight, bias, unit_offset, centered, eps, grad, *addresses,
     )  # fmt: skip
