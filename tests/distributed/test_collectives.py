@@ -455,6 +455,14 @@ def two_levels() -> None:
                 mine = x[rank].clone()
                 collectives.all_reduce(mine, levels, op="avg", codec=codec, async_op=True).wait()
                 assert same(mine, rank_order_sum(nodes_sums, 0.25))
+    for length in LENGTHS:  # sums of two, which have one order: the backend's
+        x = values((2, 2 * length), torch.float32)
+        everywhere = torch.cat([x, torch.zeros_like(x)])[[0, 2, 1, 3]]  # a rank of each node has some
+        mine, part = everywhere[rank].clone(), x.new_empty(length)
+        collectives.all_reduce(mine, levels, op="avg")
+        assert same(mine, rank_order_sum(x, 0.25))
+        collectives.reduce_scatter(part, everywhere[rank].repeat(2), levels, op="avg")
+        assert same(part, rank_order_sum(x, 0.25).repeat(2).view(4, -1)[rank])
     with pytest.raises(ConfigError, match="group is a TwoLevel, which broadcast does not take"):
         collectives.broadcast(torch.zeros(4), 0, levels)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="TwoLevel takes equal parts only"):

@@ -267,9 +267,12 @@ class Exchange:
             function = ring_reduce_scatter_chunk if route.ring else reduce_scatter_chunk
             return function(wire, route.codec, [row[part] for row in rows], mine[part], factor)
 
-        raw = partial(uncoded.reduce_scatter, mine, rows.view(-1), self.group, "sum" if factor == 1 else "avg")
+        op, rest = self._by_backend(factor)
+        raw = partial(uncoded.reduce_scatter, mine, rows.view(-1), self.group, op)
         numel, late = rows.numel(), self.is_all
-        self._run(chunk, mine.numel(), raw, asked=numel, checks_late=late, numel=numel, factor=repr(factor))
+        coded = self._run(chunk, mine.numel(), raw, asked=numel, checks_late=late, numel=numel, factor=repr(factor))
+        if not coded and rest != 1:
+            mine.mul_(rest)
 
     def all_reduce(self, x: Tensor, factor: float) -> None:
         """`x` [n] becomes the sum over ranks, times `factor`."""
@@ -284,9 +287,21 @@ class Exchange:
                 return ring_all_reduce_chunk(wire, route.codec, x[part], factor)
             return all_reduce_chunk(wire, route.codec, x[part], factor, is_short and route.codec.lossless)
 
-        raw = partial(uncoded.all_reduce, x, self.group, "sum" if factor == 1 else "avg")
+        op, rest = self._by_backend(factor)
+        raw = partial(uncoded.all_reduce, x, self.group, op)
         # A chunk of the call is a message for each rank.
-        self._run(chunk, x.numel(), raw, num_parts=self.world, numel=x.numel(), factor=repr(factor))
+        coded = self._run(chunk, x.numel(), raw, num_parts=self.world, numel=x.numel(), factor=repr(factor))
+        if not coded and rest != 1:
+            x.mul_(rest)
+
+    def _by_backend(self, factor: float) -> tuple[str, float]:
+        """The backend's op for a sum times `factor`, and by what its result is to be multiplied then.
+
+        The average of two levels is over more ranks than this group has.
+        """
+        if factor == 1:
+            return "sum", 1.0
+        return ("avg", 1.0) if factor == 1 / self.world else ("sum", factor)
 
     def _run_natively(
         self, start: Callable[[], torch_compat.Started], result: Tensor, factor: float, nbytes: int, numel: int
