@@ -421,6 +421,22 @@ class Checks:
             assert raised.value
         with pytest.raises(ConfigError, match="codec is 'zip', but it must be 'auto' or a codec"):
             collectives.all_reduce(x, self.group, codec="zip")
+        ids, first, is_first = x.long(), self.ranks[0], self.rank == 0
+        coded: dict[str, Callable[[], object]] = {
+            "all_gather": lambda: collectives.all_gather(ids, ids[:4], self.group, codec=INT8),
+            "reduce_scatter": lambda: collectives.reduce_scatter(ids[:4].clone(), ids, self.group, codec=INT8),
+            "all_reduce": lambda: collectives.all_reduce(ids, self.group, codec=INT8),
+            "all_to_all": lambda: collectives.all_to_all(ids.clone(), ids, group=self.group, codec=INT8),
+            "broadcast": lambda: collectives.broadcast(ids, first, self.group, codec=INT8),
+            "gather": lambda: collectives.gather(ids if is_first else None, ids[:4], first, self.group, codec=INT8),
+            "scatter": lambda: collectives.scatter(
+                ids[:4].clone(), ids if is_first else None, first, self.group, codec=INT8
+            ),
+            "recv": lambda: collectives.recv(ids, self.ranks[self.rank - 1], self.group, codec=INT8),
+        }
+        for call in coded.values():
+            with pytest.raises(FormatError, match="takes float32, bfloat16 and float16"):  # on the receiving ranks, too
+                call()
         if self.world > 1:
             num_rows = self.world + 1  # whose elements can be shared evenly
             torn, whole = torch.zeros(num_rows, self.world), torch.zeros(self.world, num_rows)

@@ -63,7 +63,7 @@ def all_gather(
     if route is not None:
         carrier = route.group()
         return route.run(uncoded.all_gather, output, copy_if_overwritten(input, output, carrier), carrier, async_op)
-    check_tensors(output=output, input=input)
+    check_tensors(codec, output=output, input=input)
     world, groups = find_groups(group)
     check_numel("output", output, world * input.numel(), f"{world} times that of input")
     input = copy_if_overwritten(input, output, groups[0])
@@ -102,7 +102,7 @@ def reduce_scatter(
         carrier = route.group()
         input = copy_if_overwritten(input, output, carrier)
         return route.run(uncoded.reduce_scatter, output, input, carrier, op, async_op)
-    check_tensors(output=output, input=input)
+    check_tensors(codec, output=output, input=input)
     world, groups = find_groups(group)
     check_numel("input", input, world * output.numel(), f"{world} times that of output")
     factor = find_factor(op, input, world)
@@ -135,7 +135,7 @@ def all_reduce(
     route = known_route(group, ("all_reduce", op), tensor, None, async_op) if codec == "auto" else None
     if route is not None:
         return route.run(uncoded.all_reduce, tensor, route.group(), op, async_op)
-    check_tensors(tensor=tensor)
+    check_tensors(codec, tensor=tensor)
     world, groups = find_groups(group)
     factor = find_factor(op, tensor, world)
     if codec == "auto" and leaves_raw(group, ("all_reduce", op), tensor.numel(), tensor, None, groups, async_op):
@@ -176,7 +176,7 @@ def all_to_all(
     # A known route is looked up by numel; rows may still not divide.
     if route is not None and not any([x.dim() > 1 and x.shape[0] % route.group().size() for x in (output, input)]):
         return route.run(uncoded.all_to_all, output, copy_if_overwritten(input, output), route.group(), async_op)
-    check_tensors(output=output, input=input)
+    check_tensors(codec, output=output, input=input)
     world, groups = find_groups(group)
     if even:
         check_numel("output", output, input.numel(), "that of input")
@@ -224,7 +224,7 @@ def broadcast(
     route = known_route(group, ("broadcast", src), tensor, None, async_op) if codec == "auto" else None
     if route is not None:
         return route.run(uncoded.broadcast, tensor, route.group(), route.root, async_op)
-    check_tensors(tensor=tensor)
+    check_tensors(codec, tensor=tensor)
     _, groups = find_groups(flat_group("broadcast", group))
     root = find_group_rank(groups[0], src, "src")
     known, is_end = ("broadcast", src), root == groups[0].rank()
@@ -250,7 +250,7 @@ def gather(
         carrier = route.group()
         input = input if output is None else copy_if_overwritten(input, output, carrier)
         return route.run(uncoded.gather, output, input, carrier, route.root, async_op)
-    check_tensors(input=input, **({} if output is None else {"output": output}))
+    check_tensors(codec, input=input, **({} if output is None else {"output": output}))
     world, groups = find_groups(flat_group("gather", group))
     root = find_group_rank(groups[0], dst, "dst")
     check_end("output", output, root == groups[0].rank(), "dst")
@@ -282,7 +282,7 @@ def scatter(
         carrier = route.group()
         input = None if input is None else copy_if_overwritten(input, output, carrier)
         return route.run(uncoded.scatter, output, input, carrier, route.root, async_op)
-    check_tensors(output=output, **({} if input is None else {"input": input}))
+    check_tensors(codec, output=output, **({} if input is None else {"input": input}))
     world, groups = find_groups(flat_group("scatter", group))
     root = find_group_rank(groups[0], src, "src")
     check_end("input", input, root == groups[0].rank(), "src")

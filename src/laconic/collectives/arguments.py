@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic.collectives.codec import Blockwise, Codec, check_codec
 from laconic.collectives.engine.call import REDUCIBLE
 from laconic.collectives.engine.layouts import TwoLevel
 from laconic.collectives.runtime.background import Groups
@@ -65,8 +66,12 @@ def check_group_rank(name: str, rank: int, size: int) -> None:
         raise ConfigError(f"{name} is {rank}, but the group has {size} ranks, 0 to {size - 1}; pass one of them")
 
 
-def check_tensors(**tensors: Tensor) -> None:
-    """Check that tensors, given by argument name, are contiguous and dense and share one dtype and one device."""
+def check_tensors(codec: Codec | str, /, **tensors: Tensor) -> None:
+    """Check that tensors, given by argument name, are contiguous and dense and share one dtype and one device.
+
+    And that the codec is one that takes them: a rank that only receives would wait for one that refuses to encode.
+    """
+    check_codec(codec)
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise FormatError(
@@ -84,6 +89,8 @@ def check_tensors(**tensors: Tensor) -> None:
     if any(x.dtype != first.dtype or x.device != first.device for x in others):
         found = ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in tensors.items())
         raise FormatError(f"the tensors are {found}, but they must have one dtype and one device; convert one of them")
+    if isinstance(codec, Blockwise):
+        codec.check_dtype(first.dtype)
 
 
 def check_numel(name: str, x: Tensor, numel: int, rule: str) -> None:

@@ -351,6 +351,13 @@ class Blockwise(_Whole):
         """False: values are rounded to the levels of the code."""
         return False
 
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Refuse a dtype that is not quantized."""
+        if dtype not in _DTYPE_NUMBERS:
+            raise FormatError(
+                f"the tensor is {dtype}, but {self.name} takes float32, bfloat16 and float16; use Raw() or Lossless()"
+            )
+
     def max_nbytes(self, numel: int, dtype: torch.dtype) -> int:
         """Length of every message: header, scales and codes, and the checksum if there is one."""
         return _BLOCKWISE_HEADER.size + self.format.nbytes((numel,)) + self._trailer_nbytes
@@ -412,10 +419,7 @@ class Blockwise(_Whole):
         return BlockTensor(codes, scales, self.format, torch.Size((numel,)), dtype).dequantize()
 
     def _header(self, numel: int, dtype: torch.dtype) -> bytes:
-        if dtype not in _DTYPE_NUMBERS:
-            raise FormatError(
-                f"the tensor is {dtype}, but {self.name} takes float32, bfloat16 and float16; use Raw() or Lossless()"
-            )
+        self.check_dtype(dtype)
         dtypes = _DTYPE_NUMBERS[dtype], _DTYPE_NUMBERS[self.format.scale_dtype]
         return _BLOCKWISE_HEADER.pack(
             _BLOCKWISE_MAGIC,

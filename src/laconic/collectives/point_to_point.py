@@ -71,7 +71,7 @@ def _start(
     route = known_route(group, ("send", other, sends), tensor, None, async_op) if codec == "auto" else None
     if route is not None:
         return (uncoded.send if sends else uncoded.recv)(tensor, route.group(), route.root, async_op)
-    check_tensors(tensor=tensor)
+    check_tensors(codec, tensor=tensor)
     name = "dst" if sends else "src"
     _, groups = find_groups(flat_group(function, group))
     peer = find_group_rank(groups[0], other, name)

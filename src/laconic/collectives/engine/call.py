@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives import audit
-from laconic.collectives.codec import Auto, Codec, Lossless, Raw, bytes_of, check_codec, is_auto, setting_of
+from laconic.collectives.codec import Auto, Codec, Lossless, Raw, bytes_of, is_auto, setting_of
 from laconic.collectives.engine import uncoded
 from laconic.collectives.engine.chunks import (
     all_gather_chunk,
@@ -75,7 +75,6 @@ class CollectiveCall:
 
     def __post_init__(self) -> None:
         self.ranks = tuple(map(ranks_of, self.groups))
-        check_codec(self.codec)
 
     def run(self, act: Callable[[Any], object], result: T, async_op: bool) -> Work[T]:
         """Carry the call out, in the background if `async_op`; the work has `result`.
