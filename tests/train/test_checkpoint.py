@@ -120,25 +120,6 @@ def test_betas_of_the_steps_before_bound_the_moments_of_those_after(tmp_path: Pa
     assert of_fresh.param_groups[0]["betas_seen"] == (0.9, 0.9, 0.95, 0.999)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[]",
-        "{",
-        '{"beta1_min": 0.9}',
-        json.dumps(dict.fromkeys(("beta1_min", "beta1_max", "beta2_min", "beta2_max"), 1.0)),
-    ],
-)
-def test_ranges_of_betas_that_are_none_are_refused(text: str, tmp_path: Path) -> None:
-    model, optimizer = coded(0.999)
-    stepped(model, optimizer, 1)
-    path = save_checkpoint(tmp_path, ALONE, model, optimizer, step=1, identity={}, texts={}, keep=1)
-    found = find_checkpoint(tmp_path, ALONE)
-    (path / save_load.BETAS_FILE).write_text(text)
-    with pytest.raises(CheckpointError, match=r"betas_seen.json is .*, which are not the ranges of two betas"):
-        load_checkpoint(found, ALONE, model, optimizer)
-
-
 def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     with open(path / ".metadata", "rb") as file:

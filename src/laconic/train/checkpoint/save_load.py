@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 BETAS_FILE = "betas_seen.json"
 """Name of the file in a checkpoint that holds the ranges of the betas of all steps, of an optimizer that needs them."""
+_RANGES = ("beta1_min", "beta1_max", "beta2_min", "beta2_max")
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,12 @@ class Checkpoint:
     """Names of the files that the manifest lists."""
 
     def text(self, name: str) -> str | None:
-        """One of the `texts` that were saved beside the state; None if there is none of this name."""
+        """One of the `texts` that were saved beside the state; None if the manifest lists none of this name."""
+        if name not in self.files:
+            return None
         file = self.path / name
         try:
-            return file.read_text(encoding="utf-8") if file.is_file() else None
+            return file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
 
@@ -363,8 +366,7 @@ def _text_of_betas(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     ranges: BetaRanges = seen[0]
     for low1, high1, low2, high2 in seen[1:]:
         ranges = widened(widened(ranges, low1, low2), high1, high2)
-    names = ("beta1_min", "beta1_max", "beta2_min", "beta2_max")
-    return {BETAS_FILE: json.dumps(dict(zip(names, ranges, strict=True))) + "\n"}
+    return {BETAS_FILE: json.dumps(dict(zip(_RANGES, ranges, strict=True))) + "\n"}
 
 
 def _saved_betas(checkpoint: Checkpoint) -> BetaRanges | None:
@@ -372,18 +374,7 @@ def _saved_betas(checkpoint: Checkpoint) -> BetaRanges | None:
     text = checkpoint.text(BETAS_FILE)
     if text is None:
         return None
-    try:
-        found = parse_json(text)
-        low1, high1, low2, high2 = (
-            float(found[f"{beta}_{end}"]) for beta in ("beta1", "beta2") for end in ("min", "max")
-        )
-        if not (0 <= low1 <= high1 < 1 and 0 <= low2 <= high2 < 1):
-            raise ValueError("they must be at least 0 and below 1, none smaller than its minimum")
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{BETAS_FILE} is {text.strip()[:200]!r}, which are not the ranges of two betas ({error!r}); continue from "
-            "another checkpoint"
-        ) from None
+    low1, high1, low2, high2 = (float(parse_json(text)[name]) for name in _RANGES)
     return low1, high1, low2, high2
 
 
